@@ -1,0 +1,143 @@
+"""Ray-native distributed checkpointing for PyTorch, compatible with torch.distributed.checkpoint.
+
+`import ray_dcp as dcp` is meant to stand in for `import torch.distributed.checkpoint as dcp`.
+Names are loaded on first use: importing this package loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import (
+        BytesStorageMetadata as BytesStorageMetadata,
+    )
+    from torch.distributed.checkpoint import (
+        CheckpointException as CheckpointException,
+    )
+    from torch.distributed.checkpoint import (
+        ChunkStorageMetadata as ChunkStorageMetadata,
+    )
+    from torch.distributed.checkpoint import (
+        DefaultLoadPlanner as DefaultLoadPlanner,
+    )
+    from torch.distributed.checkpoint import (
+        DefaultSavePlanner as DefaultSavePlanner,
+    )
+    from torch.distributed.checkpoint import (
+        FileSystemReader as FileSystemReader,
+    )
+    from torch.distributed.checkpoint import (
+        FileSystemWriter as FileSystemWriter,
+    )
+    from torch.distributed.checkpoint import LoadPlan as LoadPlan
+    from torch.distributed.checkpoint import LoadPlanner as LoadPlanner
+    from torch.distributed.checkpoint import Metadata as Metadata
+    from torch.distributed.checkpoint import ReadItem as ReadItem
+    from torch.distributed.checkpoint import SavePlan as SavePlan
+    from torch.distributed.checkpoint import SavePlanner as SavePlanner
+    from torch.distributed.checkpoint import StorageReader as StorageReader
+    from torch.distributed.checkpoint import StorageWriter as StorageWriter
+    from torch.distributed.checkpoint import (
+        TensorStorageMetadata as TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint import WriteItem as WriteItem
+    from torch.distributed.checkpoint.stateful import Stateful as Stateful
+
+    from ray_dcp.entrypoints import load as load
+    from ray_dcp.entrypoints import load_state_dict as load_state_dict
+    from ray_dcp.entrypoints import save as save
+    from ray_dcp.entrypoints import save_state_dict as save_state_dict
+    from ray_dcp.errors import CheckpointError as CheckpointError
+    from ray_dcp.options import LoadOptions as LoadOptions
+    from ray_dcp.options import SaveOptions as SaveOptions
+    from ray_dcp.runtime.session import Session as Session
+    from ray_dcp.runtime.session import connect as connect
+    from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
+    from ray_dcp.seam.report import LoadReport as LoadReport
+    from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
+    from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
+    from ray_dcp.view.verify import verify as verify
+
+__version__ = "0.1.0"
+
+_TORCH = "torch.distributed.checkpoint"
+
+# Public name -> module that defines it. `__all__` and `__getattr__` both read this table.
+_HOMES: dict[str, str] = {
+    "save": "ray_dcp.entrypoints",
+    "load": "ray_dcp.entrypoints",
+    "save_state_dict": "ray_dcp.entrypoints",
+    "load_state_dict": "ray_dcp.entrypoints",
+    "connect": "ray_dcp.runtime.session",
+    "Session": "ray_dcp.runtime.session",
+    "WorkerGroup": "ray_dcp.runtime.workers",
+    "LoadReport": "ray_dcp.seam.report",
+    "SaveOptions": "ray_dcp.options",
+    "LoadOptions": "ray_dcp.options",
+    "open": "ray_dcp.view.checkpoint_view",
+    "verify": "ray_dcp.view.verify",
+    "CheckpointView": "ray_dcp.view.checkpoint_view",
+    # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
+    "BytesStorageMetadata": _TORCH,
+    "CheckpointException": _TORCH,
+    "ChunkStorageMetadata": _TORCH,
+    "DefaultLoadPlanner": _TORCH,
+    "DefaultSavePlanner": _TORCH,
+    "FileSystemReader": _TORCH,
+    "FileSystemWriter": _TORCH,
+    "LoadPlan": _TORCH,
+    "LoadPlanner": _TORCH,
+    "Metadata": _TORCH,
+    "ReadItem": _TORCH,
+    "SavePlan": _TORCH,
+    "SavePlanner": _TORCH,
+    "Stateful": f"{_TORCH}.stateful",
+    "StorageReader": _TORCH,
+    "StorageWriter": _TORCH,
+    "TensorStorageMetadata": _TORCH,
+    "WriteItem": _TORCH,
+}
+_HOMES.update(
+    dict.fromkeys(
+        (
+            "CheckpointError",
+            "CheckpointExistsError",
+            "CheckpointNotFoundError",
+            "CommitUnknownError",
+            "CoverageError",
+            "DamagedCheckpointError",
+            "DeadlineError",
+            "InternalError",
+            "InvalidRequestError",
+            "LimitError",
+            "MissingKeyError",
+            "ParticipantError",
+            "PlanConflictError",
+            "RankDisagreementError",
+            "ShapeMismatchError",
+            "StateDictError",
+            "StorageError",
+            "UncommittedCheckpointError",
+            "UnsafeCheckpointError",
+            "UnsupportedValueError",
+        ),
+        "ray_dcp.errors",
+    )
+)
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table for both
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ray_dcp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

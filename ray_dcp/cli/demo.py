@@ -1,0 +1,157 @@
+"""`ray-dcp demo`: train, save through Ray, kill, resume on other numbers of ranks, compare bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["demo"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the closing table."""
+
+    what: str
+    ranks: int
+    seconds: float
+    num_bytes: int
+    files: int | None = None
+    bytes_needed: int | None = None
+
+
+@click.command()
+@click.option("--steps", default=4, show_default=True, help="Training steps between resizes.")
+@click.option("--dir", "directory", type=click.Path(file_okay=False), help="Where to save.")
+def demo(steps: int, directory: str | None) -> None:
+    """Train a small Transformer on 4 ranks, save, kill it, resume on 2 and then 3 ranks.
+
+    Exits with 1 if one bit of the resumed runs differs from an uninterrupted run.
+    """
+    if steps < 1:
+        raise click.BadParameter("must be at least 1", param_hint="--steps")
+    with tempfile.TemporaryDirectory(prefix="ray-dcp-demo-") as scratch:
+        root = Path(directory or scratch).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        raise SystemExit(_run(steps, root))
+
+
+def _run(steps: int, root: Path) -> int:
+    # Why: workers inherit the environment; torch and ray warn there about what users can't change.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from ray_dcp.integrations import demo as program
+    from ray_dcp.runtime.workers import WorkerGroup
+
+    console = Console()
+    rows: list[Row] = []
+    problems: list[str] = []
+
+    def compare(what: str, found: dict[str, str], expected: dict[str, str]) -> None:
+        different = sorted(k for k in expected.keys() | found.keys() if found.get(k) != expected.get(k))
+        problems.extend(f"{what}: {name}" for name in different)
+        verdict = "[red]DIFFERENT[/red]" if different else "[green]bit-equal[/green]"
+        console.print(f"  {what}: {len(expected)} values {verdict}")
+
+    with console.status("starting Ray and 4 rank actors") as status:
+        with WorkerGroup(4) as ranks:
+            status.update(f"training {3 * steps} steps on 4 ranks without interruption")
+            ranks.run(program.start)
+            expected = {}
+            for part in (1, 2, 3):
+                ranks.run(program.train, part * steps)
+                expected[part] = ranks.run(program.digests)[0]
+            status.update(f"training {steps} steps on 4 ranks, to be saved")
+            ranks.run(program.start)
+            loss = ranks.run(program.train, steps)[0]
+            console.print(f"trained {steps} steps on 4 ranks, loss {loss:.3f}")
+            rows.append(_save(ranks, 4, root / f"step-{steps}"))
+            _kill(ranks)
+            console.print("saved; all 4 ranks killed (SIGKILL)")
+
+        path = root / f"step-{steps}"
+        for part, world_size in ((1, 2), (2, 3)):
+            status.update(f"resuming on {world_size} ranks")
+            with WorkerGroup(world_size) as ranks:
+                ranks.run(program.start, None, 1234)
+                rows.append(_load(ranks, world_size, path))
+                compare(f"resumed on {world_size} ranks at step {part * steps}",
+                        ranks.run(program.digests)[0], expected[part])
+                status.update(f"training on {world_size} ranks")
+                loss = ranks.run(program.train, (part + 1) * steps)[0]
+                compare(f"trained on {world_size} ranks to step {(part + 1) * steps}, loss {loss:.3f}",
+                        ranks.run(program.digests)[0], expected[part + 1])
+                path = root / f"step-{(part + 1) * steps}"
+                rows.append(_save(ranks, world_size, path))
+                _kill(ranks)
+        status.update("reading it with stock torch.distributed.checkpoint")
+        compare(f"stock torch DCP reads step {3 * steps}", _stock_digests(path), expected[3])
+    _print_rows(console, rows)
+    for problem in problems:
+        console.print(f"[red]different: {problem}[/red]")
+    return 1 if problems else 0
+
+
+def _save(ranks: object, world_size: int, path: Path) -> Row:
+    from ray_dcp.integrations import demo as program
+    from ray_dcp.view.checkpoint_view import open as open_view
+
+    started = time.perf_counter()
+    ranks.run(program.save, str(path))  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - started
+    view = open_view(str(path))
+    return Row(f"save {path.name}", world_size, seconds, view.num_bytes, files=len(view.files))
+
+
+def _load(ranks: object, world_size: int, path: Path) -> Row:
+    from ray_dcp.integrations import demo as program
+
+    started = time.perf_counter()
+    needed, read = ranks.run(program.restore, str(path))[0]  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - started
+    return Row(f"load {path.name}", world_size, seconds, read, bytes_needed=needed)
+
+
+def _kill(ranks: object) -> None:
+    from ray_dcp.integrations import demo as program
+
+    for pid in ranks.run(program.pid):  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGKILL)
+
+
+def _stock_digests(path: Path) -> dict[str, str]:
+    import torch
+    import torch.distributed.checkpoint as stock
+
+    from ray_dcp.integrations import demo as program
+
+    metadata = stock.FileSystemReader(str(path)).read_metadata()
+    flat: dict[str, object] = {}
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, stock.TensorStorageMetadata):
+            flat[name] = torch.empty(item.size, dtype=item.properties.dtype)
+        else:
+            flat[name] = None
+    stock.load(flat, checkpoint_id=str(path), no_dist=True)
+    return program.digests_of(flat)
+
+
+def _print_rows(console: Console, rows: list[Row]) -> None:
+    table = Table()
+    for name in ("what", "ranks", "seconds", "MB", "files", "bytes read / needed"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for row in rows:
+        ratio = "" if not row.bytes_needed else f"{row.num_bytes / row.bytes_needed:.2f}"
+        table.add_row(
+            row.what, str(row.ranks), f"{row.seconds:.2f}", f"{row.num_bytes / 1e6:.2f}",
+            "" if row.files is None else str(row.files), ratio,
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,185 @@
+"""Block checksums of raw bytes, and the digest that stands for a list of them.
+
+Pure arithmetic over buffers; which blocks a read has to verify is decided in `plan.reading`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
+from ray_dcp.plan.values import Int64Array, UInt64Array
+
+__all__ = [
+    "DIGEST_BYTES",
+    "MAX_BLOCK_BYTES",
+    "MIN_BLOCK_BYTES",
+    "block_bytes_for",
+    "block_bytes_for_many",
+    "block_checks",
+    "digest",
+    "digest_bytes",
+    "first_bad_block",
+    "num_blocks",
+    "num_blocks_many",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+MIN_BLOCK_BYTES = 4 << 10
+"""Shortest block: a page. 8 bytes of checksum for 4 KiB is 0.2 % of the data."""
+MAX_BLOCK_BYTES = 1 << 20
+"""Longest block: what a partial read has to take in to verify one byte."""
+DIGEST_BYTES = 16
+"""Length of a digest (xxh3-128)."""
+
+_BLOCKS_AIMED = 256
+
+
+def block_bytes_for(num_bytes: int) -> int:
+    """Returns the length of the checksum blocks of a chunk.
+
+    The smallest power of two that cuts the chunk into at most 256 blocks, but at least 4 KiB and
+    at most 1 MiB.
+
+    Args:
+        num_bytes: Length of the chunk's raw bytes.
+
+    Raises:
+        InvalidRequestError: `num_bytes` is negative.
+
+    Example:
+        >>> block_bytes_for(0), block_bytes_for(3 << 20), block_bytes_for(1 << 40)
+        (4096, 16384, 1048576)
+    """
+    if num_bytes < 0:
+        raise InvalidRequestError(f"A length must be 0 or more bytes, but is {num_bytes}")
+    aimed = -(-num_bytes // _BLOCKS_AIMED)
+    if aimed <= MIN_BLOCK_BYTES:
+        return MIN_BLOCK_BYTES
+    if aimed >= MAX_BLOCK_BYTES:
+        return MAX_BLOCK_BYTES
+    return 1 << (aimed - 1).bit_length()
+
+
+def block_bytes_for_many(num_bytes: Int64Array) -> Int64Array:
+    """Returns `block_bytes_for` of each length.
+
+    Args:
+        num_bytes: int64[n].
+
+    Returns:
+        int64[n].
+
+    Raises:
+        InvalidRequestError: A length is negative.
+    """
+    lengths = np.asarray(num_bytes, dtype=np.int64)
+    if lengths.size and int(lengths.min()) < 0:
+        raise InvalidRequestError(
+            f"A length must be 0 or more bytes, but the shortest of them is {int(lengths.min())}"
+        )
+    steps = [1 << bit for bit in range(12, 21)]
+    bounds = np.array([_BLOCKS_AIMED * step for step in steps[:-1]], dtype=np.int64)
+    choice = np.searchsorted(bounds, lengths, side="left")
+    return np.array(steps, dtype=np.int64)[choice]
+
+
+def num_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Returns how many blocks a chunk has; none when it is empty or has no checksums.
+
+    Args:
+        num_bytes: Length of the chunk's raw bytes.
+        block_bytes: Length of a block; 0 for a chunk without checksums.
+    """
+    return -(-num_bytes // block_bytes) if block_bytes > 0 else 0
+
+
+def num_blocks_many(num_bytes: Int64Array, block_bytes: Int64Array) -> Int64Array:
+    """Returns `num_blocks` of each chunk.
+
+    Args:
+        num_bytes: int64[n].
+        block_bytes: int64[n].
+
+    Returns:
+        int64[n].
+    """
+    blocks = np.asarray(block_bytes, dtype=np.int64)
+    lengths = np.asarray(num_bytes, dtype=np.int64)
+    counts = lengths // np.maximum(blocks, 1)
+    counts += lengths > counts * blocks
+    return np.where(blocks > 0, counts, 0)
+
+
+def block_checks(buf: Buffer, block_bytes: int) -> UInt64Array:
+    """Returns the xxh3-64 (seed 0) of every block of a buffer.
+
+    Args:
+        buf: Raw bytes of one chunk, one-dimensional, one byte an element.
+        block_bytes: Length of a block; the last may be shorter.
+
+    Returns:
+        uint64[k], k = `num_blocks(len(buf), block_bytes)`.
+
+    Raises:
+        InvalidRequestError: `block_bytes` is not positive.
+
+    Complexity:
+        O(bytes); 10 to 20 GB/s a core, and about 1 us for a small buffer.
+    """
+    if block_bytes <= 0:
+        raise InvalidRequestError(f"A block must have 1 or more bytes, but has {block_bytes}")
+    length = len(buf)
+    if length <= block_bytes:
+        hashes = [xxhash.xxh3_64_intdigest(buf)] if length else []
+        return np.array(hashes, dtype=np.uint64)
+    view = memoryview(buf)
+    hash_of = xxhash.xxh3_64_intdigest
+    starts = range(0, length, block_bytes)
+    return np.fromiter(
+        (hash_of(view[start : start + block_bytes]) for start in starts),
+        dtype=np.uint64,
+        count=len(starts),
+    )
+
+
+def digest(checks: UInt64Array) -> bytes:
+    """Returns the 16 bytes that stand for block checksums: xxh3-128 of them, little-endian.
+
+    Args:
+        checks: uint64[k].
+    """
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").tobytes())
+
+
+def digest_bytes(buf: Buffer) -> bytes:
+    """Returns the 16 bytes that stand for a whole small file: its xxh3-128.
+
+    Args:
+        buf: The file.
+    """
+    return xxhash.xxh3_128_digest(buf)
+
+
+def first_bad_block(buf: Buffer, block_bytes: int, checks: UInt64Array) -> int | None:
+    """Returns the index of the first block that does not match, or None when all do.
+
+    Args:
+        buf: Raw bytes from a block boundary on; the last block may be shorter.
+        block_bytes: Length of a block.
+        checks: uint64[k], the checksums expected of `buf`'s blocks.
+
+    Raises:
+        DamagedCheckpointError: The number of checksums does not fit the length of `buf`.
+        InvalidRequestError: `block_bytes` is not positive.
+    """
+    found = block_checks(buf, block_bytes)
+    if len(found) != len(checks):
+        raise DamagedCheckpointError(
+            f"Expected {len(checks)} checksum blocks of {block_bytes} bytes, found {len(found)} "
+            f"in {len(buf)} bytes; the chunk table does not fit the data, load an earlier step"
+        )
+    bad = np.flatnonzero(found != checks)
+    return int(bad[0]) if bad.size else None

@@ -1,0 +1,324 @@
+"""The records that decide a checkpoint: the manifest, which commits it, and the abort record.
+
+One JSON object a record, in a numbered slot. Its bytes are canonical and begin with a digest of
+the rest, so that any change of them is seen. Writing a slot at most once, and who may, is the
+storage's and the protocol's part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.keys import check_attempt, check_file_key
+
+__all__ = [
+    "FORMAT_VERSION",
+    "AbortRecord",
+    "FileEntry",
+    "Manifest",
+    "Record",
+    "decode_record",
+    "encode_record",
+    "newest",
+    "record_key",
+    "slot_of",
+]
+
+FORMAT_VERSION = 1
+MAX_RECORD_BYTES = 256 << 20
+MAX_SLOT = 10**15
+
+_HEAD = b'{"digest":"'
+_MIDDLE = b'","record":'
+_TAIL = b"}\n"
+_HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_SLOT_KEY = re.compile(r"manifest-([0-9]{8,16})\.json")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file that a checkpoint consists of."""
+
+    key: str
+    """Relative to the checkpoint."""
+    num_bytes: int
+    digest: str
+    """Hex xxh3-128: for data files over their block checksums in file order, for the chunk table
+    and `.metadata` over their bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a committed checkpoint consists of; that it stands in its slot is the commit."""
+
+    attempt: str
+    epoch: int
+    """Epoch of the coordinator that wrote it."""
+    world_size: int
+    container: str
+    """`SaveOptions.container`."""
+    created_s: float
+    """Seconds since 1970 by the writer's clock; for people, nothing is decided by it."""
+    files: tuple[FileEntry, ...]
+    table: FileEntry
+    """The chunk table."""
+    metadata: FileEntry | None
+    """The `.metadata` that is published for stock DCP; None for containers without."""
+    replaced_metadata: str | None
+    """Hex digest of the foreign `.metadata` that stood there at planning and may be replaced."""
+    plan_digest: str
+    """Hex digest of the global plan."""
+    num_tensors: int
+    num_chunks: int
+    payload_bytes: int
+    """Raw bytes of all chunks."""
+    previous_slot: int
+    """Highest slot taken at planning; 0 when there was none."""
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortRecord:
+    """Says that an attempt failed and must never commit."""
+
+    attempt: str
+    reason: str
+    rank: int | None
+    """The rank that declared it failed; None for the coordinator or a collector."""
+    format_version: int = FORMAT_VERSION
+
+
+Record = Manifest | AbortRecord
+
+
+def encode_record(record: Record) -> bytes:
+    """Returns the bytes of a record: one line of JSON, equal for equal records.
+
+    Raises:
+        InternalError: The record would not be read back: a field has a wrong type or range.
+
+    Example:
+        >>> data = encode_record(AbortRecord(attempt="a1", reason="deadline", rank=3))
+        >>> decode_record(data).reason
+        'deadline'
+    """
+    kind = "manifest" if isinstance(record, Manifest) else "abort"
+    try:
+        body = _canonical({"kind": kind, **asdict(record)})
+        found = _record_of(json.loads(body))
+    except (CheckpointError, ValueError, TypeError) as exc:
+        raise InternalError(f"This {kind} record would not be read back: {exc}") from exc
+    if found != record:
+        raise InternalError(f"This {kind} record would be read back as another one")
+    return _HEAD + digest_bytes(body).hex().encode() + _MIDDLE + body + _TAIL
+
+
+def decode_record(data: bytes, *, key: str | None = None) -> Record:
+    """Returns the record that bytes hold.
+
+    Args:
+        data: A file under a `record_key`.
+        key: That key, for messages.
+
+    Raises:
+        DamagedCheckpointError: The bytes are not what `encode_record` made.
+        UnsafeCheckpointError: A file lies outside the checkpoint's directory.
+        CheckpointError: A newer ray_dcp wrote it.
+    """
+    try:
+        body = _verified_body(data)
+        fields = json.loads(body)
+        _check_version(fields)
+        record = _record_of(fields)
+        if _canonical(fields) != body:
+            raise _damaged("canonical JSON", "other spelling")
+    except (ValueError, RecursionError) as exc:
+        if isinstance(exc, CheckpointError):
+            raise
+        raise DamagedCheckpointError(
+            f"Expected a record in JSON: {exc}; load an earlier step", key=key
+        ) from exc
+    except CheckpointError as exc:
+        exc.key = exc.key or key
+        raise
+    return record
+
+
+def record_key(slot: int) -> str:
+    """Returns the storage key of a slot.
+
+    Raises:
+        InternalError: There is no such slot: they count from 1.
+
+    Example:
+        >>> record_key(7)
+        'manifest-00000007.json'
+    """
+    if not 1 <= slot <= MAX_SLOT:
+        raise InternalError(f"A slot is a number from 1 to {MAX_SLOT}, not {slot}")
+    return f"manifest-{slot:08d}.json"
+
+
+def slot_of(key: str) -> int | None:
+    """Returns the slot that a storage key belongs to, None for other keys.
+
+    Example:
+        >>> slot_of("manifest-00000007.json"), slot_of("manifest-7.json")
+        (7, None)
+    """
+    match = _SLOT_KEY.fullmatch(key)
+    slot = int(match[1]) if match else 0
+    return slot if 1 <= slot <= MAX_SLOT and record_key(slot) == key else None
+
+
+def newest(records: Mapping[int, Record]) -> tuple[int, Manifest] | None:
+    """Returns the slot and the manifest of the checkpoint, None when nothing is committed.
+
+    The first record that names an attempt decides that attempt: a manifest after its abort, or
+    after its own manifest, counts for nothing. Of the attempts that committed the last stands.
+
+    Args:
+        records: By slot.
+    """
+    decided: set[str] = set()
+    found: tuple[int, Manifest] | None = None
+    for slot in sorted(records):
+        record = records[slot]
+        if record.attempt not in decided and isinstance(record, Manifest):
+            found = slot, record
+        decided.add(record.attempt)
+    return found
+
+
+def _canonical(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _verified_body(data: bytes) -> bytes:
+    start = len(_HEAD) + 32 + len(_MIDDLE)
+    if not start + len(_TAIL) < len(data) <= MAX_RECORD_BYTES:
+        raise _damaged(f"{start} bytes to {MAX_RECORD_BYTES >> 20} MiB", f"{len(data)} bytes")
+    body = bytes(data[start : -len(_TAIL)])
+    head = _HEAD + digest_bytes(body).hex().encode() + _MIDDLE
+    if data[:start] != head or data[-len(_TAIL) :] != _TAIL:
+        raise _damaged("bytes that match the digest they begin with", "other bytes")
+    return body
+
+
+def _check_version(fields: Any) -> None:
+    version = fields.get("format_version") if isinstance(fields, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise _damaged("a format version", "none")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"Expected a manifest of format version {FORMAT_VERSION} or older, found version "
+            f"{version}: a newer ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
+        )
+
+
+def _record_of(fields: Any) -> Record:
+    if not isinstance(fields, dict):
+        raise _damaged("an object", type(fields).__name__)
+    kinds: dict[Any, tuple[type[Record], dict[str, Any]]] = {
+        "manifest": (Manifest, _MANIFEST_FIELDS),
+        "abort": (AbortRecord, _ABORT_FIELDS),
+    }
+    kind = fields.get("kind")
+    cls, readers = kinds.get(kind if isinstance(kind, str) else "", (None, {}))
+    if cls is None or set(fields) != {"kind", *readers}:
+        raise _damaged("the fields of a manifest or an abort record", "others")
+    return cls(**{name: read(fields[name], name) for name, read in readers.items()})
+
+
+def _integer(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise _damaged(f"a number of 0 or more as {name}", _short(value))
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _damaged(f"a text as {name}", _short(value))
+    return value
+
+
+def _seconds(value: Any, name: str) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        raise _damaged(f"seconds as {name}", _short(value))
+    return value
+
+
+def _hex(value: Any, name: str) -> str:
+    if _HEX.fullmatch(_text(value, name)) is None:
+        raise _damaged(f"hex digits as {name}", _short(value))
+    return str(value)
+
+
+def _attempt(value: Any, name: str) -> str:
+    return check_attempt(_text(value, name))
+
+
+def _entry(value: Any, name: str) -> FileEntry:
+    if not isinstance(value, dict) or set(value) != {"key", "num_bytes", "digest"}:
+        raise _damaged(f"key, num_bytes and digest as {name}", _short(value))
+    found = _text(value["digest"], name)
+    if _DIGEST.fullmatch(found) is None:
+        raise _damaged(f"32 hex digits as digest of {name}", _short(found))
+    key = check_file_key(_text(value["key"], name))
+    return FileEntry(key, _integer(value["num_bytes"], name), found)
+
+
+def _entries(value: Any, name: str) -> tuple[FileEntry, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _damaged(f"a list as {name}", _short(value))
+    entries = tuple(_entry(item, name) for item in value)
+    if len({entry.key for entry in entries}) != len(entries):
+        raise _damaged(f"each key once in {name}", "one twice")
+    return entries
+
+
+def _optional(read: Any) -> Any:
+    return lambda value, name: None if value is None else read(value, name)
+
+
+_MANIFEST_FIELDS: dict[str, Any] = {
+    "attempt": _attempt,
+    "epoch": _integer,
+    "world_size": _integer,
+    "container": _text,
+    "created_s": _seconds,
+    "files": _entries,
+    "table": _entry,
+    "metadata": _optional(_entry),
+    "replaced_metadata": _optional(_hex),
+    "plan_digest": _hex,
+    "num_tensors": _integer,
+    "num_chunks": _integer,
+    "payload_bytes": _integer,
+    "previous_slot": _integer,
+    "format_version": _integer,
+}
+_ABORT_FIELDS: dict[str, Any] = {
+    "attempt": _attempt,
+    "reason": _text,
+    "rank": _optional(_integer),
+    "format_version": _integer,
+}
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:200]
+
+
+def _damaged(expected: str, found: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"Expected {expected} in the record, found {found}; it is damaged, load an earlier step"
+    )

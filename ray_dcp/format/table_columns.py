@@ -1,0 +1,126 @@
+"""Between padded numpy arrays and Arrow's lists of different lengths, for the chunk table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.plan.values import BoolArray, Int8Array, Int64Array, Path
+
+__all__ = ["ArrowArray", "damaged", "int_column", "padded", "paths_of", "paths_to_arrow", "ragged"]
+
+ArrowArray = Any
+"""An Arrow array; typed loosely, since Arrow's stubs differ from release to release."""
+
+_MAX_INDEX_CHARS = 20
+
+pa: Any = pyarrow
+
+
+def damaged(expected: str, found: str) -> DamagedCheckpointError:
+    """Returns the error for a chunk table that is not as it must be."""
+    return DamagedCheckpointError(
+        f"Expected {expected} in the chunk table, found {found}; it is damaged, load an "
+        "earlier step"
+    )
+
+
+def ragged(
+    rows: Int64Array, ndim: npt.NDArray[np.integer[Any]], null: BoolArray | None = None
+) -> ArrowArray:
+    """Returns the first `ndim` numbers of each row as a list.
+
+    Args:
+        rows: int64[n, D].
+        ndim: int[n].
+        null: bool[n], rows that have no list at all.
+    """
+    used = np.arange(rows.shape[1]) < np.asarray(ndim)[:, None]
+    starts = np.concatenate([[0], np.cumsum(ndim, dtype=np.int64)])
+    if starts[-1] >= 1 << 31:
+        raise damaged("fewer than 2**31 dimensions over all chunks", str(starts[-1]))
+    return pa.ListArray.from_arrays(
+        pa.array(starts, type=pa.int32()),
+        pa.array(rows[used], type=pa.int64()),
+        mask=None if null is None else pa.array(null),
+    )
+
+
+def padded(column: ArrowArray, width: int, blank: int) -> tuple[Int8Array, Int64Array]:
+    """Returns the lengths of lists, and the lists padded to rows of one width.
+
+    Args:
+        column: Lists of numbers.
+        width: Length of the rows, at most 127.
+        blank: What to pad with.
+
+    Returns:
+        int8[n] and int64[n, width].
+
+    Raises:
+        DamagedCheckpointError: A list is longer than `width`, or it or a number is missing.
+    """
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise damaged("numbers in every list", "missing ones")
+    lengths = column.value_lengths().to_numpy()
+    if len(lengths) and int(lengths.max()) > width:
+        raise damaged(f"at most {width} dimensions", str(int(lengths.max())))
+    rows = np.full((len(lengths), width), blank, dtype=np.int64)
+    rows[np.arange(width) < lengths[:, None]] = values.to_numpy()
+    return lengths.astype(np.int8), rows
+
+
+def int_column(column: ArrowArray, dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
+    """Returns a column of numbers as an array of its own.
+
+    Raises:
+        DamagedCheckpointError: A number is missing.
+    """
+    if column.null_count:
+        raise damaged("a number in every row", "missing ones")
+    return np.array(column.to_numpy(), dtype=dtype)
+
+
+def paths_to_arrow(paths: Sequence[Path | None]) -> tuple[ArrowArray, ArrowArray]:
+    """Returns paths as lists of texts, and which of their components are list indices.
+
+    Args:
+        paths: Of str and int; None stays a missing list.
+    """
+    texts = [None if path is None else list(map(str, path)) for path in paths]
+    is_index = [None if path is None else [type(part) is int for part in path] for path in paths]
+    return pa.array(texts, pa.list_(pa.string())), pa.array(is_index, pa.list_(pa.bool_()))
+
+
+def paths_of(texts: ArrowArray, is_index: ArrowArray) -> tuple[Path | None, ...]:
+    """Returns the paths that `paths_to_arrow` wrote.
+
+    Raises:
+        DamagedCheckpointError: The two columns do not fit each other, or an index is no number.
+    """
+    return tuple(map(_path, texts.to_pylist(), is_index.to_pylist()))
+
+
+def _path(texts: list[str | None] | None, is_index: list[bool | None] | None) -> Path | None:
+    if texts is None and is_index is None:
+        return None
+    if texts is None or is_index is None or len(texts) != len(is_index):
+        raise damaged("path_is_index for every component of path", "something else")
+    return tuple(_part(text, index) for text, index in zip(texts, is_index, strict=True))
+
+
+def _part(text: str | None, is_index: bool | None) -> str | int:
+    if text is None or is_index is None:
+        raise damaged("a text for every component of path", "none")
+    if not is_index:
+        return text
+    digits = text.removeprefix("-")
+    if not digits.isdecimal() or len(text) > _MAX_INDEX_CHARS or str(int(text)) != text:
+        raise damaged("a list index in path", repr(text[:50]))
+    return int(text)

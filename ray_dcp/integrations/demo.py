@@ -1,0 +1,245 @@
+"""A small Transformer trained with FSDP2, whose state can be saved, resumed and compared.
+
+Every function here runs on a rank (of a `WorkerGroup`, or of any process group). The gradient of
+a step comes from one rank while the others add zeros, so that no sum depends on the number of
+ranks: a run that is resumed on another number of ranks must equal an uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the name that every torch program uses
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import ray_dcp
+from ray_dcp.errors import InvalidRequestError
+
+__all__ = ["ModelConfig", "Run", "digests", "pid", "restore", "save", "start", "train"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the Transformer; uneven on purpose, so that shards differ between ranks."""
+
+    vocabulary: int = 211
+    width: int = 96
+    num_heads: int = 4
+    num_blocks: int = 4
+    context: int = 32
+    batch: int = 6
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, both with residual connections."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.norm_attention = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.norm_mlp = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width + 2)
+        self.down = nn.Linear(4 * config.width + 2, config.width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the block's output, of the shape of `x`: (batch, context, width)."""
+        batch, context, width = x.shape
+        heads = (batch, context, self.num_heads, width // self.num_heads)
+        q, k, v = (
+            part.reshape(heads).transpose(1, 2)
+            for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
+        )
+        scores = (q @ k.transpose(-2, -1)) / (width // self.num_heads) ** 0.5
+        future = torch.ones(context, context, dtype=torch.bool).triu(1)
+        attended = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, context, width)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns logits (batch, context, vocabulary) for tokens (batch, context)."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@dataclass
+class Run:
+    """What one rank keeps between calls."""
+
+    config: ModelConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    step: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything that a resumed run needs."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "progress": {"step": self.step, "config": vars(self.config)},
+            "rng": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `ray_dcp.load` filled in."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["progress"]["step"]
+        torch.set_rng_state(state["rng"])
+
+
+_current: list[Run] = []
+
+
+def start(config: ModelConfig | None = None, seed: int = 0) -> None:
+    """Builds model, optimizer and scheduler on this rank, sharded over all ranks by FSDP2.
+
+    Args:
+        config: Sizes of the model.
+        seed: Seed of the initial weights. Another one shows that a restored state comes from
+            the checkpoint and not from the same initialisation.
+    """
+    config = config or ModelConfig()
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    model = Transformer(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, foreach=False)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    _current[:] = [Run(config, model, optimizer, scheduler)]
+
+
+def current() -> Run:
+    """Returns the run that `start` made on this rank.
+
+    Raises:
+        InvalidRequestError: `start` was not called.
+    """
+    if not _current:
+        raise InvalidRequestError("call start() on this rank first")
+    return _current[0]
+
+
+def train(until_step: int) -> float:
+    """Trains up to a step and returns the last loss.
+
+    The batch of a step depends on the step alone: a learnable rule (the next token is a fixed
+    function of the last two) with noise.
+    """
+    run = current()
+    loss_value = float("nan")
+    while run.step < until_step:
+        tokens = batch(run.config, run.step)
+        logits = run.model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        # Why: sums with zeros are exact, sums of shares are not; see the module's docstring.
+        (loss if dist.get_rank() == 0 else loss * 0.0).backward()
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad()
+        run.step += 1
+        loss_value = loss.item()
+    return loss_value
+
+
+def batch(config: ModelConfig, step: int) -> torch.Tensor:
+    """Returns the tokens of a step, (batch, context + 1), int64."""
+    generator = torch.Generator().manual_seed(1_000_003 * (step + 1))
+    tokens = torch.randint(
+        config.vocabulary, (config.batch, config.context + 1), generator=generator
+    )
+    for i in range(2, tokens.shape[1], 2):
+        tokens[:, i] = (3 * tokens[:, i - 1] + tokens[:, i - 2] + 7) % config.vocabulary
+    return tokens
+
+
+def save(path: str) -> None:
+    """Saves the run: every rank writes its share."""
+    ray_dcp.save(current().state_dict(), checkpoint_id=path)
+
+
+def restore(path: str) -> tuple[int, int]:
+    """Loads the run in place and returns (bytes needed, bytes read) of the whole job."""
+    run = current()
+    state = run.state_dict()
+    report = ray_dcp.load(state, checkpoint_id=path)
+    run.load_state_dict(state)
+    return report.bytes_needed, report.bytes_read
+
+
+def digests() -> dict[str, str]:
+    """Returns the SHA-256 of every value of the whole run; the same on all ranks.
+
+    Collective: sharded tensors are gathered.
+    """
+    return digests_of(current().state_dict())
+
+
+def digests_of(state: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """Returns the SHA-256 of every value in a nested state dict, by dotted name."""
+    found: dict[str, str] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            found.update(digests_of(value, f"{name}."))
+            continue
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            plain = value.detach().contiguous()
+            data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+            found[name] = hashlib.sha256(
+                f"{plain.dtype}{tuple(plain.shape)}".encode() + data
+            ).hexdigest()
+        else:
+            found[name] = hashlib.sha256(repr(value).encode()).hexdigest()
+    return found
+
+
+def pid() -> int:
+    """Returns the process id of this rank, so that a chaos test can kill it."""
+    return os.getpid()

@@ -1,0 +1,339 @@
+"""A rank's `Columns`: built row by row, checked, and as bytes for the way to the coordinator.
+
+What the ranks' columns mean together is decided in `global_plan`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
+from ray_dcp.plan.grouping import group_rows
+from ray_dcp.plan.values import Columns, Int64Array, Kind, Path
+
+__all__ = ["ColumnsBuilder", "check", "decode", "encode"]
+
+_VERSION = b"1"
+_FLAT = {
+    "name": np.int32,
+    "kind": np.int8,
+    "dtype": np.int8,
+    "ndim": np.int8,
+    "requires_grad": np.bool_,
+    "splittable": np.bool_,
+    "value": np.uint64,
+}
+_BOXES = ("shape", "offset", "size")
+_MAX_BYTES = float(1 << 62)
+_MAX_NDIM = 64
+"""numpy's own limit."""
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+class ColumnsBuilder:
+    """Collects items and makes `Columns` of them.
+
+    Example:
+        >>> builder = ColumnsBuilder()
+        >>> builder.tensor("w", "float32", (4, 2), offset=(2, 0), size=(2, 2))
+        0
+        >>> builder.object("step")
+        1
+        >>> columns = builder.build()
+        >>> len(columns), columns.names, columns.offset.tolist()
+        (2, ('w', 'step'), [[2, 0], [0, 0]])
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._paths: list[Path | None] = []
+        self._dtypes: dict[str, int] = {}
+        self._flat: list[tuple[int, int, int, bool, bool, int]] = []
+        self._boxes: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = []
+
+    def tensor(
+        self,
+        fqn: str,
+        dtype: str,
+        shape: Sequence[int],
+        *,
+        offset: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
+        path: Path | None = None,
+        opaque: bool = False,
+        requires_grad: bool = False,
+        splittable: bool = False,
+        value: int = 0,
+    ) -> int:
+        """Adds a box of a tensor.
+
+        Args:
+            fqn: Name of the tensor.
+            dtype: torch's name of its dtype, without prefix.
+            shape: Its global shape.
+            offset: Where the box starts; zeros by default.
+            size: Lengths of the box; `shape` by default.
+            path: Where it sits in the nested state dict. The first one told for an FQN counts.
+            opaque: Whether only `torch.load` understands its bytes (`Kind.OPAQUE`).
+            requires_grad: As the tensor says.
+            splittable: Whether the holders of the same box may share it out.
+            value: Digest of its content, 0 for none.
+
+        Returns:
+            The row.
+        """
+        kind = Kind.OPAQUE if opaque else Kind.TENSOR
+        start = (0,) * len(shape) if offset is None else offset
+        lengths = shape if size is None else size
+        code = self._dtypes.setdefault(dtype, len(self._dtypes))
+        self._boxes.append((shape, start, lengths))
+        self._flat.append((self._name(fqn, path), kind, code, requires_grad, splittable, value))
+        return len(self._flat) - 1
+
+    def object(self, fqn: str, *, path: Path | None = None, value: int = 0) -> int:
+        """Adds an object.
+
+        Args:
+            fqn: Its name.
+            path: Where it sits in the nested state dict.
+            value: Digest of its content, 0 for none.
+
+        Returns:
+            The row.
+        """
+        self._boxes.append(((), (), ()))
+        self._flat.append((self._name(fqn, path), Kind.OBJECT, -1, False, False, value))
+        return len(self._flat) - 1
+
+    def build(self) -> Columns:
+        """Returns the columns.
+
+        Raises:
+            InvalidRequestError: An item is not possible; all such items are told.
+        """
+        uneven = [
+            self._flat[row][0]
+            for row, boxes in enumerate(self._boxes)
+            if not len(boxes[0]) == len(boxes[1]) == len(boxes[2])
+        ]
+        if uneven:
+            names = list(self._names)
+            raise InvalidRequestError(
+                "expected shape, offset and size of one length, but they differ for "
+                + ", ".join(repr(names[name]) for name in uneven)
+            )
+        flat = list(zip(*self._flat, strict=True)) or [()] * 6
+        name, kind, dtype, grad, splittable, value = flat
+        ndim = np.array([len(boxes[0]) for boxes in self._boxes], dtype=np.int64)
+        shape, offset, size = self._padded(ndim)
+        columns = Columns(
+            names=tuple(self._names),
+            paths=tuple(self._paths),
+            dtypes=tuple(self._dtypes),
+            name=np.array(name, dtype=np.int32),
+            kind=np.array(kind, dtype=np.int8),
+            dtype=np.array(dtype, dtype=np.int8),
+            ndim=ndim.astype(np.int8),
+            shape=shape,
+            offset=offset,
+            size=size,
+            requires_grad=np.array(grad, dtype=np.bool_),
+            splittable=np.array(splittable, dtype=np.bool_),
+            value=np.array(value, dtype=np.uint64),
+        )
+        wrong = check(columns)
+        if wrong:
+            raise InvalidRequestError("the items can't be saved: " + "; ".join(wrong))
+        return columns
+
+    def _name(self, fqn: str, path: Path | None) -> int:
+        known = self._names.get(fqn)
+        if known is None:
+            known = self._names[fqn] = len(self._paths)
+            self._paths.append(path)
+        return known
+
+    def _padded(self, ndim: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        width = max(1, int(ndim.max(initial=0)))
+        shape = np.ones((len(ndim), width), dtype=np.int64)
+        offset, size = np.zeros_like(shape), np.ones_like(shape)
+        for dims in np.unique(ndim[ndim > 0]).tolist():
+            rows = np.flatnonzero(ndim == dims)
+            boxes = np.array([self._boxes[row] for row in rows], dtype=np.int64)
+            shape[rows, :dims] = boxes[:, 0]
+            offset[rows, :dims] = boxes[:, 1]
+            size[rows, :dims] = boxes[:, 2]
+        return shape, offset, size
+
+
+def check(columns: Columns) -> list[str]:
+    """Returns what is wrong with one rank's columns, one sentence each; empty when nothing is.
+
+    Boxes out of bounds are told with all ranks' conflicts, by `make_plan`.
+    """
+    wrong = _check_lengths(columns)
+    if wrong:
+        return wrong
+    if len(set(columns.names)) != len(columns.names):
+        wrong.append("the vocabulary of names holds a name twice")
+    wrong += _check_codes(columns)
+    if wrong:
+        return wrong
+    return _check_boxes(columns) + _check_twice(columns)
+
+
+def encode(columns: Columns) -> bytes:
+    """Returns the columns as an Arrow IPC stream, compressed.
+
+    Raises:
+        InvalidRequestError: The columns are not possible; see `check`.
+    """
+    wrong = check(columns)
+    if wrong:
+        raise InvalidRequestError("these columns can't be sent: " + "; ".join(wrong))
+    arrays = {key: pa.array(getattr(columns, key)) for key in _FLAT}
+    for key in _BOXES:
+        box = getattr(columns, key)
+        for dim in range(box.shape[1]):
+            arrays[f"{key}_{dim}"] = pa.array(np.ascontiguousarray(box[:, dim]))
+    vocabulary = {"names": columns.names, "paths": columns.paths, "dtypes": columns.dtypes}
+    metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": json.dumps(vocabulary).encode()}
+    batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as stream:
+        stream.write_batch(batch)
+    result: bytes = sink.getvalue().to_pybytes()
+    return result
+
+
+def decode(data: bytes) -> Columns:
+    """Returns the columns that `encode` made these bytes of.
+
+    Raises:
+        RankDisagreementError: Another version of ray_dcp made them.
+        InternalError: They are no columns.
+    """
+    try:
+        with pa.ipc.open_stream(data) as stream:
+            metadata = stream.schema.metadata or {}
+            version = metadata.get(b"ray_dcp.columns")
+            table = stream.read_all()
+        vocabulary = json.loads(metadata.get(b"vocabulary", b"{}"))
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        raise InternalError(
+            f"expected a rank's items, but found bytes that are none: {error}"
+        ) from error
+    if version is not None and version != _VERSION:
+        raise RankDisagreementError(
+            f"expected items in form {_VERSION.decode()}, but found form "
+            f"{version.decode(errors='replace')}: run the same version of ray_dcp on all ranks"
+        )
+    try:
+        columns = _from_table(table, vocabulary)
+        wrong = check(columns)
+    except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
+        raise InternalError(
+            f"expected a rank's items, but a column is missing: {error!r}"
+        ) from error
+    if wrong:
+        raise InternalError("a rank's items arrived broken: " + "; ".join(wrong))
+    return columns
+
+
+def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
+    width = sum(1 for key in table.column_names if key.startswith("shape_"))
+    boxes: dict[str, Any] = {}
+    for key in _BOXES:
+        box = boxes[key] = np.empty((len(table), width), dtype=np.int64)
+        for dim in range(width):
+            box[:, dim] = _numpy(table, f"{key}_{dim}", np.int64)
+    flat: dict[str, Any] = {key: _numpy(table, key, dtype) for key, dtype in _FLAT.items()}
+    return Columns(
+        names=tuple(map(str, vocabulary["names"])),
+        paths=tuple(None if path is None else tuple(path) for path in vocabulary["paths"]),
+        dtypes=tuple(map(str, vocabulary["dtypes"])),
+        **flat,
+        **boxes,
+    )
+
+
+def _numpy(table: pa.Table, key: str, dtype: type[_T]) -> npt.NDArray[_T]:
+    result: npt.NDArray[_T] = table.column(key).to_numpy().astype(dtype, casting="safe", copy=False)
+    return result
+
+
+def _check_lengths(columns: Columns) -> list[str]:
+    count = len(columns.name)
+    wrong = []
+    if len(columns.paths) != len(columns.names):
+        wrong.append(f"{len(columns.names)} names have {len(columns.paths)} paths")
+    for key in _FLAT:
+        shape = getattr(columns, key).shape
+        if shape != (count,):
+            wrong.append(f"expected column {key!r} of shape {(count,)}, found {shape}")
+    width = columns.shape.shape[-1] if columns.shape.ndim == 2 else -1
+    for key in _BOXES:
+        shape = getattr(columns, key).shape
+        if shape != (count, width) or not 1 <= width <= _MAX_NDIM:
+            wrong.append(
+                f"expected column {key!r} of shape {(count, 'D')}, D up to 64, found {shape}"
+            )
+    return wrong
+
+
+def _check_codes(columns: Columns) -> list[str]:
+    wrong = []
+    is_object = columns.kind == Kind.OBJECT
+    width = columns.shape.shape[1]
+    bounds = (
+        ("name", columns.name, 0, len(columns.names) - 1),
+        ("kind", columns.kind, 0, max(Kind)),
+        ("ndim", columns.ndim, 0, width),
+        ("dtype of a tensor", columns.dtype[~is_object], 0, len(columns.dtypes) - 1),
+        ("dtype of an object", columns.dtype[is_object], -1, -1),
+        ("ndim of an object", columns.ndim[is_object], 0, 0),
+    )
+    for what, codes, low, high in bounds:
+        bad = codes[(codes < low) | (codes > high)]
+        if len(bad):
+            wrong.append(f"expected {what} from {low} to {high}, found {int(bad[0])}")
+    return wrong
+
+
+def _check_boxes(columns: Columns) -> list[str]:
+    padding = np.arange(columns.shape.shape[1]) >= columns.ndim[:, None]
+    filled = (columns.shape == 1) & (columns.offset == 0) & (columns.size == 1)
+    negative = (columns.shape < 0) | (columns.offset < 0) | (columns.size < 0)
+    # Why 16: no dtype is longer, and a product that overflows must not look small.
+    spans = np.maximum(np.maximum(columns.shape, columns.size), 1).astype(np.float64)
+    huge = np.prod(spans, axis=1) * 16 > _MAX_BYTES
+    far = columns.offset >= 1 << 61
+    return (
+        _told(columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1")
+        + _told(columns, np.any(negative, axis=1), "has a negative shape, offset or size")
+        + _told(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
+    )
+
+
+def _check_twice(columns: Columns) -> list[str]:
+    rows = np.flatnonzero((columns.size > 0).all(axis=1))
+    if len(rows) == 0:
+        return []
+    keys = [columns.name[rows], *columns.offset[rows].T, *columns.size[rows].T]
+    first, _ = group_rows(keys)
+    twice = np.ones(len(columns), dtype=np.bool_)
+    twice[rows[first]] = False
+    twice[np.flatnonzero((columns.size <= 0).any(axis=1))] = False
+    return _told(columns, twice, "is listed twice with the same box")
+
+
+def _told(columns: Columns, bad: Any, what: str) -> list[str]:
+    return [f"{columns.names[columns.name[row]]!r} {what}" for row in np.flatnonzero(bad)]

@@ -1,0 +1,121 @@
+"""From a plan and its files' receipts to the chunk table of what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ray_dcp.errors import DamagedCheckpointError, InternalError
+from ray_dcp.format.checksums import digest, num_blocks_many
+from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
+from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
+
+__all__ = ["finish_table"]
+
+
+def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]) -> ChunkTable:
+    """Returns the planned table with checksums, the places of deferred items and final keys.
+
+    A deferred chunk's payload is its whole item: `payload_offset` is `item_offset`, and its block
+    checksums cover all of it.
+
+    Args:
+        plan: The plan.
+        attempt: Id of the attempt under which the files were written.
+        receipts: The receipt of each of the plan's files, by its index.
+
+    Raises:
+        InternalError: Receipts and plan do not fit: a file is missing or not planned, has another
+            key or length, another number of checksums, or deferred items other than planned. All
+            such files are named.
+        DamagedCheckpointError: A receipt's checksums do not have its digest.
+    """
+    table = plan.table
+    wrong = _check_receipts(plan, attempt, receipts)
+    if wrong:
+        raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
+    _check_digests(receipts)
+    places = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
+    deferred = np.flatnonzero(table.payload_offset < 0)
+    told = [place for file in range(len(table.files)) for place in receipts[file].deferred]
+    # Invariant: deferred chunks and places are both in the order of files and, within, rows.
+    found = [(place.item_offset, place.item_bytes, place.block_bytes) for place in told]
+    places[:, deferred] = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    payload_offset, payload_bytes = table.payload_offset.copy(), table.payload_bytes.copy()
+    payload_offset[deferred], payload_bytes[deferred] = places[:2, deferred]
+    checks = [receipts[file].checks for file in range(len(table.files))]
+    return replace(
+        table,
+        files=tuple(key.replace("{attempt}", attempt) for key in table.files),
+        item_offset=places[0],
+        item_bytes=places[1],
+        payload_offset=payload_offset,
+        payload_bytes=payload_bytes,
+        block_bytes=places[2],
+        check_start=offsets_of(num_blocks_many(payload_bytes, places[2])),
+        checks=np.concatenate([np.zeros(0, dtype=np.uint64), *checks]),
+    )
+
+
+def _check_receipts(
+    plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]
+) -> list[str]:
+    table = plan.table
+    wrong = [
+        f"file {file} is not planned" for file in receipts if file not in range(len(table.files))
+    ]
+    starts = np.searchsorted(table.file, np.arange(len(table.files) + 1)).tolist()
+    planned_checks = offsets_of(
+        num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
+    )
+    for file, template in enumerate(table.files):
+        key = template.replace("{attempt}", attempt)
+        receipt = receipts.get(file)
+        if receipt is None:
+            wrong.append(f"{key} of rank {plan.file_rank[file]} has none")
+            continue
+        start, stop = starts[file], starts[file + 1]
+        rows = plan.source_row[start:stop][table.payload_offset[start:stop] < 0]
+        fixed = int(planned_checks[stop] - planned_checks[start])
+        told = _check_receipt(receipt, file, key, fixed, rows.tolist(), int(plan.file_bytes[file]))
+        wrong += [f"{key} of rank {plan.file_rank[file]}: {line}" for line in told]
+    return wrong
+
+
+def _check_receipt(
+    receipt: FileReceipt, file: int, key: str, fixed_checks: int, rows: list[int], end: int
+) -> list[str]:
+    if (receipt.file, receipt.key) != (file, key):
+        return [f"expected the receipt of file {file}, found that of {receipt.file}, {receipt.key}"]
+    found = [place.row for place in receipt.deferred]
+    if found != rows:
+        return [f"expected the places of rows {rows}, found those of {found}"]
+    wrong = []
+    for place in receipt.deferred:
+        if place.item_offset < end or place.item_bytes < 0 or place.block_bytes <= 0:
+            wrong.append(f"expected an item at byte {end} or later, found {place}")
+        end = max(end, place.item_offset + place.item_bytes)
+    if receipt.num_bytes != end:
+        wrong.append(f"expected {end} bytes, found {receipt.num_bytes}")
+    expected = fixed_checks + int(_deferred_checks(receipt.deferred).sum())
+    if len(receipt.checks) != expected:
+        wrong.append(f"expected {expected} block checksums, found {len(receipt.checks)}")
+    return wrong
+
+
+def _deferred_checks(places: tuple[DeferredPlace, ...]) -> Int64Array:
+    lengths = np.array([(place.item_bytes, place.block_bytes) for place in places], dtype=np.int64)
+    lengths = lengths.reshape(-1, 2)
+    return num_blocks_many(lengths[:, 0], lengths[:, 1])
+
+
+def _check_digests(receipts: Mapping[int, FileReceipt]) -> None:
+    bad = [receipt.key for receipt in receipts.values() if digest(receipt.checks) != receipt.digest]
+    if bad:
+        raise DamagedCheckpointError(
+            "the checksums in a receipt arrived other than they were sent, for "
+            f"{', '.join(sorted(bad))}: save again"
+        )

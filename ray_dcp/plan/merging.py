@@ -1,0 +1,283 @@
+"""All ranks' columns as one table, which of its rows are copies of each other, and conflicts.
+
+The plan proper starts from this: who writes is decided in `sharing`, where in `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_dcp.errors import CoverageError, PlanConflictError
+from ray_dcp.plan.boxes import box_text, pad
+from ray_dcp.plan.coverage import check_coverage
+from ray_dcp.plan.grouping import first_rows, group_rows, offsets_of
+from ray_dcp.plan.values import (
+    BoolArray,
+    Columns,
+    Int8Array,
+    Int32Array,
+    Int64Array,
+    Kind,
+    Path,
+    UInt64Array,
+)
+
+__all__ = ["Boxes", "Held", "check_held", "distinct_boxes", "merge", "ranks_text"]
+
+_TOLD = 1000
+"""Longest list of conflicts in one message; the rest is counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What all ranks hold, one row an item, ranks ascending; fields as in `Columns`.
+
+    Attributes:
+        names: FQNs in order of first appearance.
+        paths: Aligned with `names`.
+        dtypes: Vocabulary of dtype names.
+        first: int64[t], the first row of each tensor or object.
+        rank: int32[n].
+        row: int32[n], row of the rank's `Columns`.
+        tensor: int64[n], index into `names`.
+        kind: int8[n].
+        dtype: int8[n].
+        ndim: int8[n].
+        shape: int64[n, D], D at least 1.
+        offset: int64[n, D].
+        size: int64[n, D].
+        requires_grad: bool[n].
+        splittable: bool[n].
+        value: uint64[n].
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[Path | None, ...]
+    dtypes: tuple[str, ...]
+    first: Int64Array
+    rank: Int32Array
+    row: Int32Array
+    tensor: Int64Array
+    kind: Int8Array
+    dtype: Int8Array
+    ndim: Int8Array
+    shape: Int64Array
+    offset: Int64Array
+    size: Int64Array
+    requires_grad: BoolArray
+    splittable: BoolArray
+    value: UInt64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """The distinct (FQN, box) of all ranks, in order of first appearance, and who holds them.
+
+    Attributes:
+        row: int64[g], the first row of `Held` that holds it.
+        start: int64[g + 1], where its holders start in `holder`.
+        holder: int64[m], rows of `Held`, ranks ascending within a box, each rank once.
+    """
+
+    row: Int64Array
+    start: Int64Array
+    holder: Int64Array
+
+
+def merge(columns: Sequence[Columns]) -> Held:
+    """Returns all ranks' items as one table.
+
+    Args:
+        columns: One rank each, at least one.
+    """
+    names: dict[str, int] = {}
+    paths: list[Path | None] = []
+    dtypes: dict[str, int] = {}
+    tensor, dtype = [], []
+    last: tuple[str, ...] | None = None
+    for own in columns:
+        if own.names != last:
+            # Why not always: most jobs name the same things on all ranks, in one order.
+            last = own.names
+            for name, path in zip(own.names, own.paths, strict=True):
+                if names.setdefault(name, len(names)) == len(paths):
+                    paths.append(path)
+            code = np.array([names[name] for name in own.names], dtype=np.int64)
+        tensor.append(code[own.name])
+        vocabulary = [dtypes.setdefault(name, len(dtypes)) for name in own.dtypes]
+        dtype.append(np.array([*vocabulary, -1], dtype=np.int8)[own.dtype])
+    tensors, order = _by_appearance(np.concatenate(tensor), len(names))
+    known = list(names)
+    width = max(1, *(own.shape.shape[1] for own in columns))
+    counts = [len(own) for own in columns]
+    return Held(
+        names=tuple(known[index] for index in order),
+        paths=tuple(paths[index] for index in order),
+        dtypes=tuple(dtypes),
+        first=first_rows(tensors, len(order)),
+        rank=np.repeat(np.arange(len(columns), dtype=np.int32), counts),
+        row=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        tensor=tensors,
+        kind=np.concatenate([own.kind for own in columns]),
+        dtype=np.concatenate(dtype),
+        ndim=np.concatenate([own.ndim for own in columns]),
+        shape=np.concatenate([pad(own.shape, width, 1) for own in columns]),
+        offset=np.concatenate([pad(own.offset, width, 0) for own in columns]),
+        size=np.concatenate([pad(own.size, width, 1) for own in columns]),
+        requires_grad=np.concatenate([own.requires_grad for own in columns]),
+        splittable=np.concatenate([own.splittable for own in columns]),
+        value=np.concatenate([own.value for own in columns]),
+    )
+
+
+def _by_appearance(tensor: Int64Array, count: int) -> tuple[Int64Array, list[int]]:
+    """Renumbers in order of first appearance; returns the old numbers in the new order too."""
+    first = first_rows(tensor, count)
+    used = np.flatnonzero(first >= 0)
+    order = used[np.argsort(first[used])]
+    new = np.full(count, -1, dtype=np.int64)
+    new[order] = np.arange(len(order))
+    return new[tensor], order.tolist()
+
+
+def distinct_boxes(held: Held) -> Boxes:
+    """Returns the distinct (FQN, box), each with all rows that hold it.
+
+    Of boxes without elements one is kept for each (FQN, offset), and none where a box with
+    elements starts at the same place: DCP's index of stored items knows an item by just those.
+    """
+    rows = np.arange(len(held.rank))
+    keys = [held.tensor, *held.offset.T, *held.size.T]
+    empty = (held.size == 0).any(axis=1)
+    if empty.any():
+        rows = _without_shadowed(held, empty)
+        keys = [key[rows] for key in keys]
+    first, group = group_rows(keys)
+    order = np.argsort(group, kind="stable")
+    # A rank may hold several boxes without elements at one place: count it once.
+    fresh = np.ones(len(order), dtype=bool)
+    ranks, groups = held.rank[rows[order]], group[order]
+    fresh[1:] = (ranks[1:] != ranks[:-1]) | (groups[1:] != groups[:-1])
+    counts = np.bincount(groups[fresh], minlength=len(first))
+    return Boxes(rows[first], offsets_of(counts), rows[order[fresh]])
+
+
+def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
+    """Returns the rows without those boxes of volume 0 that share their place with another."""
+    _, place = group_rows([held.tensor, *held.offset.T])
+    taken = np.zeros(int(place.max()) + 1, dtype=bool)
+    taken[place[~empty]] = True
+    keep = ~empty
+    rows = np.flatnonzero(empty & ~taken[place])
+    leader = rows[first_rows(place[rows], len(taken))[place[rows]]]
+    keep[rows[(held.size[rows] == held.size[leader]).all(axis=1)]] = True
+    return np.flatnonzero(keep)
+
+
+def check_held(held: Held, boxes: Boxes) -> None:
+    """Checks that the ranks' items make one checkpoint.
+
+    Raises:
+        PlanConflictError: They do not: other shape, dtype or kind under one FQN, boxes out of
+            bounds or overlapping. The message tells everything that is wrong.
+        CoverageError: The only fault is that some elements are held by no rank.
+    """
+    differs = _differing(held)
+    wrong = [_definitions_text(held, index) for index in np.flatnonzero(differs)]
+    usable = ~differs[held.tensor[boxes.row]] & (held.kind[boxes.row] != Kind.OBJECT)
+    rows = boxes.row[usable]
+    places = np.flatnonzero(usable)
+    shape = np.where((differs | (held.kind[held.first] == Kind.OBJECT))[:, None], 0, 1)
+    shape = held.shape[held.first] * shape
+    found = check_coverage(held.tensor[rows], held.offset[rows], held.size[rows], shape)
+
+    def text(box: int) -> str:
+        row = rows[box]
+        return box_text(held.offset[row], held.size[row], int(held.ndim[row]))
+
+    def ranks(box: int) -> str:
+        place = places[box]
+        holders = boxes.holder[boxes.start[place] : boxes.start[place + 1]]
+        return ranks_text(held.rank[holders].tolist())
+
+    def name(box: int) -> str:
+        return repr(held.names[held.tensor[rows[box]]])
+
+    wrong += [
+        f"{name(box)}: {text(box)} on {ranks(box)} reaches out of the shape "
+        f"{_shape_text(held, int(rows[box]))}"
+        for box in found.outside
+    ]
+    wrong += [
+        f"{name(a)}: {text(a)} on {ranks(a)} overlaps {text(b)} on {ranks(b)}"
+        for a, b in found.overlaps
+    ]
+    gaps = [
+        f"{held.names[index]!r}: no rank holds {missing} of {int(np.prod(shape[index]))} elements, "
+        f"first {box_text(offset, size, int(held.ndim[held.first[index]]))}; the rest is on "
+        + ranks_text(held.rank[held.tensor == index].tolist())
+        for index, missing, offset, size in found.gaps
+    ]
+    if wrong or gaps:
+        raise (PlanConflictError if wrong else CoverageError)(
+            "the ranks' items do not make one checkpoint; expected one shape, dtype and kind for "
+            "each FQN, and every element held by one box:\n" + _listed(wrong + gaps)
+        )
+
+
+def _differing(held: Held) -> BoolArray:
+    """Tells which FQNs are not the same kind, dtype and shape in all their rows."""
+    reference = held.first[held.tensor]
+    same = held.kind == held.kind[reference]
+    for column in (held.dtype, held.ndim, *held.shape.T):
+        same &= column == column[reference]
+    result = np.zeros(len(held.names), dtype=bool)
+    result[held.tensor[~same]] = True
+    return result
+
+
+def _definitions_text(held: Held, index: np.int64) -> str:
+    rows = np.flatnonzero(held.tensor == index)
+    seen: dict[str, list[int]] = {}
+    for row in rows.tolist():
+        kind = Kind(held.kind[row])
+        what = "an object" if kind == Kind.OBJECT else f"{_shape_text(held, row)} of "
+        if kind != Kind.OBJECT:
+            what += held.dtypes[held.dtype[row]]
+        if kind == Kind.OPAQUE:
+            what += ", of a tensor subclass or transformed"
+        seen.setdefault(what, []).append(int(held.rank[row]))
+    told = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in seen.items())
+    return f"{held.names[index]!r}: {told}"
+
+
+def _shape_text(held: Held, row: int) -> str:
+    return str(tuple(held.shape[row, : held.ndim[row]].tolist()))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Returns ranks as they are written in messages.
+
+    Example:
+        >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
+        ('ranks 0-2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    single = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if single else 'ranks'} {', '.join(parts)}"
+
+
+def _listed(wrong: list[str]) -> str:
+    more = len(wrong) - _TOLD
+    return "\n".join(f"  {line}" for line in wrong[:_TOLD]) + (
+        f"\n  … and {more} more" if more > 0 else ""
+    )

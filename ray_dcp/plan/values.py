@@ -1,0 +1,244 @@
+"""The values that planning works on: columns of items, chunk tables, plans.
+
+All tables are structs of arrays, so that a plan of ten million rows is a few numpy arrays and not
+ten million objects. Boxes of different rank share one array: a box of `ndim` dimensions is padded
+to the table's width `D` with offset 0 and size (and global shape) 1, which changes neither its
+volume nor any intersection. A 0-d tensor is `ndim` 0 and all padding; its volume is 1.
+
+No functions that decide anything live here; those are in the other modules of `plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BoolArray",
+    "ChunkTable",
+    "Columns",
+    "FilePlan",
+    "GlobalPlan",
+    "Int8Array",
+    "Int32Array",
+    "Int64Array",
+    "Kind",
+    "Path",
+    "RankPlan",
+    "UInt64Array",
+]
+
+BoolArray = npt.NDArray[np.bool_]
+Int8Array = npt.NDArray[np.int8]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+
+Path = tuple["str | int", ...]
+"""Where a value sits in the nested state dict: str for mapping keys, int for list indices."""
+
+
+class Kind(IntEnum):
+    """How an item's bytes come about."""
+
+    TENSOR = 0
+    """*Fixed*: the raw C-order bytes of a box; size and place are known when planning."""
+    OBJECT = 1
+    """*Deferred*: a Python object as `torch.save` writes it; size known after serialising."""
+    OPAQUE = 2
+    """*Deferred*: a tensor box whose bytes only `torch.load` understands (a tensor subclass that
+    pickles as itself, a stream transform)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The items that one rank holds, one row an item (a DCP `WriteItem`).
+
+    Attributes:
+        names: Vocabulary of FQNs, each once.
+        paths: Where each name sits in the nested state dict, aligned with `names`; None when the
+            state dict was not flattened.
+        dtypes: Vocabulary of torch dtype names without prefix (`"bfloat16"`).
+        name: int32[n], index into `names`.
+        kind: int8[n], a `Kind`.
+        dtype: int8[n], index into `dtypes`; -1 for objects.
+        ndim: int8[n]; 0 for objects.
+        shape: int64[n, D], global shape, padded with 1.
+        offset: int64[n, D], where the box starts in the global tensor, padded with 0.
+        size: int64[n, D], lengths of the box, padded with 1.
+        requires_grad: bool[n].
+        splittable: bool[n]. The same box on several ranks may be cut over its holders: DTensor
+            replicas, and plain floating tensors of at least 4 MiB.
+        value: uint64[n], a digest of the content of an item that several ranks may hold with
+            different content (plain tensors, objects); 0 where none was taken.
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[Path | None, ...]
+    dtypes: tuple[str, ...]
+    name: Int32Array
+    kind: Int8Array
+    dtype: Int8Array
+    ndim: Int8Array
+    shape: Int64Array
+    offset: Int64Array
+    size: Int64Array
+    requires_grad: BoolArray
+    splittable: BoolArray
+    value: UInt64Array
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """Where every chunk of a checkpoint lies: the columns of the chunk table on storage.
+
+    Tensor arrays have `t` entries in order of first appearance over the ranks, chunk arrays have
+    `c` entries. A planned table has no checksums yet and -1 as the place of deferred chunks.
+
+    Attributes:
+        names: FQN of each tensor or object.
+        paths: Aligned with `names`; see `Columns.paths`.
+        dtypes: Vocabulary of dtype names.
+        files: Keys of the files, relative to the checkpoint.
+        kind: int8[t], a `Kind`.
+        dtype: int8[t], index into `dtypes`; -1 for objects.
+        ndim: int8[t].
+        shape: int64[t, D], global shape.
+        requires_grad: bool[t].
+        tensor: int32[c], the tensor that the chunk belongs to.
+        offset: int64[c, D], where the chunk's box starts in the global tensor.
+        size: int64[c, D], lengths of the box. A chunk of volume 0 is legal.
+        file: int32[c], index into `files`.
+        item_offset: int64[c], first byte of the framed item in its file (a `torch.save` zip, or
+            for safetensors the payload itself).
+        item_bytes: int64[c], length of the framed item.
+        payload_offset: int64[c], first raw byte in the file; -1 when only the item's own header
+            tells (checkpoints written by stock DCP).
+        payload_bytes: int64[c], length of the raw bytes.
+        block_bytes: int64[c], length of a checksum block of this chunk; 0 when it has none.
+        check_start: int64[c + 1], where the chunk's block checksums start in `checks`.
+        checks: uint64[k], xxh3-64 of every block, the last of a chunk possibly shorter.
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[Path | None, ...]
+    dtypes: tuple[str, ...]
+    files: tuple[str, ...]
+    kind: Int8Array
+    dtype: Int8Array
+    ndim: Int8Array
+    shape: Int64Array
+    requires_grad: BoolArray
+    tensor: Int32Array
+    offset: Int64Array
+    size: Int64Array
+    file: Int32Array
+    item_offset: Int64Array
+    item_bytes: Int64Array
+    payload_offset: Int64Array
+    payload_bytes: Int64Array
+    block_bytes: Int64Array
+    check_start: Int64Array
+    checks: UInt64Array
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors and objects, `t`."""
+        return len(self.names)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks, `c`."""
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """One part file that one rank writes: pieces in file order, then the deferred items.
+
+    Attributes:
+        file: Index into the global plan's `files`.
+        key: Key with `{attempt}` where the attempt id goes.
+        header: Bytes at the start of the file (the safetensors header; empty for `torch_save`).
+        num_bytes: Length of the fixed area: where the first deferred item may start.
+        dtypes: Vocabulary of dtype names.
+        row: int32[m], row of the rank's `Columns` that the piece comes from.
+        source_start: int64[m], first byte of the piece in that item's C-order bytes.
+        dtype: int8[m], index into `dtypes`.
+        ndim: int8[m].
+        size: int64[m, D], shape of the piece (for its frame).
+        requires_grad: bool[m].
+        item_offset: int64[m], where the piece's frame starts in the file.
+        item_bytes: int64[m].
+        payload_offset: int64[m], where its raw bytes start in the file.
+        payload_bytes: int64[m].
+        block_bytes: int64[m], length of its checksum blocks.
+        deferred: int32[k], rows of the rank's `Columns` that follow, in this order.
+    """
+
+    file: int
+    key: str
+    header: bytes
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    row: Int32Array
+    source_start: Int64Array
+    dtype: Int8Array
+    ndim: Int8Array
+    size: Int64Array
+    requires_grad: BoolArray
+    item_offset: Int64Array
+    item_bytes: Int64Array
+    payload_offset: Int64Array
+    payload_bytes: Int64Array
+    block_bytes: Int64Array
+    deferred: Int32Array
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one rank writes: its part of a global plan."""
+
+    rank: int
+    container: str
+    files: tuple[FilePlan, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalPlan:
+    """Who writes what, and where, for one state on one world size. A value named by `digest`.
+
+    Attributes:
+        world_size: Number of ranks.
+        container: `SaveOptions.container`.
+        table: The planned chunk table; `files` hold `{attempt}` where the attempt id goes. Its
+            chunks are sorted by (file, payload_offset), with a file's deferred chunks after its
+            fixed ones.
+        source_rank: int32[c], the rank that writes the chunk.
+        source_row: int32[c], the row of that rank's `Columns`.
+        source_start: int64[c], first byte of the chunk in that item's C-order bytes.
+        file_rank: int32[f], the rank that writes the file.
+        file_bytes: int64[f], length of the fixed area of the file.
+        file_headers: Bytes at the start of each file.
+        disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest
+            rank's copy is planned, whole.
+        digest: 32 bytes that name the plan.
+    """
+
+    world_size: int
+    container: str
+    table: ChunkTable
+    source_rank: Int32Array
+    source_row: Int32Array
+    source_start: Int64Array
+    file_rank: Int32Array
+    file_bytes: Int64Array
+    file_headers: tuple[bytes, ...]
+    disagreements: tuple[tuple[str, tuple[int, ...]], ...]
+    digest: bytes

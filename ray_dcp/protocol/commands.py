@@ -1,0 +1,325 @@
+"""What the machines ask of whoever runs them: commands, the tasks they name, and their results.
+
+All are frozen values. A machine never touches storage, a clock or a rank: it returns commands,
+and is told later what came of them. Who carries them out is `ray_dcp.runtime`: `perform` does
+the tasks, `inline` and the coordinator actor do the rest.
+
+What a shell does with a batch of commands, in order:
+
+* `Answer`: resolve the call that rank `rank` is waiting in with `(key, step)`, where
+  `step == step_of(request)` of that call; all of them, if it came twice. Nobody waits: drop it.
+* `Perform`: start the task (in a thread: it blocks); tell `Coordination.performed` its result.
+  Exactly once, in any order relative to other operations. Tasks of one operation never overlap.
+* `Arm`: replace the operation's one timer; when it runs out, call `Coordination.expired` with
+  the key and phase that it was armed with. A timer that comes late does no harm.
+* `Disarm`: drop the operation's timer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.plan.values import GlobalPlan, RankPlan
+from ray_dcp.protocol.messages import FileReceipt, OpKey, Reply, Request, Target
+
+__all__ = [
+    "Answer",
+    "Arm",
+    "BuildCommit",
+    "CheckpointRead",
+    "CollectReplaced",
+    "Command",
+    "CommitBuilt",
+    "CreateAbort",
+    "CreateRecord",
+    "Disarm",
+    "Failed",
+    "Finished",
+    "MakePlan",
+    "Perform",
+    "Planned",
+    "PublishMetadata",
+    "Published",
+    "ReadCheckpoint",
+    "ReadRecord",
+    "ReadRecords",
+    "RecordCreated",
+    "RecordsRead",
+    "Result",
+    "SlotFree",
+    "SlotTaken",
+    "Task",
+    "WriteTable",
+    "step_of",
+]
+
+
+@dataclass(frozen=True)
+class ReadRecords:
+    """Look at what stands at the target before a save. Result: `RecordsRead`."""
+
+    target: Target
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Merge the ranks' columns into one plan. Pure, but long. Result: `Planned`."""
+
+    columns: tuple[bytes, ...]
+    """Encoded `Columns`; the index is the rank."""
+    container: str
+    part_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class BuildCommit:
+    """Check the receipts against the plan and build all bytes of the commit. Pure, but long.
+
+    Result: `CommitBuilt`.
+    """
+
+    target: Target
+    attempt: str
+    epoch: int
+    plan: GlobalPlan
+    receipts: tuple[FileReceipt, ...]
+    previous_slot: int
+    """Highest slot in use at planning."""
+    replaced_metadata: str | None
+    """Digest of the foreign `.metadata` that stood at planning."""
+
+
+@dataclass(frozen=True)
+class WriteTable:
+    """Write the chunk table, durable when done. Result: `Finished`."""
+
+    target: Target
+    table_key: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class CreateRecord:
+    """*The commit*: create the manifest in this slot. Result: `RecordCreated` or `SlotTaken`."""
+
+    target: Target
+    slot: int
+    record: bytes
+
+
+@dataclass(frozen=True)
+class ReadRecord:
+    """Tell what is in a slot. Result: `SlotTaken` or `SlotFree`."""
+
+    target: Target
+    slot: int
+
+
+@dataclass(frozen=True)
+class CreateAbort:
+    """Create an abort record in this slot. Result: `RecordCreated` or `SlotTaken`."""
+
+    target: Target
+    slot: int
+    attempt: str
+    reason: str
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class PublishMetadata:
+    """Replace `.metadata` by that of the committed checkpoint. Result: `Published`.
+
+    Left as it is when a higher slot holds a commit: `.metadata` is that one's then.
+    """
+
+    target: Target
+    slot: int
+    """Where this attempt's manifest is."""
+    metadata: bytes | None
+    """None removes a `.metadata`: the container has none."""
+
+
+@dataclass(frozen=True)
+class CollectReplaced:
+    """Delete files that no commit references any more. Result: `Finished`."""
+
+    target: Target
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReadCheckpoint:
+    """Find the checkpoint that a load is to read. Result: `CheckpointRead`."""
+
+    target: Target
+
+
+Task = (
+    ReadRecords
+    | MakePlan
+    | BuildCommit
+    | WriteTable
+    | CreateRecord
+    | ReadRecord
+    | CreateAbort
+    | PublishMetadata
+    | CollectReplaced
+    | ReadCheckpoint
+)
+
+
+@dataclass(frozen=True)
+class RecordsRead:
+    """What stands at a target."""
+
+    last_slot: int
+    """Highest slot in use, by a commit or an abort; 0 when there is none."""
+    committed: str | None
+    """The checkpoint that a reader would be given, in words for a message; None when none."""
+    foreign_metadata: str | None
+    """Hex digest of a `.metadata` that is not ours."""
+    replaced: tuple[str, ...]
+    """Keys that nothing references once another checkpoint has replaced this one."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The global plan and each rank's part of it."""
+
+    plan: GlobalPlan
+    parts: tuple[RankPlan, ...]
+    """The index is the rank."""
+    warnings: tuple[str, ...] = ()
+    disagreements: str = ""
+    """What `SaveOptions(replicas="check")` refuses, in words; empty when all ranks agree."""
+
+
+@dataclass(frozen=True)
+class CommitBuilt:
+    """All bytes that the commit writes, in the order in which they are written."""
+
+    table_key: str
+    table: bytes
+    record: bytes
+    metadata: bytes | None
+
+
+@dataclass(frozen=True)
+class RecordCreated:
+    """The record is durable in its slot, and this call put it there."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class SlotTaken:
+    """A slot holds this record."""
+
+    slot: int
+    attempt: str
+    """The attempt that the record names."""
+    is_abort: bool
+    record: bytes
+
+
+@dataclass(frozen=True)
+class SlotFree:
+    """Nothing is in the slot now. A write whose fate is unknown may still arrive."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """`.metadata` was dealt with."""
+
+    superseded: bool = False
+    """A higher commit stands, and nothing was done."""
+
+
+@dataclass(frozen=True)
+class CheckpointRead:
+    """Which checkpoint to load; see `ray_dcp.protocol.messages.LoadGo`."""
+
+    kind: str
+    slot: int
+    record: bytes
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The task was done, and there is nothing to tell."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The task failed. For one that writes, whether it happened is unknown."""
+
+    error: CheckpointError
+
+
+Result = (
+    RecordsRead
+    | Planned
+    | CommitBuilt
+    | RecordCreated
+    | SlotTaken
+    | SlotFree
+    | Published
+    | CheckpointRead
+    | Finished
+    | Failed
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Give a rank the reply to one of its requests."""
+
+    key: OpKey
+    rank: int
+    step: str
+    """`step_of` the request that is answered."""
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Perform:
+    """Carry out a task and tell `Coordination.performed` what came of it."""
+
+    key: OpKey
+    task: Task
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Set the operation's timer, in place of one that is set."""
+
+    key: OpKey
+    phase: str
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Disarm:
+    """Drop the operation's timer."""
+
+    key: OpKey
+
+
+Command = Answer | Perform | Arm | Disarm
+
+
+def step_of(request: Request) -> str:
+    """Returns which step of its operation a request is: what an `Answer` says it answers.
+
+    Args:
+        request: Any request.
+
+    Returns:
+        A name that differs between the requests that one rank sends for one operation.
+    """
+    return type(request).__name__

@@ -1,0 +1,116 @@
+"""The load machine: all ranks read the same checkpoint, and none before every rank can.
+
+| phase | waits for | then |
+|---|---|---|
+| joining | `LoadJoin` of every rank | find the checkpoint |
+| opening | `CheckpointRead` | `LoadGo` to every rank |
+| planning | `LoadReady` of every rank: its reads are planned, nothing was touched | `LoadProceed` |
+| reading | `LoadDone` of every rank | `LoadOutcome`: done |
+
+An error in any phase is told to every rank. Up to `planning` no target has changed by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray_dcp.errors import CheckpointError, DeadlineError
+from ray_dcp.protocol.commands import CheckpointRead, Failed, ReadCheckpoint, Result
+from ray_dcp.protocol.messages import (
+    LoadDone,
+    LoadGo,
+    LoadJoin,
+    LoadOutcome,
+    LoadProceed,
+    LoadReady,
+    Request,
+)
+from ray_dcp.protocol.operation import Commands, Operation
+from ray_dcp.protocol.verdict import combine
+
+__all__ = ["LoadMachine"]
+
+
+class LoadMachine(Operation):
+    """One load of all ranks of a session.
+
+    Args:
+        first: The first join; hand it to `receive` as well.
+    """
+
+    def __init__(self, first: LoadJoin) -> None:
+        super().__init__(first)
+        self._target = first.target
+        self._options = first.options
+        self._bytes_needed = 0
+        self._bytes_read = 0
+
+    def _on_request(self, request: Request) -> Commands:
+        match self.phase, request:
+            case "joining", LoadJoin():
+                self._admit(request)
+            case "planning", LoadReady() if 0 <= request.rank < self.world_size:
+                self._note(request, request.error)
+            case "reading", LoadDone() if 0 <= request.rank < self.world_size:
+                self._note(request, request.error)
+                self._bytes_needed += request.bytes_needed
+                self._bytes_read += request.bytes_read
+            case _:
+                raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+        return self._came()
+
+    def _on_result(self, result: Result) -> Commands:
+        match self.phase, result:
+            case "opening", CheckpointRead():
+                go = LoadGo(result.kind, result.slot, result.record)
+                self._call("planning")
+                return (self._arm(self._options.plan_timeout_s), *self._give(lambda _: go))
+            case "opening", Failed():
+                return self._refuse_all(result.error)
+        raise self._contradiction(f"result {type(result).__name__}")
+
+    def _on_expired(self) -> Commands:
+        if self.phase == "opening":
+            return self._refuse_all(
+                DeadlineError(
+                    f"Expected the storage to show the checkpoint within "
+                    f"{self._options.plan_timeout_s:g} s, but it was slower. Raise "
+                    f"LoadOptions.plan_timeout_s, or look at the storage",
+                    checkpoint_id=self._target.url,
+                )
+            )
+        self._overdue(*self._awaited())
+        return self._refuse_all(combine(self._roll.errors, self._target.url))
+
+    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
+        if self.phase == "opening":
+            return self._refuse_all(combine(errors, self._target.url))
+        if self.phase == "reading":
+            errors = {rank: e for rank, e in errors.items() if rank not in self._roll.came}
+        self._roll.blame(errors)
+        return self._came()
+
+    def _awaited(self) -> tuple[str, float, str]:
+        plan_s, read_s = self._options.plan_timeout_s, self._options.read_timeout_s
+        match self.phase:
+            case "joining":
+                return "join the load", plan_s, "raise LoadOptions.plan_timeout_s"
+            case "planning":
+                return "plan its reads", plan_s, "raise LoadOptions.plan_timeout_s"
+        return "read its share", read_s, "raise LoadOptions.read_timeout_s"
+
+    def _came(self) -> Commands:
+        if self._roll.missing:
+            return self._wait(self._awaited()[1])
+        if self._roll.errors:
+            return self._refuse_all(combine(self._roll.errors, self._target.url))
+        match self.phase:
+            case "joining":
+                task = ReadCheckpoint(self._target)
+                return self._step("opening", task, self._options.plan_timeout_s)
+            case "planning":
+                self._call("reading")
+                timer_s = self._options.read_timeout_s
+                return (self._arm(timer_s), *self._give(lambda _: LoadProceed()))
+        outcome = LoadOutcome(self._bytes_needed, self._bytes_read)
+        return (*self._conclude(outcome), *self._end("done"))

@@ -1,0 +1,228 @@
+"""What ranks and the coordinator tell each other, as frozen values.
+
+Every message names its operation and its sender, and after planning the attempt and the epoch of
+the coordinator, so that it may arrive twice, late, or after a restart without harm. Nothing here
+needs torch or ray to be unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.plan.values import RankPlan, UInt64Array
+
+__all__ = [
+    "DeferredPlace",
+    "Exchange",
+    "Exchanged",
+    "FileReceipt",
+    "LoadDone",
+    "LoadGo",
+    "LoadJoin",
+    "LoadOutcome",
+    "LoadProceed",
+    "LoadReady",
+    "OpKey",
+    "Refused",
+    "Reply",
+    "Request",
+    "SaveGo",
+    "SaveJoin",
+    "SaveOutcome",
+    "SaveReceipt",
+    "Target",
+]
+
+
+@dataclass(frozen=True)
+class OpKey:
+    """Names one call of all ranks: the n-th operation of a session."""
+
+    session: str
+    """Name of the session: run, ranks of the group, generation of the group."""
+    seq: int
+    """How many operations this rank began before this one. Equal on all ranks, or the ranks
+    have lost each other, which the coordinator reports."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint lies: what `ray_dcp.store.open_storage` needs."""
+
+    url: str
+    """Absolute path or URL."""
+    storage_options: Mapping[str, object] = field(default_factory=dict)
+    """Options for the storage; never written to storage or logs."""
+
+
+@dataclass(frozen=True)
+class SaveJoin:
+    """Rank → coordinator: I take part in this save and hold these items. Reply: `SaveGo`."""
+
+    key: OpKey
+    rank: int
+    world_size: int
+    target: Target
+    options: SaveOptions
+    columns: bytes
+    """`ray_dcp.plan.columns.encode` of the rank's `Columns`; empty when `error` is set."""
+    error: CheckpointError | None = None
+    """Why this rank can't take part; fails the save on every rank."""
+
+
+@dataclass(frozen=True)
+class SaveGo:
+    """Coordinator → rank: write this, under this attempt."""
+
+    attempt: str
+    epoch: int
+    plan: RankPlan
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeferredPlace:
+    """Where a rank put a deferred item in its file."""
+
+    row: int
+    """Row of the rank's `Columns`."""
+    item_offset: int
+    item_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class FileReceipt:
+    """One part file is durable under its key."""
+
+    file: int
+    """Index into the plan's files."""
+    key: str
+    """Key in storage, with the attempt."""
+    num_bytes: int
+    """Length of the whole file."""
+    digest: bytes
+    """xxh3-128 over all block checksums of the file, in order (16 bytes)."""
+    checks: UInt64Array
+    """Block checksums of all its chunks: fixed ones in file order, then deferred ones."""
+    deferred: tuple[DeferredPlace, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveReceipt:
+    """Rank → coordinator: my part is durable, or failed. Reply: `SaveOutcome`."""
+
+    key: OpKey
+    rank: int
+    attempt: str
+    epoch: int
+    files: tuple[FileReceipt, ...] = ()
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """Coordinator → rank: the checkpoint is committed."""
+
+    attempt: str
+    slot: int
+    manifest: bytes
+    """The committed manifest, as on storage."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadJoin:
+    """Rank → coordinator: I take part in this load. Reply: `LoadGo`."""
+
+    key: OpKey
+    rank: int
+    world_size: int
+    target: Target
+    options: LoadOptions
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class LoadGo:
+    """Coordinator → rank: all of you load exactly this checkpoint."""
+
+    kind: str
+    """`"native"` (ours), `"stock"` (DCP's `.metadata`) or `"safetensors"` (plain files)."""
+    slot: int
+    """Slot of the manifest; 0 for a checkpoint that is not ours."""
+    record: bytes
+    """Bytes of the manifest, or of the foreign `.metadata`; empty for plain files."""
+
+
+@dataclass(frozen=True)
+class LoadReady:
+    """Rank → coordinator: my reads are planned, nothing was touched. Reply: `LoadProceed`."""
+
+    key: OpKey
+    rank: int
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class LoadProceed:
+    """Coordinator → rank: every rank is ready: read."""
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """Rank → coordinator: I have read everything, or failed. Reply: `LoadOutcome`."""
+
+    key: OpKey
+    rank: int
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """Coordinator → rank: every rank has loaded."""
+
+    bytes_needed: int
+    """Bytes that the ranks' targets hold, summed over the ranks."""
+    bytes_read: int
+    """Bytes read from storage, summed over the ranks."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rank → coordinator: hand these to those ranks. Reply: `Exchanged`, when all have come.
+
+    The one primitive of the paths on which user code of DCP's interfaces runs in the ranks:
+    gather is an outbox for rank 0, scatter an outbox of rank 0.
+    """
+
+    key: OpKey
+    rank: int
+    world_size: int
+    tag: str
+    outbox: Mapping[int, bytes]
+    timeout_s: float
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Coordinator → rank: what the others had for you, by sender."""
+
+    inbox: Mapping[int, bytes]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Coordinator → rank: the operation failed, with this error, the same for every rank."""
+
+    error: CheckpointError
+
+
+Request = SaveJoin | SaveReceipt | LoadJoin | LoadReady | LoadDone | Exchange
+Reply = SaveGo | SaveOutcome | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused

@@ -1,0 +1,324 @@
+"""What the machines of save, load and exchange share: who has come, who waits, what was told.
+
+An operation is one call of all ranks. It decides nothing about saving or loading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
+from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, Result, Task, step_of
+from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
+from ray_dcp.protocol.verdict import Opening, deadline, disagreement, identity
+
+__all__ = ["GRACE_S", "Commands", "Operation", "Roll"]
+
+GRACE_S = 5.0
+"""How long an operation that must fail waits for the errors of the other ranks, in seconds.
+
+*Why* not none: what fails one rank (a full disk, a bad option) often fails them all, and the user
+should see that. *Why* not the whole deadline: nobody should wait an hour to learn of a failure.
+"""
+
+STORY_LENGTH = 64
+
+Commands = tuple[Command, ...]
+
+
+class Roll:
+    """One roll-call: which ranks have come, which failed, who is missing.
+
+    Args:
+        world_size: Ranks `0 … world_size - 1` are called.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.came: set[int] = set()
+        self.errors: dict[int, CheckpointError] = {}
+
+    def note(self, rank: int, error: CheckpointError | None) -> None:
+        """Notes that a rank came, perhaps with an error."""
+        self.came.add(rank)
+        if error is not None:
+            self.errors.setdefault(rank, error)
+
+    def blame(self, errors: Mapping[int, CheckpointError]) -> None:
+        """Notes that ranks failed without saying so themselves; earlier errors stay."""
+        for rank, error in errors.items():
+            self.errors.setdefault(rank, error)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of which nothing is known, ascending."""
+        known = self.came | self.errors.keys()
+        return [rank for rank in range(self.world_size) if rank not in known]
+
+
+class Operation:
+    """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
+
+    Subclasses say what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
+    and `_on_lost`. An event that is refused raises before anything has changed.
+
+    Args:
+        first: The request that begins it; not noted yet.
+
+    Attributes:
+        key: Which operation.
+        phase: Where it stands, for messages and timers.
+        over: Nothing is left to be done; only late requests are still answered.
+    """
+
+    def __init__(self, first: Opening) -> None:
+        self.key = first.key
+        self.world_size = first.world_size
+        self.phase = "joining"
+        self.over = False
+        self._first = _compact(first)
+        self._openings: dict[int, Opening] = {}
+        self._waiting: dict[tuple[int, str], None] = {}
+        self._given: dict[tuple[int, str], Reply] = {}
+        self._outcome: Reply | None = None
+        self._roll = Roll(first.world_size)
+        self._grace = False
+        self._armed: str | None = None
+        self._pending: Task | None = None
+        self._abandoned: list[Task] = []
+        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+
+    # Events
+
+    def receive(self, request: Request) -> Commands:
+        """Takes what a rank says.
+
+        A request that came before is answered as before. When the operation has its outcome,
+        that is the answer to whatever a rank still asks.
+
+        Args:
+            request: Any request with this key.
+
+        Returns:
+            What to do now.
+
+        Raises:
+            RankDisagreementError: The operation has begun, and this request is of another one.
+            CheckpointError: The request is refused; nothing has changed.
+        """
+        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+            error = self._objection(request)
+            if error is not None:
+                if self.phase != "joining":
+                    raise error
+                self._waiting[request.rank, step_of(request)] = None
+                return self._refuse_all(error)
+        at = (request.rank, step_of(request))
+        reply = self._given.get(at) or self._outcome
+        if reply is not None:
+            return (Answer(self.key, request.rank, at[1], reply),)
+        if at in self._waiting:
+            return ()
+        return self._on_request(request)
+
+    def is_ahead(self, request: Request) -> bool:
+        """Returns whether a rank that never joined sends a later step of this operation.
+
+        It joined at a coordinator that is gone, and will not join again.
+        """
+        opening = isinstance(request, SaveJoin | LoadJoin | Exchange)
+        return self.phase == "joining" and not opening and request.rank not in self._roll.came
+
+    def performed(self, task: Task, result: Result) -> Commands:
+        """Takes the result of a task; that of a task given up on is dropped.
+
+        Raises:
+            InternalError: The task was not asked for, its result came before, or is of another
+                kind of task.
+        """
+        if self._pending is not None and (task is self._pending or task == self._pending):
+            return self._take(result)
+        for index, abandoned in enumerate(self._abandoned):
+            if task is abandoned or task == abandoned:
+                del self._abandoned[index]
+                return ()
+        raise self._contradiction(f"result of {type(task).__name__}")
+
+    def _take(self, result: Result) -> Commands:
+        awaited, self._pending = self._pending, None
+        self._tell(type(result).__name__)
+        try:
+            return self._on_result(result)
+        except InternalError:
+            self._pending = awaited
+            raise
+
+    def expired(self, phase: str) -> Commands:
+        """Takes that the timer of a phase ran out; that of an earlier phase is dropped."""
+        if self.over or phase != self.phase:
+            return ()
+        self._tell("expired")
+        return self._on_expired()
+
+    def lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
+        """Takes that ranks died, by rank with the error of each."""
+        errors = {rank: error for rank, error in errors.items() if 0 <= rank < self.world_size}
+        if self.over or self._outcome is not None or not errors:
+            return ()
+        self._tell(f"lost {sorted(errors)}")
+        return self._on_lost(errors)
+
+    def _on_request(self, request: Request) -> Commands:
+        raise NotImplementedError
+
+    def _on_result(self, result: Result) -> Commands:
+        raise NotImplementedError
+
+    def _on_expired(self) -> Commands:
+        raise NotImplementedError
+
+    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
+        raise NotImplementedError
+
+    def _refuse_all(self, error: CheckpointError) -> Commands:
+        """Fails the operation before anything is at stake."""
+        return (*self._conclude(Refused(error)), *self._end("failed"))
+
+    # What the ranks say
+
+    def _objection(self, request: Opening) -> RankDisagreementError | None:
+        if identity(request) != identity(self._first):
+            openings = {self._first.rank: self._first, **self._openings}
+            if request.rank in openings:
+                return _two_calls(request, "another call")
+            return disagreement(self.key, {**openings, request.rank: request})
+        if not 0 <= request.rank < self.world_size:
+            return RankDisagreementError(
+                f"Expected a rank from 0 to {self.world_size - 1} in a world of "
+                f"{self.world_size}, but found {request.rank}. Give each rank its number in the "
+                f"group",
+                rank=request.rank,
+            )
+        known = self._openings.get(request.rank)
+        if known is not None and _content(known) != _content(_compact(request)):
+            return _two_calls(request, "other content")
+        return None
+
+    def _admit(self, request: Opening) -> None:
+        self._openings[request.rank] = _compact(request)
+        self._note(request, request.error)
+
+    def _note(self, request: Request, error: CheckpointError | None) -> None:
+        self._tell(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
+        self._waiting[request.rank, step_of(request)] = None
+        self._roll.note(request.rank, error)
+
+    # What the ranks are told
+
+    def _give(self, reply_to: Callable[[int], Reply]) -> list[Command]:
+        """Answers all calls that wait."""
+        answers: list[Command] = []
+        for rank, step in list(self._waiting):
+            reply = self._given[rank, step] = reply_to(rank)
+            answers.append(Answer(self.key, rank, step, reply))
+        self._waiting.clear()
+        return answers
+
+    def _conclude(self, reply: Reply) -> list[Command]:
+        """Fixes the outcome, unless it is fixed already, and tells it to all who wait."""
+        if self._outcome is not None:
+            return []
+        self._outcome = reply
+        return self._give(lambda _: reply)
+
+    # How it goes on
+
+    def _to(self, phase: str) -> None:
+        self._tell(f"→ {phase}")
+        self.phase = phase
+
+    def _call(self, phase: str) -> None:
+        """Begins a phase in which every rank has to come once."""
+        self._to(phase)
+        self._roll = Roll(self.world_size)
+        self._grace = False
+
+    def _end(self, phase: str) -> list[Command]:
+        self._abandon()
+        self._to(phase)
+        self.over = True
+        self._given.clear()
+        self._openings.clear()
+        return [Disarm(self.key)]
+
+    def _arm(self, after_s: float) -> Arm:
+        self._armed = self.phase
+        return Arm(self.key, self.phase, after_s)
+
+    def _wait(self, after_s: float) -> Commands:
+        """Waits for the ranks that are missing: to the deadline, or after an error a moment."""
+        if self._roll.errors and not self._grace:
+            self._grace = True
+            return (self._arm(GRACE_S),)
+        return () if self._armed == self.phase else (self._arm(after_s),)
+
+    def _perform(self, task: Task) -> Perform:
+        self._abandon()
+        self._tell(f"perform {type(task).__name__}")
+        self._pending = task
+        return Perform(self.key, task)
+
+    def _step(self, phase: str, task: Task, after_s: float) -> Commands:
+        """Begins a phase that waits for one task."""
+        self._to(phase)
+        return self._arm(after_s), self._perform(task)
+
+    def _abandon(self) -> None:
+        if self._pending is not None:
+            self._abandoned.append(self._pending)
+            self._pending = None
+
+    def _overdue(self, what: str, after_s: float, way_out: str) -> None:
+        """Blames the missing ranks, unless the wait was only for other ranks' errors."""
+        missing = self._roll.missing
+        if missing and not self._grace:
+            self._roll.blame(deadline(self.key, missing, what, after_s, way_out))
+
+    # What is told of it
+
+    def _tell(self, what: str) -> None:
+        self._story.append(what)
+
+    def _contradiction(self, event: str) -> InternalError:
+        return InternalError(
+            f"Expected no {event} while operation {self.key.seq} of session "
+            f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._story)}. "
+            f"Please report this"
+        )
+
+
+def _two_calls(request: Opening, what: str) -> RankDisagreementError:
+    return RankDisagreementError(
+        f"Expected one call of rank {request.rank} as operation {request.key.seq} of session "
+        f"{request.key.session!r}, but a second one came with {what}. Two processes act as rank "
+        f"{request.rank}, or it called from two threads at once",
+        rank=request.rank,
+    )
+
+
+def _compact(opening: Opening) -> Opening:
+    """Returns what has to be kept to recognise a request that comes twice."""
+    if isinstance(opening, SaveJoin) and opening.columns:
+        digest = hashlib.blake2b(opening.columns, digest_size=32).digest()
+        return replace(opening, columns=digest)
+    return opening
+
+
+def _content(opening: Opening) -> tuple[object, ...]:
+    # Why not ==: errors are equal only to themselves, and came by way of a pickle.
+    rest = [value for name, value in vars(opening).items() if name != "error"]
+    error = opening.error
+    return (*rest, None if error is None else (type(error), error.message))

@@ -1,0 +1,384 @@
+"""The save machine: from the ranks' joins to one committed checkpoint, or to one error for all.
+
+| phase | waits for | then |
+|---|---|---|
+| joining | `SaveJoin` of every rank | look at what stands there |
+| reading | `RecordsRead` | refuse, or plan |
+| planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
+| writing | `SaveReceipt` of every rank | build table, manifest and `.metadata` |
+| building | `CommitBuilt` | write the table |
+| table | `Finished` | create the manifest |
+| record | the vote | *committed*: publish `.metadata` |
+| publishing | `Published` | delete what was replaced |
+| collecting | `Finished` | `SaveOutcome` to every rank: done |
+| aborting | the vote | `Refused` to every rank: delete what was written |
+| cleaning | `Finished` | failed |
+
+What a crash between any two leaves: until `record` the previous checkpoint, from it on this one.
+`done`, `failed` and `unknown` are the ends. The timer never stops a vote: when it runs out the
+ranks are told what is known, and the machine goes on to learn the rest.
+
+*Invariant*: only the coordinator that made up an attempt commits it, and it never tries to after
+it said that the save failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    InternalError,
+    SaveCancelledError,
+)
+from ray_dcp.plan.values import GlobalPlan
+from ray_dcp.protocol.commands import (
+    BuildCommit,
+    CollectReplaced,
+    Command,
+    CommitBuilt,
+    Failed,
+    Finished,
+    MakePlan,
+    Planned,
+    Published,
+    PublishMetadata,
+    ReadRecords,
+    RecordCreated,
+    RecordsRead,
+    Result,
+    SlotFree,
+    SlotTaken,
+    WriteTable,
+)
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    Refused,
+    Reply,
+    Request,
+    SaveGo,
+    SaveJoin,
+    SaveOutcome,
+    SaveReceipt,
+)
+from ray_dcp.protocol.operation import Commands, Operation
+from ray_dcp.protocol.save_errors import (
+    disagreeing_values,
+    fenced_off,
+    lost_race,
+    no_overwrite,
+    other_attempt,
+    slow,
+    undecided,
+    warning,
+)
+from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+
+__all__ = ["SaveMachine"]
+
+REASON_LENGTH = 500
+
+
+class SaveMachine(Operation):
+    """One save of all ranks of a session.
+
+    Args:
+        first: The first join; hand it to `receive` as well.
+        epoch: Of the coordinator.
+        new_attempt: Makes up an attempt id that no other save ever had.
+    """
+
+    def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
+        super().__init__(first)
+        self._epoch = epoch
+        self._new_attempt = new_attempt
+        self._target = first.target
+        self._options = first.options
+        self._columns: dict[int, bytes] = {}
+        self._seen = RecordsRead(0, None, None, ())
+        self._plan: GlobalPlan | None = None
+        self._attempt = ""
+        self._receipts: list[FileReceipt] = []
+        self._built: CommitBuilt | None = None
+        self._vote = Vote(first.target, "", 1)
+        self._won: Won | None = None
+        self._error: CheckpointError | None = None
+        self._warnings: list[str] = []
+
+    def cancel(self, reason: str) -> Commands:
+        """Fails the save, unless its commit has begun.
+
+        Args:
+            reason: Who wants it, for the error.
+
+        Returns:
+            What to do now; nothing when it is too late.
+        """
+        if self.over or self._error is not None or self._vote.at_stake:
+            return ()
+        return self._fail(
+            SaveCancelledError(f"The save was cancelled: {reason}", checkpoint_id=self._target.url)
+        )
+
+    def receive(self, request: Request) -> Commands:
+        """See `Operation.receive`; receipts of another attempt or epoch are refused first."""
+        if isinstance(request, SaveReceipt):
+            self._check_fence(request)
+        return super().receive(request)
+
+    def _on_request(self, request: Request) -> Commands:
+        match self.phase, request:
+            case "joining", SaveJoin():
+                self._admit(request)
+                self._columns[request.rank] = request.columns
+                return self._joined()
+            case "writing", SaveReceipt():
+                self._note(request, request.error)
+                self._receipts.extend(request.files)
+                return self._received()
+            case (("aborting" | "cleaning"), SaveReceipt()):
+                # The save fails already; this rank is told when that is decided.
+                self._note(request, request.error)
+                return ()
+        raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+
+    def _on_result(self, result: Result) -> Commands:
+        match self.phase, result:
+            case "reading", RecordsRead():
+                return self._read(result)
+            case "planning", Planned():
+                return self._planned(result)
+            case "building", CommitBuilt():
+                self._built = result
+                task = WriteTable(self._target, result.table_key, result.table)
+                return self._step("table", task, self._options.commit_timeout_s)
+            case "table", Finished() if self._built is not None:
+                vote = self._vote.commit(self._built.record)
+                return self._step("record", vote, self._options.commit_timeout_s)
+            case (
+                ("record" | "aborting"),
+                (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
+            ):
+                return self._advance(self._vote.tell(result))
+            case "publishing", Published():
+                return self._collect() if not result.superseded else self._done()
+            case "publishing", Failed():
+                # Why nothing is collected: the `.metadata` that still stands may name those files.
+                what = ".metadata could not be published, so stock DCP does not see it"
+                self._warnings.append(warning(what, result))
+                return self._done()
+            case "collecting", Finished():
+                return self._done()
+            case "collecting", Failed():
+                what = "files of the one that it replaced could not be deleted"
+                self._warnings.append(warning(what, result))
+                return self._done()
+            case "cleaning", (Finished() | Failed()):
+                return tuple(self._finish())
+            case _, Failed():
+                return self._fail(result.error)
+        raise self._contradiction(f"result {type(result).__name__}")
+
+    def _on_expired(self) -> Commands:
+        match self.phase:
+            case "joining":
+                return self._overdue_ranks("join the save", "plan_timeout_s")
+            case "writing":
+                return self._overdue_ranks("write its part", "write_timeout_s")
+            case "reading" | "planning":
+                return self._too_slow("plan_timeout_s")
+            case "building" | "table":
+                return self._too_slow("commit_timeout_s")
+            case "record" | "aborting":
+                return tuple(self._conclude(self._undecided()))
+            case "publishing" | "collecting":
+                self._warnings.append(
+                    f"The checkpoint is committed, but {self.phase} took longer than "
+                    f"SaveOptions.commit_timeout_s={self._options.commit_timeout_s:g} s"
+                )
+                return tuple(self._conclude(self._success()))
+        return ()
+
+    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
+        match self.phase:
+            case "joining":
+                self._roll.blame(errors)
+                return self._joined()
+            case "reading" | "planning":
+                return self._fail(combine(errors, self._target.url))
+            case "writing":
+                # A rank whose receipt is here has done its share: its files are durable.
+                self._roll.blame({r: e for r, e in errors.items() if r not in self._roll.came})
+                return self._received()
+        return ()
+
+    # Planning
+
+    def _joined(self) -> Commands:
+        if self._roll.missing:
+            return self._wait(self._options.plan_timeout_s)
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self._target.url))
+        return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
+
+    def _read(self, seen: RecordsRead) -> Commands:
+        if seen.committed is not None and not self._options.overwrite:
+            return self._fail(no_overwrite(seen.committed, self._target.url))
+        self._seen = seen
+        self._warnings.extend(seen.warnings)
+        columns = tuple(self._columns.pop(rank) for rank in range(self.world_size))
+        task = MakePlan(columns, self._options.container, self._options.part_bytes)
+        return self._step("planning", task, self._options.plan_timeout_s)
+
+    def _planned(self, planned: Planned) -> Commands:
+        if planned.disagreements and self._options.replicas == "check":
+            return self._fail(disagreeing_values(planned.disagreements, self._target.url))
+        if planned.disagreements:
+            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
+        self._plan = planned.plan
+        self._attempt = self._new_attempt()
+        self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
+        self._call("writing")
+        warnings = planned.warnings
+        return (
+            self._arm(self._options.write_timeout_s),
+            *self._give(
+                lambda rank: SaveGo(self._attempt, self._epoch, planned.parts[rank], warnings)
+            ),
+        )
+
+    # Writing
+
+    def _check_fence(self, receipt: SaveReceipt) -> None:
+        if (receipt.attempt, receipt.epoch) != (self._attempt, self._epoch):
+            raise other_attempt(receipt, self._attempt, self._epoch, self._target.url)
+        if not 0 <= receipt.rank < self.world_size:
+            raise self._contradiction(f"SaveReceipt of rank {receipt.rank}")
+
+    def _received(self) -> Commands:
+        if self._roll.missing:
+            return self._wait(self._options.write_timeout_s)
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self._target.url))
+        if self._plan is None:
+            raise self._contradiction("receipt without a plan")
+        task = BuildCommit(
+            self._target,
+            self._attempt,
+            self._epoch,
+            self._plan,
+            tuple(self._receipts),
+            self._seen.last_slot,
+            self._seen.foreign_metadata,
+        )
+        return self._step("building", task, self._options.commit_timeout_s)
+
+    # The vote
+
+    def _advance(self, step: VoteTask | Decision) -> Commands:
+        match step:
+            case Won():
+                return self._publish(step)
+            case Lost():
+                self._error = lost_race(self._vote, step)
+                return self._clean(self._error)
+            case Fenced() if self.phase == "record":
+                return self._clean(fenced_off(self._vote, step))
+            case Fenced():
+                return self._clean(self._cause())
+            case Open() if self.phase == "record":
+                return self._abort(step.error)
+            case Open():
+                return self._leave_open(step.error)
+        return (self._perform(step),)
+
+    def _publish(self, won: Won) -> Commands:
+        self._won = won
+        metadata = self._built.metadata if self._built else None
+        task = PublishMetadata(self._target, won.slot, metadata)
+        return self._step("publishing", task, self._options.commit_timeout_s)
+
+    def _collect(self) -> Commands:
+        if not self._seen.replaced:
+            return self._done()
+        task = CollectReplaced(self._target, self._seen.replaced)
+        return self._step("collecting", task, self._options.commit_timeout_s)
+
+    def _done(self) -> Commands:
+        return (*self._conclude(self._success()), *self._finish())
+
+    def _success(self) -> Reply:
+        if self._won is None:
+            raise self._contradiction("success before the commit")
+        return SaveOutcome(self._attempt, self._won.slot, self._won.record, tuple(self._warnings))
+
+    # Failing
+
+    def _fail(self, error: CheckpointError) -> Commands:
+        if self._plan is None:
+            return self._refuse_all(error)
+        return self._abort(error)
+
+    def _overdue_ranks(self, what: str, option: str) -> Commands:
+        after_s: float = getattr(self._options, option)
+        self._overdue(what, after_s, f"raise SaveOptions.{option}")
+        return self._fail(combine(self._roll.errors, self._target.url))
+
+    def _too_slow(self, option: str) -> Commands:
+        after_s: float = getattr(self._options, option)
+        return self._fail(slow(self.phase, option, after_s, self._target.url))
+
+    def _abort(self, error: CheckpointError) -> Commands:
+        """Fences the attempt off before anybody is told that it failed."""
+        self._error = error
+        reason = f"{type(error).__name__}: {error.message}"[:REASON_LENGTH]
+        task = self._vote.abort(reason, error.rank)
+        return self._step("aborting", task, self._options.commit_timeout_s)
+
+    def _leave_open(self, error: CheckpointError) -> Commands:
+        """Ends a save whose abort record could not be created."""
+        if self._vote.at_stake:
+            return (*self._conclude(self._undecided()), *self._finish())
+        # No manifest was ever tried, so none will come: this failure is final all the same.
+        cause = self._cause()
+        note = f"No abort record could be written for attempt {self._attempt}: {error}"
+        cause.__notes__ = [*getattr(cause, "__notes__", ()), note]
+        return self._clean(cause)
+
+    def _clean(self, error: CheckpointError) -> Commands:
+        """Tells the failure, then deletes what was written: the attempt can't commit any more."""
+        answers = self._conclude(Refused(error))
+        self._to("cleaning")
+        return (*answers, self._perform(CollectReplaced(self._target, self._written_keys())))
+
+    def _written_keys(self) -> tuple[str, ...]:
+        files = self._plan.table.files if self._plan else ()
+        keys = [key.replace("{attempt}", self._attempt) for key in files]
+        return (*keys, *([self._built.table_key] if self._built else ()))
+
+    def _undecided(self) -> Refused:
+        if not self._vote.at_stake:
+            return Refused(self._cause())
+        cause = "" if self._error is None else self._error.message
+        return Refused(undecided(self._vote, cause))
+
+    def _cause(self) -> CheckpointError:
+        return self._error or InternalError("A save failed without an error. Please report this")
+
+    def _finish(self) -> list[Command]:
+        """Ends in the phase that says what the ranks were told."""
+        match self._outcome:
+            case SaveOutcome():
+                return self._end("done")
+            case Refused(error=CommitUnknownError()):
+                return self._end("unknown")
+        return self._end("failed")
+
+    def _end(self, phase: str) -> list[Command]:
+        self._plan = None
+        self._built = None
+        self._columns.clear()
+        self._receipts.clear()
+        return super()._end(phase)

@@ -1,0 +1,145 @@
+"""The errors with which the save machine ends a save, in words. Decides nothing."""
+
+from __future__ import annotations
+
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    DeadlineError,
+    PlanConflictError,
+    SaveCancelledError,
+)
+from ray_dcp.protocol.commands import Failed
+from ray_dcp.protocol.messages import SaveReceipt
+from ray_dcp.protocol.vote import Fenced, Lost, Vote
+
+__all__ = [
+    "disagreeing_values",
+    "fenced_off",
+    "lost_race",
+    "no_overwrite",
+    "other_attempt",
+    "slow",
+    "undecided",
+    "warning",
+]
+
+
+def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
+    """Returns the error of a save that must not replace what stands.
+
+    Args:
+        committed: What stands, in words.
+        url: Of the target.
+    """
+    return CheckpointExistsError(
+        f"Expected no checkpoint here, as SaveOptions.overwrite is False, but found {committed}. "
+        f"Save under another id, delete that one, or allow overwrite",
+        checkpoint_id=url,
+    )
+
+
+def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
+    """Returns the error of `SaveOptions(replicas="check")`.
+
+    Args:
+        disagreements: Which items differ between which ranks, in words.
+        url: Of the target.
+    """
+    return PlanConflictError(
+        f"{disagreements}. Make the ranks agree, or save with SaveOptions(replicas='warn') to "
+        f"take the lowest rank's value",
+        checkpoint_id=url,
+    )
+
+
+def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
+    """Returns the error of an attempt that was overtaken.
+
+    Args:
+        vote: On the attempt.
+        lost: Its decision.
+    """
+    return CheckpointExistsError(
+        f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but another save of "
+        f"the same checkpoint id (attempt {lost.attempt}) was committed in it first. Only one "
+        f"save at a time can have an id",
+        checkpoint_id=vote.target.url,
+    )
+
+
+def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:
+    """Returns the error of an attempt that somebody else declared failed.
+
+    Args:
+        vote: On the attempt.
+        fenced: Its decision.
+    """
+    return SaveCancelledError(
+        f"Attempt {vote.attempt} was declared failed by somebody else before its commit: slot "
+        f"{fenced.slot} holds an abort record for it",
+        checkpoint_id=vote.target.url,
+    )
+
+
+def undecided(vote: Vote, cause: str) -> CommitUnknownError:
+    """Returns the error of a vote that stays open.
+
+    Args:
+        vote: On the attempt.
+        cause: What went wrong, in words; may be empty.
+    """
+    why = f" ({cause})" if cause else ""
+    return CommitUnknownError(
+        f"The storage did not say whether attempt {vote.attempt} was committed in slot "
+        f"{vote.slot}{why}. Ask ray_dcp.outcome({vote.target.url!r}, {vote.attempt!r}) later",
+        attempt=vote.attempt,
+        checkpoint_id=vote.target.url,
+    )
+
+
+def other_attempt(receipt: SaveReceipt, attempt: str, epoch: int, url: str) -> CommitUnknownError:
+    """Returns the error of a receipt for another attempt than the one that runs.
+
+    Args:
+        receipt: The stray one.
+        attempt: That runs; empty when none does yet.
+        epoch: Of this coordinator.
+        url: Of the target.
+    """
+    return CommitUnknownError(
+        f"Expected a receipt for attempt {attempt or '(none yet)'} of epoch {epoch}, but rank "
+        f"{receipt.rank} sent one for attempt {receipt.attempt} of epoch {receipt.epoch}: the "
+        f"coordinator was restarted in between, or this rank was replaced. It is ignored; the "
+        f"storage tells what became of that attempt",
+        attempt=receipt.attempt,
+        checkpoint_id=url,
+        rank=receipt.rank,
+    )
+
+
+def slow(phase: str, option: str, after_s: float, url: str) -> DeadlineError:
+    """Returns the error of a task that took too long.
+
+    Args:
+        phase: In which.
+        option: Of `SaveOptions`, to raise.
+        after_s: Its value, in seconds.
+        url: Of the target.
+    """
+    return DeadlineError(
+        f"Expected {phase} to end within {after_s:g} s, but the storage or the coordinator was "
+        f"slower. Raise SaveOptions.{option}, or look at the storage",
+        checkpoint_id=url,
+    )
+
+
+def warning(what: str, failed: Failed) -> str:
+    """Returns the warning that something after the commit failed.
+
+    Args:
+        what: In words, so that "it" is the checkpoint.
+        failed: What happened.
+    """
+    error = failed.error
+    return f"The checkpoint is committed, but {what}: {type(error).__name__}: {error}"

@@ -1,0 +1,199 @@
+"""Which error a failed operation gives, and in which words: pure functions over errors."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from itertools import groupby
+
+from ray_dcp.errors import (
+    CheckpointError,
+    DeadlineError,
+    ParticipantError,
+    RankDisagreementError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, SaveJoin
+
+__all__ = [
+    "Opening",
+    "blame",
+    "combine",
+    "deadline",
+    "disagreement",
+    "identity",
+    "lost_rank",
+    "name_ranks",
+]
+
+Opening = SaveJoin | LoadJoin | Exchange
+"""A request with which a rank begins an operation."""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks as a person would write them.
+
+    Args:
+        ranks: In any order.
+
+    Example:
+        >>> name_ranks([4, 0, 1, 2])
+        'ranks 0-2, 4'
+        >>> name_ranks([7])
+        'rank 7'
+    """
+    ordered = sorted(set(ranks))
+    runs = []
+    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        first, last = members[0], members[-1]
+        if last - first > 1:
+            runs.append(f"{first}-{last}")
+        else:
+            runs.extend(map(str, members))
+    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(runs) or '(none)'}"
+
+
+def blame(error: CheckpointError, rank: int, checkpoint_id: str | None = None) -> CheckpointError:
+    """Returns a copy of an error that says at which rank it happened.
+
+    Args:
+        error: What the rank reported; not changed.
+        rank: Which rank did.
+        checkpoint_id: Of the operation; used when the error does not name one.
+    """
+    blamed = copy.copy(error)
+    if blamed.rank is None:
+        blamed.rank = rank
+    if blamed.checkpoint_id is None:
+        blamed.checkpoint_id = checkpoint_id
+    return blamed
+
+
+def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) -> CheckpointError:
+    """Returns the one error that every rank is told when these ranks failed.
+
+    It is the error of the lowest rank that failed by itself (a rank that is merely missing is
+    the consequence more often than the cause), with all of them in `failures` and in a note.
+
+    Args:
+        errors: What happened, by rank; at least one.
+        checkpoint_id: Of the operation.
+    """
+    first = min(errors, key=lambda rank: (isinstance(errors[rank], ParticipantError), rank))
+    told = blame(errors[first], first, checkpoint_id)
+    others = {
+        rank: error
+        for rank, error in sorted(errors.items())
+        if rank != first and error is not errors[first]
+    }
+    if isinstance(told, ParticipantError) and others:
+        told.message = "; ".join(
+            dict.fromkeys([told.message, *(e.message for e in others.values())])
+        )
+    elif others:
+        told.__notes__ = [
+            *getattr(told, "__notes__", ()),
+            f"{name_ranks(others)} failed too: "
+            + "; ".join(
+                f"rank {rank}: {type(e).__name__}: {e.message}" for rank, e in others.items()
+            ),
+        ]
+    return told.with_failures({rank: _failure(errors[rank], rank) for rank in sorted(errors)})
+
+
+def _failure(error: CheckpointError, rank: int) -> tuple[BaseException, traceback.StackSummary]:
+    own = error.failures
+    if rank in own and own[rank][0] is not error:
+        return own[rank]
+    summary = own[rank][1] if rank in own else traceback.StackSummary()
+    return blame(error, rank), summary
+
+
+def deadline(
+    key: OpKey, ranks: Iterable[int], what: str, after_s: float, way_out: str
+) -> dict[int, CheckpointError]:
+    """Returns the error of ranks that were awaited in vain, by rank: one for all of them.
+
+    Args:
+        key: The operation.
+        ranks: Who is missing; at least one.
+        what: What they had to do: `"join the save"`.
+        after_s: The deadline that ran out, in seconds.
+        way_out: Which option to raise.
+    """
+    missing = sorted(ranks)
+    error = DeadlineError(
+        f"Expected every rank to {what} within {after_s:g} s, but {name_ranks(missing)} did not "
+        f"(operation {key.seq} of session {key.session!r}). Look at the log of "
+        f"{name_ranks(missing)}: dead, stuck, or on another code path; {way_out} if merely slow",
+        rank=missing[0] if len(missing) == 1 else None,
+    )
+    return dict.fromkeys(missing, error)
+
+
+def lost_rank(rank: int, reason: str) -> ParticipantError:
+    """Returns the error of a rank that died.
+
+    Args:
+        rank: Which.
+        reason: How it is known.
+    """
+    return ParticipantError(
+        f"Expected rank {rank} to take part, but it was lost: {reason}. "
+        f"Restart rank {rank} and call again",
+        rank=rank,
+    )
+
+
+def identity(request: Opening) -> tuple[object, ...]:
+    """Returns what has to be equal on all ranks of an operation.
+
+    Args:
+        request: How a rank begins it.
+    """
+    match request:
+        case SaveJoin() | LoadJoin():
+            return (type(request), request.world_size, request.target.url, request.options)
+        case Exchange():
+            return (type(request), request.world_size, request.tag)
+
+
+def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreementError:
+    """Returns the error of ranks that called different things as the same operation.
+
+    Args:
+        key: The operation.
+        openings: What each rank asked for.
+    """
+    by_call: dict[str, list[int]] = {}
+    for rank, request in sorted(openings.items()):
+        by_call.setdefault(_describe(request), []).append(rank)
+    calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in by_call.items())
+    return RankDisagreementError(
+        f"Expected all ranks to make the same call as operation {key.seq} of session "
+        f"{key.session!r}, but they made different ones: {calls}. Make every rank call save and "
+        f"load in the same order with the same path and options"
+    )
+
+
+def _describe(request: Opening) -> str:
+    match request:
+        case SaveJoin():
+            call = f"save to {request.target.url}{_chosen(request.options)}"
+        case LoadJoin():
+            call = f"load from {request.target.url}{_chosen(request.options)}"
+        case Exchange():
+            call = f"exchange {request.tag!r}"
+    return f"{call}, world size {request.world_size}"
+
+
+def _chosen(options: SaveOptions | LoadOptions) -> str:
+    chosen = [
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+    ]
+    return f" with {', '.join(chosen)}" if chosen else ""

@@ -1,0 +1,130 @@
+"""How this process comes to a Ray: one that was named, or one that this job started for itself.
+
+Never one that happens to run on this machine. What `ray.init` does to the process (handlers,
+logging) is undone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from ray_dcp.errors import InvalidRequestError, ParticipantError
+from ray_dcp.runtime import environment, hooks
+from ray_dcp.runtime.naming import NAMESPACE
+
+__all__ = ["Invitation", "attach", "attach_named", "attached_address", "close_own_connection"]
+
+_made_here: list[int] = []
+"""Process id for which this module called `ray.init`: what `close_own_connection` may undo."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Which Ray the ranks of a job meet in."""
+
+    address: str
+    """`host:port` of the cluster's control store."""
+    namespace: str = NAMESPACE
+    token_path: str | None = None
+    """File with the token of a Ray of our own; None for a cluster that was named."""
+
+
+def attached_address() -> str | None:
+    """Returns the cluster that this process is connected to, if any."""
+    if not ray.is_initialized():
+        return None
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def attach_named(address: str | None) -> str | None:
+    """Connects to the cluster that was named, and returns its address.
+
+    Args:
+        address: As the caller named it; `RAY_ADDRESS` counts when it is None.
+
+    Returns:
+        None when no cluster was named and this process is connected to none.
+
+    Raises:
+        InvalidRequestError: The process is connected to another cluster already.
+        ParticipantError: The cluster can't be reached.
+    """
+    connected = attached_address()
+    if connected is not None:
+        if address not in (None, "auto", connected):
+            raise InvalidRequestError(
+                f"Expected this process to use the Ray at {address}, but it is connected to the "
+                f"one at {connected}. Leave the address out, or call ray.shutdown() first",
+                key="address",
+            )
+        return connected
+    named = address or environment.named_address()
+    if named is None:
+        return None
+    _init(named, None)
+    return attached_address()
+
+
+def attach(invitation: Invitation) -> None:
+    """Connects to the Ray that the job's first rank invites to.
+
+    Raises:
+        ParticipantError: This process is connected to another Ray, or can't reach this one.
+    """
+    connected = attached_address()
+    if connected == invitation.address:
+        return
+    if connected is not None:
+        raise ParticipantError(
+            f"Expected all ranks in one Ray, but the group's first rank is in the one at "
+            f"{invitation.address} and this process in the one at {connected}. Connect every "
+            f"rank to the same cluster (ray.init(address=...)), or none"
+        )
+    _init(invitation.address, invitation.token_path)
+
+
+def close_own_connection() -> None:
+    """Disconnects from Ray, if it was this module that connected the process."""
+    if os.getpid() in _made_here and ray.is_initialized():
+        _made_here.clear()
+        with hooks.signal_handlers_kept():
+            ray.shutdown()
+
+
+def _init(address: str, token_path: str | None) -> None:
+    try:
+        with hooks.signal_handlers_kept():
+            if token_path is None:
+                _connect(address)
+            else:
+                _connect_own(address, token_path)
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ParticipantError(
+            f"Expected a Ray cluster at {address}, but connecting gave {type(error).__name__}: "
+            f"{error}. Start it, or correct the address (argument or RAY_ADDRESS)"
+        ) from error
+    _made_here.append(os.getpid())
+
+
+def _connect(address: str) -> None:
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+def _connect_own(address: str, token_path: str) -> None:
+    if not Path(token_path).is_file():
+        raise ParticipantError(
+            f"Expected all ranks on the machine where the first rank started a Ray ({address}), "
+            f"but this rank is on another one. On several machines start Ray yourself (`ray "
+            f"start --head` on one, `ray start --address=<that machine>:6379` on the others) and "
+            f"set RAY_ADDRESS on all"
+        )
+    with environment.pinned_to_loopback(token_path) as token, hooks.loopback_addresses():
+        if token:
+            hooks.local_token()
+        _connect(address)

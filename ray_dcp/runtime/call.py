@@ -1,0 +1,98 @@
+"""A rank's call to its coordinator: waits, repeats, and turns Ray's failures into ours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
+
+from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
+
+__all__ = ["call_actor"]
+
+MOST_REPEATS = 20
+"""How often a call is repeated when the actor can't be reached or has to be made again."""
+
+_PAUSE_S = (0.05, 2.0)
+
+T = TypeVar("T")
+
+
+def call_actor(
+    who: str,
+    handle: Callable[[bool], Any],
+    send: Callable[[Any], Any],
+    *,
+    timeout_s: float,
+    rank: int | None = None,
+) -> Any:
+    """Returns what an actor answers; repeats the call when the actor died or was out of reach.
+
+    The actor's methods must be idempotent: a call whose answer was lost is made again.
+
+    Args:
+        who: The actor in words, for errors.
+        handle: Returns the actor's handle; its argument asks for a fresh one.
+        send: Starts the call on a handle, and returns the reference of the answer.
+        timeout_s: For everything, repeats included, in seconds.
+        rank: The calling rank, for errors.
+
+    Raises:
+        DeadlineError: No answer in time.
+        ParticipantError: The actor died and can't be made again, or the cluster is gone.
+        CheckpointError: What the actor raised.
+    """
+    end_s = time.monotonic() + timeout_s
+    fresh = False
+    for attempt in range(MOST_REPEATS):
+        try:
+            return ray.get(send(handle(fresh)), timeout=max(0.0, end_s - time.monotonic()))
+        except GetTimeoutError:
+            raise DeadlineError(
+                f"Expected {who} to answer within {timeout_s:g} s, but it did not. Look whether "
+                f"its process is frozen or its node is gone, or raise the timeout",
+                rank=rank,
+            ) from None
+        except RayTaskError as error:
+            raise _told(error, who, rank) from None
+        except (ActorUnavailableError, ActorDiedError) as error:
+            # A dead actor is made again; one that restarts keeps its handle.
+            fresh = isinstance(error, ActorDiedError)
+            last: Exception = error
+        except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
+            raise _out_of_reach(error, who, rank) from error
+        _pause(attempt, end_s)
+    raise _out_of_reach(last, who, rank) from last
+
+
+def _pause(attempt: int, end_s: float) -> None:
+    shortest, longest = _PAUSE_S
+    left_s = max(0.0, end_s - time.monotonic())
+    threading.Event().wait(min(longest, shortest * 2**attempt, left_s))
+
+
+def _told(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, CheckpointError):
+        return cause
+    return InternalError(f"{who} failed: {error}", rank=rank)
+
+
+def _out_of_reach(error: Exception, who: str, rank: int | None) -> ParticipantError:
+    return ParticipantError(
+        f"Expected {who} to be reachable, but Ray says {type(error).__name__}: {error}. Look "
+        f"whether the Ray cluster still runs, then restart the ranks",
+        rank=rank,
+    )

@@ -1,0 +1,192 @@
+"""Sessions from the Ray Train context or a torch process group: who are the ranks, which Ray.
+
+Making one is collective: one broadcast from the group's first rank and one gather of errors, so
+that either every rank has the session or every rank raises. Where the first rank finds no Ray, it
+starts one for the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime import hooks, registry
+from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address
+from ray_dcp.runtime.own_ray import OwnRay, start_own_ray
+from ray_dcp.runtime.session import Session
+
+__all__ = ["session_of"]
+
+_STORE_KEY = "ray_dcp/own_ray"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the first rank tells the others: which Ray, and the session's name."""
+
+    invitation: Invitation
+    name: str
+
+
+def session_of(process_group: Any, *, lease_s: float) -> Session | None:
+    """Returns the session for a group, after making it; None where the process is alone.
+
+    Args:
+        process_group: A torch process group; None for the whole job.
+        lease_s: How long what is started for the session stays unused, in seconds.
+
+    Raises:
+        InvalidRequestError: This process is not in the group.
+        ParticipantError: Some rank can't come to the session's Ray.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise InvalidRequestError(
+                "Expected torch.distributed to be initialised, as a process_group was given, but "
+                "it is not. Call torch.distributed.init_process_group first, or leave it out",
+                key="process_group",
+            )
+        return _train_session(lease_s)
+    group = dist.group.WORLD if process_group is None else process_group
+    known, session = registry.of_group(group)
+    if not known:
+        session = _make(dist, group, lease_s)
+        registry.set_group(group, session)
+    return session
+
+
+def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidRequestError(
+            f"Expected this process (rank {dist.get_rank()}) to be in the process group, but it "
+            f"is not. Only the group's ranks call save or load with it",
+            rank=dist.get_rank(),
+            key="process_group",
+        )
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return None
+    call, error = _invite(dist, group, lease_s) if rank == 0 else (None, None)
+    box: list[Any] = [call or error]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    session = None
+    if isinstance(box[0], _Call):
+        session, error = _come(box[0], rank, world_size, lease_s)
+    else:
+        error = box[0]
+    errors: list[CheckpointError | None] = [None] * world_size
+    dist.all_gather_object(errors, error, group=group)
+    failed = {index: found for index, found in enumerate(errors) if found is not None}
+    if failed:
+        raise _told(failed, world_size)
+    return session
+
+
+def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, CheckpointError | None]:
+    """Returns what to tell the other ranks; an error is told as well, or they would wait."""
+    ranks = dist.get_process_group_ranks(group)
+    name = f"group-{ranks[0]}-{len(ranks)}-{secrets.token_hex(8)}"
+    try:
+        address = attach_named(None)
+        if address is not None:
+            return _Call(Invitation(address), name), None
+        own = _own_ray_of_the_job(lease_s)
+        return _Call(Invitation(own.address, token_path=own.token_path), name), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
+        told = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
+        return None, told
+
+
+def _own_ray_of_the_job(lease_s: float) -> OwnRay:
+    """Returns the Ray of this job, started by whoever of its ranks asks first.
+
+    Several groups of one job may make their first session at the same time; the job's store lets
+    one of them start it. Where the store can't be had, each group's first rank starts its own.
+    """
+    store = hooks.job_store()
+    if store is None or store.add(f"{_STORE_KEY}/asked", 1) == 1:
+        try:
+            own = start_own_ray(lease_s=lease_s)
+        except CheckpointError as error:
+            if store is not None:
+                store.set(f"{_STORE_KEY}/told", f"error {error}")
+            raise
+        if store is not None:
+            store.set(f"{_STORE_KEY}/told", own.encode())
+        return own
+    told = bytes(store.get(f"{_STORE_KEY}/told")).decode()
+    if told.startswith("error "):
+        raise ParticipantError(f"Another rank could not start a Ray: {told[6:]}")
+    return OwnRay.decode(told)
+
+
+def _come(
+    call: _Call, rank: int, world_size: int, lease_s: float
+) -> tuple[Session | None, CheckpointError | None]:
+    try:
+        attach(call.invitation)
+        session = Session(
+            call.name,
+            rank,
+            world_size,
+            namespace=call.invitation.namespace,
+            lease_s=lease_s,
+        )
+        session.greet()
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait in the gather
+        return None, ParticipantError(
+            f"Connecting to Ray failed: {type(error).__name__}: {error}", rank=rank
+        )
+    return session, None
+
+
+def _told(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
+    if len(failed) == world_size and len({str(error) for error in failed.values()}) == 1:
+        return failed[0]
+    lines = [f"rank {rank}: {error}" for rank, error in failed.items()]
+    first = next(iter(failed))
+    return ParticipantError(
+        f"Expected all {world_size} ranks to come to one session, but {len(failed)} could not:\n"
+        + "\n".join(lines),
+        rank=first,
+    ).with_failures(
+        {
+            rank: error.failures.get(rank, error.failures[next(iter(error.failures))])
+            for rank, error in failed.items()
+        }
+    )
+
+
+def _train_session(lease_s: float) -> Session | None:
+    """Returns the session of a Ray Train worker that has no torch process group."""
+    if attached_address() is None:
+        return None
+    ranks = hooks.train_ranks()
+    if ranks is None or ranks[1] == 1:
+        return None
+    known, session = registry.of_group(_TRAIN)
+    if not known:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        rank, world_size, experiment = ranks
+        word = broadcast_from_rank_zero(secrets.token_hex(8))
+        session = Session(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
+        session.greet()
+        registry.set_group(_TRAIN, session)
+    return session
+
+
+class _TrainGroup:
+    """Stands for the worker group of Ray Train: a worker process lives in only one."""
+
+
+_TRAIN = _TrainGroup()

@@ -1,0 +1,234 @@
+"""The one place that touches what Ray (and once torch) keeps private: store, tables, settings.
+
+Seen to work with the Ray versions of `TESTED`. When a name is gone, the error says so and which
+Ray to use; nothing else of the runtime depends on Ray's inside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import ray
+
+from ray_dcp.errors import InternalError
+
+__all__ = [
+    "TESTED",
+    "Caller",
+    "ClusterUse",
+    "gone",
+    "has_ray_client",
+    "job_store",
+    "local_token",
+    "loopback_addresses",
+    "next_epoch",
+    "signal_handlers_kept",
+    "this_caller",
+    "train_ranks",
+]
+
+TESTED = ("2.60",)
+"""Ray versions with which these hooks were tested."""
+
+_KV_NAMESPACE = "ray_dcp"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who a rank is for Ray: what tells later whether it still lives."""
+
+    kind: Literal["actor", "job"]
+    id: str
+    """Hex id of the rank's actor, or of the job whose driver it is."""
+    pid: int
+
+
+def _private(what: str, use: Callable[[], T]) -> T:
+    """Returns what a private name gives, or says which Ray to use."""
+    try:
+        return use()
+    except (ImportError, AttributeError, TypeError, AssertionError) as error:
+        raise InternalError(
+            f"Expected a Ray in which {what} works ({', '.join(TESTED)}.x was tested), but "
+            f"Ray {ray.__version__} says {type(error).__name__}: {error}. Install a tested Ray, "
+            f"or report this"
+        ) from error
+
+
+def next_epoch(name: str) -> int:
+    """Returns 1 more than the last time it was asked for this name, in this cluster.
+
+    It survives the process that asks: the number lives in Ray's control store. Only one process
+    may ask for a name at a time (the actor of that name).
+    """
+
+    def use() -> int:
+        from ray.experimental import internal_kv
+
+        key = f"epoch:{name}"
+        before = internal_kv._internal_kv_get(key, namespace=_KV_NAMESPACE)
+        epoch = int(before or b"0") + 1
+        internal_kv._internal_kv_put(key, str(epoch).encode(), True, namespace=_KV_NAMESPACE)
+        return epoch
+
+    return _private("the internal key-value store", use)
+
+
+def this_caller(pid: int) -> Caller:
+    """Returns who this process is for Ray."""
+    context = ray.get_runtime_context()
+    actor = context.get_actor_id()
+    if actor is not None:
+        return Caller("actor", actor, pid)
+    return Caller("job", context.get_job_id(), pid)
+
+
+def gone(callers: Iterable[Caller]) -> set[Caller]:
+    """Returns those of the callers whose process has ended.
+
+    Blocks for about a millisecond each, in an actor for an actor. One that Ray does not know is
+    not gone.
+    """
+
+    def use() -> set[Caller]:
+        from ray._private import state
+
+        asked = set(callers)
+        dead_jobs: set[str] = set()
+        if any(caller.kind == "job" for caller in asked):
+            dead_jobs = {job["JobID"] for job in state.jobs() if job["IsDead"]}
+        return {
+            caller
+            for caller in asked
+            if (caller.id in dead_jobs if caller.kind == "job" else _actor_ended(state, caller))
+        }
+
+    return _private("the tables of jobs and actors", use)
+
+
+def _actor_ended(state: Any, caller: Caller) -> bool:
+    entry = state.actors(actor_id=caller.id)
+    if not entry:
+        return False
+    restarted = entry.get("Pid") not in (0, caller.pid)
+    return entry["State"] in ("DEAD", "RESTARTING") or restarted
+
+
+class ClusterUse:
+    """Tells whether anybody uses a cluster, without becoming one of its drivers.
+
+    Args:
+        address: `host:port` of the cluster's control store.
+    """
+
+    def __init__(self, address: str) -> None:
+        def use() -> Any:
+            from ray._private.state import GlobalState
+
+            raylet: Any = importlib.import_module("ray._raylet")
+
+            options = raylet.GcsClientOptions.create(
+                address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+            )
+            state = GlobalState()
+            state._initialize_global_state(options)
+            return state
+
+        self._state = _private("a look at the control store", use)
+
+    def in_use(self) -> bool:
+        """Returns whether a driver is connected or an actor lives.
+
+        Raises:
+            InternalError: The control store does not answer, or not as expected.
+        """
+
+        def use() -> bool:
+            if any(not job["IsDead"] for job in self._state.job_table()):
+                return True
+            actors = self._state.actor_table(None)
+            return any(actor["State"] != "DEAD" for actor in actors.values())
+
+        return _private("the tables of jobs and actors", use)
+
+
+def has_ray_client() -> bool:
+    """Returns whether `ray start` would start a Ray Client server, at a fixed port."""
+    return importlib.util.find_spec("grpc") is not None
+
+
+@contextmanager
+def loopback_addresses() -> Iterator[None]:
+    """Makes `ray.init` take 127.0.0.1 as it is, instead of this machine's outer address."""
+
+    def constants() -> Any:
+        from ray._private import ray_constants
+
+        return ray_constants
+
+    module = _private("a cluster on the loopback interface", constants)
+    before = module.ENABLE_RAY_CLUSTER
+    module.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        module.ENABLE_RAY_CLUSTER = before
+
+
+def local_token() -> None:
+    """Makes this process read its authentication settings and token again."""
+
+    def use() -> None:
+        raylet: Any = importlib.import_module("ray._raylet")
+
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    _private("token authentication", use)
+
+
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Undoes what `ray.init` does to the handler of SIGTERM: it belongs to the training script."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def job_store() -> Any:
+    """Returns the store of torch's default process group; None when it can't be had."""
+    try:
+        from torch.distributed import distributed_c10d
+    except ImportError:
+        return None
+    get = getattr(distributed_c10d, "_get_default_store", None)
+    return None if get is None else get()
+
+
+def train_ranks() -> tuple[int, int, str] | None:
+    """Returns (rank, world size, experiment) inside a Ray Train worker; None elsewhere."""
+    if "ray.train" not in sys.modules or ray.get_runtime_context().get_actor_id() is None:
+        return None
+    from ray.train import get_context
+
+    try:
+        context = get_context()
+        return context.get_world_rank(), context.get_world_size(), context.get_experiment_name()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None

@@ -1,0 +1,56 @@
+"""What the detached actors are called: by role, protocol version, and session or node.
+
+The protocol version is part of every name, so that a job with a newer ray_dcp never talks to an
+actor that an older one left.
+"""
+
+from __future__ import annotations
+
+from ray_dcp.errors import InvalidRequestError
+
+__all__ = [
+    "LEASE_S",
+    "NAMESPACE",
+    "PROTOCOL_VERSION",
+    "check_lease",
+    "coordinator_name",
+    "stager_name",
+]
+
+NAMESPACE = "ray_dcp"
+"""The Ray namespace of all our actors, unless the caller names another."""
+
+PROTOCOL_VERSION = 1
+"""Rises with every change of what ranks, coordinators and stagers say to each other."""
+
+LEASE_S = 120.0
+"""How long a detached actor, or a Ray of our own, stays when nobody uses it, in seconds.
+
+Longer than any pause between two ranks that start; short enough that nobody finds it in the way.
+An actor that left is made again by the next call.
+"""
+
+
+def coordinator_name(session: str) -> str:
+    """Returns the actor name of a session's coordinator."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:coordinator:{session}"
+
+
+def stager_name(node_id: str) -> str:
+    """Returns the actor name of a node's stager."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:stager:{node_id}"
+
+
+def check_lease(lease_s: float) -> float:
+    """Returns the lease, if it can be one.
+
+    Raises:
+        InvalidRequestError: It is not a number above 0.
+    """
+    number = isinstance(lease_s, int | float) and not isinstance(lease_s, bool)
+    if not number or not 0 < lease_s < float("inf"):
+        raise InvalidRequestError(
+            f"Expected lease_s to be a number of seconds above 0, but found {lease_s!r}",
+            key="lease_s",
+        )
+    return float(lease_s)

@@ -1,0 +1,223 @@
+"""Carries out the tasks of the machines: thin code over plan, format, store and transfer.
+
+Nothing is decided here, and nothing raw escapes: an error becomes a `Failed` result.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from collections.abc import Callable
+
+from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.manifest import (
+    AbortRecord,
+    FileEntry,
+    Manifest,
+    decode_record,
+    encode_record,
+    record_key,
+)
+from ray_dcp.format.metadata_out import encode_metadata
+from ray_dcp.format.table import encode_table
+from ray_dcp.plan.columns import decode
+from ray_dcp.plan.finish import finish_table
+from ray_dcp.plan.global_plan import make_plan
+from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.protocol.commands import (
+    BuildCommit,
+    CheckpointRead,
+    CollectReplaced,
+    CommitBuilt,
+    CreateAbort,
+    CreateRecord,
+    Failed,
+    Finished,
+    MakePlan,
+    Planned,
+    Published,
+    PublishMetadata,
+    ReadCheckpoint,
+    ReadRecord,
+    ReadRecords,
+    RecordCreated,
+    Result,
+    SlotFree,
+    SlotTaken,
+    Task,
+    WriteTable,
+)
+from ray_dcp.protocol.messages import FileReceipt, Target
+from ray_dcp.protocol.verdict import name_ranks
+from ray_dcp.runtime.records import read_standing, standing_records
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+from ray_dcp.transfer.opening import METADATA_KEY, read_checkpoint
+
+__all__ = ["new_attempt", "perform"]
+
+MOST_NAMED = 20
+
+
+def new_attempt() -> str:
+    """Returns an attempt id that no other save ever had: 16 random hex digits."""
+    return secrets.token_hex(8)
+
+
+def perform(task: Task, opener: Callable[[Target], Storage] = open_storage) -> Result:
+    """Returns what came of a task. Blocks as long as the storage does.
+
+    Args:
+        task: Of a `Perform` command.
+        opener: What opens the storage.
+
+    Returns:
+        The result that the task's docstring names, or `Failed`. Never raises.
+    """
+    try:
+        return _perform(task, opener)
+    except CheckpointError as error:
+        return Failed(error)
+    except Exception as error:  # noqa: BLE001 - a raw error would end the coordinator
+        internal = InternalError(
+            f"{type(task).__name__} failed with {type(error).__name__}: {error}. Please report this"
+        )
+        internal.__notes__ = [traceback.format_exc()]
+        return Failed(internal)
+
+
+def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
+    match task:
+        case ReadRecords():
+            return read_standing(opener(task.target))
+        case MakePlan():
+            return _make_plan(task)
+        case BuildCommit():
+            return _build_commit(task)
+        case WriteTable():
+            opener(task.target).write(task.table_key, task.data)
+            return Finished()
+        case CreateRecord():
+            return _create(opener(task.target), task.slot, task.record)
+        case ReadRecord():
+            return _read_record(opener(task.target), task.slot)
+        case CreateAbort():
+            record = AbortRecord(attempt=task.attempt, reason=task.reason, rank=task.rank)
+            return _create(opener(task.target), task.slot, encode_record(record))
+        case PublishMetadata():
+            return _publish(opener(task.target), task)
+        case CollectReplaced():
+            opener(task.target).delete(task.keys)
+            return Finished()
+        case ReadCheckpoint():
+            found = read_checkpoint(opener(task.target), checkpoint_id=task.target.url)
+            return CheckpointRead(found.kind, found.slot, found.record)
+
+
+def _make_plan(task: MakePlan) -> Planned:
+    columns = [decode(encoded) for encoded in task.columns]
+    plan = make_plan(columns, container=task.container, part_bytes=task.part_bytes)
+    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
+    return Planned(plan, parts, disagreements=_disagreements(plan.disagreements))
+
+
+def _disagreements(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    if not found:
+        return ""
+    named = ", ".join(f"{fqn!r} on {name_ranks(ranks)}" for fqn, ranks in found[:MOST_NAMED])
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return (
+        f"Expected each item to be equal on all ranks that hold it, but these differ from the "
+        f"lowest rank's: {named}{more}"
+    )
+
+
+def _build_commit(task: BuildCommit) -> CommitBuilt:
+    receipts = _by_file(task.receipts)
+    table = finish_table(task.plan, task.attempt, receipts)
+    table_bytes = encode_table(table)
+    table_key = f"chunks.{task.attempt}.parquet"
+    metadata = None
+    if task.plan.container == "torch_save":
+        metadata = encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
+    manifest = Manifest(
+        attempt=task.attempt,
+        epoch=task.epoch,
+        world_size=task.plan.world_size,
+        container=task.plan.container,
+        created_s=time.time(),
+        files=tuple(
+            FileEntry(receipt.key, receipt.num_bytes, receipt.digest.hex())
+            for _, receipt in sorted(receipts.items())
+        ),
+        table=_entry(table_key, table_bytes),
+        metadata=None if metadata is None else _entry(METADATA_KEY, metadata),
+        replaced_metadata=task.replaced_metadata,
+        plan_digest=task.plan.digest.hex(),
+        num_tensors=table.num_tensors,
+        num_chunks=table.num_chunks,
+        payload_bytes=int(table.payload_bytes.sum()),
+        previous_slot=task.previous_slot,
+    )
+    return CommitBuilt(table_key, table_bytes, encode_record(manifest), metadata)
+
+
+def _by_file(receipts: tuple[FileReceipt, ...]) -> dict[int, FileReceipt]:
+    found: dict[int, FileReceipt] = {}
+    for receipt in receipts:
+        if receipt.file in found:
+            raise InternalError(
+                f"Expected one receipt for file {receipt.file}, but found two: "
+                f"{found[receipt.file].key} and {receipt.key}. Please report this",
+                key=receipt.key,
+            )
+        found[receipt.file] = receipt
+    return found
+
+
+def _entry(key: str, data: bytes) -> FileEntry:
+    return FileEntry(key, len(data), digest_bytes(data).hex())
+
+
+def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotTaken:
+    can_create = storage.traits.create_if_absent
+    if not can_create:
+        # Why: such a storage leaves the decision to the coordinator alone, which asks first.
+        found = _read_record(storage, slot)
+        if isinstance(found, SlotTaken):
+            return found
+    try:
+        storage.write(record_key(slot), record, create=can_create)
+    except KeyExistsError:
+        found = _read_record(storage, slot)
+        if isinstance(found, SlotFree):
+            raise InternalError(
+                f"Slot {slot} was taken and is free again, but records are never removed. "
+                f"Somebody else deleted {record_key(slot)}",
+                key=record_key(slot),
+            ) from None
+        return found
+    return RecordCreated(slot)
+
+
+def _read_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
+    key = record_key(slot)
+    try:
+        data = storage.read(key)
+    except KeyMissingError:
+        return SlotFree(slot)
+    record = decode_record(data, key=key)
+    return SlotTaken(slot, record.attempt, isinstance(record, AbortRecord), data)
+
+
+def _publish(storage: Storage, task: PublishMetadata) -> Published:
+    # Why: this save may have lain still since its commit, and a later one has published by now.
+    if standing_records(storage).slot > task.slot:
+        return Published(superseded=True)
+    if task.metadata is None:
+        storage.delete([METADATA_KEY])
+    else:
+        storage.write(METADATA_KEY, task.metadata)
+    return Published()

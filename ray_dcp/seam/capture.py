@@ -1,0 +1,327 @@
+"""What a rank holds of a state dict: the columns of its items, and where their bytes come from.
+
+How a single tensor gives its bytes is in `tensors`, which boxes a sharded one has in `shards`, how
+an object becomes bytes in `objects`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_dcp.errors import UnsupportedValueError
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.values import BoolArray, Columns, Int8Array, Int64Array, Kind, Path
+from ray_dcp.seam.flatten import Flat, flatten, flatten_top
+from ray_dcp.seam.objects import dump_object, is_simple, load_problem, simple_digest
+from ray_dcp.seam.shards import Box, Layouts, is_sharded, sharded
+from ray_dcp.seam.state import stateful_to_state_dict
+from ray_dcp.seam.tensors import (
+    bytes_digest,
+    content_digest,
+    dtype_name,
+    host_bytes,
+    is_plain,
+    refusal,
+)
+
+__all__ = ["Capture", "capture", "padded"]
+
+SPLIT_BYTES = 4 << 20
+"""Plain floating tensors from this size on are cut over the ranks that hold them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """The items of one rank, captured for one save.
+
+    The tensors are not copied: until the save has read them they must not change.
+
+    Attributes:
+        columns: One row an item.
+        source: Row of a `Kind.TENSOR` item to its whole C-order bytes: readable, one dimension of
+            uint8. Thread-safe; may be asked again.
+        deferred: Row of a `Kind.OBJECT` or `Kind.OPAQUE` item to what `torch.save` makes of it.
+            Thread-safe; may be asked again and returns the same bytes.
+        warnings: What the user should know, one sentence each.
+    """
+
+    columns: Columns
+    source: Callable[[int], memoryview]
+    deferred: Callable[[int], bytes]
+    warnings: tuple[str, ...] = ()
+
+
+def capture(
+    state_dict: Mapping[str, Any],
+    *,
+    rank: int,
+    world_size: int,
+    is_coordinator: bool = False,
+    options: SaveOptions | None = None,
+    flatten_state_dict: bool = True,
+    flatten_sharded_tensors: bool = True,
+    stateful: bool = True,
+) -> Capture:
+    """Returns what this rank has to save.
+
+    Every rank gives an item for every value that it has, like torch's
+    `create_default_local_save_plan`; who writes a value that several have is for the plan to
+    say. Objects and plain tensors carry a digest then, by which differing values are found.
+
+    Args:
+        state_dict: Values, nested as DCP allows; top-level `Stateful` values are asked for their
+            `state_dict()`. Not changed.
+        rank: Of this process, for messages.
+        world_size: Number of ranks that save together.
+        is_coordinator: Accepted as DCP's planners do; makes no difference.
+        options: `objects="refuse"` makes an object that a safe load refuses an error.
+        flatten_state_dict: As in DCP's `DefaultSavePlanner`. False saves only the top level:
+            nested containers as objects.
+        flatten_sharded_tensors: As there.
+        stateful: Replace top-level `Stateful` values; False as in DCP's `save_state_dict`.
+
+    Returns:
+        The capture, which keeps the tensors alive.
+
+    Raises:
+        UnsupportedValueError: Values can't be saved (meta, sparse, quantised or `Partial` tensors,
+            objects that do not pickle); all of them are named.
+        StateDictError: Names collide, or the state dict contains itself.
+
+    Complexity: linear; about 3 us for a plain CPU tensor, 10 us for a DTensor, 30 us for an object
+    that is pickled (bench: 20,000 tensors on one core of an AMD EPYC).
+
+    Source: `torch/distributed/checkpoint/default_planner.py`, `create_default_local_save_plan`.
+    """
+    del is_coordinator
+    options = options or SaveOptions()
+    plain = stateful_to_state_dict(state_dict) if stateful else state_dict
+    flat = flatten(plain) if flatten_state_dict else flatten_top(plain)
+    rows = _Rows(
+        digests=world_size > 1,
+        with_paths=flatten_state_dict,
+        flatten_sharded_tensors=flatten_sharded_tensors,
+    )
+    rows.fill(flat)
+    _check(rows, options, rank)
+    values = rows.values
+
+    def source(row: int) -> memoryview:
+        return host_bytes(values[row])
+
+    def deferred(row: int) -> bytes:
+        data: bytes = values[row].bytes()
+        return data
+
+    return Capture(rows.columns(), source, deferred, tuple(rows.warnings))
+
+
+def _check(rows: _Rows, options: SaveOptions, rank: int) -> None:
+    if rows.problems:
+        told = "; ".join(rows.problems[:20])
+        more = f"; and {len(rows.problems) - 20} more" if len(rows.problems) > 20 else ""
+        raise UnsupportedValueError(
+            f"{len(rows.problems)} value(s) of the state dict can't be saved: {told}{more}",
+            rank=rank,
+        )
+    if rows.warnings and options.objects == "refuse":
+        raise UnsupportedValueError(
+            "SaveOptions(objects='refuse') forbids objects that a safe load would refuse: "
+            + "; ".join(rows.warnings),
+            rank=rank,
+        )
+
+
+class _Deferred:
+    """An item that is serialised when it is first asked for, and then kept."""
+
+    __slots__ = ("_data", "_fqn", "_lock", "_value")
+
+    def __init__(self, fqn: str, value: Any, data: bytes | None = None) -> None:
+        self._fqn = fqn
+        self._value = value
+        self._data = data
+        self._lock = threading.Lock()
+
+    def bytes(self) -> bytes:
+        with self._lock:
+            if self._data is None:
+                self._data = dump_object(self._value, fqn=self._fqn)
+                self._value = None
+            return self._data
+
+
+class _Rows:
+    """Columns in the making: lists with one entry an item, and the value behind each."""
+
+    def __init__(self, *, digests: bool, with_paths: bool, flatten_sharded_tensors: bool) -> None:
+        self._digests = digests
+        self._with_paths = with_paths
+        self._flatten_sharded_tensors = flatten_sharded_tensors
+        self._layouts = Layouts()
+        self._names: list[str] = []
+        self._paths: list[Path | None] = []
+        self._name: list[int] = []
+        self._kind: list[int] = []
+        self._dtype: list[torch.dtype | None] = []
+        self._shape: list[tuple[int, ...]] = []
+        self._requires_grad: list[bool] = []
+        self._boxes: dict[int, Box] = {}
+        self._replicated: set[int] = set()
+        self._value: list[int] = []
+        self.values: list[Any] = []
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+
+    def fill(self, flat: Flat) -> None:
+        """Adds the items of every value; what can't be saved goes to `problems`."""
+        for fqn, path, value in zip(flat.names, flat.paths, flat.values, strict=True):
+            rows_before = len(self.values)
+            cls = type(value)
+            if cls is torch.Tensor or cls is torch.nn.Parameter:
+                self._plain(fqn, value)
+            else:
+                try:
+                    self._other(fqn, value)
+                except UnsupportedValueError as error:
+                    self.problems.append(error.message)
+            if len(self.values) > rows_before:
+                self._names.append(fqn)
+                self._paths.append(path if self._with_paths else None)
+
+    def _plain(self, fqn: str, tensor: torch.Tensor) -> None:
+        reason = refusal(tensor)
+        if reason is not None:
+            self.problems.append(f"{fqn!r} {reason}")
+            return
+        self._add(_TENSOR, tensor, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        self._value.append(content_digest(tensor) if self._digests else 0)
+
+    def _other(self, fqn: str, value: Any) -> None:
+        if is_sharded(value):
+            self._sharded(fqn, value)
+        elif isinstance(value, torch.Tensor):
+            data = self._dump(fqn, _alone(value))
+            self._add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, tuple(value.shape),
+                      value.requires_grad)  # fmt: skip
+            self._value.append(bytes_digest(data) if self._digests else 0)
+        elif is_simple(value):
+            self._add(_OBJECT, _Deferred(fqn, value), None, (), False)
+            self._value.append(simple_digest(value) if self._digests else 0)
+        else:
+            data = self._dump(fqn, value)
+            self._add(_OBJECT, _Deferred(fqn, None, data), None, (), False)
+            self._value.append(bytes_digest(data) if self._digests else 0)
+
+    def _sharded(self, fqn: str, value: Any) -> None:
+        held = sharded(
+            value, fqn, self._layouts, saving=True,
+            flatten_sharded_tensors=self._flatten_sharded_tensors,
+        )  # fmt: skip
+        for box, tensor in zip(held.boxes, held.tensors, strict=True):
+            row = len(self.values)
+            kind, source = _TENSOR, tensor  # type: tuple[int, Any]
+            if not is_plain(tensor):
+                kind, source = _OPAQUE, _Deferred(fqn, None, self._dump(fqn, _alone(tensor)))
+            elif (reason := refusal(tensor)) is not None:
+                raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")
+            self._add(kind, source, held.dtype, held.shape, held.requires_grad)
+            self._value.append(0)
+            self._boxes[row] = box
+            if held.replicated:
+                self._replicated.add(row)
+
+    def _dump(self, fqn: str, value: Any) -> bytes:
+        data = dump_object(value, fqn=fqn)
+        problem = load_problem(value, data, fqn=fqn)
+        if problem is not None:
+            self.warnings.append(problem)
+        return data
+
+    def _add(
+        self,
+        kind: int,
+        value: Any,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...],
+        requires_grad: bool,
+    ) -> None:
+        self._name.append(len(self._names))
+        self._kind.append(kind)
+        self._dtype.append(dtype)
+        self._shape.append(shape)
+        self._requires_grad.append(requires_grad)
+        self.values.append(value)
+
+    def columns(self) -> Columns:
+        """Returns the rows as columns."""
+        num = len(self.values)
+        ndim = np.fromiter(map(len, self._shape), np.int8, num)
+        shape = padded(self._shape, ndim)
+        offset, size = np.zeros_like(shape), shape.copy()
+        for row, (start, lengths) in self._boxes.items():
+            offset[row, : len(start)] = start
+            size[row, : len(start)] = lengths
+        dtypes = [dtype for dtype in dict.fromkeys(self._dtype) if dtype is not None]
+        codes: dict[torch.dtype | None, int] = {None: -1}
+        codes.update((dtype, code) for code, dtype in enumerate(dtypes))
+        return Columns(
+            names=tuple(self._names),
+            paths=tuple(self._paths),
+            dtypes=tuple(map(dtype_name, dtypes)),
+            name=np.array(self._name, np.int32),
+            kind=np.array(self._kind, np.int8),
+            dtype=np.fromiter((codes[dtype] for dtype in self._dtype), np.int8, num),
+            ndim=ndim,
+            shape=shape,
+            offset=offset,
+            size=size,
+            requires_grad=np.array(self._requires_grad, np.bool_),
+            splittable=self._splittable(size),
+            value=np.array(self._value, np.uint64),
+        )
+
+    def _splittable(self, size: Int64Array) -> BoolArray:
+        widths = {d: d.itemsize if d and d.is_floating_point else 0 for d in set(self._dtype)}
+        width = np.fromiter((widths[dtype] for dtype in self._dtype), np.int64, len(size))
+        splittable: BoolArray = (size.prod(axis=1) * width >= SPLIT_BYTES) & (
+            np.array(self._kind) == _TENSOR
+        )
+        # A shard that is not replicated by intention must not be cut: a second holder is an error.
+        splittable[list(self._boxes)] = False
+        splittable[list(self._replicated)] = True
+        return splittable
+
+
+_TENSOR, _OBJECT, _OPAQUE = int(Kind.TENSOR), int(Kind.OBJECT), int(Kind.OPAQUE)
+
+
+def padded(shapes: Sequence[tuple[int, ...]], ndim: Int8Array) -> Int64Array:
+    """Returns shapes as int64[n, D], padded with 1; D is at least 1."""
+    width = max(1, int(ndim.max(initial=0)))
+    shape = np.ones((len(shapes), width), np.int64)
+    shape[np.arange(width) < ndim[:, None]] = list(chain.from_iterable(shapes))
+    return shape
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor subclass as it is pickled: detached, on the CPU, in its own storage."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        raise UnsupportedValueError(
+            f"a {type(tensor).__qualname__} is on the meta device and has no bytes"
+        )
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    try:
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
+        whole = True
+    return tensor if whole else tensor.clone()

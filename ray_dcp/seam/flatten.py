@@ -1,0 +1,241 @@
+"""Nested state dicts to flat ones with dotted names, by DCP's rules, and back.
+
+The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if a mapping or a
+tensor is in it, at any depth of lists; everything else is one value, tuples too. Empty mappings
+leave no trace. Source: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`.
+
+Beyond DCP, each flat value knows the container it sits in and its real key there, so that a loaded
+value goes back to where it came from under integer keys too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ray_dcp.errors import DamagedCheckpointError, StateDictError
+from ray_dcp.plan.values import Path
+
+__all__ = ["Flat", "flatten", "flatten_top", "set_by_path", "unflatten"]
+
+MAX_DEPTH = 200
+"""Containers in containers. A state dict that is deeper contains itself, or would need more of
+Python's stack than there is."""
+
+MAX_LIST = 1 << 20
+"""Longest list that a stored path may ask for."""
+
+_VALUE, _MAPPING, _LIST, _TENSOR = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A flat state dict in order of first appearance; all lists are aligned.
+
+    Attributes:
+        names: FQNs, each once.
+        paths: Where DCP says that the value sits: str for mapping keys, int for list indices.
+        values: The values themselves.
+        parents: The container that holds each value.
+        keys: The value's key or index in that container.
+    """
+
+    names: list[str] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    parents: list[Any] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+
+
+def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
+    """Returns the state dict flattened by DCP's rules.
+
+    Args:
+        state_dict: Nested mappings and lists. Not changed.
+        before_2_4: By the rules of torch 2.3 and older, under which a mapping too was walked only
+            if a tensor was in it.
+
+    Raises:
+        StateDictError: Two values get the same name, or it is nested deeper than 200 containers
+            (or contains itself).
+
+    Complexity: linear in the number of values, about 0.6 us each.
+
+    Example:
+        >>> flatten({"model": {"w": 1}, "steps": [1, 2], "groups": [{"lr": 0.1}]}).names
+        ['model.w', 'steps', 'groups.0.lr']
+    """
+    flat = Flat()
+    walker = _Walker(flat, before_2_4)
+    for key, value in state_dict.items():
+        walker.visit(state_dict, key, str(key), (str(key),), value, 1)
+    _check_unique(flat.names)
+    return flat
+
+
+def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
+    """Returns the top level only, as DCP does with `flatten_state_dict=False`.
+
+    Raises:
+        StateDictError: Two keys are the same as text.
+    """
+    flat = Flat()
+    for key, value in state_dict.items():
+        flat.names.append(str(key))
+        flat.paths.append((str(key),))
+        flat.values.append(value)
+        flat.parents.append(state_dict)
+        flat.keys.append(key)
+    _check_unique(flat.names)
+    return flat
+
+
+def unflatten(values: Mapping[str, Any], paths: Mapping[str, Path | None]) -> dict[str, Any]:
+    """Returns the nested dict in which each value sits at its path.
+
+    Args:
+        values: FQN to value.
+        paths: FQN to path; a name without one stays at the top.
+
+    Raises:
+        DamagedCheckpointError: The paths contradict each other, or ask for an impossible list.
+    """
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        set_by_path(nested, paths.get(name) or (name,), value)
+    return nested
+
+
+def set_by_path(root: dict[str, Any], path: Path, value: Any) -> None:
+    """Puts a value at a path, making dicts and lists on the way; lists are filled with None.
+
+    Raises:
+        DamagedCheckpointError: Something on the way is not the container that the path says, or
+            an index is negative or above 2**20.
+    """
+    here: Any = root
+    key: Any
+    for key, next_key in pairwise(path):
+        _check_step(here, key, path)
+        if isinstance(here, list):
+            if here[key] is None:
+                here[key] = [] if isinstance(next_key, int) else {}
+        elif key not in here:
+            here[key] = [] if isinstance(next_key, int) else {}
+        here = here[key]
+    _check_step(here, path[-1], path)
+    here[path[-1]] = value
+
+
+class _Walker:
+    """One flattening: a method call per container, not per value."""
+
+    def __init__(self, flat: Flat, before_2_4: bool) -> None:
+        self._flat = flat
+        self._before_2_4 = before_2_4
+        self._kinds: dict[type, int] = {torch.Tensor: _TENSOR, torch.nn.Parameter: _TENSOR}
+
+    def visit(self, parent: Any, key: Any, name: str, path: Path, value: Any, depth: int) -> None:
+        kind = self._kind(type(value))
+        if kind == _MAPPING and not (self._before_2_4 and self._is_value(value, depth)):
+            self._mapping(name + ".", path, value, depth)
+        elif kind == _LIST and not self._is_value(value, depth):
+            self._list(name + ".", path, value, depth)
+        else:
+            flat = self._flat
+            flat.names.append(name)
+            flat.paths.append(path)
+            flat.values.append(value)
+            flat.parents.append(parent)
+            flat.keys.append(key)
+
+    def _mapping(self, prefix: str, path: Path, mapping: Mapping[Any, Any], depth: int) -> None:
+        _check_depth(depth, path)
+        flat, kinds = self._flat, self._kinds
+        add_name, add_path, add_value = flat.names.append, flat.paths.append, flat.values.append
+        add_key = flat.keys.append
+        for key, value in mapping.items():
+            text = key if type(key) is str else str(key)
+            kind = kinds.get(type(value))
+            if kind in (_TENSOR, _VALUE):
+                add_name(prefix + text)
+                add_path((*path, text))
+                add_value(value)
+                add_key(key)
+                continue
+            flat.parents.extend([mapping] * (len(flat.values) - len(flat.parents)))
+            self.visit(mapping, key, prefix + text, (*path, text), value, depth + 1)
+        flat.parents.extend([mapping] * (len(flat.values) - len(flat.parents)))
+
+    def _list(self, prefix: str, path: Path, values: Sequence[Any], depth: int) -> None:
+        _check_depth(depth, path)
+        for index, value in enumerate(values):
+            self.visit(values, index, f"{prefix}{index}", (*path, index), value, depth + 1)
+
+    def _is_value(self, value: Any, depth: int) -> bool:
+        """Whether a list (before 2.4: or mapping) holds nothing that is walked on its own."""
+        _check_depth(depth, ())
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            kind = self._kind(type(entry))
+            if kind == _TENSOR:
+                return False
+            if kind == _MAPPING and not self._before_2_4:
+                return False
+            if kind in (_LIST, _MAPPING) and not self._is_value(entry, depth + 1):
+                return False
+        return True
+
+    def _kind(self, cls: type) -> int:
+        kind = self._kinds.get(cls)
+        if kind is None:
+            kind = self._kinds[cls] = _classify(cls)
+        return kind
+
+
+def _classify(cls: type) -> int:
+    if issubclass(cls, torch.Tensor):
+        return _TENSOR
+    if issubclass(cls, Mapping):
+        return _MAPPING
+    return _LIST if issubclass(cls, list) else _VALUE
+
+
+def _check_depth(depth: int, path: Path) -> None:
+    if depth > MAX_DEPTH:
+        where = ".".join(map(str, path[:4]))
+        raise StateDictError(
+            f"the state dict is nested deeper than {MAX_DEPTH} containers below {where!r}; does "
+            "it contain itself?",
+            key=where,
+        )
+
+
+def _check_unique(names: list[str]) -> None:
+    if len(set(names)) == len(names):
+        return
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    raise StateDictError(
+        f"duplicated flatten key: {', '.join(map(repr, twice[:10]))}"
+        f"{' and more' if len(twice) > 10 else ''} would name two values of the state dict each; "
+        "rename one of the nested keys that join to the same dotted name",
+        key=twice[0],
+    )
+
+
+def _check_step(here: Any, key: str | int, path: Path) -> None:
+    if isinstance(key, int) and not isinstance(key, bool) and isinstance(here, list):
+        if 0 <= key < MAX_LIST:
+            here.extend([None] * (key + 1 - len(here)))
+            return
+    elif isinstance(key, str) and isinstance(here, dict):
+        return
+    raise DamagedCheckpointError(
+        f"the checkpoint says that a value sits at {path!r}, but {key!r} can't be a place in a "
+        f"{type(here).__name__} of {len(here) if isinstance(here, (list, dict)) else 0} entries",
+        key=".".join(map(str, path)),
+    )

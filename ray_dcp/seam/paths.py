@@ -1,0 +1,361 @@
+"""Which of the three paths a save or load takes, and why.
+
+*Native* takes torch's own file system writer or reader and default planner at their word and does
+their work itself; *planner hooks* does so with a planner of the user's; *foreign storage* leaves
+the work to a plug-in. Nothing is done here: what is decided is a value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.seam.arguments import check_id, check_planner, check_storage
+from ray_dcp.seam.decision import (
+    FOREIGN,
+    HOOKS,
+    NATIVE,
+    Decision,
+    MissingTargetError,
+    PathName,
+    PlannerFlags,
+)
+
+__all__ = [
+    "Decision",
+    "MissingTargetError",
+    "PathName",
+    "PlannerFlags",
+    "decide_load",
+    "decide_save",
+]
+
+
+def decide_save(
+    planner: SavePlanner | None = None,
+    storage_writer: StorageWriter | None = None,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+) -> Decision:
+    """Returns the path that a save takes.
+
+    Args:
+        planner: As given to `save`.
+        storage_writer: As given to `save`.
+        checkpoint_id: As given to `save`. With a writer it takes the place of the writer's path,
+            as in DCP; nobody calls the writer's `reset` here.
+
+    Raises:
+        MissingTargetError: Neither `checkpoint_id` nor `storage_writer` was given.
+        InvalidRequestError: One of them has the wrong type, or nothing can write to this id.
+
+    Example:
+        >>> decide_save(checkpoint_id="/checkpoints/step-1").path
+        'native'
+    """
+    check_storage(storage_writer, "storage_writer", StorageWriter, StorageReader)
+    check_id(checkpoint_id)
+    check_planner(planner, SavePlanner)
+    place = _place(storage_writer, checkpoint_id, _SAVE)
+    return _with_planner(place, planner, DefaultSavePlanner)
+
+
+def decide_load(
+    planner: LoadPlanner | None = None,
+    storage_reader: StorageReader | None = None,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+) -> Decision:
+    """Returns the path that a load takes.
+
+    Args:
+        planner: As given to `load`.
+        storage_reader: As given to `load`.
+        checkpoint_id: As given to `load`; see `decide_save`.
+
+    Raises:
+        MissingTargetError: Neither `checkpoint_id` nor `storage_reader` was given.
+        InvalidRequestError: One of them has the wrong type, or nothing can read this id.
+
+    Example:
+        >>> decide_load(checkpoint_id="file:///checkpoints/step-1").path
+        'native'
+    """
+    check_storage(storage_reader, "storage_reader", StorageReader, StorageWriter)
+    check_id(checkpoint_id)
+    check_planner(planner, LoadPlanner)
+    place = _place(storage_reader, checkpoint_id, _LOAD)
+    return _with_planner(place, planner, DefaultLoadPlanner)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What differs between saving and loading."""
+
+    argument: str
+    local: type
+    fsspec_name: str
+    options: Callable[[Any], Mapping[str, object]]
+    ignored: Callable[[Any], tuple[str, ...]]
+
+
+# --- storage ------------------------------------------------------------------------------------
+
+
+def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
+    """Returns the decision as far as the storage goes: native or foreign, no planner yet."""
+    if storage is None:
+        return _place_of_id(checkpoint_id, side)
+    kind = type(storage).__name__
+    if "__ray_dcp_target__" in vars(type(storage)):
+        # Why vars and not getattr: a subclass of ours may do anything, as one of torch's may.
+        own = _own_target(storage)
+        return _native(
+            f"{kind} is ray_dcp's own",
+            own if not checkpoint_id else Target(_url(checkpoint_id), own.storage_options),
+            storage,
+            options=dict(getattr(storage, "__ray_dcp_options__", {})),
+        )
+    reason = _why_foreign(storage, checkpoint_id, side)
+    if reason is not None:
+        return _foreign(reason, storage)
+    return _native(
+        f"{kind} on a local path",
+        Target(_url(checkpoint_id or storage.path)),
+        storage,
+        options=side.options(storage),
+        ignored=side.ignored(storage),
+    )
+
+
+def _place_of_id(checkpoint_id: Any, side: _Side) -> Decision:
+    if not checkpoint_id:
+        raise MissingTargetError(
+            f"expected checkpoint_id or {side.argument}, found neither; pass "
+            f"checkpoint_id='/path/of/the/checkpoint'",
+            key="checkpoint_id",
+        )
+    protocol = _protocol(checkpoint_id)
+    if protocol in ("", "file", "memory"):
+        how = f"a {protocol}:// URL" if protocol else "a local path"
+        return _native(f"checkpoint_id is {how}", Target(_url(checkpoint_id)), None)
+    stock = _fsspec(side)
+    if stock is None:
+        raise _no_storage(checkpoint_id, side, "fsspec can't be imported")
+    try:
+        storage = stock(os.fspath(checkpoint_id))
+    except (ValueError, ImportError, OSError) as error:
+        raise _no_storage(checkpoint_id, side, str(error)) from error
+    return _foreign(f"{protocol}:// goes through torch's {stock.__name__}", storage)
+
+
+def _why_foreign(storage: Any, checkpoint_id: Any, side: _Side) -> str | None:
+    """Returns why a plug-in does its own work, or None when it can be taken at its word."""
+    kind = type(storage).__name__
+    fsspec = _fsspec(side)
+    is_fsspec = fsspec is not None and type(storage) is fsspec
+    if not is_fsspec and type(storage) is not side.local:
+        if isinstance(storage, side.local):
+            return f"{kind} is a subclass of {side.local.__name__}"
+        return f"{kind} is a third-party {side.argument}"
+    if shadowed := _shadowed(storage):
+        return f"this {kind} has its own {', '.join(shadowed)}"
+    if is_fsspec:
+        protocol = _fsspec_protocol(storage, checkpoint_id)
+        if protocol not in ("file", "local"):
+            return f"{kind} on {protocol}://"
+    elif type(storage.fs) is not filesystem.FileSystem:
+        return f"this {kind} works on {type(storage.fs).__name__}"
+    if _has_extensions(storage):
+        return f"this {kind} has stream extensions"
+    return None
+
+
+def _shadowed(storage: Any) -> list[str]:
+    """Returns methods that this instance has and its class has otherwise (monkey patches)."""
+    cls = type(storage)
+    return sorted(name for name in vars(storage) if callable(getattr(cls, name, None)))
+
+
+def _has_extensions(storage: Any) -> bool:
+    transforms = storage.transforms
+    registry = getattr(transforms, "extension_registry", None)
+    if registry is None:
+        return bool(transforms.extensions)
+    # A registry only matters to a checkpoint that has transformed items. The default one says
+    # nothing about the user's wishes; one with more, or of another class, does.
+    is_default = registry.extensions == ExtensionRegistry().extensions
+    return type(registry) is not ExtensionRegistry or not is_default
+
+
+def _fsspec(side: _Side) -> Any:
+    try:
+        from torch.distributed.checkpoint import _fsspec_filesystem
+    except ImportError:
+        return None
+    return getattr(_fsspec_filesystem, side.fsspec_name)
+
+
+def _fsspec_protocol(storage: Any, checkpoint_id: Any) -> str:
+    if checkpoint_id:
+        return _protocol(checkpoint_id) or "file"
+    protocol = storage.fs.fs.protocol
+    return protocol if isinstance(protocol, str) else str(protocol[0])
+
+
+def _protocol(target: Any) -> str:
+    text: str = os.fspath(target)
+    head, separator, _ = text.partition("://")
+    # "::" chains protocols in fsspec, such as "simplecache::s3://".
+    return head.lower() if separator and not isinstance(target, Path) else ""
+
+
+def _url(target: Any) -> str:
+    text: str = os.fspath(target)
+    if _protocol(target) == "local":
+        return "file" + text[len("local") :]
+    return text if _protocol(target) else os.path.abspath(text)
+
+
+def _own_target(storage: Any) -> Target:
+    target = storage.__ray_dcp_target__
+    target = target() if callable(target) else target
+    if not isinstance(target, Target):
+        raise InvalidRequestError(
+            f"{type(storage).__name__}.__ray_dcp_target__ must give a Target, but gives "
+            f"{type(target).__name__}"
+        )
+    return target
+
+
+def _no_storage(checkpoint_id: Any, side: _Side, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"nothing here can reach {os.fspath(checkpoint_id)!r} ({why}); expected a path, a "
+        f"file:// URL or one that fsspec serves: install its fsspec backend (s3fs, gcsfs, "
+        f"adlfs ...) or pass {side.argument}=",
+        key="checkpoint_id",
+    )
+
+
+def _writer_options(writer: Any) -> dict[str, object]:
+    """Returns `SaveOptions` for those arguments that differ from torch's defaults."""
+    options: dict[str, object] = {}
+    if not writer.sync_files:
+        options["sync_files"] = False
+    if not writer.overwrite:
+        options["overwrite"] = False
+    if writer.thread_count != 1:
+        options["num_threads"] = _threads(writer.thread_count)
+    if writer.serialization_format is filesystem.SerializationFormat.SAFETENSORS:
+        options["container"] = "safetensors"
+    return options
+
+
+def _threads(thread_count: object) -> int:
+    if isinstance(thread_count, bool) or not isinstance(thread_count, int) or thread_count < 1:
+        raise InvalidRequestError(
+            f"thread_count must be a whole number above 0, but is {thread_count!r}",
+            key="thread_count",
+        )
+    return thread_count
+
+
+def _ignored_by_writer(writer: Any) -> tuple[str, ...]:
+    """Names arguments without effect: the layout of files and the copying are ray_dcp's own."""
+    ignored = []
+    if not writer.single_file_per_rank:
+        ignored.append("single_file_per_rank")
+    if writer.per_thread_copy_ahead != 10_000_000:
+        ignored.append("per_thread_copy_ahead")
+    if getattr(writer, "cache_staged_state_dict", False):
+        ignored.append("cache_staged_state_dict")
+    return tuple(ignored)
+
+
+_SAVE = _Side(
+    "storage_writer",
+    filesystem.FileSystemWriter,
+    "FsspecWriter",
+    _writer_options,
+    _ignored_by_writer,
+)
+_LOAD = _Side(
+    "storage_reader",
+    filesystem.FileSystemReader,
+    "FsspecReader",
+    lambda _: {},
+    lambda _: (),
+)
+
+
+# --- planners -----------------------------------------------------------------------------------
+
+
+def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
+    if place.path == FOREIGN:
+        return replace(place, planner=planner)
+    if planner is None:
+        return place
+    kind = type(planner).__name__
+    if type(planner) is default:
+        shadowed = _shadowed(planner)
+        if not shadowed:
+            flags = _flags(planner)
+            options: dict[str, object] = dict(place.options)
+            if flags.allow_partial_load:
+                options["allow_partial_load"] = True
+            return replace(place, flags=flags, options=options)
+        why = f"this {kind} has its own {', '.join(shadowed)}"
+    else:
+        why = f"{kind} is not torch's {default.__name__} itself"
+    return replace(place, path=HOOKS, reason=f"{why}; {place.reason}", planner=planner)
+
+
+def _flags(planner: Any) -> PlannerFlags:
+    if isinstance(planner, DefaultSavePlanner):
+        return PlannerFlags(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+            enable_plan_caching=planner._enable_plan_caching,
+        )
+    return PlannerFlags(
+        flatten_state_dict=planner.flatten_state_dict,
+        flatten_sharded_tensors=planner.flatten_sharded_tensors,
+        allow_partial_load=planner.allow_partial_load,
+    )
+
+
+# --- making ------------------------------------------------------------------------------------
+
+
+def _native(
+    reason: str,
+    target: Target,
+    storage: Any,
+    *,
+    options: Mapping[str, object] | None = None,
+    ignored: tuple[str, ...] = (),
+) -> Decision:
+    return Decision(
+        path=NATIVE,
+        reason=reason,
+        target=target,
+        storage=storage,
+        planner=None,
+        options=options or {},
+        ignored=ignored,
+    )
+
+
+def _foreign(reason: str, storage: Any) -> Decision:
+    return Decision(path=FOREIGN, reason=reason, target=None, storage=storage, planner=None)

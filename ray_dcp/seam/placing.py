@@ -1,0 +1,389 @@
+"""Each value of a state dict to the boxes that it wants of a chunk table, or to an object's place.
+
+Which keys take part is decided in `targets`, what memory the bytes go into in `sink`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InternalError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import LoadOptions
+from ray_dcp.plan.reading import ReadPlan, Wanted
+from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.seam.flatten import Flat
+from ray_dcp.seam.objects import load_object
+from ray_dcp.seam.shards import Layouts, is_sharded, sharded
+from ray_dcp.seam.sink import Fresh, TensorSink, copy_into, fresh_like, is_writable
+from ray_dcp.seam.tensors import dtype_name, dtype_of, loses_nothing, refusal
+
+__all__ = ["Boxes", "ItemPlacer", "ObjectTaker", "Placing"]
+
+ObjectTaker = Callable[[bytes], None]
+"""Takes the verified bytes of one item (`torch.save` output)."""
+
+Place = tuple[Any, Any]
+"""A container of the state dict and a key in it."""
+
+_TENSOR, _OBJECT = int(Kind.TENSOR), int(Kind.OBJECT)
+
+
+class Boxes:
+    """Wanted boxes in the making, and the sink of their bytes."""
+
+    def __init__(self, itemsizes: Mapping[int, int]) -> None:
+        self.sink = TensorSink()
+        self._itemsizes = itemsizes
+        self._tensor: list[int] = []
+        self._offset: list[tuple[int, ...]] = []
+        self._size: list[tuple[int, ...]] = []
+
+    def add(self, tensor: int, offset: tuple[int, ...], size: tuple[int, ...]) -> None:
+        """Appends the box of the next row of the sink."""
+        self._tensor.append(tensor)
+        self._offset.append(offset)
+        self._size.append(size)
+
+    def wanted(self) -> Wanted:
+        """Returns the boxes as columns."""
+        num = len(self._tensor)
+        ndim = np.fromiter(map(len, self._size), np.int64, num)
+        width = max(1, int(ndim.max(initial=0)))
+        inside = np.arange(width) < ndim[:, None]
+        offset, size = np.zeros((num, width), np.int64), np.ones((num, width), np.int64)
+        offset[inside] = [start for box in self._offset for start in box]
+        size[inside] = [length for box in self._size for length in box]
+        itemsize = np.fromiter((self._itemsizes[t] for t in self._tensor), np.int64, num)
+        return Wanted(np.array(self._tensor, np.int32), offset, size, itemsize)
+
+
+class Placing:
+    """Where everything goes, in the making; `check` before it is used.
+
+    Attributes:
+        table: What the checkpoint holds.
+        options: How to load.
+        raw: Boxes of raw tensor bytes.
+        opaque: Boxes of tensors whose chunks only `torch.load` understands.
+        objects: `(chunk, FQN, place)` of Python objects; chunk -1 when none is stored.
+        loaded: FQNs that take part.
+        cast: `(FQN, stored dtype, target dtype)` where they differ.
+    """
+
+    def __init__(
+        self, table: ChunkTable, options: LoadOptions, *, flatten_sharded_tensors: bool
+    ) -> None:
+        self.table = table
+        self.options = options
+        self._itemsizes: dict[int, int] = {}
+        self.raw = Boxes(self._itemsizes)
+        self.opaque = Boxes(self._itemsizes)
+        self.objects: list[tuple[int, str, Place]] = []
+        self.loaded: list[str] = []
+        self.cast: list[tuple[str, str, str]] = []
+        self._flatten_sharded_tensors = flatten_sharded_tensors
+        self._layouts = Layouts()
+        self._fresh: list[tuple[Place, Fresh]] = []
+        self._placed: dict[int, Any] = {}
+        self._mismatches: list[str] = []
+        self._unsupported: list[str] = []
+        self._not_tensors: list[str] = []
+        self._kinds = table.kind.tolist()
+        self._shapes = [
+            tuple(shape[:ndim])
+            for shape, ndim in zip(table.shape.tolist(), table.ndim.tolist(), strict=True)
+        ]
+        self._dtype_codes = table.dtype.tolist()
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._first_chunk = _first_chunks(table)
+
+    def fill(self, flat: Flat, index: Mapping[str, int]) -> None:
+        """Finds a place for every value that the checkpoint has.
+
+        Args:
+            flat: The state dict.
+            index: FQN to number of the tensor in the table.
+        """
+        for fqn, value, parent, key in zip(
+            flat.names, flat.values, flat.parents, flat.keys, strict=True
+        ):
+            number = index.get(fqn)
+            if number is None:
+                continue
+            self.loaded.append(fqn)
+            cls = type(value)
+            try:
+                if self._kinds[number] == _OBJECT:
+                    self._object(fqn, (parent, key), number)
+                elif cls is torch.Tensor or cls is torch.nn.Parameter:
+                    self._plain(fqn, value, (parent, key), number)
+                elif is_sharded(value):
+                    self._sharded(fqn, value, (parent, key), number)
+                elif isinstance(value, torch.Tensor):
+                    self._plain(fqn, value, (parent, key), number)
+                else:
+                    self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
+            except UnsupportedValueError as error:
+                self._unsupported.append(error.message)
+
+    def check(self) -> None:
+        """Raises whatever speaks against this load.
+
+        Raises:
+            UnsupportedValueError: Targets can't be written to.
+            ShapeMismatchError: Shapes or dtypes do not fit.
+            StateDictError: A tensor is stored where the state dict has another value.
+        """
+        if self._unsupported:
+            raise UnsupportedValueError(
+                f"{len(self._unsupported)} value(s) of the state dict can't be loaded into: "
+                + "; ".join(self._unsupported)
+            )
+        if self._mismatches:
+            raise ShapeMismatchError(
+                f"Size mismatch between saved and current for {len(self._mismatches)} value(s): "
+                + "; ".join(self._mismatches)
+            )
+        if self._not_tensors:
+            raise StateDictError(
+                "the checkpoint holds tensors where the state dict holds none, expected tensors of "
+                f"the saved shapes as targets: {', '.join(self._not_tensors)}"
+            )
+
+    def object_takers(self) -> Iterator[tuple[int, ObjectTaker]]:
+        """Yields the chunk of each object and what takes its bytes."""
+        for number, (chunk, fqn, _) in enumerate(self.objects):
+            yield chunk, self._object_taker(number, fqn)
+
+    def finish(self) -> None:
+        """Puts new tensors and the objects into their containers.
+
+        Raises:
+            InternalError: The bytes of an object were never handed over.
+        """
+        unread = [fqn for i, (_, fqn, _) in enumerate(self.objects) if i not in self._placed]
+        if unread:
+            raise InternalError(f"objects were planned but not read: {', '.join(unread)}")
+        for (parent, key), fresh in self._fresh:
+            parent[key] = fresh.value
+        for number, (_, _, (parent, key)) in enumerate(self.objects):
+            parent[key] = self._placed[number]
+        self.raw.sink.finish()
+
+    def _object_taker(self, number: int, fqn: str) -> ObjectTaker:
+        def take(data: bytes) -> None:
+            weights_only = self.options.weights_only
+            self._placed[number] = load_object(data, fqn=fqn, weights_only=weights_only)
+
+        return take
+
+    def _object(self, fqn: str, place: Place, number: int) -> None:
+        _check_replaceable(fqn, place)
+        self.objects.append((int(self._first_chunk[number]), fqn, place))
+
+    def _plain(self, fqn: str, tensor: torch.Tensor, place: Place, number: int) -> None:
+        shape = tuple(tensor.shape)
+        stored = self._check_fit(fqn, shape, tensor.dtype, number)
+        boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
+        if tensor.is_meta:
+            fresh = self._add_fresh(fqn, place, lambda: _fresh_plain(tensor))
+            if 0 not in shape:
+                boxes.add(number, (0,) * len(shape), shape)
+                boxes.sink.add_fresh(fresh, 0, stored)
+            return
+        if 0 not in shape:
+            boxes.add(number, (0,) * len(shape), shape)
+            self._add_target(fqn, tensor, stored, boxes.sink)
+
+    def _sharded(self, fqn: str, value: Any, place: Place, number: int) -> None:
+        held = sharded(
+            value, fqn, self._layouts, saving=False,
+            flatten_sharded_tensors=self._flatten_sharded_tensors,
+        )  # fmt: skip
+        stored = self._check_fit(fqn, held.shape, held.dtype, number)
+        boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
+        fresh = None
+        if any(tensor.is_meta for tensor in held.tensors):
+            if not isinstance(value, DTensor):
+                raise UnsupportedValueError(
+                    f"{fqn!r} is a {type(value).__qualname__} on the meta device: give it memory "
+                    "before loading"
+                )
+            fresh = self._add_fresh(fqn, place, lambda: _fresh_dtensor(value, fqn))
+        for number_of_box, ((offset, size), tensor) in enumerate(
+            zip(held.boxes, held.tensors, strict=True)
+        ):
+            if 0 in size:
+                continue
+            boxes.add(number, offset, size)
+            if fresh is not None:
+                boxes.sink.add_fresh(fresh, number_of_box, stored)
+            else:
+                self._add_target(fqn, tensor, stored, boxes.sink)
+
+    def _add_target(
+        self, fqn: str, tensor: torch.Tensor, stored: torch.dtype, sink: TensorSink
+    ) -> None:
+        if sink.add(tensor, stored):
+            return
+        reason = refusal(tensor)
+        if reason is None and not is_writable(tensor):
+            reason = "is expanded: several of its elements share one place in memory"
+        if reason is not None:
+            self._unsupported.append(f"{fqn!r} {reason}")
+
+    def _add_fresh(self, fqn: str, place: Place, make: Callable[[], Any]) -> Fresh:
+        _check_replaceable(fqn, place)
+        fresh = Fresh(make)
+        self._fresh.append((place, fresh))
+        return fresh
+
+    def _check_fit(
+        self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, number: int
+    ) -> torch.dtype:
+        """Notes what does not fit; returns the stored dtype."""
+        code = self._dtype_codes[number]
+        stored = self._dtypes.get(code)
+        if stored is None:
+            stored = self._dtypes[code] = dtype_of(self.table.dtypes[code])
+        self._itemsizes[number] = stored.itemsize
+        if shape != self._shapes[number]:
+            self._mismatches.append(
+                f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
+            )
+        elif stored != dtype:
+            self._check_cast(fqn, stored, dtype)
+        return stored
+
+    def _check_cast(self, fqn: str, stored: torch.dtype, dtype: torch.dtype) -> None:
+        policy = self.options.dtype
+        if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
+            self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))
+            return
+        why = "may lose values" if policy == "widen" else "LoadOptions(dtype='error') forbids"
+        self._mismatches.append(
+            f"{fqn!r} is saved as {dtype_name(stored)} and wanted as {dtype_name(dtype)}, a cast "
+            f"that {why}: use a target of the saved dtype, or LoadOptions(dtype='cast')"
+        )
+
+
+class ItemPlacer:
+    """Puts whole `torch.save` items of tensor chunks into the boxes that want parts of them."""
+
+    def __init__(self, placing: Placing, raw: Wanted) -> None:
+        self._placing = placing
+        self._raw = raw
+
+    def place_item(self, chunk: int, data: bytes) -> None:
+        """Puts a tensor item into the buffers of every raw row that it meets.
+
+        Raises:
+            UnsafeCheckpointError: It asks for a class that is not on the allow-list.
+            DamagedCheckpointError: It is no tensor of the chunk's shape.
+        """
+        table = self._placing.table
+        stored = self._load(chunk, data)
+        for row in np.flatnonzero(self._raw.tensor == table.tensor[chunk]).tolist():
+            box = (self._raw.offset[row], self._raw.size[row])
+            into = self._placing.raw.sink.region(row)
+            _copy_common(into, box, stored, (table.offset[chunk], table.size[chunk]))
+
+    def opaque_takers(self, plan: ReadPlan) -> list[tuple[int, ObjectTaker]]:
+        """Returns every chunk of the plan with what takes its item to the opaque targets."""
+        rows: dict[int, list[int]] = {}
+        for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
+            rows.setdefault(chunk, []).append(row)
+        wanted = self._placing.opaque.wanted()
+        return [(chunk, self._opaque_taker(chunk, rows[chunk], wanted)) for chunk in rows]
+
+    def _opaque_taker(self, chunk: int, rows: list[int], wanted: Wanted) -> ObjectTaker:
+        table = self._placing.table
+
+        def take(data: bytes) -> None:
+            stored = self._load(chunk, data)
+            for row in rows:
+                box = (wanted.offset[row], wanted.size[row])
+                into = self._placing.opaque.sink.target(row)
+                _copy_common(into, box, stored, (table.offset[chunk], table.size[chunk]))
+
+        return take
+
+    def _load(self, chunk: int, data: bytes) -> torch.Tensor:
+        table = self._placing.table
+        number = int(table.tensor[chunk])
+        fqn, ndim = table.names[number], int(table.ndim[number])
+        weights_only = self._placing.options.weights_only
+        loaded = load_object(data, fqn=fqn, weights_only=weights_only)
+        size = tuple(table.size[chunk, :ndim].tolist())
+        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != size:
+            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded)
+            raise DamagedCheckpointError(
+                f"a chunk of {fqn!r} should be a tensor of shape {size}, but is {found}; load an "
+                "earlier checkpoint",
+                key=fqn,
+            )
+        return loaded
+
+
+def _copy_common(
+    into: torch.Tensor, wanted: tuple[Any, Any], stored: torch.Tensor, chunk: tuple[Any, Any]
+) -> None:
+    """Copies what two boxes have in common; boxes are padded offset and size arrays."""
+    for dim in range(stored.dim()):
+        low = max(int(wanted[0][dim]), int(chunk[0][dim]))
+        high = min(int(wanted[0][dim] + wanted[1][dim]), int(chunk[0][dim] + chunk[1][dim]))
+        if high <= low:
+            return
+        into = _narrow(into, dim, low - int(wanted[0][dim]), high - low)
+        stored = _narrow(stored, dim, low - int(chunk[0][dim]), high - low)
+    copy_into(into, stored)
+
+
+def _narrow(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    # Why not always: tensor subclasses need not know how to be narrowed.
+    if length == tensor.size(dim):
+        return tensor
+    return tensor.detach().narrow(dim, start, length)
+
+
+def _fresh_plain(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    made = fresh_like(tensor)
+    return made, (made,)
+
+
+def _fresh_dtensor(tensor: DTensor, fqn: str) -> tuple[DTensor, tuple[torch.Tensor, ...]]:
+    # Shape and stride are told, as the tensor may be sharded unevenly.
+    made = DTensor.from_local(
+        fresh_like(tensor.to_local(), tensor.device_mesh.device_type),
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        shape=tensor.size(),
+        stride=tensor.stride(),
+    )
+    return made, sharded(made, fqn, Layouts(), saving=False).tensors
+
+
+def _check_replaceable(fqn: str, place: Place) -> None:
+    if not hasattr(type(place[0]), "__setitem__"):
+        raise UnsupportedValueError(
+            f"{fqn!r} sits in a {type(place[0]).__qualname__}, in which a loaded value can't be "
+            "put: use a dict or a list",
+            key=fqn,
+        )
+
+
+def _first_chunks(table: ChunkTable) -> Any:
+    first = np.full(table.num_tensors, -1, np.int64)
+    first[table.tensor[::-1]] = np.arange(table.num_chunks)[::-1]
+    return first

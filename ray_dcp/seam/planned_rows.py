@@ -1,0 +1,62 @@
+"""Rows that a planner of the user's planned, as the columns that native planning works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.plan.values import Columns, Kind, Path
+
+__all__ = ["Row", "columns_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One item; the fields are those of `Columns`, unpadded."""
+
+    name: str
+    kind: Kind
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    requires_grad: bool = False
+    splittable: bool = False
+    value: int = 0
+
+
+def columns_of(rows: Sequence[Row], paths: Mapping[str, Path]) -> Columns:
+    """Returns the rows as columns, boxes padded to the width of the widest.
+
+    Args:
+        rows: In the order of the planner's items.
+        paths: FQN to its place in the nested state dict; names that it lacks get None.
+    """
+    names = tuple(dict.fromkeys(row.name for row in rows))
+    dtypes = tuple(dict.fromkeys(row.dtype for row in rows if row.dtype is not None))
+    name_index = {name: index for index, name in enumerate(names)}
+    dtype_index: dict[str | None, int] = {dtype: index for index, dtype in enumerate(dtypes)}
+    width = max((len(row.shape) for row in rows), default=0)
+
+    def boxes(field: str, fill: int) -> Any:
+        padded = [(*getattr(r, field), *[fill] * (width - len(r.shape))) for r in rows]
+        return np.array(padded, dtype=np.int64).reshape(len(rows), width)
+
+    return Columns(
+        names=names,
+        paths=tuple(paths.get(name) for name in names),
+        dtypes=dtypes,
+        name=np.array([name_index[row.name] for row in rows], dtype=np.int32),
+        kind=np.array([row.kind for row in rows], dtype=np.int8),
+        dtype=np.array([dtype_index.get(row.dtype, -1) for row in rows], dtype=np.int8),
+        ndim=np.array([len(row.shape) for row in rows], dtype=np.int8),
+        shape=boxes("shape", 1),
+        offset=boxes("offset", 0),
+        size=boxes("size", 1),
+        requires_grad=np.array([row.requires_grad for row in rows], dtype=np.bool_),
+        splittable=np.array([row.splittable for row in rows], dtype=np.bool_),
+        value=np.array([row.value for row in rows], dtype=np.uint64),
+    )

@@ -1,0 +1,368 @@
+"""Saves with a planner of the user's on native storage: its hooks run here, in DCP's order.
+
+What the planner plans becomes columns like those of a native capture, and what it resolves is
+checked against its own `WriteItem`s. Loads are in `planner_load`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StateDictError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.values import Kind, Path
+from ray_dcp.protocol.messages import OpKey
+from ray_dcp.seam.capture import Capture
+from ray_dcp.seam.failures import call_user_code
+from ray_dcp.seam.foreign import set_up_save_planner
+from ray_dcp.seam.objects import dump_object, is_simple, load_object, simple_digest
+from ray_dcp.seam.planned_metadata import is_path, metadata_problems
+from ray_dcp.seam.planned_rows import Row, columns_of
+from ray_dcp.seam.rounds import Group, Steps, reduce_scatter, reserve
+from ray_dcp.seam.state import stateful_to_state_dict
+from ray_dcp.seam.tensors import content_digest, dtype_name, host_bytes, is_plain, refusal
+
+__all__ = ["capture_with_planner", "plans_globally"]
+
+SPLITTABLE_BYTES = 4 << 20
+"""Replicated floating tensors from this size on are cut over their holders, in bytes."""
+
+KEPT_BYTES = 256 << 20
+"""How much of what a planner resolves is kept from capture to writing, in bytes. Beyond that it
+is resolved again, which DCP's contract allows: `resolve_data` is idempotent."""
+
+
+def capture_with_planner(
+    next_key: Callable[[], OpKey],
+    state_dict: Mapping[str, Any],
+    planner: SavePlanner,
+    *,
+    rank: int,
+    world_size: int,
+    options: SaveOptions,
+    coordinator_rank: int = 0,
+    storage_meta: StorageMeta | None = None,
+    checkpoint_id: str | None = None,
+    stateful: bool = True,
+) -> Steps[Capture]:
+    """Runs a planner's hooks and returns what it wants saved.
+
+    `set_up_planner` and `create_local_plan` run on every rank. Only where the planner plans
+    globally in its own way (`plans_globally`) are plans exchanged, and `create_global_plan` runs
+    on the coordinator rank, `finish_plan` on all; else the plan of ray_dcp shares out replicas.
+    `resolve_data` runs for each item, to check it, and where much was resolved again when its
+    bytes are read.
+
+    Args:
+        next_key: Names the next operation of the session (`Session.next_key`). Called now, not
+            when the generator runs, and equally often on all ranks.
+        state_dict: What to save.
+        planner: Any `SavePlanner`.
+        rank: This rank.
+        world_size: Number of ranks.
+        options: `objects` says what to do about objects that a safe load refuses;
+            `plan_timeout_s` is the deadline of the exchange.
+        coordinator_rank: The rank that plans for all.
+        storage_meta: For planners that take it.
+        checkpoint_id: For messages.
+        stateful: Replace top-level `Stateful` values by their state.
+
+    Raises:
+        CheckpointError: A hook raised; `.failures` has what it raised. The same error on every
+            rank if plans are exchanged, else on this rank.
+        InvalidRequestError: The planner resolves something else than it planned, or its metadata
+            can't be told by a native checkpoint.
+    """
+    group = Group(
+        reserve(next_key, num_steps=int(plans_globally(planner)), world_size=world_size),
+        rank, world_size, options.plan_timeout_s, "save", checkpoint_id, coordinator_rank,
+    )  # fmt: skip
+    hooks = _Hooks(planner, group, options)
+
+    def set_up() -> None:
+        state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
+        set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
+
+    return hooks.steps(set_up)
+
+
+def plans_globally(planner: SavePlanner) -> bool:
+    """Whether the planner decides between ranks.
+
+    That is when `create_global_plan` or `finish_plan` are its own, or it wants replicas from the
+    lowest rank. All ranks must agree on it, so it depends on nothing but the planner's class and
+    arguments.
+    """
+    if getattr(planner, "dedup_save_to_lowest_rank", False):
+        return True
+    return any(_is_own(planner, name) for name in _GLOBAL_HOOKS)
+
+
+_GLOBAL_HOOKS = (
+    "create_global_plan",
+    "_create_global_plan",
+    "_create_global_plan_with_caching",
+    "_dedup_save_plans",
+    "finish_plan",
+    "_finish_plan_with_caching",
+)
+
+
+def _is_own(planner: SavePlanner, name: str) -> bool:
+    default = getattr(DefaultSavePlanner, name, None)
+    return getattr(type(planner), name, default) is not default or name in vars(planner)
+
+
+class _Hooks:
+    """A planner on one rank during one save."""
+
+    def __init__(self, planner: SavePlanner, group: Group, options: SaveOptions) -> None:
+        self.planner = planner
+        self.name = type(planner).__name__
+        self.group = group
+        self.options = options
+
+    def guard(self, hook: str, code: Any) -> Any:
+        """Returns what `code` returns; errors of the planner come as `CheckpointError`."""
+        return call_user_code(f"{self.name}.{hook}", code, rank=self.group.rank)
+
+    def steps(self, set_up: Callable[[], None]) -> Steps[Capture]:
+        planner = self.planner
+
+        def local_plan() -> SavePlan:
+            set_up()
+            return planner.create_local_plan()
+
+        if plans_globally(planner):
+            part = yield from reduce_scatter(self.group, "plan", local_plan, self.global_plan)
+            plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
+            return self.capture(plan.items, paths, is_shared=False)
+        self.guard("set_up_planner", set_up)
+        plan = self.guard("create_local_plan", lambda: self.full_plan(planner.create_local_plan()))
+        return self.capture(plan.items, self.paths_of(plan.planner_data), is_shared=True)
+
+    def full_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the whole plan where the planner says "as last time" to save a transfer."""
+        if plan.usable:
+            return plan
+        last: SavePlan = self.planner.plan  # type: ignore[attr-defined]
+        return last
+
+    def global_plan(self, plans: list[SavePlan]) -> Sequence[Any]:
+        new_plans, metadata = self.planner.create_global_plan(plans)
+        whole = new_plans
+        if not all(plan.usable for plan in new_plans):
+            whole = self.planner.global_plan  # type: ignore[attr-defined]
+        paths = self.paths_of(metadata.planner_data, is_final=True)
+        problems = metadata_problems(whole, metadata)
+        if problems:
+            raise self.untellable("; ".join(problems[:8]))
+        return [
+            (new, {i.index.fqn: paths[i.index.fqn] for i in full.items if i.index.fqn in paths})
+            for new, full in zip(new_plans, whole, strict=True)
+        ]
+
+    def finished(self, part: tuple[SavePlan, dict[str, Path]]) -> tuple[SavePlan, dict[str, Path]]:
+        plan, paths = part
+        return self.planner.finish_plan(plan), paths
+
+    def paths_of(self, planner_data: Any, *, is_final: bool = False) -> dict[str, Path]:
+        """Returns the flattening that a plan or metadata tells."""
+        if planner_data is None:
+            return {}
+        if isinstance(planner_data, Mapping) and all(map(is_path, planner_data.values())):
+            return {str(name): tuple(path) for name, path in planner_data.items()}
+        if is_final:
+            raise self.untellable(f"planner_data of type {type(planner_data).__name__}")
+        return {}
+
+    def untellable(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self.name}.create_global_plan returned metadata that a native checkpoint can't "
+            f"hold: {what}. It holds the tensors and objects of the plans and their place in the "
+            f"nested state dict; for more, pass as storage_writer a subclass of "
+            f"FileSystemWriter, which saves as DCP does",
+            rank=self.group.rank,
+        )
+
+    def capture(
+        self, items: Sequence[WriteItem], paths: Mapping[str, Path], *, is_shared: bool
+    ) -> Capture:
+        """Resolves and checks every item.
+
+        Args:
+            items: The final plan.
+            paths: FQN to its place in the nested state dict.
+            is_shared: Whether ray_dcp still has to choose among ranks with the same item.
+        """
+        resolved = _Resolved(self)
+        rows = [resolved.add(index, item, is_shared=is_shared) for index, item in enumerate(items)]
+        return Capture(
+            columns_of(rows, paths), resolved.source, resolved.deferred, tuple(resolved.warnings)
+        )
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Returns what `resolve_data` gives, if it is what the item says."""
+        fqn = item.index.fqn
+        data = self.guard(f"resolve_data for {fqn!r}", lambda: self.planner.resolve_data(item))
+        if item.type is WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise self.lie(item, "an io.BytesIO", type(data).__name__)
+            return data
+        planned = _tensor_data(self, item)
+        wanted = f"a tensor {planned.properties.dtype} of shape {tuple(planned.chunk.sizes)}"
+        if not isinstance(data, torch.Tensor):
+            raise self.lie(item, wanted, type(data).__name__)
+        if tuple(data.shape) != tuple(planned.chunk.sizes) or (
+            data.dtype != planned.properties.dtype
+        ):
+            raise self.lie(item, wanted, f"{data.dtype} of shape {tuple(data.shape)}")
+        return data
+
+    def lie(self, item: WriteItem, planned: str, found: str) -> StateDictError:
+        return StateDictError(
+            f"{self.name}.resolve_data gave {found} for {item.index.fqn!r}, but its own plan "
+            f"says {planned}; change the WriteItem in create_local_plan too, or resolve what was "
+            f"planned",
+            rank=self.group.rank,
+            key=item.index.fqn,
+        )
+
+
+class _Resolved:
+    """What the planner resolved, by row: the `source` and `deferred` of a capture."""
+
+    def __init__(self, hooks: _Hooks) -> None:
+        self.hooks = hooks
+        self.warnings: list[str] = []
+        self._items: list[WriteItem] = []
+        self._objects: dict[int, bytes] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._kept_bytes = 0
+
+    def add(self, row: int, item: WriteItem, *, is_shared: bool) -> Row:
+        self._items.append(item)
+        data = self.hooks.resolve(item)
+        if isinstance(data, io.BytesIO):
+            return self._add_object(row, item, data.getvalue(), is_shared=is_shared)
+        return self._add_tensor(row, item, data, is_shared=is_shared)
+
+    def source(self, row: int) -> memoryview:
+        return host_bytes(self._tensor(row))
+
+    def deferred(self, row: int) -> bytes:
+        if row in self._objects:
+            return self._objects[row]
+        tensor = self._tensor(row).detach().cpu()
+        return dump_object(tensor, fqn=self._items[row].index.fqn)
+
+    def _tensor(self, row: int) -> torch.Tensor:
+        kept = self._kept.get(row)
+        if kept is not None:
+            return kept
+        tensor = self.hooks.resolve(self._items[row])
+        if isinstance(tensor, io.BytesIO):
+            raise self.hooks.lie(self._items[row], "a tensor", "io.BytesIO")
+        return tensor
+
+    def _add_object(self, row: int, item: WriteItem, data: bytes, *, is_shared: bool) -> Row:
+        fqn = item.index.fqn
+        self._objects[row] = data
+        planned = item.bytes_io_data
+        if planned is not None and planned.nbytes != len(data):
+            # Why no error: DCP takes the size for a hint, and planners estimate it.
+            self.warnings.append(
+                f"{self.hooks.name} planned {planned.nbytes} bytes for {fqn!r} and gave {len(data)}"
+            )
+        value = _digest(data)
+        try:
+            loaded = load_object(data, fqn=fqn)
+        except DamagedCheckpointError as error:
+            if self.hooks.options.objects == "refuse":
+                raise UnsupportedValueError(
+                    f"what {self.hooks.name}.resolve_data gave for {fqn!r} would not load: "
+                    f"{error.message}",
+                    rank=self.hooks.group.rank,
+                    key=fqn,
+                ) from error
+            self.warnings.append(f"saved, but a safe load will refuse it: {error.message}")
+        else:
+            if is_simple(loaded):
+                value = simple_digest(loaded)
+        return Row(fqn, Kind.OBJECT, value=value if is_shared else 0)
+
+    def _add_tensor(
+        self, row: int, item: WriteItem, tensor: torch.Tensor, *, is_shared: bool
+    ) -> Row:
+        planned = _tensor_data(self.hooks, item)
+        kind = Kind.TENSOR if is_plain(tensor) else Kind.OPAQUE
+        if kind is Kind.TENSOR and (why := refusal(tensor)):
+            raise UnsupportedValueError(
+                f"what {self.hooks.name}.resolve_data gave for {item.index.fqn!r} {why}",
+                rank=self.hooks.group.rank,
+                key=item.index.fqn,
+            )
+        if self._kept_bytes + tensor.nbytes <= KEPT_BYTES:
+            self._kept[row] = tensor
+            self._kept_bytes += tensor.nbytes
+        is_replica = item.type is WriteItemType.TENSOR
+        is_large = tensor.is_floating_point() and tensor.nbytes >= SPLITTABLE_BYTES
+        value = 0
+        if is_shared and is_replica and kind is Kind.TENSOR:
+            value = content_digest(tensor)
+        return Row(
+            item.index.fqn,
+            kind,
+            dtype=dtype_name(planned.properties.dtype),
+            shape=tuple(planned.size),
+            offset=tuple(planned.chunk.offsets),
+            size=tuple(planned.chunk.sizes),
+            requires_grad=planned.properties.requires_grad,
+            # A box of a sharded tensor is the same bytes wherever it is held.
+            splittable=is_shared and kind is Kind.TENSOR and (is_large or not is_replica),
+            value=value,
+        )
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
+
+
+def _tensor_data(hooks: _Hooks, item: WriteItem) -> Any:
+    """Returns the item's `TensorWriteData`, which must describe a box."""
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        raise StateDictError(
+            f"{hooks.name} planned {item.index.fqn!r} as {item.type.name} without tensor_data",
+            rank=hooks.group.rank,
+            key=item.index.fqn,
+        )
+    if not len(data.size) == len(data.chunk.offsets) == len(data.chunk.sizes):
+        raise StateDictError(
+            f"{hooks.name} planned {item.index.fqn!r} with a chunk at "
+            f"{tuple(data.chunk.offsets)} of {tuple(data.chunk.sizes)}, but the tensor has "
+            f"{len(data.size)} dimensions: {tuple(data.size)}",
+            rank=hooks.group.rank,
+            key=item.index.fqn,
+        )
+    return data

@@ -1,0 +1,189 @@
+"""The memory that loaded bytes go into: a target tensor's own where possible, else a copy for now.
+
+Which tensors are targets, and of which boxes, is decided in `targets`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_dcp.seam.tensors import is_plain, writable_bytes
+
+__all__ = ["Fresh", "TensorSink", "copy_into", "fresh_like", "is_writable"]
+
+
+class Fresh:
+    """A meta tensor that gets memory when its first byte arrives.
+
+    Args:
+        make: Returns the new value of the state dict and the local tensors of its boxes.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Any, tuple[torch.Tensor, ...]]]) -> None:
+        self._make = make
+        self._made: tuple[Any, tuple[torch.Tensor, ...]] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def value(self) -> Any:
+        """What takes the meta tensor's place."""
+        return self._get()[0]
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """Returns the local tensor of the index-th box."""
+        return self._get()[1][index]
+
+    def _get(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+
+class TensorSink:
+    """Buffers of wanted rows; see `targets.TargetSink`.
+
+    A row whose target is a contiguous CPU tensor of the stored dtype is read in place. For any
+    other a CPU tensor of the stored dtype is made when it is first asked for, copied to the target
+    by `done`, and freed.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Any] = []
+        self._stored: list[torch.dtype] = []
+        self._direct: list[bool] = []
+        self._temporary: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def add(self, tensor: torch.Tensor, stored: torch.dtype) -> bool:
+        """Appends a row with this target, whose box is the whole tensor.
+
+        Returns:
+            Whether it will be read in place.
+        """
+        direct = _in_place(tensor, stored)
+        self._tensors.append(tensor)
+        self._stored.append(stored)
+        self._direct.append(direct)
+        return direct
+
+    def add_fresh(self, fresh: Fresh, index: int, stored: torch.dtype) -> None:
+        """Appends a row whose target does not exist yet."""
+        self._tensors.append((fresh, index))
+        self._stored.append(stored)
+        self._direct.append(False)
+
+    def buffer(self, row: int) -> memoryview:
+        """Returns the writable bytes of a row; the same memory until `done`."""
+        if self._direct[row]:
+            tensor = self._tensors[row]
+            return writable_bytes(tensor.detach() if tensor.requires_grad else tensor)
+        return writable_bytes(self.region(row))
+
+    def done(self, row: int) -> None:
+        """Copies a row that could not be read in place to its target."""
+        if self._direct[row]:
+            return
+        with self._lock:
+            temporary = self._temporary.pop(row, None)
+        if temporary is not None:
+            copy_into(self._tensors[row], temporary)
+
+    def region(self, row: int) -> torch.Tensor:
+        """Returns the tensor that `buffer` shows the bytes of."""
+        with self._lock:
+            if row in self._temporary:
+                return self._temporary[row]
+            target = self._tensors[row]
+            if isinstance(target, tuple):
+                target = self._make(row)
+            if self._direct[row]:
+                plain: torch.Tensor = target.detach()
+                return plain
+            made = torch.empty(tuple(target.shape), dtype=self._stored[row], device="cpu")
+            self._temporary[row] = made
+            return made
+
+    def target(self, row: int) -> torch.Tensor:
+        """Returns the tensor that the row is for."""
+        with self._lock:
+            target = self._tensors[row]
+            found: torch.Tensor = self._make(row) if isinstance(target, tuple) else target
+            return found
+
+    def _make(self, row: int) -> torch.Tensor:
+        fresh, index = self._tensors[row]
+        target: torch.Tensor = fresh.tensor(index)
+        self._tensors[row] = target
+        self._direct[row] = _in_place(target, self._stored[row])
+        return target
+
+    def finish(self) -> None:
+        """Does every row that is not done, and tells autograd what was written behind its back."""
+        for row in list(self._temporary):
+            self.done(row)
+        changed = [
+            tensor
+            for tensor, direct in zip(self._tensors, self._direct, strict=True)
+            if direct and not tensor.is_inference()
+        ]
+        torch.autograd.graph.increment_version(changed)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies values into a tensor in place, whatever its device, dtype, strides or class."""
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        target.detach().copy_(source)
+
+
+def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
+    return (
+        tensor.dtype == stored
+        and is_plain(tensor)
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def fresh_like(value: torch.Tensor, device_type: str | None = None) -> torch.Tensor:
+    """Returns an uninitialised tensor like a meta tensor.
+
+    Args:
+        value: On the meta device.
+        device_type: Where; by default what the process group works on, or torch's default device.
+
+    Source: `torch/distributed/checkpoint/planner_helpers.py`, `_init_state_dict`.
+    """
+    return torch.empty_like(value, device=_current_device(device_type or _default_type()))
+
+
+def _current_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _default_type() -> str:
+    if dist.is_available() and dist.is_initialized():
+        types = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+        return "cpu" if "cpu" in types else types[0]
+    default = torch.get_default_device().type
+    return "cpu" if default == "meta" else default
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Whether each element has a place of its own in memory (it was not expanded)."""
+    return not is_plain(tensor) or not any(
+        stride == 0 and length > 1
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )

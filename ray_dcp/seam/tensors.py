@@ -1,0 +1,251 @@
+"""One tensor as bytes: dtype names, host bytes, writable host bytes, which casts lose nothing.
+
+Bytes are always those of the tensor's elements in C order, as `torch.save` would store them for a
+contiguous tensor. Sharding is in `shards`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ray_dcp.errors import UnsupportedValueError
+from ray_dcp.format.checksums import digest_bytes
+
+__all__ = [
+    "bytes_digest",
+    "content_digest",
+    "dtype_name",
+    "dtype_of",
+    "host_bytes",
+    "is_plain",
+    "loses_nothing",
+    "refusal",
+    "writable_bytes",
+]
+
+WHOLE_DIGEST_BYTES = 1 << 20
+"""Content up to this long is digested whole."""
+SAMPLE_BYTES = 64 << 10
+NUM_SAMPLES = 16
+
+_INTEGERS = (
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+_DIRECT = frozenset({torch.bool, torch.float16, torch.float32, torch.float64, *_INTEGERS})
+"""Dtypes that numpy has and `memoryview.cast` takes."""
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+"""Dtypes that numpy has and `memoryview.cast` refuses."""
+_CARRIERS = {
+    torch.bfloat16: torch.int16,
+    torch.complex32: torch.int32,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+}
+"""Dtypes that numpy lacks, each with one of the same width that it has."""
+_NAMES = {dtype: str(dtype)[6:] for dtype in (*_DIRECT, *_COMPLEX, *_CARRIERS)}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+_FLOATS: dict[torch.dtype, tuple[int, int, float, bool]] = {
+    torch.float64: (53, -1074, torch.finfo(torch.float64).max, True),
+    torch.float32: (24, -149, torch.finfo(torch.float32).max, True),
+    torch.bfloat16: (8, -133, torch.finfo(torch.bfloat16).max, True),
+    torch.float16: (11, -24, 65504.0, True),
+    torch.float8_e5m2: (3, -16, 57344.0, True),
+    torch.float8_e5m2fnuz: (3, -17, 57344.0, False),
+    torch.float8_e4m3fn: (4, -9, 448.0, False),
+    torch.float8_e4m3fnuz: (4, -10, 240.0, False),
+    torch.float8_e8m0fnu: (1, -127, 2.0**127, False),
+}
+"""Significant bits, log2 of the smallest positive value, the largest, whether there are infinities.
+
+Why not torch.finfo: its eps of float8_e5m2fnuz is that of another format (torch 2.13)."""
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_EMPTY = memoryview(bytearray())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name without prefix.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return _NAMES.get(dtype) or str(dtype)[6:]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype of this name.
+
+    Raises:
+        UnsupportedValueError: This torch has no such dtype.
+    """
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        raise UnsupportedValueError(
+            f"the dtype {name!r} is not one of torch {torch.__version__}; load this checkpoint "
+            "with the torch that wrote it, or a newer one",
+            key=name,
+        )
+    return dtype
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether this is a tensor of torch itself, whose bytes are all there is to it."""
+    return type(tensor) in _PLAIN_TYPES
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Returns why the bytes of a plain tensor can't be taken, or None if they can."""
+    if tensor.is_meta:
+        return "is on the meta device and has no bytes: give it some (.to_empty(), a load) first"
+    if tensor.is_nested:
+        return "is a nested tensor: save its buffer and offsets instead"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}: save its parts, or .to_dense()"
+    if tensor.dtype not in _NAMES:
+        what = "quantised" if tensor.is_quantized else "packed"
+        return f"has the {what} dtype {tensor.dtype}: save .int_repr() or .dequantize() instead"
+    return None
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns the elements as uint8, one dimension, C order.
+
+    A view of the tensor's own memory when that is contiguous on the CPU, else of a copy. The view
+    keeps the memory alive.
+
+    Args:
+        tensor: A plain tensor that `refusal` has nothing against. A conjugate or negative view
+            gives the bytes that it shows.
+
+    Raises:
+        UnsupportedValueError: The tensor has no bytes of its own.
+
+    Complexity: 1 us for a small CPU tensor without gradient, 1.6 us for bfloat16.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype in _DIRECT and tensor.is_cpu:
+        try:
+            return tensor.numpy().data.cast("B")
+        except (TypeError, RuntimeError):  # not contiguous, empty, a negative view
+            pass
+    own = tensor.is_cpu and not tensor.is_nested and tensor.is_contiguous()
+    if not own or tensor.is_conj() or tensor.is_neg():
+        tensor = _host_copy(tensor)
+    return writable_bytes(tensor)
+
+
+def writable_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns the tensor's own memory as uint8, writable, one dimension.
+
+    Args:
+        tensor: A plain contiguous CPU tensor that is detached or needs no gradient, and no
+            conjugate or negative view.
+
+    Raises:
+        UnsupportedValueError: The tensor has no bytes of its own.
+    """
+    dtype = tensor.dtype
+    if tensor.numel() == 0:
+        return _EMPTY
+    if dtype in _DIRECT:
+        return tensor.numpy().data.cast("B")
+    if dtype in _CARRIERS:
+        return tensor.view(_CARRIERS[dtype]).numpy().data.cast("B")
+    if dtype in _COMPLEX:
+        return tensor.numpy().reshape(-1).view(np.uint8).data
+    raise UnsupportedValueError(f"a tensor {refusal(tensor)}")
+
+
+def content_digest(tensor: torch.Tensor) -> int:
+    """Returns 64 bits that stand for the elements, never 0: whole up to 1 MiB, else 16 samples.
+
+    The samples are 64 KiB each, at even distances from the first byte to the last.
+    """
+    if tensor.nbytes > WHOLE_DIGEST_BYTES and tensor.is_contiguous() and not tensor.is_cpu:
+        return _digest([host_bytes(piece) for piece in _samples(tensor)], tensor.nbytes)
+    data = host_bytes(tensor)
+    if len(data) <= WHOLE_DIGEST_BYTES:
+        return bytes_digest(data)
+    starts = _sample_starts(len(data), tensor.dtype.itemsize)
+    return _digest([data[start : start + SAMPLE_BYTES] for start in starts], len(data))
+
+
+def bytes_digest(data: bytes | memoryview) -> int:
+    """Returns 64 bits that stand for the data (half of its xxh3-128), never 0."""
+    return int.from_bytes(digest_bytes(data)[:8], "little") or 1
+
+
+def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
+    itemsize = tensor.dtype.itemsize
+    flat = tensor.detach().view(-1)
+    starts = _sample_starts(tensor.nbytes, itemsize)
+    return [flat.narrow(0, start // itemsize, SAMPLE_BYTES // itemsize) for start in starts]
+
+
+def _sample_starts(num_bytes: int, itemsize: int) -> list[int]:
+    # Invariant: multiples of the item size (no element is cut), the last sample ends at the end.
+    last = num_bytes - SAMPLE_BYTES
+    return [last * i // (NUM_SAMPLES - 1) // itemsize * itemsize for i in range(NUM_SAMPLES)]
+
+
+def _digest(pieces: list[memoryview], num_bytes: int) -> int:
+    digests = b"".join(digest_bytes(piece) for piece in pieces)
+    return bytes_digest(num_bytes.to_bytes(8, "little") + digests)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    reason = refusal(tensor)
+    if reason is not None:
+        raise UnsupportedValueError(f"a tensor {reason}")
+    with torch.no_grad():
+        return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+@lru_cache(maxsize=1024)
+def loses_nothing(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of `stored` is a value of `target`.
+
+    Infinities count as values, NaN payloads do not.
+
+    Example:
+        >>> loses_nothing(torch.bfloat16, torch.float32), loses_nothing(torch.int64, torch.float32)
+        (True, False)
+    """
+    if stored == target:
+        return True
+    if stored.is_complex or target.is_complex:
+        real = stored.to_real() if stored.is_complex else stored
+        return target.is_complex and loses_nothing(real, target.to_real())
+    if target in _INTEGERS:
+        return stored == torch.bool or (stored in _INTEGERS and _integers_fit(stored, target))
+    # Nothing is cast to the exponent-only format: it has no zero and no sign.
+    if target not in _FLOATS or target == torch.float8_e8m0fnu:
+        return False
+    bits, _, largest, infinities = _FLOATS[target]
+    if stored in _INTEGERS:
+        ends = torch.iinfo(stored)
+        return max(ends.max, -1 - ends.min).bit_length() <= bits and ends.max <= largest
+    if stored == torch.bool:
+        return True
+    return stored in _FLOATS and (
+        _FLOATS[stored][0] <= bits
+        and _FLOATS[stored][1] >= _FLOATS[target][1]
+        and _FLOATS[stored][2] <= largest
+        and _FLOATS[stored][3] <= infinities
+    )
+
+
+def _integers_fit(stored: torch.dtype, target: torch.dtype) -> bool:
+    of, to = torch.iinfo(stored), torch.iinfo(target)
+    return to.min <= of.min and of.max <= to.max

@@ -1,0 +1,1 @@
+"""Keys to bytes: one small interface over local disks, memory and (later) object stores."""

@@ -1,0 +1,138 @@
+"""Steps that make files durable on a POSIX filesystem: directories, temp files, publishing.
+
+All functions raise plain `OSError`; `local` and `local_writer` give them their meaning.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from contextlib import suppress
+
+from ray_dcp.store.paths import TEMP_PREFIX
+
+__all__ = [
+    "create_temp",
+    "first_existing_parent",
+    "make_directories",
+    "publish",
+    "sync_directory",
+    "write_all",
+]
+
+_MODE = 0o666
+_NAME_MAX = 255
+# What filesystems without hard links answer to link().
+_NO_LINKS = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+)
+
+
+def sync_directory(path: str) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as exc:
+        # Why: some network and FUSE filesystems have no fsync for directories.
+        if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def first_existing_parent(path: str) -> str:
+    """Returns the nearest parent of a path (or itself) that exists."""
+    while path != os.path.dirname(path) and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def make_directories(path: str, *, sync: bool) -> None:
+    """Creates a directory and its missing parents, and makes each new name durable."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        parent = os.path.dirname(path)
+        if parent == path:
+            break
+        path = parent
+    for directory in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(directory)
+        if not os.path.isdir(directory):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
+        if sync:
+            sync_directory(os.path.dirname(directory))
+
+
+def create_temp(path: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:
+    """Creates an unpublished file beside the file that it is to become.
+
+    Args:
+        path: The file that it is to become; missing directories are made.
+        flags: More flags for `os.open`.
+        sync: Make new directories durable.
+
+    Returns:
+        A descriptor opened for writing, and the path of the temporary file.
+    """
+    directory, name = os.path.split(path)
+    prefix = f"{TEMP_PREFIX}{secrets.token_hex(6)}-"
+    temp = os.path.join(directory, prefix + name[: _NAME_MAX - len(prefix)])
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(8):
+        try:
+            return os.open(temp, flags, _MODE), temp
+        except FileNotFoundError:
+            # A collector may remove the directory again while it is empty: hence the loop.
+            with suppress(FileNotFoundError):
+                make_directories(directory, sync=sync)
+        except OSError:
+            # Why: some filesystems refuse O_DIRECT only after they have made the file.
+            with suppress(OSError):
+                os.unlink(temp)
+            raise
+    return os.open(temp, flags, _MODE), temp
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Writes all bytes at the descriptor's position."""
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
+    """Gives a finished temporary file its name, atomically, and removes the temporary name.
+
+    Args:
+        temp: Path of the temporary file, whose content is durable already.
+        path: The name to give, in the same directory.
+        create: Only if the name is free; exactly one of several callers wins.
+        sync: Make the name durable.
+
+    Raises:
+        FileExistsError: `create`, and the name is taken.
+        OSError: Anything else.
+    """
+    if create:
+        _link(temp, path)
+    else:
+        os.rename(temp, path)
+    if sync:
+        sync_directory(os.path.dirname(path))
+
+
+def _link(temp: str, path: str) -> None:
+    try:
+        os.link(temp, path)
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS:
+            raise
+        # Careful: without hard links the name is claimed empty first, and a reader may see it
+        # so for a moment. Still exactly one caller wins.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
+        os.rename(temp, path)
+        return
+    os.unlink(temp)

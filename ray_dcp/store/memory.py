@@ -1,0 +1,144 @@
+"""`MemoryStorage`: keys to bytes in this process, for tests, examples and throw-away saves.
+
+Storages of one name share their content for the life of the process; nothing is durable.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ray_dcp.errors import StorageError
+from ray_dcp.store.paths import as_bytes_view, check_key, check_range
+from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, PartWriter, StorageTraits
+
+__all__ = ["MemoryStorage"]
+
+# Why one dict of full paths: `memory://runs` then lists what lies in `memory://runs/step-10`.
+_LOCK = threading.Lock()
+_CONTENT: dict[str, bytes] = {}
+
+
+class MemoryStorage:
+    """Implements `Storage` on one dict of the process, by full path.
+
+    Args:
+        name: `/`-separated path of the root; empty for the root of all.
+
+    Raises:
+        InvalidRequestError: The name is no legal key.
+
+    Example:
+        >>> MemoryStorage("doc").write("a", b"1")
+        >>> MemoryStorage("doc").read("a")
+        b'1'
+        >>> MemoryStorage("doc").delete(["a"])
+    """
+
+    def __init__(self, name: str) -> None:
+        name = name.strip("/")
+        self._root = f"{check_key(name)}/" if name else ""
+
+    @property
+    def url(self) -> str:
+        """`memory://` and the name."""
+        return f"memory://{self._root.rstrip('/')}"
+
+    @property
+    def traits(self) -> StorageTraits:
+        """Creates if absent; neither durable nor shared."""
+        return StorageTraits(create_if_absent=True, durable=False, shared=False)
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        check_range(key, start, num_bytes)
+        data = self._value(key)
+        return data[start:] if num_bytes is None else data[start : start + num_bytes]
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        view = as_bytes_view(target)
+        check_range(key, start, len(view))
+        data = self._value(key)
+        if start + len(view) > len(data):
+            raise StorageError(
+                f"{self.url}/{key} is too short: wanted bytes [{start}, {start + len(view)}), "
+                f"but it has {len(data)}",
+                key=key,
+            )
+        view[:] = memoryview(data)[start : start + len(view)]
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """See `Storage.write`."""
+        self._put(key, bytes(as_bytes_view(data)), create)
+
+    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `sync` and `direct` change nothing."""
+        return _MemoryWriter(self, check_key(key))
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """See `Storage.list`."""
+        full = self._root + prefix
+        with _LOCK:
+            found = [(name, len(data)) for name, data in _CONTENT.items() if name.startswith(full)]
+        return [Entry(name[len(self._root) :], size) for name, size in sorted(found)]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Storage.delete`."""
+        names = [self._root + check_key(key, unpublished=True) for key in keys]
+        with _LOCK:
+            for name in names:
+                _CONTENT.pop(name, None)
+
+    def _value(self, key: str) -> bytes:
+        name = self._root + check_key(key)
+        with _LOCK:
+            data = _CONTENT.get(name)
+        if data is None:
+            raise KeyMissingError(f"could not read {self.url}/{key}: there is no such key", key=key)
+        return data
+
+    def _put(self, key: str, data: bytes, create: bool) -> None:
+        name = self._root + check_key(key)
+        with _LOCK:
+            if create and name in _CONTENT:
+                raise KeyExistsError(f"could not create {self.url}/{key}: it exists", key=key)
+            _CONTENT[name] = data
+
+
+class _MemoryWriter:
+    """Collects the bytes and puts them at commit."""
+
+    def __init__(self, storage: MemoryStorage, key: str) -> None:
+        self._storage = storage
+        self._key = key
+        self._data: bytearray | None = bytearray()
+        self._committed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `PartWriter.write`."""
+        if self._data is None:
+            raise StorageError(
+                f"the writer of {self._storage.url}/{self._key} is closed; open another",
+                key=self._key,
+            )
+        self._data += as_bytes_view(data)
+
+    def commit(self) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed."""
+        if self._committed:
+            return
+        if self._data is None:
+            raise StorageError(
+                f"the writer of {self._storage.url}/{self._key} was aborted; open another",
+                key=self._key,
+            )
+        data, self._data = bytes(self._data), None
+        self._storage._put(self._key, data, create=True)
+        self._committed = True
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`."""
+        self._data = None

@@ -1,0 +1,153 @@
+"""What ray_dcp needs of a storage: the `Storage` and `PartWriter` protocols and their errors.
+
+A storage is bound to one checkpoint directory. Keys are relative, `/`-separated, without `..`.
+Every method may be called from several threads, and everything may happen twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ray_dcp.errors import StorageError
+
+__all__ = [
+    "Entry",
+    "KeyExistsError",
+    "KeyMissingError",
+    "PartWriter",
+    "Storage",
+    "StorageTraits",
+]
+
+
+class KeyMissingError(StorageError, FileNotFoundError):
+    """There is nothing under this key."""
+
+
+class KeyExistsError(StorageError, FileExistsError):
+    """Something is under this key already, and it was to be created."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored key."""
+
+    key: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageTraits:
+    """What a storage can do; asked instead of its class."""
+
+    create_if_absent: bool
+    """`write(create=True)` and `PartWriter.commit` have exactly one winner."""
+    durable: bool
+    """What was written survives a power cut."""
+    shared: bool
+    """Other processes see it (False for `memory://`)."""
+
+
+@runtime_checkable
+class PartWriter(Protocol):
+    """Writes one file front to back; nothing is visible before `commit`."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Appends bytes. They are consumed when the call returns.
+
+        Raises:
+            StorageError: The storage refused; the writer is only good for `abort` then.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Makes the bytes durable and visible under the key, if that is still free.
+
+        Raises:
+            KeyExistsError: Somebody else published this key.
+            StorageError: Anything else; the bytes are not visible, or their fate is unknown.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Drops what was written. Never raises; does nothing after `commit`."""
+        ...
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """Keys to bytes under one root."""
+
+    @property
+    def url(self) -> str:
+        """Absolute path or URL of the root, for messages and for `open_storage`."""
+        ...
+
+    @property
+    def traits(self) -> StorageTraits:
+        """What this storage can do."""
+        ...
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """Returns the bytes `[start, start + num_bytes)` of a key, to its end by default.
+
+        Fewer when the key is shorter.
+
+        Raises:
+            KeyMissingError: There is no such key.
+            StorageError: Anything else.
+        """
+        ...
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """Fills `target` with the bytes from `start`.
+
+        Raises:
+            KeyMissingError: There is no such key.
+            StorageError: The key is too short (`target` holds rubbish then), or anything else.
+        """
+        ...
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """Puts a small value under a key: atomically, and durable when it returns.
+
+        Args:
+            key: Where.
+            data: What.
+            create: Only if the key is free.
+
+        Raises:
+            KeyExistsError: `create` and the key is taken.
+            StorageError: Anything else; whether it happened is unknown.
+        """
+        ...
+
+    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+        """Returns a writer for a large file.
+
+        Args:
+            key: Where.
+            sync: Durable when committed.
+            direct: Bypass the page cache if the storage can.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """Returns the keys that start with `prefix`, sorted, at any depth.
+
+        An empty list when the root does not exist. Files that a writer has not yet published
+        are not listed.
+        """
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Removes keys; those that are gone already are fine.
+
+        Raises:
+            StorageError: One could not be removed; the others were tried.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""What users and contributors need to test storages and savers: conformance suites, invariants."""

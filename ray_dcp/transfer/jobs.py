@@ -1,0 +1,223 @@
+"""Cuts a read plan into jobs for threads: spans of small pairs, direct slices, strided slabs.
+
+Pure: numbers in, numbers out. Doing the jobs is in `reader`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ray_dcp.options import Verify
+from ray_dcp.plan.boxes import widen
+from ray_dcp.plan.extents import Slab, coalesce, slabs
+from ray_dcp.plan.reading import PairBytes, ReadPlan, Wanted, pair_bytes
+from ray_dcp.plan.values import BoolArray, ChunkTable, Int32Array, Int64Array
+
+__all__ = ["Direct", "Geometry", "Job", "Span", "Strided", "geometry", "make_jobs"]
+
+SPAN_BYTES = 8 << 20
+"""Small pairs are read together up to this length."""
+GAP_BYTES = 64 << 10
+"""A gap up to this length is read through: cheaper than another request."""
+DIRECT_BYTES = 256 << 10
+"""Contiguous pairs from this length on are read straight into the target."""
+SLICE_BYTES = 8 << 20
+"""A direct read is cut into slices of about this length, for several threads."""
+_SPAN_PAIR_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One read that serves several small pairs."""
+
+    file: int
+    low: int
+    """First byte in the file."""
+    high: int
+    pairs: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Bytes that are contiguous in chunk and target."""
+
+    pair: int
+    low: int
+    """First byte, chunk-local."""
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A slab that is read into scratch memory and copied element by element."""
+
+    pair: int
+    slab: Slab
+
+
+Job = Span | Direct | Strided
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Where the bytes of every pair of a read plan are.
+
+    Attributes:
+        plan: The read plan.
+        chunk_offset: int64[p, D], box of the pair's chunk.
+        chunk_size: int64[p, D].
+        target_offset: int64[p, D], box of the pair's target.
+        target_size: int64[p, D].
+        itemsize: int64[p], bytes of an element.
+        file: int32[p].
+        place: int64[p], where the chunk's raw bytes start in the file; meaningless if unparsed.
+        block_bytes: int64[p].
+        payload_bytes: int64[p], length of the chunk's raw bytes.
+        bytes: Extents of the pairs in chunk and target.
+        unparsed: bool[p], the whole item must be read to know where its elements are.
+        item_low: int64[p], where the item starts in the file.
+        item_high: int64[p].
+    """
+
+    plan: ReadPlan
+    chunk_offset: Int64Array
+    chunk_size: Int64Array
+    target_offset: Int64Array
+    target_size: Int64Array
+    itemsize: Int64Array
+    file: Int32Array
+    place: Int64Array
+    block_bytes: Int64Array
+    payload_bytes: Int64Array
+    bytes: PairBytes
+    unparsed: BoolArray
+    item_low: Int64Array
+    item_high: Int64Array
+
+
+def geometry(
+    table: ChunkTable, wanted: Wanted, plan: ReadPlan, place: Int64Array, verify: Verify
+) -> Geometry:
+    """Returns where the bytes of every pair are.
+
+    Args:
+        table: What is stored.
+        wanted: What is asked for.
+        plan: `plan_reads(table, wanted)`, or some of its rows.
+        place: int64[c], first raw byte of each chunk in its file; -1 where the whole item must be
+            read.
+        verify: With `"never"` reads are not widened to whole blocks.
+    """
+    width = plan.offset.shape[1]
+    chunk, row = plan.chunk, plan.wanted
+    chunk_box = widen(table.offset[chunk], table.size[chunk], width)
+    target_box = widen(wanted.offset[row], wanted.size[row], width)
+    extents = pair_bytes(table, wanted, plan)
+    blocks = table.block_bytes[chunk]
+    if verify == "never":
+        blocks = np.zeros_like(blocks)
+        extents = _unwidened(extents)
+    itemsize = wanted.itemsize[row]
+    return Geometry(
+        plan=plan,
+        chunk_offset=chunk_box[0],
+        chunk_size=chunk_box[1],
+        target_offset=target_box[0],
+        target_size=target_box[1],
+        itemsize=itemsize,
+        file=table.file[chunk],
+        place=place[chunk],
+        block_bytes=blocks,
+        payload_bytes=np.prod(chunk_box[1], axis=1, dtype=np.int64) * itemsize,
+        bytes=extents,
+        unparsed=place[chunk] < 0,
+        item_low=table.item_offset[chunk],
+        item_high=table.item_offset[chunk] + table.item_bytes[chunk],
+    )
+
+
+def make_jobs(geo: Geometry, num_rows: int, scratch_bytes: int) -> tuple[list[Job], Int64Array]:
+    """Returns the jobs, by file and place, and how many of them fill each wanted row.
+
+    Args:
+        geo: Where the bytes are.
+        num_rows: Number of wanted rows.
+        scratch_bytes: Most temporary memory of a job; one that needs a longer block takes that.
+
+    Returns:
+        `(jobs, parts int64[num_rows])`; a pair in a span counts one part.
+    """
+    pairs = geo.bytes
+    straight = pairs.chunk_contiguous & pairs.target_contiguous & ~geo.unparsed
+    direct = straight & (pairs.num_bytes >= DIRECT_BYTES)
+    limit = min(_SPAN_PAIR_BYTES, scratch_bytes)
+    span = geo.unparsed | (~direct & (pairs.read_high - pairs.read_low <= limit))
+    placed: list[tuple[int, int, Job]] = []
+    for job in _spans(geo, np.flatnonzero(span), min(SPAN_BYTES, scratch_bytes)):
+        placed.append((job.file, job.low, job))
+    parts = np.bincount(geo.plan.wanted[span], minlength=num_rows)
+    cut: list[Direct | Strided] = []
+    for pair in np.flatnonzero(~span).tolist():
+        cut += _slices(geo, pair) if direct[pair] else _slabs(geo, pair, scratch_bytes)
+    for piece in cut:
+        low = piece.low if isinstance(piece, Direct) else piece.slab.low
+        placed.append((int(geo.file[piece.pair]), int(geo.place[piece.pair]) + low, piece))
+        parts[geo.plan.wanted[piece.pair]] += 1
+    placed.sort(key=lambda entry: entry[:2])
+    return [job for _, _, job in placed], parts
+
+
+def _unwidened(extents: PairBytes) -> PairBytes:
+    return PairBytes(
+        **{
+            **{name: getattr(extents, name) for name in PairBytes.__dataclass_fields__},
+            "read_low": extents.chunk_low,
+            "read_high": extents.chunk_high,
+        }
+    )
+
+
+def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int) -> list[Span]:
+    unparsed = geo.unparsed[chosen]
+    low = np.where(unparsed, geo.item_low[chosen], geo.place[chosen] + geo.bytes.read_low[chosen])
+    high = np.where(
+        unparsed, geo.item_high[chosen], geo.place[chosen] + geo.bytes.read_high[chosen]
+    )
+    file = geo.file[chosen]
+    order = np.lexsort((low, file))
+    low, high, file = low[order], high[order], file[order]
+    bounds = coalesce(file, low, high, max_gap_bytes=GAP_BYTES, max_bytes=max_bytes)
+    pairs = chosen[order].tolist()
+    starts = bounds[:-1]
+    highest = np.maximum.reduceat(high, starts) if len(starts) else high
+    return [
+        Span(int(file[first]), int(low[first]), int(end), pairs[first:stop])
+        for first, stop, end in zip(
+            starts.tolist(), bounds[1:].tolist(), highest.tolist(), strict=True
+        )
+    ]
+
+
+def _slices(geo: Geometry, pair: int) -> list[Direct | Strided]:
+    low, high = int(geo.bytes.chunk_low[pair]), int(geo.bytes.chunk_high[pair])
+    block = max(int(geo.block_bytes[pair]), 1)
+    step = max(SLICE_BYTES // block, 1) * block
+    # Why two thirds: a last slice of a few bytes would be a request of its own.
+    cuts = [cut for cut in range(low // step * step + step, high, step) if high - cut > step // 3]
+    return [Direct(pair, a, b) for a, b in pairwise([low, *cuts, high])]
+
+
+def _slabs(geo: Geometry, pair: int, scratch_bytes: int) -> list[Direct | Strided]:
+    itemsize, block = int(geo.itemsize[pair]), int(geo.block_bytes[pair])
+    found = slabs(
+        geo.chunk_offset[pair],
+        geo.chunk_size[pair],
+        geo.plan.offset[pair],
+        geo.plan.size[pair],
+        itemsize,
+        max(scratch_bytes - 2 * block, block, itemsize),
+    )
+    return [Strided(pair, slab) for slab in found]

@@ -1,0 +1,334 @@
+"""Decides which checkpoint stands at a place, and reads its chunk table.
+
+Order of truth: the highest committed manifest; where there is none, the `.metadata` of stock DCP;
+where there is neither, plain safetensors files. What a place without any of them holds is told
+by `lookaround`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    InternalError,
+    UncommittedCheckpointError,
+)
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.manifest import (
+    FileEntry,
+    Manifest,
+    Record,
+    decode_record,
+    newest,
+    record_key,
+    slot_of,
+)
+from ray_dcp.format.metadata_in import ForeignMetadata, decode_metadata
+from ray_dcp.format.table import decode_table
+from ray_dcp.plan.values import ChunkTable
+from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.lookaround import not_found
+from ray_dcp.transfer.plain_files import plain_files, plain_table
+
+__all__ = [
+    "METADATA_KEY",
+    "Checkpoint",
+    "CheckpointKind",
+    "Committed",
+    "checkpoint_from",
+    "newest_record",
+    "read_checkpoint",
+    "read_records",
+]
+
+METADATA_KEY = ".metadata"
+CheckpointKind = Literal["native", "stock", "safetensors"]
+
+
+class Committed(NamedTuple):
+    """The record that decides what the checkpoint is."""
+
+    slot: int
+    data: bytes
+    """The record as on storage."""
+    manifest: Manifest
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint that stands, and where all its chunks are."""
+
+    kind: CheckpointKind
+    """`native`: ours. `stock`: DCP's `.metadata`. `safetensors`: plain files."""
+    checkpoint_id: str
+    """Path or URL, for messages."""
+    slot: int
+    """Slot of the manifest; 0 for a checkpoint that is not ours."""
+    record: bytes
+    """The manifest, or the foreign `.metadata`, as on storage; empty for plain files."""
+    table: ChunkTable
+    attempt: str | None = None
+    """The attempt that committed it; None for a checkpoint that is not ours."""
+    manifest: Manifest | None = None
+    """None for a checkpoint that is not ours."""
+    foreign: ForeignMetadata | None = None
+    """What the `.metadata` says; None for all but `stock`."""
+    metadata_is_stale: bool = False
+    """`.metadata` should project this manifest, but is missing or older: publish it again."""
+
+
+def read_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Checkpoint:
+    """Returns the checkpoint that stands in a storage.
+
+    Args:
+        storage: Where to look.
+        checkpoint_id: Path or URL for messages; the storage's own by default.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message says what is there instead.
+        UncommittedCheckpointError: There are files of a save that never committed.
+        DamagedCheckpointError: What decides, or the chunk table, is damaged or missing; or stock
+            DCP saved over our checkpoint.
+        StorageError: The storage can't be read.
+    """
+    name = storage.url if checkpoint_id is None else checkpoint_id
+    try:
+        # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
+        metadata = _read_or_none(storage, METADATA_KEY)
+        committed = newest_record(storage)
+        if committed is not None:
+            return _newest_native(storage, name, committed, metadata)
+        if metadata is not None:
+            return _stock(name, metadata)
+        if plain_files(storage):
+            return _plain(storage, name)
+        raise not_found(storage)
+    except CheckpointError as exc:
+        exc.checkpoint_id = name
+        raise
+
+
+def checkpoint_from(
+    storage: Storage,
+    kind: str,
+    slot: int,
+    record: bytes,
+    *,
+    checkpoint_id: str | None = None,
+) -> Checkpoint:
+    """Returns the checkpoint that somebody else decided on, without deciding again.
+
+    Args:
+        storage: Where it is.
+        kind: `Checkpoint.kind`.
+        slot: `Checkpoint.slot`.
+        record: `Checkpoint.record`.
+        checkpoint_id: Path or URL for messages; the storage's own by default.
+
+    Raises:
+        DamagedCheckpointError: The record, the chunk table or a header is damaged or missing.
+        InternalError: `kind` is none, or the record is no manifest.
+        StorageError: The storage can't be read.
+    """
+    name = storage.url if checkpoint_id is None else checkpoint_id
+    try:
+        match kind:
+            case "native":
+                manifest = decode_record(record, key=record_key(slot))
+                if not isinstance(manifest, Manifest):
+                    raise InternalError(f"expected a manifest in slot {slot}, found an abort")
+                return _native(storage, name, Committed(slot, record, manifest))
+            case "stock":
+                return _stock(name, record)
+            case "safetensors":
+                return _plain(storage, name)
+            case _:
+                raise InternalError(f"expected a kind of checkpoint, found {kind!r}")
+    except CheckpointError as exc:
+        exc.checkpoint_id = name
+        raise
+
+
+def newest_record(storage: Storage) -> Committed | None:
+    """Returns the manifest that stands, None when nothing was ever committed.
+
+    Reads only the newest records: those that can name the attempt that it finds, which are the
+    ones in slots after the highest that was taken when that attempt was planned.
+
+    Raises:
+        DamagedCheckpointError: A record is damaged; nothing is decided past it.
+        StorageError: The storage can't be read.
+    """
+    slots = _slots(storage)
+    read: dict[int, tuple[bytes, Record]] = {}
+    for index in range(len(slots) - 1, -1, -1):
+        _read_record(storage, slots[index], read)
+        found = newest({slot: record for slot, (_, record) in read.items()})
+        if found is not None and (index == 0 or slots[index - 1] <= found[1].previous_slot):
+            return Committed(found[0], read[found[0]][0], found[1])
+    return None
+
+
+def read_records(storage: Storage) -> dict[int, Record]:
+    """Returns all records by slot: every commit and abort that was ever written and not collected.
+
+    Raises:
+        DamagedCheckpointError: One is damaged.
+        StorageError: The storage can't be read.
+    """
+    read: dict[int, tuple[bytes, Record]] = {}
+    for slot in _slots(storage):
+        _read_record(storage, slot, read)
+    return {slot: record for slot, (_, record) in read.items()}
+
+
+def _slots(storage: Storage) -> list[int]:
+    found = (slot_of(entry.key) for entry in storage.list("manifest-"))
+    return sorted(slot for slot in found if slot is not None)
+
+
+def _read_record(storage: Storage, slot: int, into: dict[int, tuple[bytes, Record]]) -> None:
+    key = record_key(slot)
+    data = _read_or_none(storage, key)
+    if data is None:
+        return  # collected since it was listed
+    try:
+        into[slot] = data, decode_record(data, key=key)
+    except DamagedCheckpointError as exc:
+        exc.message += (
+            f". Which checkpoint stands can't be told past it: move {key} away to fall back to "
+            f"the records before it"
+        )
+        raise
+
+
+def _read_or_none(storage: Storage, key: str) -> bytes | None:
+    try:
+        return storage.read(key)
+    except KeyMissingError:
+        return None
+
+
+def _newest_native(
+    storage: Storage, name: str, committed: Committed, metadata: bytes | None
+) -> Checkpoint:
+    """Reads what a manifest names; if that was collected meanwhile, what replaced it."""
+    while True:
+        stale = _metadata_is_stale(committed, metadata)
+        try:
+            return _native(storage, name, committed, metadata_is_stale=stale)
+        except DamagedCheckpointError:
+            newer = newest_record(storage)
+            if newer is None or newer.slot <= committed.slot:
+                raise
+            committed = newer
+
+
+def _native(
+    storage: Storage, name: str, committed: Committed, *, metadata_is_stale: bool = False
+) -> Checkpoint:
+    manifest = committed.manifest
+    table = decode_table(_verified(storage, manifest.table))
+    _check_table(table, manifest)
+    return Checkpoint(
+        kind="native",
+        checkpoint_id=name,
+        slot=committed.slot,
+        record=committed.data,
+        table=table,
+        attempt=manifest.attempt,
+        manifest=manifest,
+        metadata_is_stale=metadata_is_stale,
+    )
+
+
+def _stock(name: str, metadata: bytes) -> Checkpoint:
+    foreign = decode_metadata(metadata)
+    if foreign.attempt is not None:
+        raise UncommittedCheckpointError(
+            f"expected a manifest beside .metadata, found none: the save {foreign.attempt} never "
+            f"committed, or its manifest was deleted; load an earlier step",
+            key=METADATA_KEY,
+        )
+    return Checkpoint(
+        kind="stock",
+        checkpoint_id=name,
+        slot=0,
+        record=metadata,
+        table=foreign.table,
+        foreign=foreign,
+    )
+
+
+def _plain(storage: Storage, name: str) -> Checkpoint:
+    return Checkpoint(
+        kind="safetensors", checkpoint_id=name, slot=0, record=b"", table=plain_table(storage)
+    )
+
+
+def _verified(storage: Storage, entry: FileEntry) -> bytes:
+    data = _read_or_none(storage, entry.key)
+    if data is None:
+        raise DamagedCheckpointError(
+            f"the manifest names {entry.key}, but there is no such file; load an earlier step",
+            key=entry.key,
+        )
+    if len(data) != entry.num_bytes or digest_bytes(data).hex() != entry.digest:
+        raise DamagedCheckpointError(
+            f"expected the {entry.num_bytes} bytes of digest {entry.digest} that the manifest "
+            f"names, found {len(data)} bytes of digest {digest_bytes(data).hex()}; load an "
+            f"earlier step",
+            key=entry.key,
+        )
+    return data
+
+
+def _check_table(table: ChunkTable, manifest: Manifest) -> None:
+    found = (table.num_tensors, table.num_chunks)
+    unknown = sorted(set(table.files) - {entry.key for entry in manifest.files})
+    if found != (manifest.num_tensors, manifest.num_chunks) or unknown:
+        raise DamagedCheckpointError(
+            f"expected {manifest.num_tensors} tensors in {manifest.num_chunks} chunks of the "
+            f"manifest's files, found {found[0]} in {found[1]}"
+            + (f" and files that it does not name: {', '.join(unknown[:4])}" if unknown else "")
+            + "; load an earlier step",
+            key=manifest.table.key,
+        )
+
+
+def _metadata_is_stale(committed: Committed, metadata: bytes | None) -> bool:
+    """Tells whether `.metadata` does not project the manifest although it should.
+
+    Raises:
+        DamagedCheckpointError: It is a foreign one, which the manifest does not replace.
+    """
+    manifest = committed.manifest
+    expected = None if manifest.metadata is None else manifest.metadata.digest
+    if metadata is None:
+        return expected is not None
+    found = digest_bytes(metadata).hex()
+    if found == expected:
+        return False
+    if found != manifest.replaced_metadata:
+        _refuse_foreign(committed, metadata)
+    return expected is not None
+
+
+def _refuse_foreign(committed: Committed, metadata: bytes) -> None:
+    try:
+        if decode_metadata(metadata).attempt is not None:
+            return  # an earlier save of ours
+        what = "one of another program"
+    except DamagedCheckpointError as exc:
+        what = f"one that can't be read ({exc.message})"
+    key = record_key(committed.slot)
+    raise DamagedCheckpointError(
+        f"two checkpoints claim this place: {key} of the save {committed.manifest.attempt}, and "
+        f"a .metadata that does not belong to it, but is {what}. If stock DCP saved here last, "
+        f"move the manifest-*.json files away to load what it saved; if not, move .metadata away "
+        f"to load the save {committed.manifest.attempt}",
+        key=METADATA_KEY,
+    )

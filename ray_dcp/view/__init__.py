@@ -1,0 +1,1 @@
+"""Looking at checkpoints without torch or Ray: list, show, verify."""

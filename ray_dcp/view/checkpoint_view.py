@@ -1,0 +1,259 @@
+"""`CheckpointView`: what is in one checkpoint, without torch and without Ray.
+
+Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.errors import MissingKeyError
+from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
+from ray_dcp.transfer.reader import read_item
+from ray_dcp.view.html import checkpoint_html
+from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
+from ray_dcp.view.verify import VerifyReport, verify_checkpoint
+
+__all__ = ["CheckpointView", "FileInfo", "open", "rank_of_file"]
+
+_STOCK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp")
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One data file of a checkpoint."""
+
+    key: str
+    """Relative to the checkpoint."""
+    num_bytes: int
+    """Length; 0 if the file is missing (`verify` says so)."""
+    num_chunks: int
+    """Number of chunks in it."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CheckpointView:
+    """One checkpoint as it was when it was opened. Reads the chunk table, not the tensors.
+
+    Safe to use from several threads.
+
+    Attributes:
+        storage: Where the checkpoint lies.
+        checkpoint: What was read when it was opened.
+
+    Example:
+        >>> import numpy as np, ray_dcp, torch
+        >>> _ = ray_dcp.save({"w": torch.arange(6.0)}, checkpoint_id="memory://doc/view")
+        >>> view = ray_dcp.open("memory://doc/view")
+        >>> view.tensors["w"].shape, view["w"][1:3]
+        ((6,), array([1., 2.], dtype=float32))
+    """
+
+    storage: Storage
+    checkpoint: Checkpoint
+
+    @property
+    def url(self) -> str:
+        """Absolute path or URL."""
+        return self.storage.url
+
+    @property
+    def kind(self) -> str:
+        """`"native"`, `"stock"` (written by torch's DCP) or `"safetensors"` (plain files)."""
+        return self.checkpoint.kind
+
+    @property
+    def attempt(self) -> str | None:
+        """The attempt that was committed; None for a checkpoint that is not ours."""
+        return self.checkpoint.attempt or None
+
+    @property
+    def slot(self) -> int:
+        """Slot of the manifest; 0 for a checkpoint that is not ours."""
+        return self.checkpoint.slot
+
+    @cached_property
+    def world_size(self) -> int | None:
+        """Number of ranks that saved it.
+
+        For a checkpoint that is not ours, the number of ranks that its file names tell; None if
+        they tell none.
+        """
+        if self.checkpoint.manifest is not None:
+            return self.checkpoint.manifest.world_size
+        ranks = {rank_of_file(key) for key in self.table.files} - {None}
+        return len(ranks) or None
+
+    @property
+    def created_s(self) -> float | None:
+        """When it was saved, in seconds since 1970 by the coordinator's clock; None if unknown."""
+        manifest = self.checkpoint.manifest
+        return None if manifest is None else manifest.created_s
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunk table, for analyses of your own."""
+        return self.checkpoint.table
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """FQN of every tensor and object, in the order of the state dict."""
+        return self.table.names
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by FQN."""
+        return MappingProxyType(
+            {name: info for name, info in self._infos.items() if info is not None}
+        )
+
+    @cached_property
+    def objects(self) -> tuple[str, ...]:
+        """FQN of everything that is no tensor."""
+        return tuple(name for name, info in self._infos.items() if info is None)
+
+    @cached_property
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every data file that the checkpoint refers to, in the order of the chunk table."""
+        manifest = self.checkpoint.manifest
+        entries = self.storage.list() if manifest is None else manifest.files
+        lengths = {entry.key: entry.num_bytes for entry in entries}
+        counts = np.bincount(self.table.file, minlength=len(self.table.files)).tolist()
+        return tuple(
+            FileInfo(key, lengths.get(key, 0), count)
+            for key, count in zip(self.table.files, counts, strict=True)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.num_bytes for file in self.files)
+
+    @cached_property
+    def _infos(self) -> dict[str, TensorInfo | None]:
+        table = self.table
+        counts = np.bincount(table.tensor, minlength=table.num_tensors).tolist()
+        rows = zip(
+            table.names, table.paths, table.kind.tolist(), table.dtype.tolist(),
+            table.ndim.tolist(), table.shape.tolist(), counts, strict=True,
+        )  # fmt: skip
+        infos: dict[str, TensorInfo | None] = {}
+        for name, path, kind, dtype, ndim, padded, num_chunks in rows:
+            if kind == Kind.OBJECT:
+                infos[name] = None
+                continue
+            shape, dtype_name = tuple(padded[:ndim]), table.dtypes[dtype]
+            num_bytes = prod(shape) * ITEMSIZE.get(dtype_name, 0)
+            infos[name] = TensorInfo(shape, dtype_name, num_bytes, num_chunks, path)
+        return infos
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self.table.names)}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a handle on a tensor, of which only what is indexed is read; or an object.
+
+        Objects are loaded under the rules of `torch.load(weights_only=True)`, which imports
+        torch.
+
+        Args:
+            name: FQN.
+
+        Raises:
+            MissingKeyError: The checkpoint has no such name; the message tells similar ones.
+            UnsafeCheckpointError: The object asks for code that a safe load refuses.
+            DamagedCheckpointError: The object's bytes do not match their checksums.
+        """
+        row = self._rows.get(name)
+        if row is None:
+            raise self._missing(name)
+        info = self._infos[name]
+        if info is not None:
+            return TensorHandle(self.storage, self.table, row, info)
+        from ray_dcp.seam.objects import load_object
+
+        chunk = int(np.flatnonzero(self.table.tensor == row)[0])
+        data = read_item(self.storage, self.table, chunk, verify="always")
+        return load_object(data, fqn=name)
+
+    def _missing(self, name: str) -> MissingKeyError:
+        from difflib import get_close_matches
+
+        close = get_close_matches(str(name), self.names, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        return MissingKeyError(
+            f"expected one of {len(self)} names of the checkpoint, but found {name!r}{hint}",
+            checkpoint_id=self.url,
+            key=str(name),
+        )
+
+    def verify(self) -> VerifyReport:
+        """Reads every data file and compares it with its checksums.
+
+        Returns:
+            What was checked and every problem; damage is reported, not raised.
+        """
+        return verify_checkpoint(self.storage, self.checkpoint)
+
+    def __repr__(self) -> str:
+        return (
+            f"CheckpointView({self.url!r}, {self.kind}, {len(self.tensors)} tensors, "
+            f"{len(self.objects)} objects, {self.num_bytes} bytes in {len(self.files)} files)"
+        )
+
+    def _repr_html_(self) -> str:
+        return checkpoint_html(self)
+
+
+def open(path: str | os.PathLike[str] | Target) -> CheckpointView:  # noqa: A001 - the public name
+    """Returns a view of the newest committed checkpoint at a path.
+
+    Args:
+        path: Path or URL of the checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message says what is there.
+        UncommittedCheckpointError: Files of a save are there, but it was never committed.
+        DamagedCheckpointError: Its manifest or chunk table can't be trusted.
+        StorageError: The storage refused.
+    """
+    storage = open_storage(path)
+    return CheckpointView(storage, read_checkpoint(storage, checkpoint_id=storage.url))
+
+
+def rank_of_file(key: str) -> int | None:
+    """Returns the rank in the name of a `.distcp` file, ours or stock DCP's.
+
+    Args:
+        key: Key of the file.
+
+    Example:
+        >>> rank_of_file("__12_0.distcp"), rank_of_file("model.safetensors")
+        (12, None)
+    """
+    match = _STOCK_FILE.fullmatch(key)
+    return int(match[1]) if match else None

@@ -1,0 +1,205 @@
+"""`TensorHandle`: one tensor of a checkpoint, of which only the part that is indexed is read.
+
+Where the bytes lie and how they are verified belongs to `transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
+from ray_dcp.format.dtypes import itemsize_of
+from ray_dcp.options import LoadOptions
+from ray_dcp.plan.reading import Wanted, plan_reads
+from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.reader import read_chunks, read_item
+from ray_dcp.view.indexing import Selection, select
+
+__all__ = ["NUMPY_DTYPES", "TensorHandle", "TensorInfo"]
+
+NUMPY_DTYPES = frozenset(
+    {
+        "bool",
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    }
+)
+"""The torch dtypes that numpy has too, under the same name."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the chunk table says about one tensor."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """Name of the torch dtype, without prefix."""
+    num_bytes: int
+    """Bytes of the whole tensor."""
+    num_chunks: int
+    """Number of boxes that it is stored in."""
+    path: tuple[str | int, ...] | None
+    """Where it sits in the nested state dict; None when that was not recorded."""
+
+
+class TensorHandle:
+    """One stored tensor, read when indexed.
+
+    `handle[2:5]` is a numpy array, or a torch tensor where numpy lacks the dtype (bfloat16,
+    float8, …); `handle[...]` is all of it. Only the bytes of the enclosing box, extended to
+    checksum blocks, are read, and their checksums are verified.
+
+    Args:
+        storage: Where the checkpoint lies.
+        table: Its chunk table.
+        tensor: Index into the table's `names`.
+        info: What the table says about it.
+    """
+
+    def __init__(self, storage: Storage, table: ChunkTable, tensor: int, info: TensorInfo) -> None:
+        self._storage = storage
+        self._table = table
+        self._tensor = tensor
+        self._info = info
+
+    @property
+    def name(self) -> str:
+        """The FQN."""
+        return self._table.names[self._tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self._info.shape
+
+    @property
+    def dtype(self) -> str:
+        """Name of the torch dtype, without prefix."""
+        return self._info.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._info.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise InvalidRequestError(f"{self.name!r} has no dimensions, hence no length; use [()]")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[row] for row in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.dtype!r})"
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the selected part: a numpy array, or a torch tensor for dtypes numpy lacks.
+
+        Args:
+            index: Integers, slices of any step and `...`.
+
+        Raises:
+            InvalidRequestError: The index is no such index, or out of bounds.
+            DamagedCheckpointError: The stored bytes do not match their checksums.
+            CoverageError: Some of the selected elements are stored nowhere.
+            StorageError: The storage refused.
+        """
+        selection = select(index, self.shape)
+        in_numpy = self.dtype in NUMPY_DTYPES
+        dtype = np.dtype(self.dtype if in_numpy else f"i{itemsize_of(self.dtype)}")
+        box = np.empty(selection.size, dtype)
+        if not self._fill(box, selection):
+            return self._opaque()[index]
+        selected = np.asarray(box[selection.rest], order="C")
+        if in_numpy:
+            return selected
+        import torch
+
+        return torch.from_numpy(selected).view(getattr(torch, self.dtype))
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """Returns the whole tensor as a numpy array.
+
+        Raises:
+            InvalidRequestError: numpy has no such dtype, or `copy=False` was asked for.
+        """
+        if self.dtype not in NUMPY_DTYPES:
+            raise InvalidRequestError(
+                f"numpy has no dtype {self.dtype} for {self.name!r}; index the handle instead, "
+                "handle[...] gives a torch tensor"
+            )
+        if copy is False:
+            raise InvalidRequestError(f"{self.name!r} lies on storage: reading it makes a copy")
+        return np.asarray(self[...], dtype=dtype)
+
+    def _fill(self, box: npt.NDArray[Any], selection: Selection) -> bool:
+        """Reads the selected box; False where only `torch.load` understands the stored bytes."""
+        if self._table.kind[self._tensor] == Kind.OPAQUE:
+            return False
+        width = self._table.shape.shape[1]
+        padding = width - self.ndim
+        wanted = Wanted(
+            tensor=np.array([self._tensor], np.int32),
+            offset=np.array([[*selection.offset, *[0] * padding]], np.int64),
+            size=np.array([[*selection.size, *[1] * padding]], np.int64),
+            itemsize=np.array([box.itemsize], np.int64),
+        )
+        plan = plan_reads(self._table, wanted)
+        if plan.uncovered:
+            raise CoverageError(
+                f"expected every element of {self.name!r} to be stored, but "
+                f"{plan.uncovered[0][1]} bytes of the selected part are in no chunk; load another "
+                "checkpoint",
+                checkpoint_id=self._storage.url,
+                key=self.name,
+            )
+        sink = _OneTarget(box)
+        options = LoadOptions()
+        stats = read_chunks(self._storage, self._table, plan, wanted, sink, options=options)
+        return not stats.opaque
+
+    def _opaque(self) -> Any:
+        """Returns a tensor that only `torch.load` understands."""
+        chunks = np.flatnonzero(self._table.tensor == self._tensor)
+        if len(chunks) != 1:
+            raise InvalidRequestError(
+                f"{self.name!r} is stored as {len(chunks)} pickled chunks of a tensor subclass, "
+                "which a view can't put together; read it with ray_dcp.load",
+                key=self.name,
+            )
+        from ray_dcp.seam.objects import load_object
+
+        data = read_item(self._storage, self._table, int(chunks[0]), verify="always")
+        value = load_object(data, fqn=self.name)
+        if tuple(getattr(value, "shape", ())) != self.shape:
+            raise DamagedCheckpointError(
+                f"expected a tensor of shape {self.shape} under {self.name!r}, found "
+                f"{type(value).__name__}; load an earlier checkpoint",
+                checkpoint_id=self._storage.url,
+                key=self.name,
+            )
+        return value
+
+
+class _OneTarget:
+    """A `TargetSink` of one row."""
+
+    def __init__(self, target: npt.NDArray[Any]) -> None:
+        self._buffer = target.reshape(-1).view(np.uint8).data
+
+    def buffer(self, row: int) -> memoryview:
+        """Returns the bytes of the target."""
+        return self._buffer
+
+    def done(self, row: int) -> None:
+        """Takes note of nothing: the caller waits for all rows."""

@@ -1,0 +1,330 @@
+"""Reads every data file of a checkpoint and tells which bytes are not what was committed.
+
+For our checkpoints every byte counts: payloads have checksums, frames are known, the rest is zero.
+Checks of stock DCP's items, which have only the CRCs of their zips, are in `stock_items`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
+from ray_dcp.format.checksums import block_checks, digest_bytes
+from ray_dcp.format.frames import torch_save_frame
+from ray_dcp.format.manifest import Manifest
+from ray_dcp.format.metadata_in import decode_metadata
+from ray_dcp.plan.values import ChunkTable
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
+from ray_dcp.transfer.threads import run_tasks
+from ray_dcp.view.stock_items import check_stock_item
+
+__all__ = ["Problem", "VerifyReport", "verify", "verify_checkpoint"]
+
+_NUM_THREADS = 4
+_WINDOW_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Some bytes of a checkpoint are missing or are not what was committed."""
+
+    file: str
+    """Key of the file, relative to the checkpoint."""
+    fqn: str | None
+    """Whose bytes they are; None for bytes that belong to no tensor or object."""
+    start: int
+    """First byte concerned in the file."""
+    stop: int
+    """Behind the last byte concerned."""
+    what: str
+    """What was expected and what was found."""
+
+    def __str__(self) -> str:
+        whose = "" if self.fqn is None else f" of {self.fqn!r}"
+        return f"{self.file} bytes [{self.start}, {self.stop}){whose}: {self.what}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found."""
+
+    checked_bytes: int
+    """Bytes that were compared with a checksum or with known content."""
+    problems: tuple[Problem, ...]
+    """All damage, in the order of files and bytes."""
+    notes: tuple[str, ...] = ()
+    """What could not be checked, and what is odd but harmless."""
+
+    @property
+    def ok(self) -> bool:
+        """No damage was found."""
+        return not self.problems
+
+
+def verify(path: str | os.PathLike[str] | Target) -> VerifyReport:
+    """Returns which bytes of the checkpoint at a path are damaged.
+
+    Damage is reported, not raised, also where it keeps the checkpoint from being opened at all.
+
+    Args:
+        path: Path or URL of the checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        UncommittedCheckpointError: Files of a save are there, but it was never committed.
+        StorageError: The storage refused to tell what is there.
+
+    Complexity:
+        Reads every data file once, a few at a time, with 8 MiB of memory for each.
+    """
+    storage = open_storage(path)
+    try:
+        checkpoint = read_checkpoint(storage, checkpoint_id=storage.url)
+    except DamagedCheckpointError as error:
+        return VerifyReport(0, (Problem(error.key or "", None, 0, 0, error.message),))
+    return verify_checkpoint(storage, checkpoint)
+
+
+def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
+    """Returns which bytes of an opened checkpoint are damaged.
+
+    Args:
+        storage: Where it lies.
+        checkpoint: What was read when it was opened.
+
+    Raises:
+        StorageError: The storage refused to tell what is there.
+    """
+    found = {entry.key: entry.num_bytes for entry in storage.list()}
+    expected = (
+        {e.key: e.num_bytes for e in checkpoint.manifest.files} if checkpoint.manifest else {}
+    )
+    table = checkpoint.table
+    rows = _rows_by_file(table)
+    checks = [_FileCheck(storage, table, key, rows[i]) for i, key in enumerate(table.files)]
+
+    def run(check: _FileCheck) -> None:
+        check.run(found.get(check.key), expected.get(check.key))
+
+    run_tasks(checks, run, _NUM_THREADS)
+    problems = [problem for check in checks for problem in check.problems]
+    notes = [note for check in checks for note in check.notes]
+    if checkpoint.manifest is not None:
+        problems += _metadata_problems(storage, checkpoint.manifest, notes)
+    checked_bytes = sum(check.checked_bytes for check in checks)
+    return VerifyReport(checked_bytes, tuple(problems), tuple(dict.fromkeys(notes)))
+
+
+def _rows_by_file(table: ChunkTable) -> list[list[int]]:
+    """Returns the chunks of each file, in the order of its bytes."""
+    order = np.lexsort((table.item_offset, table.file))
+    bounds = np.searchsorted(table.file[order], np.arange(len(table.files) + 1))
+    return [order[bounds[i] : bounds[i + 1]].tolist() for i in range(len(table.files))]
+
+
+def _metadata_problems(storage: Storage, manifest: Manifest, notes: list[str]) -> Iterator[Problem]:
+    """Yields what is wrong with the `.metadata` that stock DCP reads.
+
+    Why a missing or older one is no damage: a crash between commit and publication leaves it, and
+    the checkpoint is whole.
+    """
+    if manifest.metadata is None:
+        return
+    key = manifest.metadata.key
+    try:
+        data = storage.read(key)
+    except KeyMissingError:
+        notes.append(f"{key} is missing: stock DCP can't read this checkpoint")
+        return
+    digest = digest_bytes(data).hex()
+    if digest == manifest.metadata.digest:
+        return
+    if digest == manifest.replaced_metadata or _attempt_of(data) not in (None, manifest.attempt):
+        notes.append(f"{key} is of an earlier save: stock DCP reads that one")
+        return
+    yield Problem(
+        key, None, 0, len(data), "expected the bytes that the manifest names, found others"
+    )
+
+
+def _attempt_of(metadata: bytes) -> str | None:
+    """Returns the attempt that a `.metadata` of ours belongs to; None for any other bytes."""
+    try:
+        return decode_metadata(metadata).attempt
+    except CheckpointError:
+        return None
+
+
+class _FileCheck:
+    """Goes through one data file, front to back."""
+
+    def __init__(self, storage: Storage, table: ChunkTable, key: str, rows: list[int]) -> None:
+        self.key = key
+        self.checked_bytes = 0
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self._storage = storage
+        self._table = table
+        self._rows = rows
+        self._num_bytes = 0
+        self._window_start = 0
+        self._window = memoryview(b"")
+
+    def run(self, num_bytes: int | None, expected_bytes: int | None) -> None:
+        """Checks the file.
+
+        Args:
+            num_bytes: Its length on storage; None if it is not there.
+            expected_bytes: Its length by the manifest; None if that is not known.
+        """
+        if num_bytes is None:
+            num_bytes = self._length_elsewhere()
+        if num_bytes is None:
+            self._report(None, 0, expected_bytes or 0, f"the file is missing{self._losses()}")
+            return
+        self._num_bytes = num_bytes
+        if expected_bytes is not None and num_bytes != expected_bytes:
+            low, high = sorted((num_bytes, expected_bytes))
+            self._report(None, low, high, f"expected {expected_bytes} bytes, found {num_bytes}")
+        try:
+            self._check_items(checksummed=expected_bytes is not None)
+        except StorageError as error:
+            self._report(None, 0, num_bytes, f"unreadable: {error.message}")
+
+    def _length_elsewhere(self) -> int | None:
+        """Returns the length of a file that a stock `.metadata` borrows from another checkpoint."""
+        if not self.key.startswith("../"):
+            return None
+        self.notes.append(f"{self.key} lies in another checkpoint and was not checked")
+        self._rows = []
+        return 0
+
+    def _losses(self) -> str:
+        names = dict.fromkeys(self._name(row) for row in self._rows)
+        some = ", ".join(map(repr, list(names)[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f", and with it bytes of {some}{more}" if names else ""
+
+    def _check_items(self, *, checksummed: bool) -> None:
+        end = 0
+        for row in self._rows:
+            start = int(self._table.item_offset[row])
+            stop = start + int(self._table.item_bytes[row])
+            if stop > self._num_bytes:
+                self._report(row, start, stop, f"expected it to end at byte {stop}, but the file "
+                             f"ends at {self._num_bytes}")  # fmt: skip
+                continue
+            if self._table.block_bytes[row] > 0:
+                self._check_gap(end, start)
+                self._check_frame(row, start, stop)
+                self._check_payload(row)
+            elif self._table.payload_offset[row] < 0:
+                self._check_zip(row, start, stop)
+            else:
+                self.notes.append(f"{self.key} holds no checksums: only its length was checked")
+            end = stop
+        if checksummed:
+            self._check_gap(end, self._num_bytes)
+
+    def _check_gap(self, start: int, stop: int) -> None:
+        """Bytes between items are zero, but for the header of a safetensors file."""
+        if start == 0 and self.key.endswith(".safetensors"):
+            return
+        for low in range(start, stop, _WINDOW_BYTES):
+            high = min(stop, low + _WINDOW_BYTES)
+            self._compare(None, low, bytes(high - low), "expected zeros between items")
+
+    def _check_frame(self, row: int, start: int, stop: int) -> None:
+        """Before and after the raw bytes of a tensor stands a frame that its shape decides."""
+        table = self._table
+        low = int(table.payload_offset[row])
+        high = low + int(table.payload_bytes[row])
+        if (low, high) == (start, stop):
+            return
+        tensor = table.tensor[row]
+        size = tuple(table.size[row, : table.ndim[tensor]].tolist())
+        frame = torch_save_frame(table.dtypes[table.dtype[tensor]], size)
+        what = "expected the frame of a tensor of this dtype and shape"
+        self._compare(row, start, frame.header, what)
+        self._compare(row, high, frame.footer, what)
+
+    def _compare(self, row: int | None, start: int, expected: bytes, what: str) -> None:
+        found = bytes(self._bytes(start, start + len(expected)))
+        self.checked_bytes += len(expected)
+        if found != expected:
+            wrong = np.flatnonzero(
+                np.frombuffer(found, np.uint8) != np.frombuffer(expected, np.uint8)
+            )
+            self._report(
+                row, start + int(wrong[0]), start + int(wrong[-1]) + 1, f"{what}, found other bytes"
+            )
+
+    def _check_payload(self, row: int) -> None:
+        table = self._table
+        start, num_bytes = int(table.payload_offset[row]), int(table.payload_bytes[row])
+        block = int(table.block_bytes[row])
+        checks = table.checks[table.check_start[row] : table.check_start[row + 1]]
+        step = max(_WINDOW_BYTES // block, 1) * block
+        bad: list[int] = []
+        for low in range(0, num_bytes, step):
+            high = min(num_bytes, low + step)
+            found = block_checks(self._bytes(start + low, start + high), block)
+            first = low // block
+            differs = np.flatnonzero(found != checks[first : first + len(found)])
+            bad += (first + differs).tolist()
+        self.checked_bytes += num_bytes
+        for first, last in _runs(bad):
+            self._report(
+                row, start + first * block, start + min(num_bytes, (last + 1) * block),
+                f"{last - first + 1} block(s) do not match their checksums",
+            )  # fmt: skip
+
+    def _check_zip(self, row: int, start: int, stop: int) -> None:
+        checked, problem, note = check_stock_item(self._storage, self.key, start, stop)
+        self.checked_bytes += checked
+        if problem is not None:
+            self._report(row, start, stop, problem)
+        if note is not None:
+            self.notes.append(f"{self.key}: {note}")
+
+    def _bytes(self, start: int, stop: int) -> memoryview:
+        """Returns bytes of the file, read ahead: items lie side by side."""
+        if not self._window_start <= start <= stop <= self._window_start + len(self._window):
+            length = min(max(stop - start, _WINDOW_BYTES), self._num_bytes - start)
+            self._window = memoryview(self._storage.read(self.key, start, length))
+            self._window_start = start
+            if len(self._window) < stop - start:
+                raise StorageError(
+                    f"expected bytes [{start}, {stop}) of {self.key}, but it became shorter",
+                    key=self.key,
+                )
+        return self._window[start - self._window_start : stop - self._window_start]
+
+    def _name(self, row: int) -> str:
+        tensor = int(self._table.tensor[row])
+        return self._table.names[tensor]
+
+    def _report(self, row: int | None, start: int, stop: int, what: str) -> None:
+        fqn = None if row is None else self._name(row)
+        self.problems.append(Problem(self.key, fqn, start, stop, what))
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yields first and last of each run of consecutive numbers.
+
+    Example:
+        >>> list(_runs([1, 2, 5]))
+        [(1, 2), (5, 5)]
+    """
+    for i, number in enumerate(numbers):
+        if i == 0 or numbers[i - 1] != number - 1:
+            first = number
+        if i + 1 == len(numbers) or numbers[i + 1] != number + 1:
+            yield first, number

@@ -1,0 +1,39 @@
+"""Sizes and ages in words, the same in tables, notebooks and messages."""
+
+from __future__ import annotations
+
+__all__ = ["age_text", "size_text"]
+
+
+def size_text(num_bytes: int) -> str:
+    """Returns a length in the largest binary unit that keeps it at 1 or above.
+
+    Args:
+        num_bytes: A length.
+
+    Example:
+        >>> size_text(0), size_text(1536), size_text(21 << 30)
+        ('0 B', '1.5 KiB', '21.0 GiB')
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} PiB"
+
+
+def age_text(age_s: float) -> str:
+    """Returns an age in its largest whole unit; what lies in the future is `0s` old.
+
+    Args:
+        age_s: Seconds.
+
+    Example:
+        >>> age_text(59), age_text(3700), age_text(200_000)
+        ('59s', '1h', '2d')
+    """
+    for unit, seconds in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if age_s >= seconds:
+            return f"{int(age_s // seconds)}{unit}"
+    return f"{max(0, int(age_s))}s"

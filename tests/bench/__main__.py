@@ -1,0 +1,28 @@
+"""`python -m tests.bench WHAT`: benchmarks, run by hand. Each prints its limit and its peers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.bench import reshard, single
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("what", choices=["small", "big", "reshard"])
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
+    parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
+    parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
+    arguments = parser.parse_args()
+    if arguments.what == "small":
+        single.small(arguments.rounds, arguments.dir)
+    elif arguments.what == "big":
+        single.big(arguments.rounds, arguments.dir)
+    else:
+        return reshard.reshard(arguments.ranks, arguments.dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

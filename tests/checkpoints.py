@@ -1,0 +1,61 @@
+"""Checkpoints for tests that look at them, and ways to damage one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as stock
+
+import ray_dcp
+
+
+def state() -> dict[str, Any]:
+    """Returns tensors of many kinds, small and large, and two objects."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {
+            "weight": torch.randn(37, 11, generator=generator),
+            "large": torch.arange(300_000, dtype=torch.int64).reshape(600, 500),
+            "half": torch.randn(5, 7, generator=generator).bfloat16(),
+            "flag": torch.tensor(True),
+            "empty": torch.zeros(0, 3),
+            "complex": torch.randn(4, 2, generator=generator, dtype=torch.complex64),
+            "bits": torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        },
+        "step": 10,
+        "note[x]": {"text": "hello", "items": [1, 2]},
+    }
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Returns the tensors of `state` by FQN."""
+    return {f"model.{name}": value for name, value in state()["model"].items()}
+
+
+def save(path: Path, **options: Any) -> Path:
+    """Saves `state` with ray_dcp as one process."""
+    ray_dcp.save(state(), checkpoint_id=path, no_dist=True, options=ray_dcp.SaveOptions(**options))
+    return path
+
+
+def save_stock(path: Path, values: dict[str, Any] | None = None) -> Path:
+    """Saves values, by default `state`, with torch's own DCP as one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save(values or state(), checkpoint_id=path, no_dist=True)
+    return path
+
+
+def data_file(path: Path) -> Path:
+    """Returns the largest data file of a checkpoint."""
+    return max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def flip(file: Path, offset: int, mask: int = 1) -> None:
+    """Changes bits of one byte in place."""
+    data = bytearray(file.read_bytes())
+    data[offset] ^= mask
+    file.write_bytes(data)

@@ -1,0 +1,101 @@
+"""Chunk tables and torch objects that the tests of `ray_dcp.format` share."""
+
+import dataclasses
+
+import numpy as np
+
+from ray_dcp.format.checksums import block_bytes_for_many, num_blocks_many
+from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.plan.values import ChunkTable, Kind
+
+
+def table_of(tensors, *, files=("__0_0.a1.distcp",), checks=True, seed=0):
+    """A consistent table: tensors are (name, path, kind, dtype, shape, requires_grad, chunks), a
+    chunk (offset, size, file)."""
+    dtypes = list(dict.fromkeys(t[3] for t in tensors if t[3] is not None))
+    width = max((len(t[4]) for t in tensors), default=0)
+
+    def pad(rows, blank):
+        full = [tuple(r) + (blank,) * (width - len(r)) for r in rows]
+        return np.array(full, dtype=np.int64).reshape(len(full), width)
+
+    rows = [(i, *chunk) for i, t in enumerate(tensors) for chunk in t[6]]
+    payload = []
+    for i, _, size, _ in rows:
+        _, _, kind, dtype, *_ = tensors[i]
+        plain = kind == Kind.TENSOR
+        payload.append(int(np.prod(size)) * ITEMSIZE[dtype] if plain else 100 + i)
+    payload = np.array(payload, dtype=np.int64)
+    place = np.zeros(len(rows), dtype=np.int64)
+    ends = [0] * len(files)
+    for row, (_, _, _, file) in enumerate(rows):
+        place[row] = ends[file]
+        ends[file] += int(payload[row]) + 1024
+    blocks = block_bytes_for_many(payload) if checks else np.zeros(len(rows), dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(num_blocks_many(payload, blocks))]).astype(np.int64)
+    return ChunkTable(
+        names=tuple(t[0] for t in tensors),
+        paths=tuple(t[1] for t in tensors),
+        dtypes=tuple(dtypes),
+        files=tuple(files),
+        kind=np.array([t[2] for t in tensors], dtype=np.int8),
+        dtype=np.array([-1 if t[3] is None else dtypes.index(t[3]) for t in tensors], np.int8),
+        ndim=np.array([len(t[4]) for t in tensors], dtype=np.int8),
+        shape=pad([t[4] for t in tensors], 1),
+        requires_grad=np.array([t[5] for t in tensors], dtype=bool),
+        tensor=np.array([row[0] for row in rows], dtype=np.int32),
+        offset=pad([row[1] for row in rows], 0),
+        size=pad([row[2] for row in rows], 1),
+        file=np.array([row[3] for row in rows], dtype=np.int32),
+        item_offset=place,
+        item_bytes=payload + 1024,
+        payload_offset=place + 384,
+        payload_bytes=payload,
+        block_bytes=blocks,
+        check_start=starts,
+        checks=np.random.default_rng(seed).integers(0, 1 << 64, int(starts[-1]), dtype=np.uint64),
+    )
+
+
+def mixed_table():
+    """0-d, empty, sharded, object and opaque items, numbers in paths, one tensor without chunk."""
+    return table_of(
+        [
+            ("m.w", ("m", "w"), Kind.TENSOR, "float32", (6, 4), True,
+             [((0, 0), (3, 4), 0), ((3, 0), (3, 4), 1)]),
+            ("m.scale", ("m", "scale"), Kind.TENSOR, "bfloat16", (), False, [((), (), 0)]),
+            ("o.0.lr", ("o", 0, "lr"), Kind.OBJECT, None, (), False, [((), (), 1)]),
+            ("empty", ("empty",), Kind.TENSOR, "int64", (0, 3), False, [((0, 0), (0, 3), 0)]),
+            ("f8", ("f8", 7), Kind.OPAQUE, "float8_e4m3fn", (5,), False, [((0,), (5,), 0)]),
+            ("deep.0", ("deep", "0"), Kind.TENSOR, "uint8", (1, 2, 3, 4, 5), False,
+             [((0,) * 5, (1, 2, 3, 4, 5), 1)]),
+            ("flat", None, Kind.TENSOR, "float32", (70000,), False, [((0,), (70000,), 1)]),
+            ("nowhere", ("nowhere",), Kind.TENSOR, "float32", (2,), False, []),
+        ],
+        files=("__0_0.a1.distcp", "__1_0.a1.distcp"),
+    )  # fmt: skip
+
+
+def many_table(count):
+    """One chunk a tensor, every tensor of its own shape."""
+    return table_of(
+        [
+            (f"model.layers.{i}.weight", ("model", "layers", i, "weight"), Kind.TENSOR, "float32",
+             (64, i % 900 + 1), False, [((0, 0), (64, i % 900 + 1), i % 3)])
+            for i in range(count)
+        ],
+        files=("__0_0.a1.distcp", "__1_0.a1.distcp", "__2_0.a1.distcp"),
+    )  # fmt: skip
+
+
+def difference(left, right):
+    """Names of the fields in which two tables differ, dtypes of arrays included."""
+    found = []
+    for field in dataclasses.fields(ChunkTable):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(a, b):
+                found.append(field.name)
+        elif a != b or list(map(type, a)) != list(map(type, b)):
+            found.append(field.name)
+    return found

@@ -1,0 +1,50 @@
+"""A real Ray for a test module, as small and as quiet as it can be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+# Before ray is imported anywhere: 2.60 otherwise writes a token to the home directory, and its
+# memory monitor kills our actors when somebody else fills the machine.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+THIRD_PARTY_WARNINGS = (
+    # ray.init: Ray announces a change of accelerator variables that we do not use.
+    "ignore:Tip. In future versions of Ray:FutureWarning",
+    # Ray's subprocesses and sockets are closed by its atexit handlers, not by its objects.
+    "ignore:subprocess .* is still running:ResourceWarning",
+    "ignore:unclosed.*:ResourceWarning",
+    # torch 2.13's TCPStore and gloo registration.
+    "ignore:.*torch.distributed.*reduce_op.* is deprecated:FutureWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in THIRD_PARTY_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="module")
+def ray_session():
+    """Ray on this machine for one module; everything it leaves is removed."""
+    import ray
+
+    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+    ray.init(
+        num_cpus=8,
+        object_store_memory=256 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        namespace="tests",
+        _temp_dir=directory,
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,191 @@
+"""The coordinator actor under real Ray: exchanges, restarts, leases, and ranks that die."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+
+from ray_dcp.errors import DeadlineError, InvalidRequestError, RankDisagreementError
+from ray_dcp.protocol.messages import Exchange, Exchanged, Refused
+from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
+from ray_dcp.runtime.session import Session, connect, current_session
+from tests.polling import eventually, lives
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def fresh_sessions(world_size: int, lease_s: float = 60.0) -> list[Session]:
+    name = f"test-{secrets.token_hex(4)}"
+    return [Session(name, rank, world_size, lease_s=lease_s) for rank in range(world_size)]
+
+
+def exchange(session: Session, key, timeout_s: float = 60.0):
+    """Every rank sends its number to every rank."""
+    outbox = {rank: bytes([session.rank]) for rank in range(session.world_size)}
+    request = Exchange(
+        key, session.rank, session.world_size, "test", outbox, timeout_s
+    )  # fmt: skip
+    return session.call(request)
+
+
+def coordinator_lives(session: Session) -> bool:
+    try:
+        ray.get_actor(coordinator_name(session.name), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_four_ranks_exchange_again_and_again(threads):
+    sessions = fresh_sessions(4)
+    for _ in range(3):
+        replies = [threads.submit(exchange, each, each.next_key()) for each in sessions]
+        for reply in replies:
+            assert reply.result(60) == Exchanged({rank: bytes([rank]) for rank in range(4)})
+    for each in sessions:
+        each.close()
+
+
+def test_a_closed_session_ends_its_coordinator_long_before_the_lease(threads):
+    sessions = fresh_sessions(2)
+    for reply in [threads.submit(exchange, each, each.next_key()) for each in sessions]:
+        reply.result(60)
+    for each in sessions:
+        each.close()
+    assert eventually(lambda: not coordinator_lives(sessions[0]), 20)
+    with pytest.raises(InvalidRequestError, match="was closed"):
+        sessions[0].next_key()
+
+
+def test_a_killed_coordinator_comes_back_with_a_higher_epoch_and_answers_who_waits(threads):
+    sessions = fresh_sessions(4)
+    before = sessions[0].coordinator_info()
+    keys = [each.next_key() for each in sessions]
+    early = [threads.submit(exchange, sessions[rank], keys[rank]) for rank in range(3)]
+    assert eventually(lambda: sessions[3].coordinator_info()["active"] == (keys[0],), 20)
+    os.kill(before["pid"], signal.SIGKILL)
+    late = threads.submit(exchange, sessions[3], keys[3])
+    for reply in [*early, late]:
+        assert reply.result(60) == Exchanged({rank: bytes([rank]) for rank in range(4)})
+    after = sessions[0].coordinator_info()
+    assert after["epoch"] == before["epoch"] + 1
+    assert after["pid"] != before["pid"]
+    for each in sessions:
+        each.close()
+
+
+def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
+    (session,) = fresh_sessions(1, lease_s=1.0)
+    before = session.coordinator_info()
+    assert eventually(lambda: not lives(before["pid"]), 20)
+    assert session.coordinator_info()["epoch"] == before["epoch"] + 1
+    session.close()
+
+
+def test_a_coordinator_does_not_leave_while_a_rank_waits(threads):
+    first, second = fresh_sessions(2, lease_s=1.0)
+    before = first.coordinator_info()
+    started_s = time.monotonic()
+    waiting = threads.submit(exchange, first, first.next_key())
+    # Several leases pass, then the other rank comes.
+    assert eventually(lambda: time.monotonic() - started_s > 4, 10)
+    assert isinstance(exchange(second, second.next_key()), Exchanged)
+    assert isinstance(waiting.result(10), Exchanged)
+    assert lives(before["pid"]) or second.coordinator_info()["epoch"] > before["epoch"]
+    first.close()
+    second.close()
+
+
+def test_two_sessions_do_not_meet(threads):
+    ours, theirs = fresh_sessions(2), fresh_sessions(2)
+    alone = threads.submit(exchange, theirs[0], theirs[0].next_key(), 1.0)
+    replies = [threads.submit(exchange, each, each.next_key()) for each in ours]
+    for reply in replies:
+        assert isinstance(reply.result(60), Exchanged)
+    refused = alone.result(60)
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, DeadlineError)
+    assert "rank 1" in str(refused.error)
+    for each in [*ours, *theirs]:
+        each.close()
+
+
+def test_ranks_connect_by_name_and_a_restarted_job_of_that_name_gets_a_new_session(threads):
+    name = f"job-{secrets.token_hex(4)}"
+
+    def come(rank: int) -> str:
+        place = Session(name, rank, 2)
+        return place.enter(secrets.token_hex(4), 30.0)
+
+    generations = []
+    for _ in range(2):
+        first, second = threads.map(come, range(2))
+        assert first == second
+        generations.append(first)
+    assert generations[0] != generations[1]
+
+
+def test_a_rank_that_never_connects_is_named():
+    place = Session(f"job-{secrets.token_hex(4)}", 1, 3)
+    with pytest.raises(DeadlineError, match=r"ranks \[0, 2\] did not come"):
+        place.enter("a", 0.5)
+
+
+def test_ranks_that_disagree_about_their_number_are_told(threads):
+    name = f"job-{secrets.token_hex(4)}"
+    first, second = Session(name, 0, 2), Session(name, 1, 3)
+    waiting = threads.submit(first.enter, "a", 3.0)
+    assert eventually(first.coordinator_info, 20)
+    with pytest.raises(RankDisagreementError):
+        second.enter("b", 3.0)
+    with pytest.raises(DeadlineError):
+        waiting.result(30)
+
+
+def test_connect_makes_the_session_that_save_uses_until_it_is_closed(ray_session):
+    session = connect(ray_session)
+    try:
+        assert current_session() is session
+        assert current_session(no_dist=True) is None
+        assert exchange(session, session.next_key()) == Exchanged({0: b"\0"})
+        with pytest.raises(InvalidRequestError, match="is open"):
+            connect()
+    finally:
+        session.close()
+    assert current_session() is None
+
+
+def test_connect_refuses_another_cluster_than_the_one_that_is_connected():
+    with pytest.raises(InvalidRequestError, match="connected to the"):
+        connect("10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": 2, "world_size": 2, "name": "x"},
+        {"rank": -1},
+        {"rank": True},
+        {"rank": 0, "world_size": 2},
+        {"name": ""},
+        {"timeout_s": 0},
+        {"lease_s": float("nan")},
+        {"lease_s": "1"},
+    ],
+    ids=str,
+)
+def test_connect_refuses_wrong_arguments(wrong):
+    with pytest.raises(InvalidRequestError):
+        connect(**wrong)

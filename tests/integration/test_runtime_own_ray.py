@@ -1,0 +1,196 @@
+"""Scripts without Ray get one of their own: it outlives rank 0, and nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ray_dcp.errors import InvalidRequestError, ParticipantError
+from ray_dcp.runtime.attach import Invitation, attach
+from ray_dcp.runtime.own_ray import start_own_ray
+from ray_dcp.runtime.session import current_session
+from tests.polling import eventually, lives, session_members
+
+REPOSITORY = Path(__file__).parents[2]
+LEASE_S = 4.0
+# Settings of this test run, or of a Ray around it, that a plain script would not have.
+NOT_A_SCRIPT = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+
+
+@dataclass
+class Job:
+    """Two ranks of one script."""
+
+    ranks: list[subprocess.Popen[str]]
+
+    def heard(self, rank: int) -> dict[str, object]:
+        """Returns the next facts that a rank tells."""
+        line = self.ranks[rank].stdout.readline()
+        assert line, f"rank {rank} ended with {self.ranks[rank].wait(30)}"
+        return json.loads(line)
+
+    def order(self, rank: int, line: str) -> None:
+        self.ranks[rank].stdin.write(f"{line}\n")
+        self.ranks[rank].stdin.flush()
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_A_SCRIPT}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def start_job(directory: Path) -> Job:
+    def start(rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.own_ray_rank", str(directory / "group"),
+             str(LEASE_S)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+            env=plain_environment(RANK=str(rank), WORLD_SIZE="2"),
+        )  # fmt: skip
+
+    return Job([start(0), start(1)])
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """Two jobs, started at the same time; their processes are ended, if a test did not."""
+    started = [start_job(tmp_path_factory.mktemp(name)) for name in ("one", "other")]
+    told = [[job.heard(rank) for rank in range(2)] for job in started]
+    yield list(zip(started, told, strict=True))
+    for job, facts in zip(started, told, strict=True):
+        for process in job.ranks:
+            process.stdin.close()
+            process.stdout.close()
+            process.kill()
+            process.wait(30)
+        for pid in [facts[0]["keeper_pid"], *session_members(facts[0]["keeper_pid"])]:
+            if lives(pid):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(facts[0]["directory"], ignore_errors=True)
+
+
+def test_two_jobs_at_once_do_not_meet(jobs):
+    (_, one), (_, other) = jobs
+    for ranks in (one, other):
+        for name in ("session", "address", "directory", "keeper_pid"):
+            assert ranks[0][name] == ranks[1][name]
+        assert ranks[0]["exchanged"] == ranks[1]["exchanged"] == "Exchanged "
+    for name in ("session", "address", "directory", "keeper_pid"):
+        assert one[0][name] != other[0][name]
+
+
+def test_only_this_machine_and_this_user_can_reach_it(jobs):
+    (_, (facts, _)), _ = jobs
+    assert facts["address"].startswith("127.0.0.1:")
+    listening = {
+        address
+        for pid in session_members(facts["keeper_pid"])
+        for address in listened_by(pid)
+    }  # fmt: skip
+    assert listening
+    assert {address for address in listening if not is_loopback(address)} == set()
+    assert stat.S_IMODE(Path(facts["directory"]).stat().st_mode) == 0o700
+    assert stat.S_IMODE((Path(facts["directory"]) / "token").stat().st_mode) == 0o600
+
+
+def test_killing_rank_0_leaves_the_ray_alive_until_nobody_needs_it(jobs):
+    (job, (facts, _)), _ = jobs
+    tree = session_members(facts["keeper_pid"])
+    job.order(1, "exchange")
+    job.ranks[0].kill()
+    killed_s = time.monotonic()
+    answer = job.heard(1)["exchanged"]
+    assert time.monotonic() - killed_s < 20
+    assert answer.startswith("Refused ")
+    assert "rank 0" in answer
+    assert all(map(lives, [facts["keeper_pid"], *tree]))
+    job.ranks[1].stdin.close()
+    assert job.ranks[1].wait(30) == 0
+    assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
+    assert not any(map(lives, tree))
+    assert eventually(lambda: not Path(facts["directory"]).exists(), 10)
+
+
+def test_a_killed_keeper_takes_its_ray_with_it(jobs):
+    _, (job, (facts, _)) = jobs
+    for process in job.ranks:
+        process.stdin.close()
+        assert process.wait(30) == 0
+    os.kill(facts["keeper_pid"], signal.SIGKILL)
+    assert eventually(lambda: not session_members(facts["keeper_pid"]), 40)
+
+
+def test_torchrun_ranks_get_a_session(tmp_path: Path):
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "--local-addr=127.0.0.1", "-m", "tests.integration.own_ray_rank", "env://",
+         str(LEASE_S)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=120,
+        env=plain_environment(OMP_NUM_THREADS="1"), check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    told = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    assert [facts["exchanged"] for facts in told] == ["Exchanged "] * 2
+    assert told[0]["session"] == told[1]["session"]
+    assert eventually(lambda: not session_members(told[0]["keeper_pid"]), LEASE_S * 2 + 40)
+    assert eventually(lambda: not Path(told[0]["directory"]).exists(), 10)
+
+
+def test_a_rank_on_another_machine_is_told_how_to_start_ray(tmp_path: Path):
+    with pytest.raises(ParticipantError, match="ray start --address"):
+        attach(Invitation("127.0.0.1:1", token_path=str(tmp_path / "token")))
+
+
+def test_a_process_that_is_alone_needs_no_ray():
+    program = (
+        "import sys; from ray_dcp.runtime.session import current_session; "
+        "print(current_session(), 'ray' in sys.modules)"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY,
+        env=plain_environment(), timeout=60, check=True,
+    )  # fmt: skip
+    assert finished.stdout.split() == ["None", "False"]
+
+
+def test_a_process_group_without_torch_distributed_is_refused():
+    with pytest.raises(InvalidRequestError, match="init_process_group"):
+        current_session(object())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lease_s": 0}, {"num_cpus": -1}, {"start_timeout_s": 0}], ids=str
+)
+def test_wrong_arguments_start_nothing(wrong):
+    with pytest.raises(InvalidRequestError):
+        start_own_ray(**wrong)
+
+
+def listened_by(pid: int) -> set[str]:
+    """Returns the hex addresses on which a process listens for TCP."""
+    try:
+        inodes = {os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir()}
+    except OSError:
+        return set()
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].rpartition(":")[0])
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    v4, mapped = "0100007F", "0000000000000000FFFF00000100007F"
+    return address in (v4, mapped, "00000000000000000000000001000000")

@@ -1,0 +1,222 @@
+"""`WorkerGroup` under real Ray: running, resizing, dying ranks, and nothing left at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from ray_dcp.errors import InvalidRequestError, ParticipantError
+from ray_dcp.protocol.messages import Exchange
+from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.worker import this_rank
+from ray_dcp.runtime.workers import WorkerGroup
+from tests.polling import eventually, lives
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with WorkerGroup(3, release_s=2.0) as group:
+        yield group
+
+
+def sum_of_ranks() -> tuple[int, int, float]:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(value)
+    return dist.get_rank(), dist.get_world_size(), value.item()
+
+
+def session_name() -> str | None:
+    session = current_session()
+    return None if session is None else session.name
+
+
+def exchange_after_death_of(victim: int) -> object:
+    """Rank `victim` dies; the others wait for it at the coordinator."""
+    session = current_session()
+    assert session is not None
+    key = session.next_key()
+    if session.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reply = session.call(Exchange(key, session.rank, session.world_size, "t", {}, 120.0))
+    raise reply.error
+
+
+def test_functions_run_on_every_rank_of_a_process_group(ranks):
+    ranks.resize(3)
+    assert ranks.run(sum_of_ranks) == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]
+    here = "closure"
+    assert ranks.run(lambda a, *, b: (here, a, b), 1, b=2) == [("closure", 1, 2)] * 3
+
+
+def test_state_stays_with_the_ranks_that_stay(ranks):
+    ranks.resize(2)
+    ranks.keep(lambda: {"rank": this_rank().rank})
+    ranks.resize(3)
+    assert ranks.run(lambda: this_rank().state) == [{"rank": 0}, {"rank": 1}, None]
+    ranks.resize(1)
+    assert ranks.run(sum_of_ranks) == [(0, 1, 0.0)]
+    assert ranks.run(lambda: this_rank().state) == [{"rank": 0}]
+
+
+def test_a_remade_group_gets_a_new_session_and_a_known_one_keeps_its_own(ranks):
+    ranks.resize(2)
+    first = ranks.run(session_name)
+    assert first[0] is not None
+    assert first == [first[0]] * 2
+    assert ranks.run(session_name) == first
+    ranks.resize(3)
+    second = ranks.run(session_name)
+    assert second == [second[0]] * 3
+    assert second[0] != first[0]
+    ranks.resize(1)
+    assert ranks.run(session_name) == [None]
+
+
+def test_a_subgroup_has_a_session_of_its_own(ranks):
+    ranks.resize(3)
+
+    def names() -> tuple[str | None, str | None]:
+        import torch.distributed as dist
+
+        pair = dist.new_group([0, 2])
+        whole = current_session()
+        if dist.get_rank() == 1:
+            with pytest.raises(InvalidRequestError, match="to be in the process group"):
+                current_session(pair)
+            return whole.name, None
+        part = current_session(pair)
+        assert (part.rank, part.world_size) == ([0, 2].index(dist.get_rank()), 2)
+        return whole.name, part.name
+
+    (whole, first), (_, none), (_, last) = ranks.run(names)
+    assert first == last != whole
+    assert none is None
+
+
+def test_what_a_function_raises_comes_back_as_it_was_with_its_rank(ranks):
+    ranks.resize(2)
+
+    def fails() -> None:
+        if this_rank().rank == 1:
+            raise KeyError("layers.0")
+
+    with pytest.raises(KeyError) as caught:
+        ranks.run(fails)
+    assert caught.value.args == ("layers.0",)
+    assert any("rank 1" in note for note in caught.value.__notes__)
+    assert ranks.run(lambda: 1) == [1, 1]
+
+
+def test_a_killed_rank_is_named_in_seconds_and_those_who_wait_for_ever_are_released(ranks):
+    ranks.resize(3)
+    pids = ranks.pids
+
+    def hang() -> None:
+        import threading
+
+        if this_rank().rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+    started_s = time.monotonic()
+    with pytest.raises(ParticipantError, match="rank 1 died") as caught:
+        ranks.run(hang)
+    assert time.monotonic() - started_s < 10
+    assert caught.value.rank == 1
+    assert "ranks 0, 2 still waited" in str(caught.value)
+    assert eventually(lambda: not any(map(lives, pids)), 10)
+    with pytest.raises(ParticipantError, match="resize"):
+        ranks.run(lambda: 1)
+    ranks.resize(3)
+    assert ranks.run(sum_of_ranks) == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]
+
+
+def test_a_rank_that_is_killed_between_runs_is_named_too(ranks):
+    ranks.resize(2)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(ParticipantError, match="rank 0 died"):
+        ranks.run(lambda: 1)
+    ranks.resize(2)
+    assert ranks.run(lambda: 1) == [1, 1]
+
+
+def test_the_coordinator_names_a_dead_rank_to_those_who_wait_there(ranks):
+    ranks.resize(3)
+    ranks.run(session_name)
+    started_s = time.monotonic()
+    # The released ranks raise what the coordinator told them, well before their own deadline.
+    with pytest.raises(ParticipantError, match="rank 2 died") as caught:
+        WorkerGroupPatience(ranks).run(exchange_after_death_of, 2)
+    assert time.monotonic() - started_s < 20
+    told, _ = caught.value.failures[0]
+    assert isinstance(told, ParticipantError)
+    assert "rank 2" in str(told)
+
+
+class WorkerGroupPatience:
+    """Runs on a group whose survivors may take longer to notice."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+
+    def run(self, *arguments):
+        import dataclasses
+
+        before = self.group.options
+        self.group.options = dataclasses.replace(before, release_s=15.0)
+        try:
+            return self.group.run(*arguments)
+        finally:
+            self.group.options = before
+
+
+def test_shutdown_leaves_no_process_and_the_group_can_not_be_used_again():
+    group = WorkerGroup(2)
+    pids = group.pids
+    assert all(map(lives, pids))
+    group.shutdown()
+    group.shutdown()
+    assert eventually(lambda: not any(map(lives, pids)), 10)
+    assert ray.is_initialized()
+    with pytest.raises(InvalidRequestError, match="shut down"):
+        group.run(lambda: 1)
+
+
+def test_more_than_the_cluster_has_is_refused_with_what_it_has():
+    with pytest.raises(ParticipantError, match="CPUs"):
+        WorkerGroup(2, num_cpus=100, start_timeout_s=3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"world_size": 0},
+        {"world_size": True},
+        {"world_size": 2.0},
+        {"world_size": 1, "num_cpus": -1},
+        {"world_size": 1, "release_s": 0},
+        {"world_size": 1, "run_timeout_s": "1"},
+        {"world_size": 1, "env_vars": 3},
+        {"world_size": 1, "num_cpu": 1},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_anything_starts(wrong):
+    with pytest.raises(InvalidRequestError):
+        WorkerGroup(**wrong)
+
+
+def test_what_is_no_function_is_refused(ranks):
+    with pytest.raises(InvalidRequestError):
+        ranks.run("train")
+    with pytest.raises(InvalidRequestError):
+        ranks.save("/tmp/x", {"a": 1})

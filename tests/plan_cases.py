@@ -1,0 +1,204 @@
+"""What planning tests share: random states over ranks, their true bytes, a simulated writer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ray_dcp.format.checksums import block_bytes_for, block_checks, digest
+from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.frames import torch_save_frame
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.values import Columns, FilePlan, GlobalPlan, Kind
+from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
+
+DTYPES = ("float32", "bfloat16", "uint8", "complex64", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box and the ranks that hold it."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    ranks: tuple[int, ...]
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    fqn: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    splittable: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    tensors: tuple[Tensor, ...]
+
+    def columns(self) -> list[Columns]:
+        builders = [ColumnsBuilder() for _ in range(self.world_size)]
+        for tensor in self.tensors:
+            for piece in tensor.pieces:
+                values = piece.values or (0,) * len(piece.ranks)
+                for rank, value in zip(piece.ranks, values, strict=True):
+                    if tensor.kind == Kind.OBJECT:
+                        builders[rank].object(tensor.fqn, value=value)
+                        continue
+                    builders[rank].tensor(
+                        tensor.fqn, tensor.dtype, tensor.shape,
+                        offset=piece.offset, size=piece.size, value=value,
+                        opaque=tensor.kind == Kind.OPAQUE, splittable=tensor.splittable,
+                    )  # fmt: skip
+        return [builder.build() for builder in builders]
+
+
+def truth(tensor: Tensor) -> np.ndarray:
+    """Returns the tensor's bytes as an array of its shape and, last, the bytes of an element."""
+    shape = (*tensor.shape, ITEMSIZE[tensor.dtype])
+    seed = sum(map(ord, tensor.fqn))
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def box_bytes(array: np.ndarray, offset: list[int], size: list[int]) -> np.ndarray:
+    """Returns the C-order bytes of a box, by numpy's own slicing."""
+    index = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+    return np.ascontiguousarray(array[index]).reshape(-1)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
+    """Draws `(offset, size)` parts that fill a dimension, uneven, some of them empty."""
+    inner = draw(st.lists(st.integers(0, length), max_size=3))
+    return [(low, high - low) for low, high in pairwise([0, *sorted(inner), length])]
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Draws boxes that fill a shape exactly once: grids, uneven ones, and cuts of cuts."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    grid = draw(st.booleans())
+    for length in shape:
+        common = draw(cuts(length))
+        found = [
+            ((*offset, low), (*size, count))
+            for offset, size in found
+            for low, count in (common if grid else draw(cuts(length)))
+        ]
+    distinct = dict.fromkeys(found)
+    return list(distinct)[:40] if len(distinct) <= 40 else [((0,) * len(shape), shape)]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, fqn: str, world_size: int) -> Tensor:
+    kind = draw(st.sampled_from([Kind.TENSOR] * 6 + [Kind.OPAQUE, Kind.OBJECT]))
+    some_ranks = st.sets(st.integers(0, world_size - 1), min_size=1).map(sorted).map(tuple)
+    differing = draw(st.integers(0, 9)) == 0
+    if kind == Kind.OBJECT:
+        ranks = draw(some_ranks)
+        values = tuple(1 + rank % 2 if differing else 1 for rank in ranks)
+        return Tensor(fqn, kind, "", (), False, (Piece((), (), ranks, values),))
+    shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
+    everyone = tuple(range(world_size))
+    holders = draw(
+        st.sampled_from([some_ranks, st.just(everyone), some_ranks.map(lambda r: r[:1])])
+    )
+    pieces = []
+    for offset, size in draw(boxes(shape)):
+        ranks = draw(holders)
+        values = tuple(1 + rank % 2 if differing else 0 for rank in ranks)
+        pieces.append(Piece(offset, size, ranks, values))
+    dtype = draw(st.sampled_from(DTYPES))
+    return Tensor(fqn, kind, dtype, shape, draw(st.booleans()), tuple(pieces))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draws a state over 1 to 8 ranks that makes one checkpoint."""
+    world_size = draw(st.integers(1, 8))
+    count = draw(st.integers(1, 4))
+    return Case(world_size, tuple(draw(tensors(f"t{index}", world_size)) for index in range(count)))
+
+
+def torch_shards(
+    shape: tuple[int, ...], dim: int, world_size: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns each rank's `(offset, size)` as DTensor's `Shard(dim)` gives them."""
+    step = -(-shape[dim] // world_size)
+    found = []
+    for rank in range(world_size):
+        low, high = min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim])
+        offset, size = [0] * len(shape), list(shape)
+        offset[dim], size[dim] = low, high - low
+        found.append((tuple(offset), tuple(size)))
+    return found
+
+
+def sharded(tensor: Tensor, boxes_by_rank: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Tensor:
+    pieces = tuple(Piece(o, s, (rank,)) for rank, (o, s) in enumerate(boxes_by_rank))
+    return replace(tensor, pieces=pieces)
+
+
+def write(
+    case: Case, columns: list[Columns], plan: GlobalPlan, attempt: str
+) -> tuple[dict[str, bytearray], dict[int, FileReceipt]]:
+    """Does what the ranks' writers do, in memory: `(files by key, receipts)`."""
+    known = {tensor.fqn: tensor for tensor in case.tensors}
+    files: dict[str, bytearray] = {}
+    receipts: dict[int, FileReceipt] = {}
+    for rank in range(plan.world_size):
+        for file_plan in rank_plan(plan, rank).files:
+            key = file_plan.key.replace("{attempt}", attempt)
+            assert key not in files
+            receipts[file_plan.file] = _write_file(known, columns[rank], file_plan, key, files)
+    return files, receipts
+
+
+def _write_file(
+    known: dict[str, Tensor],
+    columns: Columns,
+    plan: FilePlan,
+    key: str,
+    files: dict[str, bytearray],
+) -> FileReceipt:
+    data = files[key] = bytearray(plan.header)
+    checks: list[np.ndarray] = []
+    for index, row in enumerate(plan.row.tolist()):
+        payload = item_bytes(known, columns, row)[plan.source_start[index] :]
+        payload = payload[: plan.payload_bytes[index]]
+        header = footer = b""
+        if key.endswith(".distcp"):
+            size = tuple(plan.size[index, : plan.ndim[index]].tolist())
+            frame = torch_save_frame(plan.dtypes[plan.dtype[index]], size)
+            header, footer = frame.header, frame.footer
+        assert len(data) <= plan.item_offset[index], "items overlap, or are not in file order"
+        data.extend(bytes(plan.item_offset[index] - len(data)))
+        data += header
+        assert len(data) == plan.payload_offset[index]
+        data += payload.tobytes() + footer
+        assert len(data) == plan.item_offset[index] + plan.item_bytes[index]
+        checks.append(block_checks(payload.data, int(plan.block_bytes[index])))
+    assert len(data) == plan.num_bytes
+    places = []
+    for row in plan.deferred.tolist():
+        item = f"deferred {columns.names[columns.name[row]]}".encode() * 3
+        places.append(DeferredPlace(row, len(data), len(item), block_bytes_for(len(item))))
+        checks.append(block_checks(item, places[-1].block_bytes))
+        data += item
+    joined = np.concatenate([np.zeros(0, np.uint64), *checks])
+    return FileReceipt(plan.file, key, len(data), digest(joined), joined, tuple(places))
+
+
+def item_bytes(known: dict[str, Tensor], columns: Columns, row: int) -> np.ndarray:
+    """Returns the C-order bytes of a held item."""
+    ndim = columns.ndim[row]
+    offset, size = columns.offset[row, :ndim].tolist(), columns.size[row, :ndim].tolist()
+    return box_bytes(truth(known[columns.names[columns.name[row]]]), offset, size)

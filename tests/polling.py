@@ -1,0 +1,40 @@
+"""Waiting for what other processes do: bounded, and without a fixed sleep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def eventually(condition: Callable[[], object], within_s: float) -> bool:
+    """Returns whether a condition came true in time."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        threading.Event().wait(0.05)
+    return True
+
+
+def lives(pid: int) -> bool:
+    """Returns whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def session_members(session: int) -> list[int]:
+    """Returns the processes of a POSIX session, without zombies."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                members.append(int(entry.name))
+    return members

@@ -1,0 +1,163 @@
+"""Whatever happens to stored bytes: a value comes out, or an error of ours; nothing else."""
+
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.format import manifest as mf
+from ray_dcp.format import safetensors_frame as sf
+from ray_dcp.format.checksums import block_checks, first_bad_block
+from ray_dcp.format.frames import parse_torch_save, torch_save_frame
+from ray_dcp.format.metadata_in import decode_metadata
+from ray_dcp.format.metadata_out import encode_metadata
+from ray_dcp.format.table import decode_table, encode_table
+from tests.format_cases import difference, many_table, mixed_table
+
+TABLE = mixed_table()
+OURS = encode_metadata(TABLE, checkpoint_id="/x", attempt="a1")
+STOCK = pickle.dumps(pickle.loads(OURS))
+STOCK_2 = pickle.dumps(pickle.loads(OURS), 2)
+PARQUET = encode_table(TABLE)
+MANIFEST = mf.encode_record(mf.AbortRecord(attempt="a1", reason="late", rank=3))
+FRAME = torch_save_frame("float32", (3, 4)).header
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+ITEM = saved(torch.arange(12.0).reshape(3, 4).T)
+SAFETENSORS = sf.header([("w", "float32", (3, 2), 0, 24)], sf.sharding_metadata({"w": (3, 0)}))[
+    :300
+]
+
+DECODERS = {
+    "our .metadata": (OURS, decode_metadata),
+    "stock .metadata": (STOCK, decode_metadata),
+    "stock .metadata of protocol 2": (STOCK_2, decode_metadata),
+    "chunk table": (PARQUET, decode_table),
+    "manifest": (MANIFEST, mf.decode_record),
+    "our frame": (FRAME, lambda data: parse_torch_save(data, len(FRAME) + 48 + 300)),
+    "stock item": (ITEM, lambda data: parse_torch_save(data, len(ITEM))),
+    "safetensors header": (SAFETENSORS, sf.parse_header),
+}
+
+
+@st.composite
+def damages(draw, data):
+    """The data after a few flips, cuts, insertions and repetitions."""
+    found = bytearray(data)
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, max(len(found) - 1, 0)))
+        match draw(st.sampled_from(["flip", "set", "cut", "drop", "insert", "repeat"])):
+            case "flip" if found:
+                found[at] ^= 1 << draw(st.integers(0, 7))
+            case "set" if found:
+                found[at] = draw(st.integers(0, 255))
+            case "cut":
+                del found[at:]
+            case "drop":
+                del found[at : at + draw(st.integers(1, 40))]
+            case "insert":
+                found[at:at] = draw(st.binary(max_size=20))
+            case "repeat":
+                part = found[at : at + draw(st.integers(1, 60))]
+                found[at:at] = part * draw(st.integers(1, 5))
+    return bytes(found)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=100, deadline=None)
+@given(source=st.data())
+def test_damaged_bytes_give_a_value_or_an_error_of_ours(name, source):
+    data, decode = DECODERS[name]
+    wrong = source.draw(damages(data))
+    try:
+        decode(wrong)
+    except CheckpointError as error:
+        assert str(error)  # noqa: PT017 - every message can be printed
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=50, deadline=None)
+@given(wrong=st.binary(max_size=600))
+def test_random_bytes_give_a_value_or_an_error_of_ours(name, wrong):
+    data, decode = DECODERS[name]
+    for head in (b"", data[:11], data[: len(data) // 2]):
+        try:
+            decode(head + wrong)
+        except CheckpointError as error:
+            assert str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_single_byte_that_is_lost_or_set_gives_a_value_or_an_error_of_ours(name):
+    data, decode = DECODERS[name]
+    errors = 0
+    step = max(1, len(data) // 700)
+    for at in range(0, len(data), step):
+        for wrong in (
+            data[:at],
+            data[:at] + data[at + 1 :],
+            data[:at] + b"\xff" + data[at + 1 :],
+            data[:at] + b"\0" + data[at + 1 :],
+        ):
+            try:
+                decode(wrong)
+            except CheckpointError:
+                errors += 1
+    assert errors > len(data) // step, "hardly any damage was seen: is the decoder asleep?"
+
+
+@settings(max_examples=100, deadline=None)
+@given(source=st.data())
+def test_a_flipped_bit_of_a_parquet_page_is_seen(source):
+    """Pages carry checksums: damage is seen, or lies in bytes that say nothing about the table."""
+    at = source.draw(st.integers(0, len(PARQUET) - 1))
+    wrong = bytearray(PARQUET)
+    wrong[at] ^= 1 << source.draw(st.integers(0, 7))
+    try:
+        found = decode_table(bytes(wrong))
+    except CheckpointError:
+        return
+    note(f"bit at {at} not seen")
+    kept = set(difference(found, TABLE))
+    # Careful: only the file's own metadata has no checksum; the manifest's digest covers it.
+    assert kept <= {"files", "dtypes", "requires_grad"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.binary(min_size=1, max_size=20_000),
+    block_bytes=st.sampled_from([1, 7, 512, 4096, 1 << 20]),
+    source=st.data(),
+)
+def test_the_first_block_with_a_flipped_bit_is_found(data, block_bytes, source):
+    checks = block_checks(data, block_bytes)
+    wrong = bytearray(data)
+    places = source.draw(st.sets(st.integers(0, len(data) - 1), min_size=1, max_size=4))
+    for place in places:
+        wrong[place] ^= 1 << source.draw(st.integers(0, 7))
+    assert first_bad_block(wrong, block_bytes, checks) == min(places) // block_bytes
+
+
+def test_a_manifest_s_digest_field_alone_does_not_make_it_right():
+    body = MANIFEST.replace(b'"late"', b'"LATE"')
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(body)
+
+
+def test_big_tables_survive_too():
+    table = many_table(500)
+    assert difference(decode_table(encode_table(table)), table) == []
+    assert decode_metadata(
+        encode_metadata(table, checkpoint_id="", attempt="a")
+    ).table.num_chunks == len(np.unique(table.tensor))

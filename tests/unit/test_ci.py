@@ -1,0 +1,57 @@
+"""`.ci/run` and the README's test command run the same tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / ".ci" / "run"
+TESTS = REPOSITORY / "tests"
+
+
+@pytest.fixture
+def testpaths(pytestconfig: pytest.Config) -> list[str]:
+    return pytestconfig.getini("testpaths")
+
+
+def test_the_test_stages_are_the_testpaths_of_plain_pytest(testpaths: list[str]):
+    stages = re.findall(r"^stage_\w+\(\) \{ tests (tests/\w+); \}$", SCRIPT.read_text(), re.M)
+    assert sorted(stages) == sorted(testpaths)
+
+
+def test_the_stages_run_by_default_include_all_test_stages(testpaths: list[str]):
+    defaults = re.search(r"ALL_STAGES=\((.*)\)", SCRIPT.read_text())
+    assert defaults is not None
+    assert {Path(path).name for path in testpaths} <= set(defaults[1].split())
+
+
+def test_no_test_file_lies_outside_the_testpaths(testpaths: list[str]):
+    outside = [
+        str(path)
+        for path in TESTS.rglob("test_*.py")
+        if not any(path.is_relative_to(REPOSITORY / each) for each in testpaths)
+    ]
+    assert outside == []
+
+
+def test_the_readme_names_the_command_that_the_stages_select_from():
+    assert "python -m pytest\n" in (REPOSITORY / "README.md").read_text()
+    assert 'python -m pytest "$@"' in SCRIPT.read_text()
+
+
+def test_an_unknown_stage_is_refused_before_anything_runs():
+    found = subprocess.run(
+        [str(SCRIPT), "lint", "nope"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert "there is no stage 'nope'; choose from: install lint" in found.stderr
+    assert "=====" not in found.stdout

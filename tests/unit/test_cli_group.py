@@ -1,0 +1,81 @@
+"""The command group loads a command when it is called, and no other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import ray_dcp
+from ray_dcp.cli.main import COMMANDS, SUMMARIES, LazyGroup, main
+from ray_dcp.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+
+
+def test_help_lists_every_command_without_loading_any():
+    program = (
+        "import sys\n"
+        "from ray_dcp.cli.main import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "print([m for m in sys.modules if m.startswith('ray_dcp.cli.')])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(name in found.stdout for name in COMMANDS)
+    assert found.stdout.splitlines()[-1] == "['ray_dcp.cli.main']"
+
+
+def test_every_command_has_a_summary_and_exists():
+    assert list(SUMMARIES) == list(COMMANDS)
+    context = click.Context(main)
+    for name in COMMANDS:
+        assert isinstance(main.get_command(context, name), click.Command)
+
+
+def test_an_unknown_command_is_a_usage_error():
+    found = CliRunner().invoke(main, ["nope"])
+    assert found.exit_code == 2
+    assert "No such command 'nope'" in found.output
+
+
+def test_the_version_is_told():
+    found = CliRunner().invoke(main, ["--version"])
+    assert (found.exit_code, found.output) == (0, f"ray-dcp, version {ray_dcp.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (DamagedCheckpointError("expected a, found b", key="f"), 1),
+        (CheckpointNotFoundError("expected a checkpoint"), 2),
+        (StorageError("permission denied", key="f"), 2),
+    ],
+)
+def test_an_error_of_ours_is_one_message_and_an_exit_code(error: Exception, exit_code: int):
+    group = LazyGroup(name="g", commands_at={}, summaries={})
+
+    def fail() -> None:
+        raise error
+
+    group.add_command(click.Command("fail", callback=fail))
+    group.get_command = lambda ctx, name: group.commands[name]
+    found = CliRunner().invoke(group, ["fail"])
+    assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error}\n")
+
+
+def test_the_package_runs_as_a_command(tmp_path: Path):
+    found = subprocess.run(
+        [sys.executable, "-m", "ray_dcp", "show", str(tmp_path / "nothing")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith("Error: ")
+    assert "Traceback" not in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1

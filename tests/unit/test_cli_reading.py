@@ -1,0 +1,155 @@
+"""`ls`, `show` and `verify` tell people and programs what is stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ray_dcp
+from ray_dcp.cli.main import main
+from tests import checkpoints
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def output_of(*arguments: object) -> str:
+    found = invoke(*arguments)
+    assert found.exit_code == 0, found.output
+    return found.stdout
+
+
+@pytest.fixture
+def run(saved_checkpoint: Path, stock_checkpoint: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved_checkpoint, tmp_path / "step-10")
+    shutil.copytree(stock_checkpoint, tmp_path / "step-20")
+    return tmp_path
+
+
+def test_ls_prints_a_row_for_each_checkpoint(run: Path):
+    lines = output_of("ls", run).splitlines()
+    assert lines[0].split() == ["NAME", "STEP", "STATE", "SIZE", "RANKS", "AGE"]
+    assert lines[1].split()[:3] == ["step-10", "10", "committed"]
+    assert lines[2].split()[:3] == ["step-20", "20", "stock"]
+    assert lines[2].split()[-1] == "-"
+
+
+def test_ls_says_why_a_checkpoint_is_damaged(run: Path):
+    file = checkpoints.data_file(run / "step-10")
+    file.unlink()
+    output = output_of("ls", run)
+    assert "damaged" in output
+    assert f"step-10: {file.name} is missing" in output
+
+
+def test_ls_prints_json(run: Path):
+    found = json.loads(output_of("ls", run, "--json"))
+    assert [(item["name"], item["step"], item["state"]) for item in found] == [
+        ("step-10", 10, "committed"),
+        ("step-20", 20, "stock"),
+    ]
+    assert found[0]["age_s"] >= 0
+    assert found[1]["age_s"] is None
+
+
+def test_ls_of_nothing_is_no_error(tmp_path: Path):
+    assert output_of("ls", tmp_path) == f"no checkpoints at or below {tmp_path}\n"
+    assert json.loads(output_of("ls", tmp_path, "--json")) == []
+
+
+def test_show_prints_every_tensor_and_object(saved_checkpoint: Path):
+    lines = output_of("show", saved_checkpoint).splitlines()
+    assert lines[0].startswith(f"{saved_checkpoint}: native, saved by 1 rank(s), attempt ")
+    assert lines[1].startswith("7 tensors and 3 objects, ")
+    rows = {line.split()[0]: line.split()[1:] for line in lines[3:]}
+    assert set(rows) == set(ray_dcp.open(saved_checkpoint).names)
+    assert rows["model.weight"] == ["37x11", "float32", "1", "1.6", "KiB"]
+    assert rows["model.flag"][:2] == ["scalar", "bool"]
+    assert rows["note[x].text"] == ["object"]
+
+
+def test_show_of_a_stock_checkpoint_prints_the_same_rows(run: Path):
+    ours = output_of("show", run / "step-10").splitlines()[2:]
+    theirs = output_of("show", run / "step-20").splitlines()[2:]
+    assert sorted(line.split() for line in ours) == sorted(line.split() for line in theirs)
+
+
+def test_show_filters_by_pattern(saved_checkpoint: Path):
+    lines = output_of("show", saved_checkpoint, "--tensor", "model.[hl]*").splitlines()
+    assert {line.split()[0] for line in lines[3:5]} == {"model.half", "model.large"}
+    assert lines[5] == "2 of 10 names match 'model.[hl]*'"
+    lines = output_of("show", saved_checkpoint, "--tensor", "nope").splitlines()
+    assert lines[2:] == ["0 of 10 names match 'nope'"]
+
+
+def test_show_prints_json(saved_checkpoint: Path):
+    found = json.loads(output_of("show", saved_checkpoint, "--json"))
+    view = ray_dcp.open(saved_checkpoint)
+    assert (found["kind"], found["slot"], found["world_size"]) == ("native", 1, 1)
+    assert found["attempt"] == view.attempt
+    assert found["num_bytes"] == sum(file["num_bytes"] for file in found["files"])
+    assert found["tensors"]["model.weight"] == {
+        "shape": [37, 11],
+        "dtype": "float32",
+        "num_bytes": 1628,
+        "num_chunks": 1,
+    }
+    assert sorted(found["objects"]) == ["note[x].items", "note[x].text", "step"]
+    some = json.loads(output_of("show", saved_checkpoint, "--tensor", "s*", "--json"))
+    assert (some["tensors"], some["objects"]) == ({}, ["step"])
+
+
+def test_a_long_name_is_not_cut_when_the_output_is_piped(tmp_path: Path):
+    name = "x" * 300
+    ray_dcp.save({name: torch.ones(1)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert name in output_of("show", tmp_path / "c")
+
+
+def test_verify_of_a_clean_checkpoint_exits_with_0(run: Path):
+    assert ": ok, " in output_of("verify", run / "step-10")
+    assert ": ok, " in output_of("verify", run / "step-20")
+    found = json.loads(output_of("verify", run / "step-10", "--json"))
+    assert (found["ok"], found["problems"], found["notes"]) == (True, [], [])
+    assert found["checked_bytes"] == ray_dcp.open(run / "step-10").num_bytes
+
+
+def test_verify_of_a_damaged_checkpoint_exits_with_1_and_names_the_place(run: Path):
+    file = checkpoints.data_file(run / "step-10")
+    pattern = torch.arange(1000, 1010).numpy().tobytes()
+    offset = file.read_bytes().index(pattern)
+    checkpoints.flip(file, offset)
+    found = invoke("verify", run / "step-10")
+    assert found.exit_code == 1
+    assert f"damaged: {file.name} bytes [" in found.stdout
+    assert "of 'model.large'" in found.stdout
+    assert "1 problem(s)" in found.stdout
+    as_json = invoke("verify", run / "step-10", "--json")
+    assert as_json.exit_code == 1
+    (problem,) = json.loads(as_json.stdout)["problems"]
+    assert (problem["file"], problem["fqn"]) == (file.name, "model.large")
+    assert problem["start"] <= offset < problem["stop"]
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_place_without_checkpoint_exits_with_2_and_one_message(command: str, tmp_path: Path):
+    found = invoke(command, tmp_path)
+    assert found.exit_code == 2
+    assert found.stdout == ""
+    assert found.stderr.startswith("Error: ")
+    assert str(tmp_path) in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_wrong_use_exits_with_2(command: str):
+    assert invoke(command).exit_code == 2
+    assert invoke(command, "/tmp", "--nope").exit_code == 2
+    found = invoke(command, "ftp://host/run")
+    assert found.exit_code == 2
+    assert "ftp://" in found.stderr

@@ -1,0 +1,168 @@
+"""Every error keeps its story across pickling, notes and all, and says it in one line."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+import pytest
+
+import ray_dcp
+from ray_dcp import errors
+from ray_dcp.errors import CheckpointError, CommitUnknownError
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+FIELDS: dict[str, Any] = {"checkpoint_id": "/run/step-7", "step": 7, "rank": 3, "key": "a.b"}
+
+
+def filled(cls: type[CheckpointError]) -> CheckpointError:
+    """Makes an error with every field of its class set to something."""
+    extra = {
+        name: f"the {name}"
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in FIELDS
+    }
+    return cls("expected 1, found 2; do 3", **FIELDS, **extra)
+
+
+def state_of(error: CheckpointError) -> dict[str, Any]:
+    return {name: value for name, value in vars(error).items() if name != "_failures"}
+
+
+def test_the_tree_lists_every_class_of_the_module():
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    assert defined == set(errors.__all__)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_is_a_checkpoint_error_and_an_exception(cls: type):
+    assert issubclass(cls, CheckpointError)
+    assert issubclass(cls, Exception)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_every_error_survives_pickling_with_all_its_fields(cls: type, protocol: int):
+    error = filled(cls)
+    error.add_note("caused by OSError: no space left")
+    error.add_note("second note")
+    found = pickle.loads(pickle.dumps(error, protocol))
+    assert type(found) is cls
+    assert state_of(found) == state_of(error)
+    assert found.__notes__ == ["caused by OSError: no space left", "second note"]
+    assert str(found) == str(error)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_without_fields_survives_pickling(cls: type):
+    found = pickle.loads(pickle.dumps(cls("only this")))
+    assert str(found) == "only this"
+    assert (found.checkpoint_id, found.step, found.rank, found.key) == (None, None, None, None)
+    assert not hasattr(found, "__notes__")
+
+
+def test_an_open_commit_keeps_the_attempt_to_ask_for():
+    error = CommitUnknownError("no answer", attempt="a1b2", checkpoint_id="/run/step-7")
+    assert pickle.loads(pickle.dumps(error)).attempt == "a1b2"
+
+
+def test_the_failures_of_other_ranks_survive_pickling():
+    frames = traceback.StackSummary.from_list([("train.py", 12, "step", "save()")])
+    error = CheckpointError("two ranks failed").with_failures(
+        {1: (ValueError("one"), frames), 5: (filled(errors.StorageError), frames)}
+    )
+    found = pickle.loads(pickle.dumps(error)).failures
+    assert sorted(found) == [1, 5]
+    assert repr(found[1][0]) == "ValueError('one')"
+    assert found[5][0].key == "a.b"
+    assert found[1][1][0].lineno == 12
+
+
+def test_without_other_ranks_an_error_is_its_own_failure():
+    error = CheckpointError("x", rank=4)
+    assert {rank: failed for rank, (failed, _) in error.failures.items()} == {4: error}
+    assert list(CheckpointError("x").failures) == [0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "m"),
+        ({"rank": 0}, "m [rank 0]"),
+        ({"key": "f.distcp", "checkpoint_id": "/c"}, "m [checkpoint /c, key f.distcp]"),
+        (
+            {"key": "k", "rank": 2, "step": 0, "checkpoint_id": "/c"},
+            "m [checkpoint /c, step 0, rank 2, key k]",
+        ),
+    ],
+)
+def test_the_text_of_an_error_is_its_message_and_where(fields: dict[str, Any], expected: str):
+    assert str(CheckpointError("m", **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cls", "builtin"),
+    [
+        (errors.InvalidRequestError, ValueError),
+        (errors.MissingKeyError, RuntimeError),
+        (errors.CheckpointNotFoundError, FileNotFoundError),
+        (errors.CheckpointExistsError, FileExistsError),
+        (errors.StorageError, OSError),
+        (errors.DeadlineError, TimeoutError),
+    ],
+)
+def test_an_error_is_caught_as_the_builtin_that_it_resembles(cls: type, builtin: type):
+    with pytest.raises(builtin, match="expected 1"):
+        raise filled(cls)
+
+
+@pytest.mark.parametrize(
+    "cls", [errors.CheckpointNotFoundError, errors.StorageError, errors.DeadlineError]
+)
+def test_os_errors_keep_their_message_without_an_errno(cls: type):
+    assert str(cls("disk full", key="k")) == "disk full [key k]"
+    assert cls("disk full").args == ("disk full",)
+
+
+def test_the_facade_offers_the_errors():
+    exported = {name for name in errors.__all__ if name in ray_dcp.__all__}
+    assert {"CheckpointError", "DamagedCheckpointError", "CommitUnknownError"} <= exported
+    assert all(getattr(ray_dcp, name) is getattr(errors, name) for name in exported)
+
+
+TORCH_FIRST = "import torch.distributed.checkpoint, ray_dcp.seam"
+TORCH_LATER = "import pickle; pickle.loads(data); import ray_dcp.seam"
+
+
+@pytest.mark.parametrize("imports", ["", TORCH_FIRST, TORCH_LATER])
+def test_an_error_is_read_by_a_process_with_and_without_torch(imports: str):
+    data = pickle.dumps(filled(errors.DamagedCheckpointError))
+    program = f"""
+import pickle, sys
+data = {data!r}
+{imports}
+error = pickle.loads(data)
+print(str(error))
+if 'torch' in sys.modules:
+    from torch.distributed.checkpoint.api import CheckpointException
+    try:
+        raise error
+    except CheckpointException as caught:
+        print(sorted(caught.failures))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    where = "[checkpoint /run/step-7, step 7, rank 3, key a.b]"
+    expected = [f"expected 1, found 2; do 3 {where}"] + (["[3]"] if imports else [])
+    assert found.stdout.splitlines() == expected

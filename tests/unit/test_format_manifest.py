@@ -1,0 +1,192 @@
+import dataclasses
+import json
+
+import pytest
+
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    InternalError,
+    UnsafeCheckpointError,
+)
+from ray_dcp.format import manifest as mf
+from ray_dcp.format.checksums import digest_bytes
+
+ENTRY = mf.FileEntry("__0_0.a1.distcp", 4096, "00" * 16)
+MANIFEST = mf.Manifest(
+    attempt="a1",
+    epoch=3,
+    world_size=8,
+    container="torch_save",
+    created_s=1.7e9 + 0.1,
+    files=(ENTRY, mf.FileEntry("a1/rank-00000-part-00000.safetensors", 0, "ff" * 16)),
+    table=mf.FileEntry("table.a1.parquet", 10, "12" * 16),
+    metadata=mf.FileEntry(".metadata", 20, "34" * 16),
+    replaced_metadata="56" * 16,
+    plan_digest="78" * 32,
+    num_tensors=2,
+    num_chunks=3,
+    payload_bytes=1 << 62,
+    previous_slot=6,
+)
+ABORT = mf.AbortRecord(attempt="a2", reason="rank 3 came too late: ü", rank=3)
+
+
+def signed(fields):
+    """Bytes that carry a right digest whatever they say."""
+    body = fields if isinstance(fields, bytes) else mf._canonical(fields)
+    return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
+
+
+def fields_of(record):
+    return json.loads(mf.encode_record(record))["record"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        MANIFEST,
+        dataclasses.replace(MANIFEST, metadata=None, replaced_metadata=None, files=()),
+        ABORT,
+        dataclasses.replace(ABORT, rank=None, reason=""),
+    ],
+)
+def test_a_record_is_read_back_equal_and_written_again_the_same(record):
+    data = mf.encode_record(record)
+    assert mf.decode_record(data) == record
+    assert mf.encode_record(mf.decode_record(data)) == data
+    assert json.loads(data)["record"]["attempt"] == record.attempt
+
+
+def test_any_flipped_bit_and_any_cut_is_damage():
+    data = mf.encode_record(ABORT)
+    for position in range(len(data)):
+        for bit in range(8):
+            wrong = bytearray(data)
+            wrong[position] ^= 1 << bit
+            with pytest.raises(DamagedCheckpointError):
+                mf.decode_record(bytes(wrong))
+        with pytest.raises(DamagedCheckpointError):
+            mf.decode_record(data[:position])
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(data + b" ")
+
+
+def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
+    data = signed({**fields_of(ABORT), "format_version": 2, "more": 1})
+    with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
+        mf.decode_record(data)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "a//b",
+        "./x",
+        "",
+        "a\\b",
+        "C:/x",
+        "s3://b/x",
+        "a\nb",
+        "x/",
+    ],
+)
+def test_a_file_outside_the_checkpoint_is_unsafe(key):
+    fields = fields_of(MANIFEST)
+    for where in ("table", "metadata"):
+        wrong = {**fields, where: {**fields[where], "key": key}}
+        with pytest.raises(UnsafeCheckpointError):
+            mf.decode_record(signed(wrong))
+    wrong = {**fields, "files": [{**fields["table"], "key": key}]}
+    with pytest.raises(UnsafeCheckpointError):
+        mf.decode_record(signed(wrong), key="manifest-00000001.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1}, {"epoch": True}, {"epoch": 1.0}, {"epoch": 1 << 63}, {"attempt": ""},
+        {"attempt": "../a"}, {"attempt": 5}, {"created_s": 5}, {"files": {}}, {"files": [5]},
+        {"plan_digest": "zz"}, {"plan_digest": "ABCD"}, {"kind": "other"}, {"kind": []},
+        {"format_version": 0}, {"format_version": "1"}, {"more": 1}, {"num_tensors": None},
+        {"table": {"key": "t", "num_bytes": 1}}, {"replaced_metadata": 5},
+    ],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_or_range_is_damage(change):
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(signed({**fields_of(MANIFEST), **change}))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b"5", b"[]", b"null", b"{}", b'{"a":1' + b"0" * 5000 + b"}", b"\xff", b"{",
+     b'{"format_version":1,"kind":"abort" ,"attempt":"a","reason":"","rank":null}',
+     b'{"attempt":"a","attempt":"a","format_version":1,"kind":"abort","rank":null,"reason":""}',
+     b'{"attempt":"a","format_version":1,"kind":"abort","rank":NaN,"reason":""}'],
+)  # fmt: skip
+def test_signed_nonsense_is_damage(body):
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(signed(body))
+
+
+def test_one_file_twice_is_damage():
+    fields = fields_of(MANIFEST)
+    with pytest.raises(DamagedCheckpointError, match="each key once"):
+        mf.decode_record(signed({**fields, "files": [fields["table"]] * 2}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1}, {"created_s": float("nan")}, {"attempt": "a/b"}, {"world_size": 2.0},
+        {"table": mf.FileEntry("../x", 1, "00" * 16)}, {"created_s": 5},
+        {"files": (mf.FileEntry("x", 1, "00"),)},
+    ],
+)  # fmt: skip
+def test_a_record_that_could_not_be_read_back_is_never_written(change):
+    with pytest.raises(InternalError):
+        mf.encode_record(dataclasses.replace(MANIFEST, **change))
+
+
+def test_slots_and_their_keys():
+    for slot in (1, 7, 99_999_999, 100_000_000):
+        assert mf.slot_of(mf.record_key(slot)) == slot
+    assert mf.record_key(1) == "manifest-00000001.json"
+    for key in ("manifest-00000000.json", "manifest-1.json", "manifest-000000001.json",
+                "x/manifest-00000001.json", "manifest-00000001.json.tmp", "manifest-0000000١.json",
+                "manifest-00000001.json\n"):  # fmt: skip
+        assert mf.slot_of(key) is None
+    with pytest.raises(InternalError):
+        mf.record_key(0)
+
+
+def commit(attempt):
+    return dataclasses.replace(MANIFEST, attempt=attempt)
+
+
+def abort(attempt):
+    return dataclasses.replace(ABORT, attempt=attempt)
+
+
+@pytest.mark.parametrize(
+    ("records", "slot"),
+    [
+        ({}, None),
+        ({1: abort("a")}, None),
+        ({1: commit("a")}, 1),
+        ({1: commit("a"), 2: commit("b")}, 2),
+        ({2: commit("b"), 1: commit("a")}, 2),
+        ({1: abort("a"), 2: commit("a")}, None),
+        ({1: commit("a"), 2: abort("a")}, 1),
+        ({1: commit("a"), 2: abort("b"), 3: commit("b")}, 1),
+        ({1: commit("a"), 2: commit("b"), 3: commit("a")}, 2),
+        ({4: commit("a"), 9: abort("c")}, 4),
+    ],
+)
+def test_the_first_record_that_names_an_attempt_decides(records, slot):
+    found = mf.newest(records)
+    assert found == (None if slot is None else (slot, records[slot]))

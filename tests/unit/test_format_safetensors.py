@@ -1,0 +1,177 @@
+import json
+import struct
+
+import pytest
+import torch
+
+from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
+from ray_dcp.format import safetensors_frame as sf
+from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.torch_items import NeedMoreBytes
+
+
+def raw(fields):
+    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def packed(tensors):
+    """Entries and data of tensors, one after the other."""
+    entries, data = [], b""
+    for name, tensor in tensors.items():
+        piece = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(
+            sf.Entry(name, dtype, tuple(tensor.shape), len(data), len(data) + len(piece))
+        )
+        data += piece
+    return entries, data
+
+
+TENSORS = {
+    "w": torch.arange(12.0).reshape(3, 4),
+    "scale": torch.tensor(2.5, dtype=torch.bfloat16),
+    "none": torch.zeros(0, 3, dtype=torch.int64),
+    "ü": torch.arange(5, dtype=torch.int8),
+}
+
+
+def test_the_safetensors_library_reads_every_dtype_that_has_a_code(tmp_path):
+    from safetensors.torch import load_file
+
+    tensors = dict(TENSORS)
+    for dtype in sf.DTYPE_CODE:
+        tensors[dtype] = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
+    entries, data = packed(tensors)
+    (tmp_path / "x.safetensors").write_bytes(sf.header(entries) + data)
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_s_hugging_face_reader_puts_shards_of_two_files_together(tmp_path):
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    whole = torch.arange(24.0).reshape(6, 4)
+    for part, start in enumerate((0, 3)):
+        entries, data = packed({"w": whole[start : start + 3]})
+        metadata = sf.sharding_metadata({"w": (start, 0)})
+        (tmp_path / f"{part}.safetensors").write_bytes(sf.header(entries, metadata) + data)
+    target = {"w": torch.zeros(6, 4)}
+    load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(target["w"], whole)
+
+
+def test_every_code_is_one_that_dcp_s_reader_takes_for_the_same_dtype():
+    from torch.distributed.checkpoint._hf_utils import DTYPE_MAP
+
+    assert {c: getattr(torch, d) for d, c in sf.DTYPE_CODE.items()} == DTYPE_MAP
+
+
+def test_a_header_is_read_back_and_its_data_is_aligned():
+    entries, data = packed(TENSORS)
+    metadata = sf.sharding_metadata(dict.fromkeys(TENSORS, (7,)))
+    header = sf.header(entries, metadata)
+    assert len(header) % sf.DATA_ALIGNMENT == 0
+    found = sf.parse_header(header + data, len(header) + len(data))
+    assert set(found.entries) == set(entries)
+    assert found.data_offset == len(header)
+    assert found.metadata == metadata
+    assert sf.saved_offsets(found.metadata) == dict.fromkeys(TENSORS, (7,))
+    assert sf.saved_offsets({}) is None
+
+
+def test_what_the_library_saved_is_read(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = {**TENSORS, "mask": torch.tensor([True]), "f8": torch.zeros(3).to(torch.float8_e5m2)}
+    save_file(tensors, tmp_path / "x", metadata={"format": "pt"})
+    data = (tmp_path / "x").read_bytes()
+    found = sf.parse_header(data, len(data))
+    assert {entry.name: entry.size for entry in found.entries} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert {entry.name: entry.dtype for entry in found.entries} == {
+        name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()
+    }
+
+
+def test_dtypes_that_other_readers_mistake_are_refused():
+    for dtype in set(ITEMSIZE) - set(sf.DTYPE_CODE):
+        with pytest.raises(UnsupportedValueError, match="companion"):
+            sf.header([("x", dtype, (1,), 0, ITEMSIZE[dtype])])
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("a", "int8", (3,), 1, 4)],
+        [("a", "int8", (3,), 0, 2)],
+        [("a", "int8", (3,), 0, 3), ("b", "int8", (3,), 4, 7)],
+        [("a", "int8", (3,), 0, 3), ("b", "int8", (3,), 2, 5)],
+        [("a", "int8", (3,), 0, 3), ("a", "int8", (3,), 3, 6)],
+        [("__metadata__", "int8", (3,), 0, 3)],
+    ],
+)
+def test_gaps_overlaps_and_names_used_twice_are_bugs_of_ours(entries):
+    with pytest.raises(InternalError):
+        sf.header(entries, {"format": "pt"})
+
+
+def test_a_short_head_says_how_much_to_read():
+    header = sf.header([("a", "int8", (3,), 0, 3)])
+    for length in (0, 7, 8, 100, len(header) - 1):
+        with pytest.raises(NeedMoreBytes) as caught:
+            sf.parse_header(header[:length], len(header) + 3)
+        assert length < caught.value.num_bytes <= len(header)
+
+
+GOOD = {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}
+WRONG = {
+    "a list": [],
+    "no JSON": b"{{{{",
+    "deep": b"[" * 200_000,
+    "no utf-8": b"\xff\xff\xff",
+    "a number as entry": {"a": 5},
+    "unknown dtype": {"a": {**GOOD, "dtype": "F99"}},
+    "list as dtype": {"a": {**GOOD, "dtype": []}},
+    "no shape": {"a": {"dtype": "I8", "data_offsets": [0, 3]}},
+    "negative shape": {"a": {**GOOD, "shape": [-3]}},
+    "float shape": {"a": {**GOOD, "shape": [3.0]}},
+    "true as shape": {"a": {**GOOD, "shape": [True], "data_offsets": [0, 1]}},
+    "huge shape": {"a": {**GOOD, "shape": [1 << 61] * 30}},
+    "too many dimensions": {"a": {**GOOD, "shape": [1] * 65 + [3]}},
+    "one offset": {"a": {**GOOD, "data_offsets": [0]}},
+    "other length": {"a": {**GOOD, "data_offsets": [0, 4]}},
+    "hole": {"a": {**GOOD, "data_offsets": [1, 4]}},
+    "overlap": {"a": GOOD, "b": GOOD},
+    "metadata of numbers": {"__metadata__": {"a": 5}},
+    "metadata list": {"__metadata__": []},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_header_that_contradicts_itself_is_damage(name):
+    assert sf.parse_header(raw({"a": GOOD})).entries[0].size == (3,)
+    with pytest.raises(DamagedCheckpointError):
+        sf.parse_header(raw(WRONG[name]))
+
+
+def test_a_header_longer_than_its_file_or_any_header_is_damage():
+    header = raw({"a": GOOD})
+    with pytest.raises(DamagedCheckpointError):
+        sf.parse_header(header, len(header) + 2)
+    with pytest.raises(DamagedCheckpointError):
+        sf.parse_header(header, len(header) + 4)
+    with pytest.raises(DamagedCheckpointError):
+        sf.parse_header(struct.pack("<Q", 1 << 40))
+
+
+@pytest.mark.parametrize("text", ["[", "[]", '{"a": 5}', '{"a": {}}', "[" * 100_000,
+                                  '{"a": {"saved_offsets": [-1]}}'])  # fmt: skip
+def test_sharding_info_of_nonsense_is_damage(text):
+    with pytest.raises(DamagedCheckpointError):
+        sf.saved_offsets({"DCP_SHARDING_INFO": text})

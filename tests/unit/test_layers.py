@@ -1,0 +1,307 @@
+"""The house rules of DESIGN.md, section 6: what may import what, and where heavy things live."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "ray_dcp"
+
+LAYERS = {
+    "errors": 0,
+    "options": 1,
+    "events": 1,
+    "clock": 1,
+    "plan": 2,
+    "format": 2,
+    "store": 2,
+    "protocol": 2,
+    "seam": 3,
+    "stage": 3,
+    "transfer": 3,
+    "view": 3,
+    "runtime": 4,
+    "testing": 4,
+    "entrypoints": 5,
+    "manager": 5,
+    "__init__": 6,
+    "dcp": 6,
+    "xla": 6,
+    "cli": 7,
+    "integrations": 7,
+    "__main__": 7,
+}
+
+# Distribution -> modules that may import it, and modules of those that may not.
+HOMES = {
+    "ray": ({"runtime", "integrations"}, {"runtime.inline", "runtime.rank", "runtime.perform"}),
+    "torch": (
+        {"seam", "runtime", "entrypoints", "manager", "dcp", "xla", "integrations", "testing"},
+        set(),
+    ),
+    "click": ({"cli"}, set()),
+    "rich": ({"cli"}, set()),
+    "xxhash": ({"format"}, set()),
+    "fsspec": ({"store"}, set()),
+    "obstore": ({"store"}, set()),
+    "pyarrow": ({"plan", "format", "store"}, set()),
+}
+
+# Modules outside torch's homes that import it inside a call which returns or compares tensors.
+TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
+
+# Modules below the entrypoints that read the environment, each with its reason.
+ENVIRONMENT_READERS = {
+    "runtime.environment": "RAY_ADDRESS, and what Ray itself reads when it starts",
+}
+
+MOST_LINES = 400
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by one statement of one module of the package."""
+
+    importer: str
+    imported: str
+    line: int
+    inside_call: bool
+    for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def name_of(path: Path) -> str:
+    """Returns the dotted name below ray_dcp: `plan.boxes`, `plan`, `__init__`."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    return ".".join(parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    return tuple(found for name, tree in modules().items() for found in imports_of(name, tree))
+
+
+def imports_of(importer: str, tree: ast.AST) -> Iterator[Import]:
+    def visit(node: ast.AST, inside_call: bool, for_types: bool) -> Iterator[Import]:
+        for imported in imported_by(node):
+            yield Import(importer, imported, node.lineno, inside_call, for_types)
+        inside_call |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            typing_only = isinstance(node, ast.If) and is_type_checking(node) and child in node.body
+            yield from visit(child, inside_call, for_types or typing_only)
+
+    yield from visit(tree, False, False)
+
+
+def imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        # Why both: `from ray_dcp import plan` imports a module, `from ray_dcp.plan import X` too.
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def is_type_checking(node: ast.If) -> bool:
+    return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def package_of(name: str) -> str:
+    """Returns the part that has a layer: `plan` for `plan.boxes`."""
+    return name.split(".", maxsplit=1)[0]
+
+
+def imported_package(found: Import) -> str | None:
+    """Returns the layered part of an internal import; None for a foreign one."""
+    first, _, rest = found.imported.partition(".")
+    if first != "ray_dcp":
+        return None
+    part = package_of(rest)
+    return part if part in LAYERS else "__init__"
+
+
+def within(name: str, homes: set[str]) -> bool:
+    return any(name == home or name.startswith(f"{home}.") for home in homes)
+
+
+def test_every_module_has_a_layer():
+    assert {package_of(name) for name in modules()} <= set(LAYERS)
+
+
+def test_every_import_is_absolute():
+    relative = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert relative == []
+
+
+def test_imports_only_go_down():
+    upward = [
+        str(found)
+        for found in imports()
+        if (target := imported_package(found)) is not None
+        and LAYERS[target] > LAYERS[package_of(found.importer)]
+    ]
+    assert upward == []
+
+
+def imported_module(found: Import) -> str | None:
+    """Returns the module of ours that an import loads: `plan.values` for a class of it."""
+    first, _, name = found.imported.partition(".")
+    if first != "ray_dcp":
+        return None
+    while name and name not in modules():
+        name = name.rpartition(".")[0]
+    return name or "__init__"
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    needs: dict[str, set[str]] = {name: set() for name in modules()}
+    for found in imports():
+        target = imported_module(found)
+        at_once = not (found.inside_call or found.for_types)
+        if target not in (None, found.importer) and at_once:
+            needs[found.importer].add(target)
+    while loadable := [name for name, others in needs.items() if not others]:
+        for name in loadable:
+            del needs[name]
+        for others in needs.values():
+            others.difference_update(loadable)
+    assert needs == {}
+
+
+@pytest.mark.parametrize("distribution", HOMES)
+def test_a_heavy_dependency_is_imported_only_at_its_home(distribution: str):
+    homes, not_there = HOMES[distribution]
+    # Why not for types: the facade names torch's types, and loads them on first use.
+    strays = [
+        str(found)
+        for found in imports()
+        if found.imported.split(".")[0] == distribution
+        and not found.for_types
+        and (not within(found.importer, homes) or within(found.importer, not_there))
+        and not (
+            distribution == "torch"
+            and found.inside_call
+            and within(found.importer, TORCH_INSIDE_CALLS)
+        )
+    ]
+    assert strays == []
+
+
+def test_modules_that_load_without_torch_import_no_torch_module_of_ours_at_once():
+    torch_free = {"plan", "format", "store", "protocol", "transfer", "view", "cli"}
+    need_torch = {"seam", "runtime", "entrypoints", "manager", "dcp", "xla", "integrations"}
+    loading = [
+        str(found)
+        for found in imports()
+        if package_of(found.importer) in torch_free
+        and not (found.inside_call or found.for_types)
+        and imported_package(found) in need_torch
+    ]
+    assert loading == []
+
+
+def test_no_assert_checks_anything_in_the_package():
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == []
+
+
+def test_no_module_is_longer_than_the_limit():
+    lines = {
+        name_of(path): len(path.read_text().splitlines()) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_every_module_says_what_it_is():
+    assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
+
+
+def test_no_module_of_ours_takes_the_name_of_a_dcp_submodule():
+    spec = importlib.util.find_spec("torch")  # Finds it without importing it.
+    assert spec is not None
+    assert spec.origin is not None
+    stock = Path(spec.origin).parent / "distributed" / "checkpoint"
+    submodules = {path.stem for path in stock.glob("*.py")} - {"__init__"}
+    assert {"api", "staging", "storage"} <= submodules
+    ours = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert ours & submodules == set()
+
+
+def test_the_environment_is_read_only_by_the_entrypoints_and_listed_modules():
+    readers = {
+        name
+        for name, tree in modules().items()
+        if LAYERS[package_of(name)] < LAYERS["entrypoints"]
+        for node in ast.walk(tree)
+        if reads_environment(node)
+    }
+    assert readers == set(ENVIRONMENT_READERS)
+
+
+def reads_environment(node: ast.AST) -> bool:
+    names = ("environ", "environb", "getenv")
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in names for alias in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{n}" for n in names}
+
+
+def loaded_by(program: str, *arguments: str) -> set[str]:
+    """Returns which of torch and ray a fresh interpreter has loaded after a program."""
+    report = (
+        "import json, sys; print(json.dumps([m for m in ('ray', 'torch') if m in sys.modules]))"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", f"{program}\n{report}", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return set(json.loads(finished.stdout.splitlines()[-1]))
+
+
+def test_this_file_would_notice_a_loaded_torch():
+    assert loaded_by("import torch") == {"torch"}
+
+
+def test_importing_the_package_loads_neither_ray_nor_torch():
+    assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+def test_the_reading_commands_load_neither_ray_nor_torch(command: str, saved_checkpoint: Path):
+    program = (
+        "import sys\nfrom ray_dcp.cli.main import main\nmain(sys.argv[1:], standalone_mode=False)\n"
+    )
+    assert loaded_by(program, command, str(saved_checkpoint)) == set()

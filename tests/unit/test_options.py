@@ -1,0 +1,103 @@
+"""Options check themselves when they are made, and tell which field is wrong."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ray_dcp.options
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.options import LoadOptions, SaveOptions
+
+BOTH = [SaveOptions, LoadOptions]
+
+CHOICES = [
+    (SaveOptions, "container", ["torch_save", "safetensors"]),
+    (SaveOptions, "replicas", ["warn", "check"]),
+    (SaveOptions, "objects", ["warn", "refuse"]),
+    (LoadOptions, "dtype", ["widen", "error", "cast"]),
+    (LoadOptions, "verify", ["always", "sample", "never"]),
+]
+
+FLAGS = [
+    (cls, field.name)
+    for cls in BOTH
+    for field in dataclasses.fields(cls)
+    if isinstance(field.default, bool)
+]
+
+NUMBERS = [
+    (cls, field.name)
+    for cls in BOTH
+    for field in dataclasses.fields(cls)
+    if isinstance(field.default, int | float) and not isinstance(field.default, bool)
+]
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_options_are_frozen_and_keyword_only(cls: type):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cls().num_threads = 3
+    with pytest.raises(TypeError):
+        cls(True)
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_options_are_values(cls: type):
+    changed = dataclasses.replace(cls(), num_threads=7)
+    assert changed != cls()
+    assert pickle.loads(pickle.dumps(changed)) == changed
+    assert len({cls(), cls(), changed}) == 2
+
+
+@pytest.mark.parametrize(("cls", "name", "choices"), CHOICES)
+def test_a_choice_is_one_of_those_named(cls: type, name: str, choices: list[str]):
+    for choice in choices:
+        assert getattr(cls(**{name: choice}), name) == choice
+    for other in ("", choices[0].upper(), None, 1):
+        with pytest.raises(InvalidRequestError, match=f"{cls.__name__}.{name} must be") as caught:
+            cls(**{name: other})
+        assert caught.value.key == name
+        assert all(repr(choice) in str(caught.value) for choice in choices)
+        assert repr(other) in str(caught.value)
+
+
+def test_every_choice_is_tested():
+    texts = {
+        (cls, field.name)
+        for cls in BOTH
+        for field in dataclasses.fields(cls)
+        if isinstance(field.default, str)
+    }
+    assert texts == {(cls, name) for cls, name, _ in CHOICES}
+
+
+@pytest.mark.parametrize(("cls", "name"), FLAGS)
+@pytest.mark.parametrize("other", [1, 0, None, "no"])
+def test_a_flag_is_true_or_false(cls: type, name: str, other: Any):
+    with pytest.raises(InvalidRequestError, match=f"{cls.__name__}.{name} must be True or False"):
+        cls(**{name: other})
+
+
+@pytest.mark.parametrize(("cls", "name"), NUMBERS)
+@pytest.mark.parametrize("other", [0, -1, True, None, "3", float("nan")])
+def test_a_number_is_above_zero(cls: type, name: str, other: Any):
+    with pytest.raises(InvalidRequestError, match=f"{cls.__name__}.{name} must be a number above"):
+        cls(**{name: other})
+
+
+def test_every_field_says_what_it_is():
+    tree = ast.parse(Path(ray_dcp.options.__file__).read_text())
+    silent = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+                said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                if isinstance(field, ast.AnnAssign) and not said:
+                    silent.append(ast.unparse(field.target))
+    assert silent == []

@@ -1,0 +1,123 @@
+"""A rank's columns arrive as they were sent, and impossible ones are refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
+from ray_dcp.plan.columns import ColumnsBuilder, check, decode, encode
+from ray_dcp.plan.values import Columns, Kind
+
+
+def some() -> Columns:
+    builder = ColumnsBuilder()
+    builder.tensor(
+        "model.w", "bfloat16", (4, 6), offset=(2, 0), size=(2, 6), path=("model", "w"),
+        requires_grad=True, splittable=True,
+    )  # fmt: skip
+    builder.tensor("model.w", "bfloat16", (4, 6), offset=(0, 0), size=(2, 6))
+    builder.tensor("scale", "float32", (), value=2**64 - 1)
+    builder.tensor("sub", "uint8", (3,), opaque=True)
+    builder.object("list.0.näme\ud800", path=("list", 0, "näme\ud800"), value=7)
+    return builder.build()
+
+
+def test_columns_come_back_from_bytes_equal_in_every_field() -> None:
+    sent = some()
+    got = decode(encode(sent))
+    for field in fields(Columns):
+        mine, theirs = getattr(sent, field.name), getattr(got, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+            assert np.array_equal(mine, theirs), field.name
+        else:
+            assert mine == theirs, field.name
+    assert got.paths == (("model", "w"), None, None, ("list", 0, "näme\ud800"))
+    assert got.kind.tolist() == [Kind.TENSOR] * 3 + [Kind.OPAQUE, Kind.OBJECT]
+
+
+def test_a_rank_that_holds_nothing_comes_back_from_bytes() -> None:
+    got = decode(encode(ColumnsBuilder().build()))
+    assert (len(got), got.shape.shape, got.names) == (0, (0, 1), ())
+
+
+@pytest.mark.parametrize("data", [b"", b"rubbish", encode(some())[:-30], encode(some())[:100]])
+def test_bytes_that_are_no_columns_are_an_error_of_ours(data: bytes) -> None:
+    with pytest.raises(InternalError, match="expected a rank's items"):
+        decode(data)
+
+
+def test_another_arrow_stream_is_no_columns() -> None:
+    batch = pa.RecordBatch.from_pydict({"name": pa.array([1])})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    with pytest.raises(InternalError):
+        decode(sink.getvalue().to_pybytes())
+
+
+def test_another_version_is_told_as_such() -> None:
+    data = encode(some())
+    with pa.ipc.open_stream(data) as stream:
+        table = stream.read_all()
+    metadata = {**table.schema.metadata, b"ray_dcp.columns": b"9"}
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema.with_metadata(metadata)) as out:
+        out.write_table(table)
+    with pytest.raises(RankDisagreementError, match="found form 9: run the same version"):
+        decode(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"name": np.array([9, 0, 1, 2, 3], np.int32)}, "name from 0 to 3, found 9"),
+        ({"kind": np.array([0, 0, 0, 3, 1], np.int8)}, "kind from 0 to 2, found 3"),
+        ({"dtype": np.array([0, 0, 5, 2, -1], np.int8)}, "dtype of a tensor"),
+        ({"dtype": np.array([0, 0, 1, 2, 0], np.int8)}, "dtype of an object"),
+        ({"ndim": np.array([2, 2, 3, 1, 0], np.int8)}, "ndim from 0 to 2, found 3"),
+        ({"ndim": np.array([2, 2, 0, 1, 1], np.int8)}, "ndim of an object"),
+        ({"ndim": np.array([1, 2, 0, 1, 0], np.int8)}, "'model.w' is not padded"),
+        ({"value": np.zeros(4, np.uint64)}, r"column 'value' of shape \(5,\), found \(4,\)"),
+        ({"size": np.ones((5, 3), np.int64)}, "column 'size'"),
+        ({"paths": ()}, "4 names have 0 paths"),
+        ({"names": ("a", "a", "b", "c")}, "holds a name twice"),
+    ],
+)
+def test_impossible_columns_are_refused(change: dict[str, object], told: str) -> None:
+    broken = replace(some(), **change)
+    assert len(check(broken)) >= 1
+    with pytest.raises(InvalidRequestError, match=told):
+        encode(broken)
+
+
+def test_all_impossible_items_are_told_at_once() -> None:
+    builder = ColumnsBuilder()
+    builder.tensor("huge", "float32", (1 << 40, 1 << 40))
+    builder.tensor("negative", "float32", (3,), offset=(-1,))
+    builder.tensor("twice", "float32", (3,))
+    builder.tensor("twice", "float32", (3,))
+    builder.object("object")
+    builder.object("object")
+    with pytest.raises(InvalidRequestError) as caught:
+        builder.build()
+    for told in ("'huge' is beyond", "'negative' has a neg", "'twice' is listed", "'object' is l"):
+        assert told in str(caught.value)
+
+
+def test_lengths_that_differ_name_the_item() -> None:
+    builder = ColumnsBuilder()
+    builder.tensor("w", "float32", (3, 3), offset=(1,))
+    with pytest.raises(InvalidRequestError, match="differ for 'w'"):
+        builder.build()
+
+
+def test_one_rank_may_hold_several_boxes_without_elements_at_one_place() -> None:
+    builder = ColumnsBuilder()
+    builder.tensor("w", "float32", (3,), offset=(3,), size=(0,))
+    builder.tensor("w", "float32", (3,), offset=(3,), size=(0,))
+    assert len(builder.build()) == 2

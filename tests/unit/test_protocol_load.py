@@ -1,0 +1,242 @@
+"""The load and exchange machines, fed by hand."""
+
+import pytest
+
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    MissingKeyError,
+    ParticipantError,
+    RankDisagreementError,
+    StorageError,
+)
+from ray_dcp.options import LoadOptions
+from ray_dcp.protocol.commands import CheckpointRead, ReadCheckpoint
+from ray_dcp.protocol.messages import (
+    Exchange,
+    Exchanged,
+    LoadDone,
+    LoadGo,
+    LoadJoin,
+    LoadOutcome,
+    LoadProceed,
+    LoadReady,
+    OpKey,
+    Refused,
+    Target,
+)
+from ray_dcp.protocol.operation import GRACE_S
+from tests.protocol_play import KEY, TARGET, Play
+
+FOUND = CheckpointRead("native", 3, b"manifest")
+
+
+def to_planning(play):
+    for rank in range(play.world_size):
+        play.join_load(rank)
+    play.done(FOUND)
+
+
+def to_reading(play):
+    to_planning(play)
+    for rank in range(play.world_size):
+        play.send(LoadReady(KEY, rank))
+
+
+def test_the_checkpoint_is_looked_for_once_and_all_ranks_load_the_same():
+    play = Play(world_size=3)
+    to_planning(play)
+    assert [type(c.task) for c in play.commands if hasattr(c, "task")] == [ReadCheckpoint]
+    assert [play.reply(r, "LoadJoin") for r in range(3)] == [LoadGo("native", 3, b"manifest")] * 3
+
+
+def test_no_rank_reads_before_every_rank_is_ready():
+    play = Play()
+    to_planning(play)
+    assert play.send(LoadReady(KEY, 0)) is None
+    assert play.send(LoadReady(KEY, 1)) == LoadProceed()
+    assert play.reply(0, "LoadReady") == LoadProceed()
+
+
+def test_a_rank_that_can_not_plan_refuses_the_load_on_all():
+    play = Play()
+    to_planning(play)
+    play.send(LoadReady(KEY, 0))
+    error = play.send(LoadReady(KEY, 1, MissingKeyError("no 'w'", key="w"))).error
+    assert (type(error), error.rank, error.key) == (MissingKeyError, 1, "w")
+    assert play.errors("LoadReady")[0] is error
+    assert play.coordination.active == ()
+
+
+def test_the_outcome_sums_the_bytes_of_all_ranks():
+    play = Play()
+    to_reading(play)
+    play.send(LoadDone(KEY, 0, 10, 16))
+    assert play.send(LoadDone(KEY, 1, 5, 5)) == LoadOutcome(15, 21)
+    assert play.reply(0, "LoadDone") == LoadOutcome(15, 21)
+    assert play.coordination.active == ()
+
+
+def test_bytes_of_a_rank_that_reports_twice_count_once():
+    play = Play()
+    to_reading(play)
+    play.send(LoadDone(KEY, 0, 10, 16))
+    play.send(LoadDone(KEY, 0, 10, 16))
+    assert play.send(LoadDone(KEY, 1, 5, 5)) == LoadOutcome(15, 21)
+    assert play.send(LoadDone(KEY, 0, 10, 16)) == LoadOutcome(15, 21)
+
+
+def test_a_rank_that_fails_to_read_fails_the_load_on_all():
+    play = Play()
+    to_reading(play)
+    play.send(LoadDone(KEY, 0, error=StorageError("gone")))
+    assert play.timer.after_s == GRACE_S
+    assert play.send(LoadDone(KEY, 1, 5, 5)).error.rank == 0
+
+
+def test_a_place_without_checkpoint_is_told_to_all():
+    play = Play()
+    play.join_load(0)
+    play.join_load(1)
+    play.fail(CheckpointNotFoundError("nothing here"))
+    assert {type(e) for e in play.errors("LoadJoin").values()} == {CheckpointNotFoundError}
+
+
+@pytest.mark.parametrize(
+    ("arrive", "step", "said"),
+    [
+        (lambda play: play.join_load(0), "LoadJoin", "join the load within 3 s"),
+        (
+            lambda play: (to_planning(play), play.send(LoadReady(KEY, 0))),
+            "LoadReady", "plan its reads within 3 s",
+        ),
+        (
+            lambda play: (to_reading(play), play.send(LoadDone(KEY, 0))),
+            "LoadDone", "read its share within 4 s",
+        ),
+    ],
+)  # fmt: skip
+def test_every_wait_for_ranks_has_a_deadline_that_names_them(arrive, step, said):
+    play = Play(load_options=LoadOptions(plan_timeout_s=3, read_timeout_s=4))
+    arrive(play)
+    play.expire()
+    error = play.errors(step)[0]
+    assert type(error) is DeadlineError
+    assert error.rank == 1
+    assert said in error.message
+
+
+def test_a_storage_that_does_not_show_the_checkpoint_in_time_ends_the_load():
+    play = Play()
+    play.join_load(0)
+    play.join_load(1)
+    play.expire()
+    assert type(play.errors("LoadJoin")[1]) is DeadlineError
+    play.done(FOUND)
+    assert play.coordination.active == ()
+
+
+@pytest.mark.parametrize("phase", [to_planning, to_reading])
+def test_a_lost_rank_ends_the_load(phase):
+    play = Play(world_size=3)
+    phase(play)
+    play.send((LoadReady if phase is to_planning else LoadDone)(KEY, 0))
+    play.lose(1)
+    play.expire()
+    step = "LoadReady" if phase is to_planning else "LoadDone"
+    error = play.errors(step)[0]
+    assert (type(error), error.rank) == (ParticipantError, 1)
+
+
+def test_a_rank_that_has_read_may_go():
+    play = Play()
+    to_reading(play)
+    play.send(LoadDone(KEY, 1))
+    play.lose(1)
+    assert play.send(LoadDone(KEY, 0)) == LoadOutcome(0, 0)
+
+
+def test_steps_out_of_order_are_refused_and_change_nothing():
+    play = Play()
+    play.join_load(0)
+    with pytest.raises(InternalError, match="LoadJoin of rank 0"):
+        play.send(LoadDone(KEY, 0))
+    play.join_load(1)
+    assert play.task == ReadCheckpoint(TARGET)
+
+
+def test_a_step_of_a_load_that_nobody_knows_says_to_call_again():
+    with pytest.raises(ParticipantError, match="Call again"):
+        Play().send(LoadReady(OpKey("run", 5), 0))
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_its_world_is_refused(rank, world_size):
+    play = Play()
+    with pytest.raises(InvalidRequestError):
+        play.send(LoadJoin(KEY, rank, world_size, TARGET, LoadOptions()))
+    assert play.coordination.active == ()
+
+
+# Exchange
+
+
+def exchange(rank, outbox, world_size=3, tag="plans", error=None):
+    return Exchange(KEY, rank, world_size, tag, outbox, 9.0, error)
+
+
+def test_an_exchange_gives_each_rank_what_the_others_had_for_it():
+    play = Play(world_size=3)
+    play.send(exchange(0, {1: b"0to1", 2: b"0to2"}))
+    play.send(exchange(1, {0: b"1to0", 1: b"1to1"}))
+    play.send(exchange(2, {}))
+    assert [play.reply(rank, "Exchange") for rank in range(3)] == [
+        Exchanged({1: b"1to0"}), Exchanged({0: b"0to1", 1: b"1to1"}), Exchanged({0: b"0to2"})
+    ]  # fmt: skip
+    assert play.send(exchange(0, {1: b"0to1", 2: b"0to2"})) == Exchanged({1: b"1to0"})
+    assert play.coordination.active == ()
+
+
+def test_an_exchange_with_other_tags_or_content_disagrees():
+    play = Play(world_size=3)
+    play.send(exchange(0, {}))
+    error = play.send(exchange(1, {}, tag="metadata")).error
+    assert type(error) is RankDisagreementError
+    assert "'plans'" in error.message
+    assert "'metadata'" in error.message
+    play = Play(world_size=3)
+    play.send(exchange(0, {}))
+    assert type(play.send(exchange(0, {1: b""})).error) is RankDisagreementError
+
+
+def test_an_error_in_an_exchange_is_told_to_all():
+    play = Play(world_size=2)
+    play.send(exchange(0, {}, 2, error=StorageError("mine")))
+    reply = play.send(exchange(1, {0: b"x"}, 2))
+    assert isinstance(reply, Refused)
+    assert reply.error.rank == 0
+
+
+def test_bytes_for_a_rank_outside_the_world_fail_the_exchange():
+    play = Play(world_size=2)
+    play.send(exchange(0, {5: b""}, 2))
+    assert "rank 5" in play.send(exchange(1, {}, 2)).error.message
+
+
+def test_an_exchange_has_a_deadline():
+    play = Play(world_size=2)
+    play.send(exchange(1, {}, 2))
+    assert play.timer.after_s == 9.0
+    play.expire()
+    error = play.errors("Exchange")[1]
+    assert (type(error), error.rank) == (DeadlineError, 0)
+    assert "exchange 'plans'" in error.message
+
+
+def test_storage_options_are_in_no_message():
+    play = Play()
+    play.join_load(0, target=Target("memory://a", {"token": "secret"}))
+    error = play.join_load(1, target=Target("memory://b", {"token": "secret"})).error
+    assert "secret" not in str(error)

@@ -1,0 +1,295 @@
+"""Which path a save or load takes, and what is made of the arguments of torch's own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _extension, filesystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import Target
+from ray_dcp.seam.paths import MissingTargetError, PlannerFlags, decide_load, decide_save
+
+
+class WriterSubclass(dcp.FileSystemWriter):
+    pass
+
+
+class ReaderSubclass(dcp.FileSystemReader):
+    pass
+
+
+class SavePlannerSubclass(dcp.DefaultSavePlanner):
+    pass
+
+
+class LoadPlannerSubclass(dcp.DefaultLoadPlanner):
+    pass
+
+
+class OwnWriter(dcp.StorageWriter):
+    """As a writer of ray_dcp itself says where it writes."""
+
+    __ray_dcp_target__ = Target("memory://own", {"token": "t"})
+    __ray_dcp_options__ = {"num_threads": 5}  # noqa: RUF012
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *a: Any, **k: Any) -> None: ...
+    def prepare_local_plan(self, plan: Any) -> Any: ...
+    def prepare_global_plan(self, plans: Any) -> Any: ...
+    def write_data(self, plan: Any, planner: Any) -> Any: ...
+    def finish(self, metadata: Any, results: Any) -> None: ...
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool: ...
+
+
+class OwnWriterSubclass(OwnWriter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "url"),
+    [
+        ("/data/x", "/data/x"),
+        (Path("/data/x"), "/data/x"),
+        ("file:///data/x", "file:///data/x"),
+        ("memory://x", "memory://x"),
+    ],
+)
+def test_an_id_alone_is_native(checkpoint_id, url):
+    for decision in (
+        decide_save(checkpoint_id=checkpoint_id),
+        decide_load(checkpoint_id=checkpoint_id),
+    ):
+        assert decision.path == "native"
+        assert decision.target == Target(url)
+        assert decision.planner is None
+        assert decision.flags == PlannerFlags()
+
+
+def test_a_relative_path_is_made_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert decide_save(checkpoint_id="step-1").target == Target(str(tmp_path / "step-1"))
+
+
+def test_torchs_own_storage_is_native_at_its_path(tmp_path):
+    assert decide_save(None, dcp.FileSystemWriter(tmp_path)).target == Target(str(tmp_path))
+    assert decide_load(None, dcp.FileSystemReader(tmp_path)).target == Target(str(tmp_path))
+    for url in (str(tmp_path), f"file://{tmp_path}"):
+        assert decide_save(None, FsspecWriter(url)).path == "native"
+        assert decide_load(None, FsspecReader(url)).target == Target(url)
+
+
+def test_an_id_takes_the_place_of_the_writers_path(tmp_path):
+    writer = dcp.FileSystemWriter(tmp_path / "one")
+    assert decide_save(None, writer, tmp_path / "two").target == Target(str(tmp_path / "two"))
+    assert writer.path == tmp_path / "one"
+
+
+def test_arguments_of_the_writer_become_options(tmp_path):
+    writer = dcp.FileSystemWriter(
+        tmp_path,
+        single_file_per_rank=False,
+        sync_files=False,
+        thread_count=7,
+        per_thread_copy_ahead=1,
+        cache_staged_state_dict=True,
+        overwrite=False,
+        serialization_format=filesystem.SerializationFormat.SAFETENSORS,
+    )
+    decision = decide_save(None, writer)
+    assert decision.apply(SaveOptions()) == SaveOptions(
+        sync_files=False, num_threads=7, overwrite=False, container="safetensors"
+    )
+    assert decision.ignored == (
+        "single_file_per_rank", "per_thread_copy_ahead", "cache_staged_state_dict",
+    )  # fmt: skip
+
+
+def test_default_arguments_of_the_writer_leave_the_callers_options_alone(tmp_path):
+    decision = decide_save(None, dcp.FileSystemWriter(tmp_path))
+    options = SaveOptions(overwrite=False, num_threads=9, sync_files=False)
+    assert decision.apply(options) == options
+    assert decision.ignored == ()
+
+
+def test_what_the_caller_set_stands_against_the_writer(tmp_path):
+    decision = decide_save(None, dcp.FileSystemWriter(tmp_path, thread_count=7))
+    assert decision.apply(SaveOptions(num_threads=3)).num_threads == 3
+
+
+@pytest.mark.parametrize("thread_count", [0, -1, 1.5, "many"])
+def test_a_thread_count_that_is_none_is_named(tmp_path, thread_count):
+    writer = dcp.FileSystemWriter(tmp_path, thread_count=thread_count)
+    with pytest.raises(InvalidRequestError, match="thread_count"):
+        decide_save(None, writer)
+
+
+def test_flags_of_the_default_planners_are_mapped(tmp_path):
+    saving = decide_save(
+        dcp.DefaultSavePlanner(
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+            dedup_save_to_lowest_rank=True,
+            enable_plan_caching=True,
+        ),
+        checkpoint_id=tmp_path,
+    )
+    assert saving.path == "native"
+    assert saving.flags == PlannerFlags(
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+        dedup_save_to_lowest_rank=True,
+        enable_plan_caching=True,
+    )
+    loading = decide_load(
+        dcp.DefaultLoadPlanner(flatten_state_dict=False, allow_partial_load=True),
+        checkpoint_id=tmp_path,
+    )
+    assert loading.flags == PlannerFlags(flatten_state_dict=False, allow_partial_load=True)
+    assert loading.apply(LoadOptions()).allow_partial_load
+
+
+@pytest.mark.parametrize(
+    ("decide", "planner"),
+    [
+        (decide_save, SavePlannerSubclass()),
+        (decide_load, LoadPlannerSubclass()),
+        (decide_load, _EmptyStateDictLoadPlanner()),
+    ],
+)
+def test_a_planner_subclass_takes_the_hooks_on_native_storage(decide, planner, tmp_path):
+    decision = decide(planner, checkpoint_id=tmp_path)
+    assert decision.path == "planner hooks"
+    assert decision.planner is planner
+    assert decision.target == Target(str(tmp_path))
+    assert type(planner).__name__ in decision.reason
+
+
+def test_a_default_planner_with_a_patched_method_takes_the_hooks(tmp_path):
+    planner = dcp.DefaultSavePlanner()
+    planner.resolve_data = lambda item: None  # type: ignore[method-assign,assignment,return-value]
+    decision = decide_save(planner, checkpoint_id=tmp_path)
+    assert decision.path == "planner hooks"
+    assert "resolve_data" in decision.reason
+
+
+def test_subclasses_of_torchs_storage_are_foreign(tmp_path):
+    for decision in (
+        decide_save(SavePlannerSubclass(), WriterSubclass(tmp_path)),
+        decide_load(LoadPlannerSubclass(), ReaderSubclass(tmp_path)),
+        decide_save(SavePlannerSubclass(), dcp.HuggingFaceStorageWriter(str(tmp_path))),
+    ):
+        assert decision.path == "foreign storage"
+        assert decision.target is None
+        assert decision.planner is not None
+        assert decision.storage is not None
+
+
+def test_a_writer_with_a_patched_method_or_other_file_system_is_foreign(tmp_path):
+    patched = dcp.FileSystemWriter(tmp_path)
+    patched.finish = lambda metadata, results: None  # type: ignore[method-assign]
+    assert "finish" in decide_save(None, patched).reason
+
+    class OtherFileSystem(filesystem.FileSystem):
+        pass
+
+    swapped = dcp.FileSystemWriter(tmp_path)
+    swapped.fs = OtherFileSystem()
+    assert decide_save(None, swapped).path == "foreign storage"
+    assert "OtherFileSystem" in decide_save(None, swapped).reason
+
+
+def test_stream_extensions_make_a_writer_foreign(tmp_path):
+    pytest.importorskip("zstandard")
+    extension = _extension.ZStandard()
+    assert decide_save(None, dcp.FileSystemWriter(tmp_path, _extensions=[])).path == "native"
+    with_one = dcp.FileSystemWriter(tmp_path, _extensions=[extension])
+    assert decide_save(None, with_one).path == "foreign storage"
+
+
+def test_only_a_registry_of_ones_own_makes_a_reader_foreign(tmp_path):
+    default, own = _extension.ExtensionRegistry(), _extension.ExtensionRegistry()
+    own.extensions["mine"] = _extension.ZStandard
+    reader = dcp.FileSystemReader
+    assert decide_load(None, reader(tmp_path, _extension_registry=default)).path == "native"
+    assert decide_load(None, reader(tmp_path, _extension_registry=own)).path == "foreign storage"
+
+
+def test_other_protocols_go_through_stock_fsspec(tmp_path):
+    writer = FsspecWriter("memory://ckpt")
+    assert decide_save(None, writer).path == "foreign storage"
+    assert decide_save(None, writer).storage is writer
+    assert decide_load(None, FsspecReader("memory://ckpt")).path == "foreign storage"
+
+
+def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
+    writer = FsspecWriter(str(tmp_path))
+    assert decide_save(None, writer, "memory://x").path == "foreign storage"
+    assert decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}").path == "native"
+
+
+def test_a_protocol_that_only_fsspec_serves_gets_the_stock_classes():
+    decision = decide_save(checkpoint_id="simplecache::memory://x")
+    assert decision.path == "foreign storage"
+    assert type(decision.storage) is FsspecWriter
+    assert type(decide_load(checkpoint_id="simplecache::memory://x").storage) is FsspecReader
+
+
+def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():
+    with pytest.raises(InvalidRequestError, match=r"nosuch://x.*fsspec backend"):
+        decide_save(checkpoint_id="nosuch://x")
+
+
+def test_our_own_classes_say_where_they_write():
+    decision = decide_save(None, OwnWriter())
+    assert decision.path == "native"
+    assert decision.target == Target("memory://own", {"token": "t"})
+    assert decision.apply(SaveOptions()).num_threads == 5
+    moved = decide_save(None, OwnWriter(), "memory://two")
+    assert moved.target == Target("memory://two", {"token": "t"})
+
+
+def test_a_subclass_of_our_own_class_is_foreign():
+    assert decide_save(None, OwnWriterSubclass()).path == "foreign storage"
+
+
+def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
+    for decide in (decide_save, decide_load):
+        for nothing in (None, ""):
+            with pytest.raises(MissingTargetError, match="found neither") as raised:
+                decide(checkpoint_id=nothing)
+            assert isinstance(raised.value, RuntimeError)
+            assert isinstance(raised.value, InvalidRequestError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: decide_save(None, dcp.FileSystemReader(p)), r"StorageWriter, but is FileSyst"),
+        (lambda p: decide_load(None, dcp.FileSystemWriter(p)), r"StorageReader, but is FileSyst"),
+        (lambda p: decide_save(None, str(p)), r"StorageWriter, but is str, which has no reset"),
+        (lambda p: decide_save(None, dcp.FileSystemWriter), r"the class FileSystemWriter"),
+        (lambda p: decide_save(dcp.DefaultLoadPlanner(), None, p), r"this is a LoadPlanner"),
+        (lambda p: decide_load(dcp.DefaultSavePlanner(), None, p), r"this is a SavePlanner"),
+        (lambda p: decide_save(checkpoint_id=7), r"checkpoint_id must be .* but is int"),
+        (lambda p: decide_save(checkpoint_id=b"x"), r"checkpoint_id must be .* but is bytes"),
+    ],
+)
+def test_a_wrong_type_is_named(call, message, tmp_path):
+    with pytest.raises(InvalidRequestError, match=message):
+        call(tmp_path)
+
+
+def test_what_only_behaves_like_a_writer_is_foreign():
+    class Duck:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    assert decide_save(None, Duck()).path == "foreign storage"

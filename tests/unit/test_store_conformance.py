@@ -1,0 +1,58 @@
+"""The storages that ship with ray_dcp keep the protocol's promises."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+
+import pytest
+
+from ray_dcp.store import durable
+from ray_dcp.store.faults import FaultyStorage
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.testing.storage_conformance import StorageConformance
+
+
+class TestLocal(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return LocalStorage(tmp_path / "not" / "yet" / "there")
+
+
+class TestLocalOnMemoryDisk(StorageConformance):
+    @pytest.fixture
+    def storage(self):
+        root = f"/dev/shm/ray_dcp-test-{uuid.uuid4().hex}"
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("no tmpfs at /dev/shm")
+        storage = LocalStorage(root, durable=False)
+        yield storage
+        storage.delete(e.key for e in (*storage.list(), *storage.unpublished()))
+        if os.path.isdir(root):
+            os.rmdir(root)
+
+
+class TestLocalWithoutHardLinks(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(durable.os, "link", refuse)
+        return LocalStorage(tmp_path / "root")
+
+
+class TestMemory(StorageConformance):
+    @pytest.fixture
+    def storage(self):
+        storage = MemoryStorage(uuid.uuid4().hex)
+        yield storage
+        storage.delete(entry.key for entry in storage.list())
+
+
+class TestFaultyWithoutScript(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return FaultyStorage(LocalStorage(tmp_path / "root"))

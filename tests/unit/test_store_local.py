@@ -1,0 +1,441 @@
+"""What `LocalStorage` promises beyond the protocol: durability, direct I/O, errors, no leaks."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import pickle
+import resource
+import threading
+
+import pytest
+
+from ray_dcp.errors import InvalidRequestError, StorageError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store import durable, local_writer
+from ray_dcp.store.faults import Fault, FaultyStorage
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.paths import check_key
+from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def recorded(monkeypatch, module, *names):
+    """Replaces functions of `os` by ones that also note their calls."""
+    calls = []
+    for name in names:
+        real = getattr(os, name)
+
+        def note(*args, _name=name, _real=real, **kwargs):
+            calls.append(_name)
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(module.os, name, note)
+    return calls
+
+
+def test_a_value_is_synced_before_it_is_linked_and_its_folder_after(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    calls = recorded(monkeypatch, durable, "fsync", "link", "rename")
+    storage.write("a", b"1", create=True)
+    assert calls == ["fsync", "link", "fsync"]
+    calls.clear()
+    storage.write("a", b"2")
+    assert calls == ["fsync", "rename", "fsync"]
+    calls.clear()
+    writer = storage.open_writer("b")
+    writer.write(b"3")
+    assert calls == []
+    writer.commit()
+    assert calls == ["fsync", "link", "fsync"]
+
+
+def test_new_folders_are_synced_into_their_parents(tmp_path, monkeypatch):
+    synced = []
+    real = durable.sync_directory
+    monkeypatch.setattr(durable, "sync_directory", lambda path: (synced.append(path), real(path)))
+    LocalStorage(tmp_path / "x" / "y").write("z/a", b"1")
+    parents = [tmp_path, tmp_path / "x", tmp_path / "x" / "y"]
+    assert synced == [*map(str, parents), str(tmp_path / "x" / "y" / "z")]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64, 4095, 4096])
+@pytest.mark.parametrize("lead", [0, 1, 4096, 70_000])
+def test_large_writes_of_any_alignment_arrive_whole(tmp_path, shift, lead):
+    storage = LocalStorage(tmp_path)
+    room = mmap.mmap(-1, 3 << 20)
+    data = os.urandom(2 << 20)
+    room[shift : shift + len(data)] = data
+    view = memoryview(room)[shift : shift + len(data)]
+    writer = storage.open_writer("part")
+    for piece in (b"x" * lead, view, b"tail", view[: (1 << 20) + 1]):
+        writer.write(piece)
+    writer.commit()
+    expected = b"x" * lead + data + b"tail" + data[: (1 << 20) + 1]
+    assert storage.read("part") == expected
+
+
+def test_memory_as_aligned_as_the_file_is_written_without_a_copy(tmp_path, monkeypatch):
+    if not local_writer.os.O_DIRECT:
+        pytest.skip("no direct I/O here")
+    lengths = []
+    real = local_writer._pwrite
+    monkeypatch.setattr(
+        local_writer, "_pwrite", lambda fd, v, o: (lengths.append(len(v)), real(fd, v, o))[1]
+    )
+    writer = LocalStorage(tmp_path).open_writer("part")
+    room = mmap.mmap(-1, 9 << 20)
+    writer.write(b"h" * 100)
+    writer.write(memoryview(room)[100:])
+    writer.commit()
+    assert lengths == [4096, (9 << 20) - 4096, 0]
+    assert os.path.getsize(tmp_path / "part") == 9 << 20
+
+
+def test_a_filesystem_that_refuses_direct_io_gets_buffered_io(tmp_path, monkeypatch):
+    real_open, real_pwrite = os.open, os.pwrite
+    refused = []
+
+    def refusing_open(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            os.close(real_open(path, flags & ~os.O_DIRECT, *args, **kwargs))
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(durable.os, "open", refusing_open)
+    writer = LocalStorage(tmp_path).open_writer("part")
+    writer.write(b"x" * 5_000_001)
+    writer.commit()
+    assert len(refused) == 1
+    assert os.listdir(tmp_path) == ["part"]
+    assert os.path.getsize(tmp_path / "part") == 5_000_001
+
+    monkeypatch.undo()
+
+    def refusing_pwrite(fd, view, offset):
+        import fcntl
+
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_pwrite(fd, view, offset)
+
+    monkeypatch.setattr(local_writer.os, "pwrite", refusing_pwrite)
+    writer = LocalStorage(tmp_path).open_writer("late")
+    writer.write(b"y" * 5_000_001)
+    writer.commit()
+    assert len(refused) == 2
+    assert os.path.getsize(tmp_path / "late") == 5_000_001
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may grow beyond 1 MB: writing more gives EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_the_system_refuses_names_errno_key_and_path(tmp_path, small_files):
+    storage = LocalStorage(tmp_path)
+    before = open_descriptors()
+    with pytest.raises(StorageError, match=r"\[EFBIG\] File too large") as caught:
+        storage.write("x/a", b"x" * 3_000_000)
+    assert caught.value.key == "x/a"
+    assert str(tmp_path / "x/a") in str(caught.value)
+    writer = storage.open_writer("x/b")
+    with pytest.raises(StorageError, match="EFBIG"):
+        writer.write(b"x" * 9_000_000)
+    writer.abort()
+    assert storage.list() == []
+    assert storage.unpublished() == ()
+    assert open_descriptors() == before
+
+
+def test_a_full_disk_is_told_with_the_way_out(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage = LocalStorage(tmp_path)
+    monkeypatch.setattr(durable.os, "write", full)
+    with pytest.raises(StorageError, match=r"ENOSPC.*No space left on device; free space"):
+        storage.write("a", b"1")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_root_that_can_not_be_made_names_the_nearest_parent(tmp_path):
+    (tmp_path / "file").write_bytes(b"1")
+    storage = LocalStorage(tmp_path / "file" / "x" / "y")
+    for act in (lambda: storage.write("a", b"1"), lambda: storage.open_writer("a")):
+        with pytest.raises(StorageError, match="ENOTDIR") as caught:
+            act()
+        assert f"nearest parent that exists is {tmp_path / 'file'})" in str(caught.value)
+    with pytest.raises(KeyMissingError):
+        storage.read("a")
+
+
+def test_a_root_without_permission_names_the_nearest_parent():
+    storage = LocalStorage("/proc/ray_dcp/x")
+    with pytest.raises(StorageError, match=r"nearest parent that exists is /proc\)"):
+        storage.write("a", b"1")
+
+
+def test_a_root_that_is_a_file_can_not_be_listed(tmp_path):
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        LocalStorage(tmp_path / "file").list()
+
+
+def test_reading_leaves_few_descriptors_and_closing_none(tmp_path):
+    before = open_descriptors()
+    storage = LocalStorage(tmp_path)
+    for number in range(50):
+        storage.write(f"{number}", b"1")
+        storage.read_into(f"{number}", 0, memoryview(bytearray(1)))
+        storage.read(f"{number}")
+    assert open_descriptors() <= before + 16
+    storage.close()
+    assert open_descriptors() == before
+    storage.read_into("1", 0, memoryview(bytearray(1)))
+    del storage
+    assert open_descriptors() == before
+
+
+def test_more_threads_than_kept_descriptors_read_what_they_ask_for(tmp_path):
+    storage = LocalStorage(tmp_path)
+    for number in range(40):
+        storage.write(f"{number}", bytes([number]) * 1000)
+    wrong = []
+
+    def check(first):
+        for step in range(200):
+            number = (first + step) % 40
+            room = bytearray(1000)
+            storage.read_into(f"{number}", 0, memoryview(room))
+            if room != bytes([number]) * 1000:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=check, args=(n,)) for n in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_dropped_writer_leaves_neither_file_nor_descriptor(tmp_path):
+    before = open_descriptors()
+    writer = LocalStorage(tmp_path).open_writer("part")
+    writer.write(b"x" * 5_000_000)
+    del writer
+    assert open_descriptors() == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_unpublished_files_are_told_and_can_be_deleted(tmp_path):
+    storage = LocalStorage(tmp_path)
+    writer = storage.open_writer("x/part")
+    (left,) = storage.unpublished()
+    assert left.key.startswith("x/.tmp-")
+    assert left.key.endswith("-part")
+    assert storage.list() == []
+    storage.delete([left.key])
+    assert storage.unpublished() == ()
+    with pytest.raises(StorageError):
+        writer.commit()
+
+
+def test_keys_of_unpublished_files_can_not_be_read_or_written(tmp_path):
+    with pytest.raises(InvalidRequestError, match="unpublished"):
+        LocalStorage(tmp_path).write("x/.tmp-1-part", b"1")
+
+
+def test_a_long_name_fits_its_temporary_name(tmp_path):
+    key = "k" * 255
+    LocalStorage(tmp_path).write(key, b"1")
+    assert LocalStorage(tmp_path).list() == [Entry(key, 1)]
+    with pytest.raises(StorageError, match="ENAMETOOLONG"):
+        LocalStorage(tmp_path).write(key + "k", b"1")
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(StorageError, match="not a regular file"):
+        storage.read("pipe")
+    with pytest.raises(StorageError, match="not a regular file"):
+        storage.read_into("pipe", 0, memoryview(bytearray(1)))
+    assert storage.list() == []
+
+
+def test_links_to_files_are_listed_and_read_but_folders_not_entered(tmp_path):
+    (tmp_path / "blob").write_bytes(b"data")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "blob")
+    (root / "loop").symlink_to(root)
+    (root / "dangling").symlink_to(tmp_path / "nothing")
+    storage = LocalStorage(root)
+    assert storage.list() == [Entry("link", 4)]
+    assert storage.read("link") == b"data"
+
+
+def test_delete_removes_folders_that_became_empty_but_not_the_root(tmp_path):
+    storage = LocalStorage(tmp_path / "root")
+    storage.write("x/y/a", b"1")
+    storage.write("x/b", b"1")
+    storage.delete(["x/y/a"])
+    assert sorted(os.listdir(tmp_path / "root" / "x")) == ["b"]
+    storage.delete(["x/b"])
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_delete_tries_all_keys_before_it_fails(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    for key in ("a", "b", "c"):
+        storage.write(key, b"1")
+    real = os.unlink
+
+    def refuse(path, *args, **kwargs):
+        if path.endswith(("a", "b")):
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(StorageError, match=r"EROFS.*1 more"):
+        storage.delete(["a", "b", "c"])
+    monkeypatch.undo()
+    assert [e.key for e in storage.list()] == ["a", "b"]
+
+
+def test_a_storage_can_be_pickled(tmp_path):
+    storage = LocalStorage(tmp_path, durable=False)
+    storage.write("a", b"1")
+    copy = pickle.loads(pickle.dumps(storage))
+    assert copy.read("a") == b"1"
+    assert copy.traits == storage.traits
+
+
+@pytest.mark.parametrize(
+    ("target", "url"),
+    [
+        ("/x/y/", "/x/y"),
+        ("file:///x/../y", "/y"),
+        ("FILE:///x", "/x"),
+        ("file:///a%20b", "/a%20b"),
+        ("memory://a/b", "memory://a/b"),
+        ("memory:///a/", "memory://a"),
+        (Target("/x"), "/x"),
+    ],
+)
+def test_open_storage_takes_paths_urls_and_targets(target, url):
+    assert open_storage(target).url == url
+
+
+def test_open_storage_makes_relative_paths_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_storage("x").url == str(tmp_path / "x")
+    assert open_storage(tmp_path).url == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("s3://bucket/x", "found s3://.*FsspecWriter"),
+        ("file://host/x", "absolute path"),
+        ("", "expected a path"),
+        ("a\0b", "expected a path"),
+        (7, "got int"),
+        (b"/x", "got bytes"),
+        (Target("/x", {"token": "secret"}), "takes no storage_options, but got token"),
+        ("memory://../x", "component"),
+    ],
+)
+def test_open_storage_refuses_what_it_can_not_serve(target, message):
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        open_storage(target)
+    assert "secret" not in str(caught.value)
+
+
+def test_memory_storages_share_content_by_name():
+    MemoryStorage("shared/run").write("step-1/a", b"1")
+    assert MemoryStorage("shared").list() == [Entry("run/step-1/a", 1)]
+    assert MemoryStorage("shared/run/step-1").read("a") == b"1"
+    assert MemoryStorage("share").list() == []
+    MemoryStorage("shared").delete(["run/step-1/a"])
+
+
+def test_keys_must_be_strings():
+    with pytest.raises(InvalidRequestError, match="is a int"):
+        check_key(7)
+
+
+def test_data_must_be_contiguous_bytes(tmp_path):
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(InvalidRequestError, match="C-contiguous"):
+        storage.write("a", memoryview(b"0123456789")[::2])
+    with pytest.raises(InvalidRequestError, match="bytes-like"):
+        storage.write("a", "text")
+
+
+def test_scripted_faults_happen_once_and_where_they_were_scripted():
+    inner = MemoryStorage("faulty")
+    storage = FaultyStorage(
+        inner,
+        [
+            Fault(operation="write", key="m*", nth=2, effect="after"),
+            Fault(operation="write", key="t", effect="torn"),
+            Fault(operation="read", effect="flip"),
+            Fault(operation="commit"),
+            Fault(operation="writer.write", nth=2, effect="torn"),
+        ],
+    )
+    storage.write("m1", b"1")
+    with pytest.raises(StorageError, match="scripted"):
+        storage.write("m2", b"2")
+    assert inner.read("m2") == b"2"
+    with pytest.raises(StorageError, match="torn"):
+        storage.write("t", b"1234")
+    assert inner.read("t") == b"12"
+    assert storage.read("t") != b"12"
+    assert storage.read("t") == b"12"
+    writer = storage.open_writer("part")
+    writer.write(b"ab")
+    with pytest.raises(StorageError):
+        writer.write(b"cdef")
+    with pytest.raises(StorageError):
+        writer.commit()
+    writer.abort()
+    storage.assert_hit()
+    inner.delete(entry.key for entry in inner.list())
+
+
+def test_a_fault_that_can_not_happen_is_refused():
+    with pytest.raises(InvalidRequestError, match="torn"):
+        Fault(operation="list", effect="torn")
+
+
+def test_no_os_error_leaves_a_storage_without_its_meaning(tmp_path):
+    storage = LocalStorage(tmp_path)
+    storage.write("a", b"1", create=True)
+    for act in (
+        lambda: storage.write("a", b"2", create=True),
+        lambda: storage.write("a/b", b"2"),
+        lambda: storage.read("b"),
+        lambda: storage.open_writer("a/b"),
+    ):
+        with pytest.raises(OSError, match=r"key ") as caught:
+            act()
+        assert isinstance(caught.value, StorageError)
+    with pytest.raises(KeyExistsError):
+        storage.write("a", b"2", create=True)

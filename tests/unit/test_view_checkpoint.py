@@ -1,0 +1,298 @@
+"""A view tells what is in a checkpoint, and reads no more of it than is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    CoverageError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    MissingKeyError,
+    UnsafeCheckpointError,
+)
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.view.checkpoint_view import CheckpointView, rank_of_file
+from tests import checkpoints, numpy_ranks
+
+TENSORS = checkpoints.tensors()
+
+
+@pytest.fixture(params=["ours", "stock"])
+def view(request: pytest.FixtureRequest) -> CheckpointView:
+    name = {"ours": "saved_checkpoint", "stock": "stock_checkpoint"}[request.param]
+    return ray_dcp.open(request.getfixturevalue(name))
+
+
+@pytest.fixture
+def ours(saved_checkpoint: Path) -> CheckpointView:
+    return ray_dcp.open(saved_checkpoint)
+
+
+class CountingStorage:
+    """Passes everything on and counts the bytes that were read."""
+
+    def __init__(self, inner: LocalStorage) -> None:
+        self._inner = inner
+        self.bytes_read = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        data = self._inner.read(key, start, num_bytes)
+        self.bytes_read += len(data)
+        return data
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        self._inner.read_into(key, start, target)
+        self.bytes_read += target.nbytes
+
+
+def as_torch(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+
+
+def same(found: Any, expected: torch.Tensor) -> bool:
+    found = as_torch(found)
+    as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
+    return (
+        found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and torch.equal(as_bytes[0], as_bytes[1])
+    )
+
+
+def test_a_view_tells_every_tensor_and_object(view: CheckpointView):
+    assert set(view.names) == {*TENSORS, "step", "note[x].text", "note[x].items"}
+    assert set(view.objects) == {"step", "note[x].text", "note[x].items"}
+    assert list(view) == list(view.names)
+    assert len(view) == len(view.names)
+    assert "model.weight" in view
+    assert "model" not in view
+
+
+def test_a_view_tells_shape_dtype_and_size(view: CheckpointView):
+    assert set(view.tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        info = view.tensors[name]
+        assert info.shape == tuple(tensor.shape)
+        assert info.dtype == str(tensor.dtype).removeprefix("torch.")
+        assert info.num_bytes == tensor.nbytes
+        assert info.num_chunks == 1
+        assert info.path == tuple(name.split("."))
+
+
+def test_a_view_tells_the_files_and_their_sizes(view: CheckpointView):
+    root = Path(view.url)
+    on_disk = {str(f.relative_to(root)): f.stat().st_size for f in root.rglob("*.distcp")}
+    assert {file.key: file.num_bytes for file in view.files} == on_disk
+    assert view.num_bytes == sum(on_disk.values())
+    assert sum(file.num_chunks for file in view.files) == view.table.num_chunks
+
+
+def test_a_view_of_ours_tells_the_commit(ours: CheckpointView):
+    assert (ours.kind, ours.slot, ours.world_size) == ("native", 1, 1)
+    assert ours.attempt
+    assert all(ours.attempt in file.key for file in ours.files)
+    assert ours.created_s is not None
+
+
+def test_a_view_of_stock_tells_that_there_is_no_commit(stock_checkpoint: Path):
+    view = ray_dcp.open(stock_checkpoint)
+    assert (view.kind, view.slot, view.world_size, view.attempt) == ("stock", 0, 1, None)
+    assert view.created_s is None
+
+
+def test_a_view_can_not_be_changed(ours: CheckpointView):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ours.storage = None
+    with pytest.raises(TypeError):
+        ours.tensors["new"] = None
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_whole_tensor_comes_back(view: CheckpointView, name: str):
+    assert same(view[name][...], TENSORS[name])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        np.s_[3], np.s_[2:9], np.s_[:, 4], np.s_[5:30:7, ::-1], np.s_[-1, -1], np.s_[9:2],
+        np.s_[..., 2:4], np.s_[30:2:-9],
+    ],
+)  # fmt: skip
+def test_a_part_of_a_tensor_comes_back(view: CheckpointView, index: Any):
+    for name in ("model.weight", "model.large"):
+        expected = TENSORS[name].numpy()[index]
+        found = view[name][index]
+        assert found.dtype == expected.dtype
+        assert np.array_equal(found, expected)
+
+
+def test_a_part_of_a_dtype_that_numpy_lacks_comes_back_in_torch(view: CheckpointView):
+    assert same(view["model.half"][1:4, ::2], TENSORS["model.half"][1:4, ::2])
+    assert same(view["model.half"][2, 3], TENSORS["model.half"][2, 3])
+
+
+def test_a_handle_acts_like_an_array(ours: CheckpointView):
+    handle = ours["model.weight"]
+    expected = TENSORS["model.weight"].numpy()
+    assert (handle.shape, handle.dtype, handle.ndim, len(handle)) == ((37, 11), "float32", 2, 37)
+    assert np.array_equal(np.asarray(handle), expected)
+    assert np.asarray(handle, dtype=np.float64).dtype == np.float64
+    assert np.array_equal(np.stack(list(handle)), expected)
+    assert repr(handle) == "TensorHandle('model.weight', shape=(37, 11), dtype='float32')"
+
+
+def test_what_was_read_belongs_to_the_caller(ours: CheckpointView):
+    first = ours["model.weight"][0:2]
+    first[...] = 0
+    assert np.array_equal(ours["model.weight"][0:2], TENSORS["model.weight"].numpy()[0:2])
+
+
+def test_numpy_is_refused_where_it_lacks_the_dtype(ours: CheckpointView):
+    with pytest.raises(InvalidRequestError, match=r"numpy has no dtype bfloat16.*handle\[\.\.\.\]"):
+        np.asarray(ours["model.half"])
+
+
+def test_a_scalar_has_no_length(ours: CheckpointView):
+    with pytest.raises(InvalidRequestError, match=r"no dimensions.*use \[\(\)\]"):
+        len(ours["model.flag"])
+    assert bool(ours["model.flag"][()]) is True
+
+
+def test_opening_a_view_reads_no_tensor_and_a_row_reads_its_blocks_only(ours: CheckpointView):
+    counting = CountingStorage(ours.storage)
+    view = CheckpointView(counting, ours.checkpoint)
+    assert view.tensors
+    assert counting.bytes_read == 0
+    row = view["model.large"][17]
+    assert np.array_equal(row, TENSORS["model.large"][17].numpy())
+    block_bytes = int(view.table.block_bytes.max())
+    assert row.nbytes <= counting.bytes_read <= row.nbytes + 2 * block_bytes
+
+
+def test_objects_come_back(view: CheckpointView):
+    assert view["step"] == 10
+    assert view["note[x].text"] == "hello"
+    assert view["note[x].items"] == [1, 2]
+
+
+def test_a_name_that_is_not_there_is_refused_with_similar_ones(view: CheckpointView):
+    with pytest.raises(MissingKeyError, match=r"did you mean 'model\.weight'") as caught:
+        view["model.weigth"]
+    assert caught.value.key == "model.weigth"
+
+
+def test_a_place_without_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.open(tmp_path)
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.open(tmp_path / "nothing")
+
+
+def test_damage_is_noticed_when_it_is_read_and_only_then(tmp_path: Path):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "c"))
+    chunk = int(np.flatnonzero(view.table.tensor == view.names.index("model.large"))[0])
+    last_byte = int(view.table.payload_offset[chunk] + view.table.payload_bytes[chunk]) - 1
+    checkpoints.flip(checkpoints.data_file(tmp_path), last_byte)
+    view = ray_dcp.open(tmp_path / "c")
+    assert np.array_equal(view["model.large"][0], TENSORS["model.large"][0].numpy())
+    with pytest.raises(DamagedCheckpointError, match=r"model\.large"):
+        view["model.large"][-1]
+
+
+def test_a_view_as_html_escapes_names_and_needs_nothing_from_outside(tmp_path: Path):
+    name = "<script>alert(1)</script>&"
+    ray_dcp.save({name: torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    html = ray_dcp.open(tmp_path / "c")._repr_html_()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in html
+    assert "<script" not in html
+    assert "http" not in html
+
+
+def test_html_shows_the_largest_tensors_and_counts_the_rest(tmp_path: Path):
+    state = {f"t{i}": torch.zeros(i + 1) for i in range(60)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    html = ray_dcp.open(tmp_path / "c")._repr_html_()
+    assert set(re.findall(r"<code>(t\d+)</code>", html)) == {f"t{i}" for i in range(10, 60)}
+    assert "and 10 smaller tensors" in html
+
+
+def test_a_view_is_told_in_one_line(ours: CheckpointView):
+    assert repr(ours) == (
+        f"CheckpointView({ours.url!r}, native, 7 tensors, 3 objects, "
+        f"{ours.num_bytes} bytes in {len(ours.files)} files)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "rank"),
+    [
+        ("__0_0.distcp", 0),
+        ("__12_3.a1b2.distcp", 12),
+        ("../step-1/__4_0.distcp", 4),
+        (".metadata", None),
+        ("a1/rank-00000-part-00000.safetensors", None),
+        ("x__1_0.distcp", None),
+    ],
+)
+def test_the_rank_is_in_the_name_of_a_file(key: str, rank: int | None):
+    assert rank_of_file(key) == rank
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+@pytest.mark.parametrize("world_size", [1, 3, 6])
+def test_any_part_of_a_tensor_of_many_chunks_comes_back(world_size: int, container: str):
+    url = f"memory://view-{world_size}-{container}"
+    state = numpy_ranks.state_of()
+    numpy_ranks.save(state, world_size, url, options=ray_dcp.SaveOptions(container=container))
+    view = ray_dcp.open(url)
+    assert view.world_size == world_size
+    assert view.tensors["big"].num_chunks == world_size
+    random = np.random.default_rng(world_size)
+    for name, expected in state.items():
+        if isinstance(expected, np.ndarray):
+            assert np.array_equal(view[name][...], expected)
+            for _ in range(20):
+                bounds = [sorted(random.integers(0, n + 1, 2)) for n in expected.shape]
+                index = tuple(slice(a, b, random.integers(1, 4)) for a, b in bounds)
+                assert np.array_equal(view[name][index], expected[index])
+
+
+def test_elements_that_are_in_no_chunk_are_refused_and_the_others_come_back(ours: CheckpointView):
+    table = ours.table
+    row = table.tensor.tolist().index(ours.names.index("model.weight"))
+    size = table.size.copy()
+    size[row, 0] = 20
+    checkpoint = dataclasses.replace(ours.checkpoint, table=dataclasses.replace(table, size=size))
+    handle = CheckpointView(ours.storage, checkpoint)["model.weight"]
+    assert handle[3:5].shape == (2, 11)
+    with pytest.raises(CoverageError, match=r"'model\.weight'.*but 44 bytes"):
+        handle[18:21]
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass that pickles as itself."""
+
+
+def test_a_tensor_subclass_in_a_stock_checkpoint_comes_back(tmp_path: Path):
+    tagged = torch.arange(6.0).reshape(2, 3).as_subclass(Tagged)
+    with torch.serialization.safe_globals([Tagged]):
+        checkpoints.save_stock(tmp_path, {"w": tagged})
+        found = ray_dcp.open(tmp_path)["w"][1]
+    assert type(found) is Tagged
+    assert found.tolist() == [3, 4, 5]
+    with pytest.raises(UnsafeCheckpointError, match=r"Tagged.*add_safe_globals"):
+        ray_dcp.open(tmp_path)["w"][1]

@@ -1,0 +1,133 @@
+"""`list_checkpoints` tells which checkpoints are below a directory, and their state."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
+from ray_dcp.view.listing import ListedCheckpoint, list_checkpoints
+from tests import checkpoints
+
+
+@pytest.fixture
+def run(saved_checkpoint: Path, stock_checkpoint: Path, tmp_path: Path) -> Path:
+    for name in ("step-10", "step-9", "best"):
+        shutil.copytree(saved_checkpoint, tmp_path / name)
+    shutil.copytree(stock_checkpoint, tmp_path / "old" / "iter_0000020")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "events.txt").write_text("no checkpoint")
+    return tmp_path
+
+
+def by_name(root: Path) -> dict[str, ListedCheckpoint]:
+    return {item.name: item for item in list_checkpoints(root)}
+
+
+def test_checkpoints_are_listed_by_step_and_those_without_step_last(run: Path):
+    found = [(item.name, item.step) for item in list_checkpoints(run)]
+    assert found == [("step-9", 9), ("step-10", 10), ("old/iter_0000020", 20), ("best", None)]
+
+
+def test_a_committed_checkpoint_is_told_with_size_ranks_and_age(run: Path):
+    item = by_name(run)["step-10"]
+    files = [f.stat().st_size for f in (run / "step-10").iterdir()]
+    assert (item.state, item.detail) == ("committed", "")
+    assert item.num_bytes == sum(files)
+    assert item.num_ranks == 1
+    assert 0 <= time.time() - item.created_s < 3600
+
+
+def test_a_stock_checkpoint_is_told_as_such(run: Path):
+    item = by_name(run)["old/iter_0000020"]
+    assert (item.state, item.num_ranks, item.created_s) == ("stock", 1, None)
+
+
+def test_a_save_that_was_never_committed_is_told_as_such(run: Path):
+    for manifest in (run / "best").glob("manifest-*"):
+        manifest.unlink()
+    assert by_name(run)["best"].state == "uncommitted"
+    (run / "best" / ".metadata").unlink()
+    assert by_name(run)["best"].state == "uncommitted"
+    (run / "old" / "iter_0000020" / ".metadata").unlink()
+    assert by_name(run)["old/iter_0000020"].state == "uncommitted"
+
+
+def test_a_failed_save_over_a_stock_checkpoint_leaves_it_a_stock_checkpoint(run: Path):
+    record = AbortRecord(attempt="a1", reason="a rank died", rank=None)
+    path = run / "old" / "iter_0000020"
+    (path / record_key(1)).write_bytes(encode_record(record))
+    (path / "__0_0.a1.distcp").write_bytes(b"")
+    assert by_name(run)["old/iter_0000020"].state == "stock"
+    assert ray_dcp.open(path).kind == "stock"
+
+
+def test_a_missing_or_shorter_file_is_told_as_damage(run: Path):
+    checkpoints.data_file(run / "best").unlink()
+    short = checkpoints.data_file(run / "step-9")
+    num_bytes = short.stat().st_size
+    short.write_bytes(short.read_bytes()[:-1])
+    found = by_name(run)
+    assert found["best"].state == "damaged"
+    assert "is missing" in found["best"].detail
+    assert found["step-9"].state == "damaged"
+    assert f"has {num_bytes - 1} bytes instead of {num_bytes}" in found["step-9"].detail
+    assert found["step-10"].state == "committed"
+
+
+def test_an_unreadable_manifest_is_told_as_damage_and_hides_no_other(run: Path):
+    (manifest,) = (run / "best").glob("manifest-*")
+    checkpoints.flip(manifest, 100)
+    found = by_name(run)
+    assert found["best"].state == "damaged"
+    assert found["best"].detail
+    assert found["step-10"].state == "committed"
+
+
+def test_the_root_may_be_a_checkpoint_itself(saved_checkpoint: Path):
+    (item,) = list_checkpoints(saved_checkpoint)
+    assert (item.name, item.step, item.state) == (".", 10, "committed")
+
+
+def test_the_newest_of_two_saves_under_one_path_is_listed_once(tmp_path: Path):
+    for _ in range(2):
+        checkpoints.save(tmp_path / "c")
+    (item,) = list_checkpoints(tmp_path)
+    assert (item.name, item.state) == ("c", "committed")
+
+
+def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path: Path):
+    path = checkpoints.save(tmp_path / "step-1", container="safetensors")
+    assert list(path.rglob("*/*.safetensors"))
+    (item,) = list_checkpoints(tmp_path)
+    assert (item.name, item.state) == ("step-1", "committed")
+    for manifest in path.glob("manifest-*"):
+        manifest.unlink()
+    (item,) = list_checkpoints(tmp_path)
+    assert (item.name, item.state) == ("step-1", "uncommitted")
+
+
+def test_plain_safetensors_files_are_listed_as_not_ours(tmp_path: Path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
+    (item,) = list_checkpoints(tmp_path)
+    assert (item.name, item.state) == ("hf", "stock")
+
+
+def test_nothing_is_listed_where_nothing_is(tmp_path: Path):
+    assert list_checkpoints(tmp_path) == ()
+    assert list_checkpoints(tmp_path / "nothing") == ()
+
+
+def test_checkpoints_in_memory_are_listed():
+    for step in (2, 1):
+        ray_dcp.save(
+            {"w": torch.ones(3)}, checkpoint_id=f"memory://listing/step-{step}", no_dist=True
+        )
+    found = [(item.name, item.state) for item in list_checkpoints("memory://listing")]
+    assert found == [("step-1", "committed"), ("step-2", "committed")]

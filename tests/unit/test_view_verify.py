@@ -1,0 +1,222 @@
+"""`verify` accounts for every byte of a checkpoint and tells whose bytes are wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ray_dcp
+from ray_dcp.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
+from ray_dcp.store.faults import Fault, FaultyStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.opening import read_checkpoint
+from ray_dcp.view.verify import Problem, verify_checkpoint
+from tests import checkpoints, numpy_ranks
+
+
+@pytest.fixture
+def copied(saved_checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved_checkpoint, tmp_path / "copy")
+
+
+@pytest.fixture
+def copied_stock(stock_checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stock_checkpoint, tmp_path / "copy")
+
+
+def payload_of(path: Path, name: str) -> tuple[Path, int, int]:
+    """Returns the file that holds a tensor, and the first and last byte of its payload."""
+    view = ray_dcp.open(path)
+    row = view.table.tensor.tolist().index(view.names.index(name))
+    start = int(view.table.payload_offset[row])
+    file = path / view.table.files[view.table.file[row]]
+    return file, start, start + int(view.table.payload_bytes[row]) - 1
+
+
+def test_an_undamaged_checkpoint_is_ok_and_every_byte_of_its_files_was_compared(
+    saved_checkpoint: Path,
+):
+    report = ray_dcp.verify(saved_checkpoint)
+    assert report.ok
+    assert report.problems == ()
+    assert report.notes == ()
+    assert report.checked_bytes == ray_dcp.open(saved_checkpoint).num_bytes
+
+
+def test_an_undamaged_checkpoint_in_safetensors_is_ok(tmp_path: Path):
+    path = checkpoints.save(tmp_path / "c", container="safetensors")
+    assert ray_dcp.verify(path).problems == ()
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_an_undamaged_checkpoint_of_many_ranks_is_ok(container: str):
+    url = f"memory://verify-{container}"
+    options = ray_dcp.SaveOptions(container=container)
+    numpy_ranks.save(numpy_ranks.state_of(), 5, url, options=options)
+    report = ray_dcp.verify(url)
+    assert report.problems == ()
+    if container == "torch_save":
+        assert report.checked_bytes == ray_dcp.open(url).num_bytes
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), number=st.integers(0, 99))
+def test_any_flipped_bit_of_any_file_is_found(
+    saved_checkpoint: Path, copied: Path, place: float, bit: int, number: int
+):
+    files = sorted(path for path in copied.iterdir() if path.is_file())
+    file = files[number % len(files)]
+    offset = int(place * file.stat().st_size)
+    checkpoints.flip(file, offset, 1 << bit)
+    report = ray_dcp.verify(copied)
+    shutil.copy(saved_checkpoint / file.name, file)
+    assert not report.ok
+    assert {problem.file for problem in report.problems} == {file.name}
+    if file.suffix == ".distcp":
+        (problem,) = report.problems
+        assert problem.start <= offset < problem.stop
+
+
+def test_damage_is_told_by_file_tensor_and_block(copied: Path):
+    file, first, last = payload_of(copied, "model.large")
+    checkpoints.flip(file, last)
+    (problem,) = ray_dcp.verify(copied).problems
+    assert (problem.file, problem.fqn) == (file.name, "model.large")
+    block_bytes = problem.stop - problem.start
+    assert first < problem.start <= last < problem.stop == last + 1
+    assert block_bytes <= 16 << 10
+    assert str(problem) == (
+        f"{file.name} bytes [{problem.start}, {problem.stop}) of 'model.large': "
+        "1 block(s) do not match their checksums"
+    )
+
+
+def test_blocks_that_lie_together_are_one_problem_and_others_are_not(copied: Path):
+    file, first, last = payload_of(copied, "model.large")
+    block = int(ray_dcp.open(copied).table.block_bytes.max())
+    for offset in (first, first + block, first + 5 * block, last):
+        checkpoints.flip(file, offset)
+    problems = ray_dcp.verify(copied).problems
+    assert [(p.start - first, p.what.split()[0]) for p in problems][:2] == [
+        (0, "2"),
+        (5 * block, "1"),
+    ]
+    assert len(problems) == 3
+
+
+def test_all_damage_is_told_at_once(copied: Path):
+    for name in ("model.weight", "model.half"):
+        file, first, _ = payload_of(copied, name)
+        checkpoints.flip(file, first)
+    found = {problem.fqn for problem in ray_dcp.verify(copied).problems}
+    assert found == {"model.weight", "model.half"}
+
+
+def test_a_missing_file_is_told_with_what_was_in_it(copied: Path):
+    file = checkpoints.data_file(copied)
+    num_bytes = file.stat().st_size
+    file.unlink()
+    (problem,) = ray_dcp.verify(copied).problems
+    assert (problem.file, problem.start, problem.stop) == (file.name, 0, num_bytes)
+    assert "missing" in problem.what
+    assert "more" in problem.what
+
+
+@pytest.mark.parametrize("change", [-1, -5000, 1])
+def test_a_file_of_another_length_is_told(copied: Path, change: int):
+    file = checkpoints.data_file(copied)
+    expected = file.stat().st_size
+    data = file.read_bytes()
+    file.write_bytes(data[:change] if change < 0 else data + b"\0")
+    problems = ray_dcp.verify(copied).problems
+    assert f"expected {expected} bytes, found {expected + change}" in problems[0].what
+
+
+def test_a_missing_metadata_file_is_a_note_because_the_checkpoint_is_whole(copied: Path):
+    (copied / ".metadata").unlink()
+    report = ray_dcp.verify(copied)
+    assert report.ok
+    assert len(report.notes) == 1
+    assert ".metadata is missing" in report.notes[0]
+
+
+@pytest.mark.parametrize("pattern", ["manifest-*.json", "*.parquet"])
+def test_damage_that_keeps_a_checkpoint_from_being_opened_is_reported(copied: Path, pattern: str):
+    (file,) = copied.glob(pattern)
+    checkpoints.flip(file, file.stat().st_size // 2)
+    report = ray_dcp.verify(copied)
+    assert not report.ok
+    assert report.checked_bytes == 0
+    assert [problem.file for problem in report.problems] == [file.name]
+
+
+def test_a_file_that_can_not_be_read_is_told_and_the_others_are_checked(saved_checkpoint: Path):
+    inner = open_storage(saved_checkpoint)
+    checkpoint = read_checkpoint(inner, checkpoint_id=inner.url)
+    error = StorageError("input/output error")
+    storage = FaultyStorage(inner, [Fault(operation="read", key="*.distcp", error=error)])
+    report = verify_checkpoint(storage, checkpoint)
+    storage.assert_hit()
+    (problem,) = report.problems
+    assert "unreadable: input/output error" in problem.what
+
+
+def test_where_nothing_is_verify_says_so(tmp_path: Path):
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.verify(tmp_path / "nothing")
+
+
+def test_what_was_never_committed_is_no_damaged_checkpoint(copied: Path):
+    for file in [*copied.glob("manifest-*"), copied / ".metadata"]:
+        file.unlink()
+    with pytest.raises(UncommittedCheckpointError):
+        ray_dcp.verify(copied)
+
+
+def test_an_undamaged_stock_checkpoint_is_ok_by_its_crcs(stock_checkpoint: Path):
+    report = ray_dcp.verify(stock_checkpoint)
+    assert report.problems == ()
+    payload = sum(tensor.nbytes for tensor in checkpoints.tensors().values())
+    assert payload < report.checked_bytes <= ray_dcp.open(stock_checkpoint).num_bytes
+
+
+def test_a_flipped_bit_in_a_stock_tensor_is_found(copied_stock: Path):
+    file = checkpoints.data_file(copied_stock)
+    pattern = torch.arange(1000, 1010).numpy().tobytes()
+    offset = file.read_bytes().index(pattern)
+    checkpoints.flip(file, offset)
+    (problem,) = ray_dcp.verify(copied_stock).problems
+    assert problem.fqn == "model.large"
+    assert problem.start <= offset < problem.stop
+    assert "CRC" in problem.what
+
+
+def test_a_stock_file_that_ends_too_early_is_found(copied_stock: Path):
+    file = checkpoints.data_file(copied_stock)
+    file.write_bytes(file.read_bytes()[:-100])
+    (problem,) = ray_dcp.verify(copied_stock).problems
+    assert "the file ends at" in problem.what
+
+
+def test_what_a_stock_checkpoint_leaves_unchecked_is_noted(tmp_path: Path):
+    config = torch.utils.serialization.config
+    before, config.save.compute_crc32 = config.save.compute_crc32, False
+    try:
+        checkpoints.save_stock(tmp_path)
+    finally:
+        config.save.compute_crc32 = before
+    report = ray_dcp.verify(tmp_path)
+    assert report.ok
+    assert any("without CRC32" in note for note in report.notes)
+
+
+def test_a_problem_without_tensor_is_told_in_one_line():
+    problem = Problem("f.distcp", None, 10, 12, "expected zeros between items, found other bytes")
+    assert str(problem) == (
+        "f.distcp bytes [10, 12): expected zeros between items, found other bytes"
+    )
