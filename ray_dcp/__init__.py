@@ -10,40 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import (
-        BytesStorageMetadata as BytesStorageMetadata,
-    )
-    from torch.distributed.checkpoint import (
-        CheckpointException as CheckpointException,
-    )
-    from torch.distributed.checkpoint import (
-        ChunkStorageMetadata as ChunkStorageMetadata,
-    )
-    from torch.distributed.checkpoint import (
+    from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
+    from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner as DefaultLoadPlanner,
     )
-    from torch.distributed.checkpoint import (
+    from torch.distributed.checkpoint.default_planner import (
         DefaultSavePlanner as DefaultSavePlanner,
     )
-    from torch.distributed.checkpoint import (
-        FileSystemReader as FileSystemReader,
-    )
-    from torch.distributed.checkpoint import (
-        FileSystemWriter as FileSystemWriter,
-    )
-    from torch.distributed.checkpoint import LoadPlan as LoadPlan
-    from torch.distributed.checkpoint import LoadPlanner as LoadPlanner
-    from torch.distributed.checkpoint import Metadata as Metadata
-    from torch.distributed.checkpoint import ReadItem as ReadItem
-    from torch.distributed.checkpoint import SavePlan as SavePlan
-    from torch.distributed.checkpoint import SavePlanner as SavePlanner
-    from torch.distributed.checkpoint import StorageReader as StorageReader
-    from torch.distributed.checkpoint import StorageWriter as StorageWriter
-    from torch.distributed.checkpoint import (
-        TensorStorageMetadata as TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint import WriteItem as WriteItem
+    from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter as FileSystemWriter
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata as Metadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
+    from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
+    from torch.distributed.checkpoint.planner import ReadItem as ReadItem
+    from torch.distributed.checkpoint.planner import SavePlan as SavePlan
+    from torch.distributed.checkpoint.planner import SavePlanner as SavePlanner
+    from torch.distributed.checkpoint.planner import WriteItem as WriteItem
     from torch.distributed.checkpoint.stateful import Stateful as Stateful
+    from torch.distributed.checkpoint.storage import StorageReader as StorageReader
+    from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
     from ray_dcp.entrypoints import load as load
     from ray_dcp.entrypoints import load_state_dict as load_state_dict
@@ -127,7 +115,7 @@ _HOMES.update(
     )
 )
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - one table for both
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,9 @@ from ray_dcp.transfer.opening import Checkpoint
 
 __all__ = ["load", "load_state_dict", "save", "save_state_dict"]
 
+PLANNER_KEYS = 8
+"""Operations that a load planner of the user's may need to plan with all ranks."""
+
 StateDict = MutableMapping[str, Any]
 CheckpointId = str | os.PathLike[str]
 
@@ -261,7 +264,7 @@ def _save(
     rank, world_size = session.rank, session.world_size
     if decision.path == FOREIGN:
         steps = foreign_save(
-            session.next_key(), state_dict, decision.storage, decision.planner,
+            session.next_key, state_dict, decision.storage, decision.planner,
             rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
             timeout_s=options.write_timeout_s, coordinator_rank=coordinator_rank,
             use_collectives=use_collectives, stateful=stateful,
@@ -272,7 +275,7 @@ def _save(
     if decision.path == HOOKS:
         planned = drive(
             capture_with_planner(
-                session.next_key(), state_dict, decision.planner,
+                session.next_key, state_dict, decision.planner,
                 rank=rank, world_size=world_size, options=options,
                 coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
             ),
@@ -318,7 +321,7 @@ def _load(
     rank, world_size = session.rank, session.world_size
     if decision.path == FOREIGN:
         steps = foreign_load(
-            session.next_key(), state_dict, decision.storage, decision.planner,
+            session.next_key, state_dict, decision.storage, decision.planner,
             rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
             timeout_s=options.read_timeout_s, coordinator_rank=coordinator_rank,
             stateful=stateful,
@@ -327,13 +330,14 @@ def _load(
         return LoadReport(loaded=(), missing=(), unexpected=(), cast=(), path=FOREIGN)
     target = _target(decision)
     works: list[Any] = []
-    # Careful: taken before the load's own key, on every rank alike, used only with a planner.
-    planner_key = session.next_key() if decision.path == HOOKS else None
+    # Why taken now: a rank that fails before its planner is called must not fall out of step.
+    num_keys = PLANNER_KEYS if decision.path == HOOKS else 0
+    planner_keys = iter([session.next_key() for _ in range(num_keys)])
 
     def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
-        if planner_key is not None:
+        if decision.path == HOOKS:
             work = yield from targets_with_planner(
-                planner_key, state_dict, decision.planner, metadata_of(checkpoint),
+                planner_keys.__next__, state_dict, decision.planner, metadata_of(checkpoint),
                 checkpoint.table, rank=rank, world_size=world_size, options=options,
                 coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
             )  # fmt: skip
@@ -386,7 +390,5 @@ def _second_argument(name: str, positional: tuple[Any, ...], keyword: Any) -> An
             f"expected the state dict and keyword arguments, found {len(positional)} more "
             f"positional arguments; pass {name}=… and the others by name"
         )
-    warnings.warn(
-        f"The argument order changed: pass {name} by name", FutureWarning, stacklevel=3
-    )
+    warnings.warn(f"The argument order changed: pass {name} by name", FutureWarning, stacklevel=3)
     return positional[0]

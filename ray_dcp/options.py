@@ -106,9 +106,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check_literals(self)
-        _check_positive(
-            self, "num_threads", "scratch_bytes", "plan_timeout_s", "read_timeout_s"
-        )
+        _check_positive(self, "num_threads", "scratch_bytes", "plan_timeout_s", "read_timeout_s")
 
 
 def _check_literals(options: SaveOptions | LoadOptions) -> None:

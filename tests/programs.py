@@ -169,12 +169,21 @@ def uneven_state(fill: bool) -> dict[str, Any]:
         fill: Give the true content; False leaves garbage to be overwritten by a load.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shapes = {"a": (17, 5), "b": (3, 1000), "c": (1, 7), "d": (1031, 64), "e": (8,), "f": (100, 3, 3)}
+    shapes = {
+        "a": (17, 5),
+        "b": (3, 1000),
+        "c": (1, 7),
+        "d": (1031, 64),
+        "e": (8,),
+        "f": (100, 3, 3),
+    }
     state: dict[str, Any] = {}
     for number, (name, shape) in enumerate(shapes.items()):
         count = int(np.prod(shape))
         whole = torch.arange(count, dtype=torch.float32).reshape(shape) + 1000 * number
-        state[name] = distribute_tensor(whole if fill else torch.full(shape, -1.0), mesh, [Shard(0)])
+        state[name] = distribute_tensor(
+            whole if fill else torch.full(shape, -1.0), mesh, [Shard(0)]
+        )
     state["plain"] = torch.arange(50) if fill else torch.full((50,), -1)
     state["scalar"] = torch.tensor(3.5 if fill else 0.0)
     state["note"] = {"text": "hello" if fill else ""}

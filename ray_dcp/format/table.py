@@ -19,6 +19,7 @@ import pyarrow.parquet
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.checksums import DIGEST_BYTES, digest
+from ray_dcp.format.parquet_footer import read_footer
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_columns import (
     ArrowArray,
@@ -199,6 +200,7 @@ def _digests(table: ChunkTable) -> list[bytes | None]:
 
 
 def _read(data: bytes) -> tuple[Any, Mapping[str, Any]]:
+    _check_claims(data)
     texts = [field.name for field in _SCHEMA if field.type == _TEXT]
     file = pq.ParquetFile(
         pa.BufferReader(data), read_dictionary=texts, page_checksum_verification=True,
@@ -208,7 +210,6 @@ def _read(data: bytes) -> tuple[Any, Mapping[str, Any]]:
     _check_version(metadata)
     if not file.schema_arrow.equals(_SCHEMA):
         raise damaged("the columns of a chunk table", "other columns")
-    _check_counts(file.metadata)
     extra = json.loads(metadata.get(_EXTRA_KEY, b"null"))
     if not isinstance(extra, dict):
         raise damaged("vocabularies in the table's metadata", "none")
@@ -228,21 +229,20 @@ def _check_version(metadata: Mapping[bytes, bytes]) -> None:
         )
 
 
-def _check_counts(metadata: Any) -> None:
-    if metadata.num_rows > MAX_ROWS or metadata.num_row_groups > 1:
+def _check_claims(data: bytes) -> None:
+    """Why: a run-length or zstd bomb says in the footer how large it will get."""
+    footer = read_footer(data)
+    if footer.num_rows > MAX_ROWS or footer.num_row_groups > 1:
         raise damaged(
             f"at most {MAX_ROWS} rows in one group",
-            f"{metadata.num_rows} rows in {metadata.num_row_groups}",
+            f"{footer.num_rows} rows in {footer.num_row_groups}",
         )
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        for index in range(row_group.num_columns):
-            column = row_group.column(index)
-            # Why: a run-length or zstd bomb says here how large it will get.
-            if not 0 <= column.num_values <= MAX_VALUES:
-                raise damaged(f"at most {MAX_VALUES} values a column", f"{column.num_values}")
-            if not 0 <= column.total_uncompressed_size <= MAX_TABLE_BYTES:
-                raise damaged("a smaller column", f"{column.total_uncompressed_size} bytes")
+    for column in footer.columns:
+        if column.num_values > MAX_VALUES or column.num_bytes > MAX_TABLE_BYTES:
+            raise damaged(
+                f"at most {MAX_VALUES} values and {MAX_TABLE_BYTES >> 30} GiB a column",
+                f"{column.num_values} values in {column.num_bytes} bytes",
+            )
 
 
 def _table_of(arrow: Any, extra: Mapping[str, Any]) -> ChunkTable:

@@ -79,7 +79,8 @@ class TensorItem:
             if length > 1 and stride != step:
                 return False
             step *= length
-        return self.storage_offset == 0 and step * ITEMSIZE[self.dtype] == self.payload_bytes
+        # A view that takes up all raw bytes starts at the first of them.
+        return step * ITEMSIZE[self.dtype] == self.payload_bytes
 
 
 def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> TensorItem:

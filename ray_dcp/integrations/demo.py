@@ -8,7 +8,6 @@ ranks: a run that is resumed on another number of ranks must equal an uninterrup
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = ["ModelConfig", "Run", "digests", "pid", "restore", "save", "start", "train"]
+__all__ = ["ModelConfig", "Run", "digests", "restore", "save", "start", "train"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class Block(nn.Module):
         future = torch.ones(context, context, dtype=torch.bool).triu(1)
         attended = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
         x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, context, width)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
+        y: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))))
+        return y
 
 
 class Transformer(nn.Module):
@@ -85,7 +85,8 @@ class Transformer(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
 
 @dataclass
@@ -175,7 +176,7 @@ def train(until_step: int) -> float:
         logits = run.model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         # Why: sums with zeros are exact, sums of shares are not; see the module's docstring.
-        (loss if dist.get_rank() == 0 else loss * 0.0).backward()
+        torch.autograd.backward(loss if dist.get_rank() == 0 else loss * 0.0)
         run.optimizer.step()
         run.scheduler.step()
         run.optimizer.zero_grad()
@@ -238,8 +239,3 @@ def digests_of(state: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
         else:
             found[name] = hashlib.sha256(repr(value).encode()).hexdigest()
     return found
-
-
-def pid() -> int:
-    """Returns the process id of this rank, so that a chaos test can kill it."""
-    return os.getpid()

@@ -15,7 +15,15 @@ from ray_dcp.plan.boxes import strides, volume
 from ray_dcp.plan.grouping import running_max
 from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array
 
-__all__ = ["Slab", "block_ranges", "byte_runs", "coalesce", "needed_blocks", "slabs"]
+__all__ = [
+    "Slab",
+    "affordable_gap",
+    "block_ranges",
+    "byte_runs",
+    "coalesce",
+    "needed_blocks",
+    "slabs",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +227,48 @@ def _merged_run(
                 return length, dim + 1
             length += int((size[dim] - 1) * step[dim])
     return length, 0
+
+
+def affordable_gap(
+    file: Int32Array,
+    low: Int64Array,
+    high: Int64Array,
+    *,
+    free_gap_bytes: int,
+    max_gap_bytes: int,
+    share: float,
+) -> int:
+    """Returns the longest gap that may be read through, so that little is read in vain.
+
+    Args:
+        file: int32[r], the file of each range.
+        low: int64[r], first byte in the file; ranges are sorted by (file, low).
+        high: int64[r], behind the last byte.
+        free_gap_bytes: Gaps up to this long always cost less than another request.
+        max_gap_bytes: Gaps above this never do.
+        share: Most bytes to read in vain in longer gaps, as a share of the ranges' own bytes.
+
+    Returns:
+        `max_gap_bytes` for `coalesce`, from `free_gap_bytes` to `max_gap_bytes`.
+
+    Example:
+        >>> low, high = np.array([0, 100, 1000]), np.array([90, 900, 1500])
+        >>> for share in (0.01, 0.1):
+        ...     affordable_gap(np.zeros(3, np.int32), low, high,
+        ...                    free_gap_bytes=8, max_gap_bytes=1000, share=share)
+        10
+        1000
+    """
+    if len(low) < 2:
+        return max_gap_bytes
+    same_file = file[1:] == file[:-1]
+    reach = running_max(high, np.cumsum(np.append(True, ~same_file)) - 1)
+    gaps = np.sort((low[1:] - reach[:-1])[same_file])
+    gaps = gaps[(gaps > free_gap_bytes) & (gaps <= max_gap_bytes)]
+    affordable = np.searchsorted(np.cumsum(gaps), share * float((high - low).sum()), side="right")
+    if affordable == len(gaps):
+        return max_gap_bytes
+    return int(gaps[affordable - 1]) if affordable else free_gap_bytes
 
 
 def coalesce(

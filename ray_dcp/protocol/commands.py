@@ -9,7 +9,8 @@ What a shell does with a batch of commands, in order:
 * `Answer`: resolve the call that rank `rank` is waiting in with `(key, step)`, where
   `step == step_of(request)` of that call; all of them, if it came twice. Nobody waits: drop it.
 * `Perform`: start the task (in a thread: it blocks); tell `Coordination.performed` its result.
-  Exactly once, in any order relative to other operations. Tasks of one operation never overlap.
+  Exactly once, in any order relative to other tasks. Tasks of one operation follow each other,
+  except that one which took too long may still run when the next begins.
 * `Arm`: replace the operation's one timer; when it runs out, call `Coordination.expired` with
   the key and phase that it was armed with. A timer that comes late does no harm.
 * `Disarm`: drop the operation's timer.

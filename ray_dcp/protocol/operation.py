@@ -6,6 +6,7 @@ An operation is one call of all ranks. It decides nothing about saving or loadin
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -59,7 +60,7 @@ class Roll:
         return [rank for rank in range(self.world_size) if rank not in known]
 
 
-class Operation:
+class Operation(ABC):
     """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
 
     Subclasses say what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
@@ -171,17 +172,21 @@ class Operation:
         self._tell(f"lost {sorted(errors)}")
         return self._on_lost(errors)
 
+    @abstractmethod
     def _on_request(self, request: Request) -> Commands:
-        raise NotImplementedError
+        """Takes a request that did not come before."""
 
+    @abstractmethod
     def _on_result(self, result: Result) -> Commands:
-        raise NotImplementedError
+        """Takes the result that is awaited."""
 
+    @abstractmethod
     def _on_expired(self) -> Commands:
-        raise NotImplementedError
+        """Takes that the timer of this phase ran out."""
 
+    @abstractmethod
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        raise NotImplementedError
+        """Takes that ranks died, while there is no outcome."""
 
     def _refuse_all(self, error: CheckpointError) -> Commands:
         """Fails the operation before anything is at stake."""

@@ -31,7 +31,7 @@ WATCH_S = 1.0
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
 
 QUIET_WATCH_S = 5.0
-"""The same while no operation runs."""
+"""The same while no operation runs; one that begins is looked at at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Coordinator:
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._callers: dict[tuple[str, int], Caller] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._called = asyncio.Event()
         self._performing = 0
         self._entering = 0
         self._ended: set[tuple[str, int]] = set()
@@ -115,6 +116,7 @@ class Coordinator:
             caller: Who the rank is for Ray; without it, nobody sees it die.
         """
         self._last_call_s = self._loop.time()
+        self._called.set()
         if caller is not None:
             self._note(request.key.session, request.rank, caller)
         at = (request.key, request.rank, step_of(request))
@@ -223,8 +225,7 @@ class Coordinator:
 
     async def _watch(self) -> None:
         while True:
-            active = self._coordination.active
-            await asyncio.sleep(min(WATCH_S if active else QUIET_WATCH_S, self._lease_s))
+            await self._pause()
             try:
                 await self._look_for_the_dead()
             except CheckpointError as error:
@@ -237,6 +238,16 @@ class Coordinator:
                 # Why not exit_actor: it waits for the call in which it is made, also when the
                 # actor makes that call to itself. A call that comes just now is repeated.
                 ray.kill(self._self, no_restart=True)
+
+    async def _pause(self) -> None:
+        if self._coordination.active:
+            await asyncio.sleep(min(WATCH_S, self._lease_s))
+            return
+        self._called.clear()
+        try:
+            await asyncio.wait_for(self._called.wait(), min(QUIET_WATCH_S, self._lease_s))
+        except asyncio.TimeoutError:
+            return
 
     async def _look_for_the_dead(self) -> None:
         watched = {at: who for at, who in self._callers.items() if at not in self._ended}

@@ -168,6 +168,18 @@ class WorkerGroup:
         self._check_open()
         self._regroup(world_size)
 
+    def kill(self) -> None:
+        """Ends all ranks at once, in the middle of what they do, as the loss of a node would.
+
+        `resize` brings the group back, without state.
+
+        Raises:
+            InvalidRequestError: The group was shut down.
+        """
+        self._check_open()
+        self._broken = True
+        _kill_all(self._ranks)
+
     def shutdown(self) -> None:
         """Ends all ranks, and the Ray that was started for them. Does nothing the second time."""
         if not self._closed:
@@ -321,11 +333,19 @@ def _end(ranks: list[Any], started_ray: bool) -> None:
     """Ends actors, waits until they are gone, and ends the Ray that was started for them."""
     if not ray.is_initialized():
         return
+    _kill_all(ranks)
+    ranks.clear()
+    if started_ray:
+        with hooks.signal_handlers_kept():
+            ray.shutdown()
+
+
+def _kill_all(ranks: list[Any]) -> None:
+    """Ends actors and waits until they are gone."""
     ended = []
     for rank in ranks:
         ray.kill(rank)
         ended.append(rank.where.remote())
-    ranks.clear()
     end_s = time.monotonic() + _PART_S
     for answer in ended:
         try:
@@ -334,9 +354,6 @@ def _end(ranks: list[Any], started_ray: bool) -> None:
             logger.warning("A rank of a WorkerGroup did not end within %g s", _PART_S)
         except RayError:
             continue
-    if started_ray:
-        with hooks.signal_handlers_kept():
-            ray.shutdown()
 
 
 def _check_world_size(world_size: int) -> None:

@@ -11,7 +11,7 @@ Subclass it in a test module with a fixture `storage` that gives an empty storag
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -24,6 +24,14 @@ from ray_dcp.store.storage import (
     Storage,
     StorageTraits,
 )
+from ray_dcp.testing.part_writer_conformance import (
+    RACERS,
+    PartWriterConformance,
+    expect,
+    expect_equal,
+    expect_keys,
+    race,
+)
 
 __all__ = ["StorageConformance"]
 
@@ -31,25 +39,19 @@ _BAD_KEYS = (
     "", "/", "/etc/passwd", "..", "../outside", "a/../b", "a/..", ".", "./a", "a/./b", "a//b",
     "a/", "a\\b", "..\\outside", "a\0b", "a\nb",
 )  # fmt: skip
-_RACERS = 16
 
 
-class StorageConformance:
+class StorageConformance(PartWriterConformance):
     """Tests that a storage keeps what `ray_dcp.store.storage` promises."""
-
-    @pytest.fixture
-    def storage(self) -> Storage:
-        """Gives an empty storage; to be overridden."""
-        pytest.fail(f"{type(self).__name__} must define the fixture 'storage'")
 
     # what it is
 
     def test_it_is_a_storage_with_a_url_and_traits(self, storage: Storage) -> None:
         """The protocol's attributes are there."""
-        _expect(isinstance(storage, Storage), "the Storage protocol is not fulfilled")
-        _expect(isinstance(storage.url, str) and bool(storage.url), "url is empty")
-        _expect(isinstance(storage.traits, StorageTraits), "traits are no StorageTraits")
-        _expect(isinstance(storage.open_writer("k"), PartWriter), "not a PartWriter")
+        expect(isinstance(storage, Storage), "the Storage protocol is not fulfilled")
+        expect(isinstance(storage.url, str) and bool(storage.url), "url is empty")
+        expect(isinstance(storage.traits, StorageTraits), "traits are no StorageTraits")
+        expect(isinstance(storage.open_writer("k"), PartWriter), "not a PartWriter")
 
     # write and read
 
@@ -57,12 +59,12 @@ class StorageConformance:
     def test_what_was_written_is_read(self, storage: Storage, data: bytes) -> None:
         """`read` gives the bytes of `write`."""
         storage.write("a", data)
-        _expect_equal(storage.read("a"), data)
+        expect_equal(storage.read("a"), data)
 
     def test_a_key_may_lie_in_subfolders(self, storage: Storage) -> None:
         """`/` in keys needs no preparation."""
         storage.write("x/y/z", b"deep")
-        _expect_equal(storage.read("x/y/z"), b"deep")
+        expect_equal(storage.read("x/y/z"), b"deep")
 
     @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
     def test_any_bytes_like_can_be_written(
@@ -70,35 +72,35 @@ class StorageConformance:
     ) -> None:
         """`write` takes bytes, bytearray and memoryview."""
         storage.write("a", wrap(b"data"))
-        _expect_equal(storage.read("a"), b"data")
+        expect_equal(storage.read("a"), b"data")
 
     def test_a_written_value_does_not_follow_its_source(self, storage: Storage) -> None:
         """`write` consumes the bytes."""
         source = bytearray(b"before")
         storage.write("a", source)
         source[:] = b"after!"
-        _expect_equal(storage.read("a"), b"before")
+        expect_equal(storage.read("a"), b"before")
 
     def test_write_replaces_a_value(self, storage: Storage) -> None:
         """Without `create`, the last write stands, also when it is shorter."""
         storage.write("a", b"a long value")
         storage.write("a", b"new")
-        _expect_equal(storage.read("a"), b"new")
+        expect_equal(storage.read("a"), b"new")
 
     def test_create_refuses_a_taken_key_and_keeps_its_value(self, storage: Storage) -> None:
         """`create` never replaces."""
         storage.write("a", b"first", create=True)
         with pytest.raises(KeyExistsError):
             storage.write("a", b"second", create=True)
-        _expect_equal(storage.read("a"), b"first")
-        _expect_keys(storage, ["a"])
+        expect_equal(storage.read("a"), b"first")
+        expect_keys(storage, ["a"])
 
     def test_create_works_again_after_delete(self, storage: Storage) -> None:
         """A deleted key is free."""
         storage.write("a", b"first", create=True)
         storage.delete(["a"])
         storage.write("a", b"second", create=True)
-        _expect_equal(storage.read("a"), b"second")
+        expect_equal(storage.read("a"), b"second")
 
     def test_a_create_race_has_exactly_one_winner(self, storage: Storage) -> None:
         """Of 16 threads that create one key, one wins and its bytes are there."""
@@ -106,14 +108,14 @@ class StorageConformance:
             pytest.skip("this storage does not promise create_if_absent")
         for round_ in range(5):
             key = f"slot-{round_}"
-            values = [bytes([number]) * 1000 for number in range(_RACERS)]
+            values = [bytes([number]) * 1000 for number in range(RACERS)]
 
             def create(number: int, key: str = key, values: Sequence[bytes] = values) -> None:
                 storage.write(key, values[number], create=True)
 
-            won = _race(create)
-            _expect(len(won) == 1, f"{len(won)} of {_RACERS} threads created {key}")
-            _expect_equal(storage.read(key), values[won[0]])
+            won = race(create)
+            expect(len(won) == 1, f"{len(won)} of {RACERS} threads created {key}")
+            expect_equal(storage.read(key), values[won[0]])
 
     def test_a_reader_never_sees_half_a_replacement(self, storage: Storage) -> None:
         """`write` is atomic: old bytes or new bytes."""
@@ -132,7 +134,7 @@ class StorageConformance:
             storage.write("a", value)
         stop.set()
         watcher.join()
-        _expect(seen <= set(values), "a reader saw a mixture of two values")
+        expect(seen <= set(values), "a reader saw a mixture of two values")
 
     # ranges
 
@@ -158,7 +160,7 @@ class StorageConformance:
         data = b"0123456789"
         storage.write("a", data)
         stop = None if num_bytes is None else start + num_bytes
-        _expect_equal(storage.read("a", start, num_bytes), data[start:stop])
+        expect_equal(storage.read("a", start, num_bytes), data[start:stop])
 
     @pytest.mark.parametrize(("start", "num_bytes"), [(0, 10), (3, 4), (9, 1), (10, 0), (0, 0)])
     def test_read_into_fills_its_target(self, storage: Storage, start: int, num_bytes: int) -> None:
@@ -167,7 +169,7 @@ class StorageConformance:
         storage.write("a", data)
         room = bytearray(b"#" * (num_bytes + 2))
         storage.read_into("a", start, memoryview(room)[1 : 1 + num_bytes])
-        _expect_equal(bytes(room), b"#" + data[start : start + num_bytes] + b"#")
+        expect_equal(bytes(room), b"#" + data[start : start + num_bytes] + b"#")
 
     @pytest.mark.parametrize(("start", "num_bytes"), [(0, 11), (10, 1), (9, 2), (500, 1)])
     def test_read_into_past_the_end_is_an_error(
@@ -177,8 +179,8 @@ class StorageConformance:
         storage.write("a", b"0123456789")
         with pytest.raises(StorageError) as caught:
             storage.read_into("a", start, memoryview(bytearray(num_bytes)))
-        _expect(not isinstance(caught.value, KeyMissingError), "the key is there")
-        _expect_equal(caught.value.key, "a")
+        expect(not isinstance(caught.value, KeyMissingError), "the key is there")
+        expect_equal(caught.value.key, "a")
 
     def test_read_into_sees_a_replaced_value(self, storage: Storage) -> None:
         """What is kept between reads is never served for another value."""
@@ -186,7 +188,7 @@ class StorageConformance:
         for value in (b"old", b"new"):
             storage.write("a", value)
             storage.read_into("a", 0, memoryview(room))
-            _expect_equal(bytes(room), value)
+            expect_equal(bytes(room), value)
         storage.delete(["a"])
         with pytest.raises(KeyMissingError):
             storage.read_into("a", 0, memoryview(room))
@@ -209,9 +211,9 @@ class StorageConformance:
             room = bytearray(65_536)
             for start in range(number * 1000, len(data) - len(room), 100_003):
                 storage.read_into("a", start, memoryview(room))
-                _expect(room == data[start : start + len(room)], f"wrong bytes from {start}")
+                expect(room == data[start : start + len(room)], f"wrong bytes from {start}")
 
-        _expect(len(_race(check)) == _RACERS, "some threads failed")
+        expect(len(race(check)) == RACERS, "some threads failed")
 
     # missing keys
 
@@ -222,13 +224,13 @@ class StorageConformance:
         storage.write("file", b"1")
         with pytest.raises(KeyMissingError) as caught:
             storage.read(key)
-        _expect_equal(caught.value.key, key)
+        expect_equal(caught.value.key, key)
         with pytest.raises(KeyMissingError):
             storage.read_into(key, 0, memoryview(bytearray(1)))
 
     def test_an_untouched_storage_is_empty(self, storage: Storage) -> None:
         """`list` is empty and `read` finds nothing where no root exists yet."""
-        _expect_keys(storage, [])
+        expect_keys(storage, [])
         with pytest.raises(KeyMissingError):
             storage.read("a")
 
@@ -248,7 +250,7 @@ class StorageConformance:
         for call in calls:
             with pytest.raises(InvalidRequestError):
                 call()
-        _expect_keys(storage, [])
+        expect_keys(storage, [])
 
     # list
 
@@ -257,7 +259,7 @@ class StorageConformance:
         for key in ("b", "a/2", "a/1", "a-", "a/x/y", "c"):
             storage.write(key, key.encode())
         expected = [Entry(key, len(key)) for key in ("a-", "a/1", "a/2", "a/x/y", "b", "c")]
-        _expect_equal(storage.list(), expected)
+        expect_equal(storage.list(), expected)
 
     @pytest.mark.parametrize(
         ("prefix", "expected"),
@@ -277,7 +279,7 @@ class StorageConformance:
         """A prefix is one of strings, not of folders."""
         for key in ("b", "a/1", "a-", "a/x/y", "ab"):
             storage.write(key, b"1")
-        _expect_equal([entry.key for entry in storage.list(prefix)], expected)
+        expect_equal([entry.key for entry in storage.list(prefix)], expected)
 
     # delete
 
@@ -286,7 +288,7 @@ class StorageConformance:
         for key in ("a", "x/b", "x/c", "d"):
             storage.write(key, b"1")
         storage.delete(key for key in ("a", "x/b"))
-        _expect_keys(storage, ["d", "x/c"])
+        expect_keys(storage, ["d", "x/c"])
 
     def test_deleting_missing_keys_is_fine(self, storage: Storage) -> None:
         """Everything may happen twice."""
@@ -294,99 +296,13 @@ class StorageConformance:
         for _ in range(2):
             storage.delete(["a", "never", "no/where", "a/below"])
         storage.delete([])
-        _expect_keys(storage, [])
+        expect_keys(storage, [])
 
     def test_a_folder_is_not_deleted_by_its_name(self, storage: Storage) -> None:
         """Only keys can be deleted."""
         storage.write("x/a", b"1")
         storage.delete(["x"])
-        _expect_keys(storage, ["x/a"])
-
-    # writers
-
-    @pytest.mark.parametrize("direct", [True, False])
-    @pytest.mark.parametrize("sync", [True, False])
-    @pytest.mark.parametrize("sizes", [(), (1,), (4096,), (5, 0, 7), (3, 300_000, 4093, 9_000_001)])
-    def test_a_writer_joins_what_it_was_given(
-        self, storage: Storage, sizes: tuple[int, ...], sync: bool, direct: bool
-    ) -> None:
-        """The committed value is all writes in order, of exactly their length."""
-        pieces = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
-        writer = storage.open_writer("x/part", sync=sync, direct=direct)
-        for piece in pieces:
-            writer.write(piece)
-        writer.commit()
-        _expect(storage.read("x/part") == b"".join(pieces), "the committed bytes differ")
-        _expect_equal(storage.list(), [Entry("x/part", sum(sizes))])
-
-    def test_a_writer_consumes_what_it_is_given(self, storage: Storage) -> None:
-        """Memory may be reused after each write."""
-        room = bytearray(1_000_000)
-        writer = storage.open_writer("part")
-        for number in (1, 2, 3):
-            room[:] = bytes([number]) * len(room)
-            writer.write(memoryview(room))
-        room[:] = bytes(len(room))
-        writer.commit()
-        expected = b"".join(bytes([number]) * len(room) for number in (1, 2, 3))
-        _expect(storage.read("part") == expected, "a write kept only a reference")
-
-    def test_nothing_is_visible_before_commit(self, storage: Storage) -> None:
-        """Neither by `read` nor by `list`."""
-        writer = storage.open_writer("part")
-        writer.write(b"x" * 10_000_000)
-        with pytest.raises(KeyMissingError):
-            storage.read("part")
-        _expect_keys(storage, [])
-        writer.commit()
-        _expect_keys(storage, ["part"])
-
-    def test_an_aborted_writer_leaves_nothing(self, storage: Storage) -> None:
-        """`abort` drops everything, may come twice, and ends the writer."""
-        writer = storage.open_writer("part")
-        writer.write(b"x" * 10_000_000)
-        writer.abort()
-        writer.abort()
-        _expect_keys(storage, [])
-        with pytest.raises(StorageError):
-            writer.write(b"y")
-        with pytest.raises(StorageError):
-            writer.commit()
-        _expect_keys(storage, [])
-
-    def test_abort_after_commit_changes_nothing(self, storage: Storage) -> None:
-        """`abort` in a `finally` is safe, and so is a second commit."""
-        writer = storage.open_writer("part")
-        writer.write(b"data")
-        writer.commit()
-        writer.abort()
-        writer.commit()
-        _expect_equal(storage.read("part"), b"data")
-
-    def test_commit_refuses_a_taken_key_and_keeps_its_value(self, storage: Storage) -> None:
-        """A key that was published meanwhile stays as it is."""
-        writer = storage.open_writer("part")
-        writer.write(b"second")
-        storage.write("part", b"first")
-        with pytest.raises(KeyExistsError) as caught:
-            writer.commit()
-        _expect_equal(caught.value.key, "part")
-        writer.abort()
-        _expect_equal(storage.read("part"), b"first")
-        _expect_keys(storage, ["part"])
-
-    def test_a_commit_race_has_exactly_one_winner(self, storage: Storage) -> None:
-        """Of 16 writers of one key, one publishes, and its bytes are there."""
-        if not storage.traits.create_if_absent:
-            pytest.skip("this storage does not promise create_if_absent")
-        values = [bytes([number]) * 10_000 for number in range(_RACERS)]
-        writers = [storage.open_writer("part") for _ in values]
-        for writer, value in zip(writers, values, strict=True):
-            writer.write(value)
-        won = _race(lambda number: writers[number].commit())
-        _expect(len(won) == 1, f"{len(won)} of {_RACERS} writers published the key")
-        _expect_equal(storage.read("part"), values[won[0]])
-        _expect_keys(storage, ["part"])
+        expect_keys(storage, ["x/a"])
 
     def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(
         self, storage: Storage
@@ -399,44 +315,5 @@ class StorageConformance:
                 storage.write(key, b"1", create=True)
                 storage.delete([key])
 
-        _expect(len(_race(churn)) == _RACERS, "some threads failed")
-        _expect_keys(storage, [])
-
-
-def _race(act: Callable[[int], None]) -> list[int]:
-    """Runs `act(0)` … `act(15)` at once; returns which did not meet `KeyExistsError`."""
-    barrier = threading.Barrier(_RACERS)
-    won: list[int] = []
-    failed: list[BaseException] = []
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            act(number)
-            won.append(number)
-        except KeyExistsError:
-            pass
-        except BaseException as exc:  # noqa: BLE001 - raised in the test's own thread
-            failed.append(exc)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(_RACERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    return won
-
-
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        pytest.fail(otherwise)
-
-
-def _expect_equal(found: object, expected: object) -> None:
-    _expect(found == expected, f"expected {expected!r}, found {found!r}"[:500])
-
-
-def _expect_keys(storage: Storage, expected: Iterable[str]) -> None:
-    _expect_equal([entry.key for entry in storage.list()], list(expected))
+        expect(len(race(churn)) == RACERS, "some threads failed")
+        expect_keys(storage, [])

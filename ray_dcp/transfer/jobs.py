@@ -12,7 +12,7 @@ import numpy as np
 
 from ray_dcp.options import Verify
 from ray_dcp.plan.boxes import widen
-from ray_dcp.plan.extents import Slab, coalesce, slabs
+from ray_dcp.plan.extents import Slab, affordable_gap, coalesce, slabs
 from ray_dcp.plan.reading import PairBytes, ReadPlan, Wanted, pair_bytes
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int32Array, Int64Array
 
@@ -20,8 +20,12 @@ __all__ = ["Direct", "Geometry", "Job", "Span", "Strided", "geometry", "make_job
 
 SPAN_BYTES = 8 << 20
 """Small pairs are read together up to this length."""
+FREE_GAP_BYTES = 2 << 10
+"""A gap up to this length (a frame between two tensors) is always read through."""
 GAP_BYTES = 64 << 10
-"""A gap up to this length is read through: cheaper than another request."""
+"""A longer gap than this is never read through."""
+GAP_SHARE = 0.05
+"""Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
 DIRECT_BYTES = 256 << 10
 """Contiguous pairs from this length on are read straight into the target."""
 SLICE_BYTES = 8 << 20
@@ -189,7 +193,11 @@ def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int) -> list[Span]:
     file = geo.file[chosen]
     order = np.lexsort((low, file))
     low, high, file = low[order], high[order], file[order]
-    bounds = coalesce(file, low, high, max_gap_bytes=GAP_BYTES, max_bytes=max_bytes)
+    gap = affordable_gap(
+        file, low, high,
+        free_gap_bytes=FREE_GAP_BYTES, max_gap_bytes=GAP_BYTES, share=GAP_SHARE,
+    )  # fmt: skip
+    bounds = coalesce(file, low, high, max_gap_bytes=gap, max_bytes=max_bytes)
     pairs = chosen[order].tolist()
     starts = bounds[:-1]
     highest = np.maximum.reduceat(high, starts) if len(starts) else high

@@ -29,6 +29,10 @@ class Stop:
         """What the first failed task raised."""
         return self._error
 
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until some task has failed; tells whether one has."""
+        return self._event.wait(timeout_s)
+
     def because(self, error: BaseException) -> None:
         """Records an error, unless one was there first."""
         with self._lock:

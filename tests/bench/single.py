@@ -29,9 +29,7 @@ def big(rounds: int, directory: str | None) -> None:
     """1.4 GB in 243 tensors."""
     sizes = [(1200, 1200)] * 200 + [(3072, 512)] * 40 + [(4096, 1024)] * 3
     scale = 1.41e9 / (4 * sum(a * b for a, b in sizes))
-    state = {
-        f"layers.{i}.weight": torch.randn(int(a * scale), b) for i, (a, b) in enumerate(sizes)
-    }
+    state = {f"layers.{i}.weight": torch.randn(int(a * scale), b) for i, (a, b) in enumerate(sizes)}
     _compare("1.4 GB in 243 tensors", state, rounds, directory)
 
 
@@ -58,7 +56,9 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
             "ray_dcp, verify=never": lambda: ray_dcp.load(
                 dict(targets), checkpoint_id=ours, options=ray_dcp.LoadOptions(verify="never")
             ),
-            "ray_dcp reads stock's files": lambda: ray_dcp.load(dict(targets), checkpoint_id=theirs),
+            "ray_dcp reads stock's files": lambda: ray_dcp.load(
+                dict(targets), checkpoint_id=theirs
+            ),
             "torch DCP": lambda: stock.load(dict(targets), checkpoint_id=theirs),
             "limit: preadv into the targets": lambda: _raw_read(root / "raw", targets),
         }

@@ -250,14 +250,24 @@ def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def test_a_bomb_of_repeated_rows_is_refused_before_it_is_read():
-    source = pa.table({"fqn": pa.array([None] * (1 << 21), type=pa.string())})
+@pytest.mark.parametrize(
+    ("limit", "claimed"), [("MAX_ROWS", 300), ("MAX_VALUES", 600), ("MAX_TABLE_BYTES", None)]
+)
+def test_a_table_that_claims_too_much_is_refused_before_it_is_read(limit, claimed, monkeypatch):
+    data = tb.encode_table(many_table(300))
+    claimed = claimed or len(data)
+    monkeypatch.setattr(tb, limit, claimed)
+    tb.decode_table(data)
+    monkeypatch.setattr(tb, limit, claimed - 1)
+    with pytest.raises(DamagedCheckpointError, match="at most"):
+        tb.decode_table(data)
+
+
+def test_several_row_groups_are_refused():
+    table = pq.read_table(io.BytesIO(tb.encode_table(many_table(30))))
     sink = io.BytesIO()
-    with pq.ParquetWriter(sink, source.schema, compression="zstd") as writer:
-        writer.write_table(source)
-        writer.write_table(source)
-    assert len(sink.getvalue()) < 100_000
-    with pytest.raises(DamagedCheckpointError):
+    pq.write_table(table, sink, row_group_size=10)
+    with pytest.raises(DamagedCheckpointError, match="in one group"):
         tb.decode_table(sink.getvalue())
 
 

@@ -1,6 +1,5 @@
 """Saves of numpy-backed ranks beside stock DCP: it reads ours, and ours replace its own."""
 
-import io
 from functools import partial
 
 import numpy as np
@@ -21,22 +20,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",
     "ignore:.*no_dist.*:UserWarning",
 )
-
-
-class Pickled:
-    """An object whose bytes stock DCP can read."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __repr__(self):
-        return repr(self.value)
-
-
-def torch_bytes(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def stock_load(path, state):

@@ -60,6 +60,16 @@ def test_what_may_not_be_split_is_whole() -> None:
     assert make_plan(replicated(4, (4, MIB), splittable=False)).table.num_chunks == 1
 
 
+def test_one_holder_that_may_not_split_keeps_the_tensor_whole() -> None:
+    columns = on_ranks(2, lambda b, rank: b.tensor("w", "float32", (4, MIB), splittable=rank == 0))
+    assert make_plan(columns).table.num_chunks == 1
+
+
+def test_a_holder_that_took_no_digest_does_not_disagree() -> None:
+    columns = on_ranks(3, lambda b, rank: b.object("o", value=5 if rank == 1 else 0))
+    assert make_plan(columns).disagreements == ()
+
+
 def test_replicated_scalars_are_shared_out_in_runs() -> None:
     def fill(builder: ColumnsBuilder, rank: int) -> None:
         for index in range(40):
@@ -184,6 +194,13 @@ def test_boxes_without_elements_are_kept_once_and_never_beside_others_at_their_p
     boxes = zip(plan.table.offset.tolist(), plan.table.size.tolist(), strict=True)
     assert sorted(boxes) == [([0], [3]), ([3], [0])]
     assert plan.file_rank.tolist() == [0, 1]
+
+
+def test_of_boxes_without_elements_at_one_place_the_first_is_kept() -> None:
+    columns = on_ranks(
+        2, lambda b, rank: b.tensor("w", "float32", (0, 4), offset=(0, 0), size=(0, 4 - rank))
+    )
+    assert make_plan(columns).table.size.tolist() == [[0, 4]]
 
 
 def test_a_tensor_without_elements_keeps_one_chunk() -> None:

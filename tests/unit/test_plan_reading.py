@@ -10,7 +10,7 @@ import pytest
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.coverage import problems
+from ray_dcp.plan.coverage import _separable, problems
 from ray_dcp.plan.global_plan import make_plan
 from ray_dcp.plan.grouping import group_rows, running_max
 from ray_dcp.plan.reading import Wanted, block_ranges, coalesce, pair_bytes, plan_reads, slabs
@@ -63,6 +63,14 @@ def test_a_pinwheel_that_no_straight_cut_divides_is_complete() -> None:
     assert problems(table) == []
     plan = plan_reads(table, want((0, 0), (3, 3)))
     assert (plan.uncovered, len(plan), plan.bytes_needed) == ((), 5, 36)
+
+
+def test_meshes_and_cuts_of_cuts_are_separated_by_straight_cuts_alone() -> None:
+    mesh = [((r, c), (1, 2)) for r in range(30) for c in range(0, 40, 2)]
+    uneven = [((0, 0), (2, 5)), ((2, 0), (1, 3)), ((2, 3), (1, 2))]
+    boxes = np.array([*mesh, *uneven, *PINWHEEL], np.int64)
+    region = np.repeat(np.arange(3), [len(mesh), len(uneven), len(PINWHEEL)])
+    assert _separable(region, boxes[:, 0], boxes[:, 1], 3).tolist() == [True, True, False]
 
 
 def test_a_hole_in_a_pinwheel_is_told() -> None:

@@ -16,7 +16,7 @@ def meeting() -> Meeting:
     return Meeting(lambda: f"g{next(numbers)}")
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_all_ranks_get_one_generation_in_any_order(meeting: Meeting, order):
     told = [meeting.enter(rank, 3, f"w{rank}") for rank in order]
     assert told == [None, None, "g1"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -356,6 +356,17 @@ def test_splittable_are_large_floating_plain_tensors_and_intended_replicas() -> 
     assert captured.columns.splittable.tolist() == [True, False, False, False, False]
 
 
+def test_a_large_shard_that_nobody_is_meant_to_share_is_not_splittable() -> None:
+    full = torch.zeros(2 * (4 << 20) // 4)
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        state = {
+            "shard": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None),
+            "replica": distribute_tensor(full, mesh, [Replicate()], src_data_rank=None),
+        }
+        assert of(state, world_size=2).columns.splittable.tolist() == [False, True]
+
+
 def test_digests_are_taken_only_when_others_may_differ_and_tell_values_apart() -> None:
     state = {"w": torch.ones(3), "x": 1, "o": collections_of(1)}
     assert of(state).columns.value.tolist() == [0, 0, 0]
@@ -411,13 +422,13 @@ class Marked(torch.Tensor):
 
 
 def test_a_tensor_subclass_is_serialised_as_itself_in_its_box() -> None:
-    tensor = torch.arange(100.0)[:6].reshape(2, 3).as_subclass(Marked)
+    tensor = torch.arange(10_000.0)[:6].reshape(2, 3).as_subclass(Marked)
     captured = of({"w": tensor}, world_size=2)
     columns = captured.columns
     assert columns.kind.tolist() == [Kind.OPAQUE]
     assert rows(columns) == {("w", "tensor", "float32", (2, 3), (0, 0), (2, 3), False)}
     assert columns.value[0] != 0
-    assert len(captured.deferred(0)) < 2500  # not the 100 elements behind it
+    assert len(captured.deferred(0)) < 2500  # not the 10,000 elements behind it
     assert "Marked" in captured.warnings[0]
     with torch.serialization.safe_globals([Marked]):
         back = load_object(captured.deferred(0), fqn="w")
@@ -443,19 +454,22 @@ def test_the_state_dict_is_not_changed_and_the_tensors_not_copied() -> None:
     assert state == {"a": {"w": tensor}}
 
 
-def test_capture_of_many_small_tensors_stays_cheap() -> None:
-    num = 20_000
+def test_capture_of_many_small_tensors_costs_less_than_half_of_torchs_planning() -> None:
+    num = 2_000
     state = {"model": {f"layers.{i}.w": torch.zeros(2, 3) for i in range(num)}}
-    best, source = 1e9, 1e9
-    for _ in range(3):
-        gc.collect()
-        start = time.process_time()
-        captured = of(state)
-        best = min(best, time.process_time() - start)
-        start = time.process_time()
-        for row in range(num):
-            captured.source(row)
-        source = min(source, time.process_time() - start)
-    # 1.4 and 1.2 us on an idle core of an AMD EPYC; the limits leave room for a busy one.
-    assert best / num < 12e-6
-    assert source / num < 6e-6
+
+    def best_of(work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(4):
+            start = time.process_time()
+            work()
+            times.append(time.process_time() - start)
+        return min(times)
+
+    ours = best_of(lambda: of(state))
+    torchs = best_of(lambda: create_default_local_save_plan(flatten_state_dict(state)[0], False))
+    captured = of(state)
+    source = best_of(lambda: [captured.source(row) for row in range(num)])
+    views = best_of(lambda: [memoryview(t.numpy()) for t in state["model"].values()])
+    assert ours < torchs / 2
+    assert source < 4 * views

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.errors import StorageError
+from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.seam.capture import capture
 from ray_dcp.seam.lazy_metadata import CommittedMetadata, metadata_of_table
 from ray_dcp.seam.report import LoadReport
@@ -63,6 +64,13 @@ def test_the_fields_are_those_that_torch_would_have_written() -> None:
     assert (place.relative_path, place.offset, place.length) == ("__0_0.distcp", 0, 12)
     assert MetadataIndex("x") in metadata.storage_data
     assert metadata.storage_meta.checkpoint_id == "/c"
+
+
+def test_it_is_what_the_stored_metadata_unpickles_to() -> None:
+    written = pickle.loads(encode_metadata(table(), checkpoint_id="/c", attempt="a1"))
+    built = metadata_of_table(table(), checkpoint_id="/c")
+    for field in ("state_dict_metadata", "planner_data", "storage_data", "version"):
+        assert getattr(written, field) == getattr(built, field), field
 
 
 def test_an_unflattened_checkpoint_has_no_planner_data() -> None:

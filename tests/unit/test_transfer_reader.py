@@ -23,7 +23,7 @@ from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.store.faults import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer import filling, jobs
+from ray_dcp.transfer import filling, jobs, reader
 from ray_dcp.transfer.reader import read_chunks, read_item
 from ray_dcp.transfer.writer import write_file
 from tests.unit.transfer_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of
@@ -248,6 +248,40 @@ def test_damage_that_is_not_read_is_not_seen(storage):
     assert sink.buffers[0] == array[:200].tobytes()
 
 
+def test_rows_that_share_a_chunk_are_each_verified(storage):
+    array = random_array(5000)
+    table = written(storage, [array], block_bytes=4096)
+    boxes = [(0, (0,), (3072,)), (0, (1100,), (10,)), (0, (4000,), (10,))]
+    sink, stats = read(storage, table, wanted_of(*boxes))
+    assert [bytes(b) for b in sink.buffers] == [
+        array[low : low + n].tobytes() for _, (low,), (n,) in boxes
+    ]
+    assert (stats.blocks_checked, stats.bytes_read) == (3 + 1 + 1, 4 * 4096)
+    sink, stats = read(storage, table, wanted_of(*boxes[:2]))
+    assert sink.buffers[0] == array[:3072].tobytes()
+    assert stats.bytes_read == 3 * 4096
+    flip(storage, int(table.payload_offset[0]) + 4000 * 4)
+    with pytest.raises(DamagedCheckpointError, match=r"bytes \[12288, 16384\) of the chunk's"):
+        read(storage, table, wanted_of(*boxes))
+
+
+def test_a_sample_counts_from_the_first_block_that_is_read(storage):
+    array = random_array(3000, 1000)
+    table = written(storage, [array])
+    block = int(table.block_bytes[0])
+    low, high = 701 * 4000, 1704 * 4000
+    num_blocks = -(-high // block) - low // block
+    for num_threads in (1, 3):
+        _, stats = read(
+            storage,
+            table,
+            wanted_of((0, (701, 0), (1003, 1000))),
+            verify="sample",
+            num_threads=num_threads,
+        )
+        assert stats.blocks_checked == -(-num_blocks // 16)
+
+
 def test_a_sample_checks_one_block_in_16_and_at_least_one_of_each_chunk(storage):
     arrays = [random_array(10), random_array(400, 1000), random_array(3)]
     table = written(storage, arrays)
@@ -423,6 +457,27 @@ def test_an_item_that_only_torch_can_read_is_left_to_the_caller(storage):
     assert sorted(sink.finished) == [0, 2]
     loaded = torch.load(io.BytesIO(read_item(storage, table, 1)), weights_only=True)
     assert torch.equal(loaded.to_dense(), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("whole_item_bytes", [1, 1 << 20])
+def test_a_row_that_needs_an_opaque_chunk_is_never_done(storage, monkeypatch, whole_item_bytes):
+    monkeypatch.setattr(reader, "_WHOLE_ITEM_BYTES", whole_item_bytes)
+    table = stock_table(storage, [torch.full((3, 2), 5.0), torch.ones(3, 2).to_sparse()])
+    table = replace(
+        table,
+        names=("w",),
+        kind=np.zeros(1, np.int8),
+        dtype=np.zeros(1, np.int8),
+        ndim=np.full(1, 2, np.int8),
+        shape=np.array([[6, 2]]),
+        requires_grad=np.zeros(1, bool),
+        tensor=np.zeros(2, np.int32),
+        offset=np.array([[0, 0], [3, 0]]),
+    )
+    sink, stats = read(storage, table, wanted_of((0, (0, 0), (6, 2)), (0, (0, 0), (3, 2))))
+    assert stats.opaque == (1,)
+    assert sink.finished == [1]
+    assert sink.buffers[0][:24] == np.full(6, 5, np.float32).tobytes()
 
 
 def test_a_chunk_that_the_table_calls_opaque_is_not_read(storage):

@@ -23,7 +23,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.store.faults import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer.threads import run_tasks
+from ray_dcp.transfer.threads import Stop, run_tasks
 from ray_dcp.transfer.writer import write_file, write_part
 from tests.unit.transfer_cases import Piece, file_plan, rank_plan, raw
 
@@ -368,3 +368,18 @@ def test_tasks_run_once_each_and_the_first_error_ends_them():
         run_tasks(range(100), work, 1)
     assert begun == [0]
     run_tasks([], work, 0)
+
+
+def test_an_error_keeps_other_threads_from_beginning_more():
+    begun = []
+    stop = Stop()
+
+    def work(task):
+        begun.append(task)
+        if task == 0:
+            raise ValueError(task)
+        stop.wait(60)
+
+    with pytest.raises(ValueError, match="0"):
+        run_tasks(range(100), work, 2, stop)
+    assert len(begun) <= 2

@@ -145,6 +145,31 @@ def test_a_missing_metadata_file_is_a_note_because_the_checkpoint_is_whole(copie
     assert ".metadata is missing" in report.notes[0]
 
 
+def test_metadata_of_an_earlier_save_is_a_note_because_the_checkpoint_is_whole(tmp_path: Path):
+    path = checkpoints.save(tmp_path / "c")
+    earlier = (path / ".metadata").read_bytes()
+    checkpoints.save(path)
+    assert ray_dcp.verify(path).notes == ()
+    (path / ".metadata").write_bytes(earlier)
+    report = ray_dcp.verify(path)
+    assert report.ok
+    assert report.notes == (".metadata is of an earlier save: stock DCP reads that one",)
+
+
+def test_a_tensor_larger_than_what_is_read_at_once_is_checked_to_its_end(tmp_path: Path):
+    values = torch.arange(5 << 20, dtype=torch.int32)
+    ray_dcp.save({"w": values}, checkpoint_id=tmp_path, no_dist=True)
+    report = ray_dcp.verify(tmp_path)
+    assert report.problems == ()
+    assert report.checked_bytes == ray_dcp.open(tmp_path).num_bytes
+    file, first, last = payload_of(tmp_path, "w")
+    offset = first + (18 << 20)
+    checkpoints.flip(file, offset)
+    (problem,) = ray_dcp.verify(tmp_path).problems
+    assert problem.start <= offset < problem.stop <= last + 1
+    assert problem.stop - problem.start <= 1 << 20
+
+
 @pytest.mark.parametrize("pattern", ["manifest-*.json", "*.parquet"])
 def test_damage_that_keeps_a_checkpoint_from_being_opened_is_reported(copied: Path, pattern: str):
     (file,) = copied.glob(pattern)
