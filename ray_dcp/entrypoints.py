@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.runtime.inline import InlineSession
@@ -273,17 +273,10 @@ def _save(
     target = _target(decision)
     take: Callable[[], Capture]
     if decision.path == HOOKS:
-        planned = drive(
-            capture_with_planner(
-                session.next_key, state_dict, decision.planner,
-                rank=rank, world_size=world_size, options=options,
-                coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
-            ),
-            session.call,
+        take = _planned_by_user(
+            decision, session, state_dict, options, target,
+            coordinator_rank=coordinator_rank, stateful=stateful,
         )  # fmt: skip
-
-        def take() -> Capture:
-            return planned
     else:
 
         def take() -> Capture:
@@ -305,6 +298,37 @@ def _save(
         for warning in outcome.warnings:
             warnings.warn(warning, UserWarning, stacklevel=3)
     return CommittedMetadata.of(target, outcome)
+
+
+def _planned_by_user(
+    decision: Decision,
+    session: RankSession,
+    state_dict: StateDict,
+    options: SaveOptions,
+    target: Target,
+    *,
+    coordinator_rank: int,
+    stateful: bool,
+) -> Callable[[], Capture]:
+    """Runs a user's planner now; returns what gives its capture, or raises its error.
+
+    Why later: this rank must join the save to tell the others that its planner failed.
+    """
+    steps = capture_with_planner(
+        session.next_key, state_dict, decision.planner,
+        rank=session.rank, world_size=session.world_size, options=options,
+        coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
+    )  # fmt: skip
+    try:
+        planned = drive(steps, session.call)
+    except CheckpointError as failed:
+        error = failed
+
+        def fail() -> Capture:
+            raise error
+
+        return fail
+    return lambda: planned
 
 
 def _load(

@@ -30,9 +30,19 @@ import torch
 from torch import serialization
 
 from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError, UnsupportedValueError
+from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, plain_item
+from ray_dcp.plan.boxes import volume
+from ray_dcp.plan.values import ChunkTable
 from ray_dcp.seam.tensors import bytes_digest
 
-__all__ = ["dump_object", "is_simple", "load_object", "load_problem", "simple_digest"]
+__all__ = [
+    "dump_object",
+    "is_simple",
+    "item_bytes_at_most",
+    "load_object",
+    "load_problem",
+    "simple_digest",
+]
 
 _SCALARS = frozenset({type(None), bool, float, str, bytes, complex})
 _CONTAINERS = frozenset({list, tuple, set, frozenset})
@@ -64,21 +74,34 @@ def dump_object(value: Any, *, fqn: str) -> bytes:
     return buffer.getvalue()
 
 
-def load_object(data: bytes | memoryview, *, fqn: str, weights_only: bool = True) -> Any:
+def load_object(
+    data: bytes | memoryview,
+    *,
+    fqn: str,
+    weights_only: bool = True,
+    max_bytes: int = MAX_OBJECT_BYTES,
+) -> Any:
     """Returns the object that `torch.save` wrote, ours or stock DCP's.
 
     Tensors inside go to the device that they were saved from, or to the CPU where there is no
     accelerator.
 
     Args:
-        data: One whole `torch.save` item.
+        data: One whole `torch.save` item, plain or in zstd (DCP's only transform of its own).
         fqn: Whose it is, for messages.
         weights_only: Refuse whatever is not on the allow-list. False runs code from the data.
+        max_bytes: Longest item that a compressed one may unpack to.
 
     Raises:
         UnsafeCheckpointError: It asks for a class or function that is not on the allow-list.
         DamagedCheckpointError: It is no `torch.save` item.
     """
+    try:
+        data = plain_item(data, max_bytes=max_bytes)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"the object {fqn!r} of the checkpoint can't be read: {error.message}", key=fqn
+        ) from error
     try:
         if not weights_only:
             return _torch_load(data, weights_only=False)
@@ -98,6 +121,14 @@ def load_object(data: bytes | memoryview, *, fqn: str, weights_only: bool = True
             f"found {type(error).__name__}: {error}; load an earlier checkpoint",
             key=fqn,
         ) from error
+
+
+def item_bytes_at_most(table: ChunkTable, chunk: int) -> int:
+    """Returns how long the item of a tensor chunk can be, unpacked.
+
+    Generous: a tensor subclass may hold more than the elements that it shows.
+    """
+    return 32 * int(volume(table.size[chunk : chunk + 1])[0]) + (16 << 20)
 
 
 def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:

@@ -158,15 +158,19 @@ class _Hooks:
             plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
             return self.capture(plan.items, paths, is_shared=False)
         self.guard("set_up_planner", set_up)
-        plan = self.guard("create_local_plan", lambda: self.full_plan(planner.create_local_plan()))
+        plan = self.guard("create_local_plan", self.whole_local_plan)
         return self.capture(plan.items, self.paths_of(plan.planner_data), is_shared=True)
 
-    def full_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the whole plan where the planner says "as last time" to save a transfer."""
-        if plan.usable:
-            return plan
-        last: SavePlan = self.planner.plan  # type: ignore[attr-defined]
-        return last
+    def whole_local_plan(self) -> SavePlan:
+        """Returns the local plan, never "as last time": that only spares DCP its gather."""
+        planner: Any = self.planner
+        asked = getattr(planner, "_enable_plan_caching", False)
+        planner._enable_plan_caching = False
+        try:
+            plan: SavePlan = planner.create_local_plan()
+        finally:
+            planner._enable_plan_caching = asked
+        return plan
 
     def global_plan(self, plans: list[SavePlan]) -> Sequence[Any]:
         new_plans, metadata = self.planner.create_global_plan(plans)

@@ -82,19 +82,25 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype) or str(dtype)[6:]
 
 
-def dtype_of(name: str) -> torch.dtype:
+def dtype_of(name: str, *, fqn: str | None = None) -> torch.dtype:
     """Returns the dtype of this name.
 
+    Args:
+        name: Without prefix.
+        fqn: Whose it is, for messages.
+
     Raises:
-        UnsupportedValueError: This torch has no such dtype.
+        UnsupportedValueError: This torch has no such dtype, or its tensors have no raw bytes.
     """
     dtype = _DTYPES.get(name)
     if dtype is None:
-        raise UnsupportedValueError(
-            f"the dtype {name!r} is not one of torch {torch.__version__}; load this checkpoint "
-            "with the torch that wrote it, or a newer one",
-            key=name,
-        )
+        where = "" if fqn is None else f"{fqn!r} is saved with "
+        here = f"torch {torch.__version__}"
+        if isinstance(getattr(torch, name, None), torch.dtype):
+            why = "of quantised or packed tensors; load it with torch's own load and convert it"
+        else:
+            why = f"that {here} lacks; load this checkpoint with the torch that wrote it, or newer"
+        raise UnsupportedValueError(f"{where}the dtype {name!r}, one {why}", key=fqn or name)
     return dtype
 
 
@@ -112,8 +118,9 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}: save its parts, or .to_dense()"
     if tensor.dtype not in _NAMES:
-        what = "quantised" if tensor.is_quantized else "packed"
-        return f"has the {what} dtype {tensor.dtype}: save .int_repr() or .dequantize() instead"
+        if tensor.is_quantized:
+            return f"has the quantised dtype {tensor.dtype}: save .int_repr() or .dequantize()"
+        return f"has the packed dtype {tensor.dtype}: save .view(torch.uint8) instead"
     return None
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from ray_dcp.errors import DamagedCheckpointError, StorageError
 from ray_dcp.format.checksums import first_bad_block, num_blocks
 from ray_dcp.options import Verify
@@ -57,7 +55,8 @@ class BlockVerifier:
             sampled = range(skip, count, _SAMPLED)
             for block in sampled:
                 part = view[block * block_bytes : (block + 1) * block_bytes]
-                if xxhash.xxh3_64_intdigest(part) != table.checks[start + block]:
+                check = table.checks[start + block : start + block + 1]
+                if first_bad_block(part, block_bytes, check) is not None:
                     raise self.damaged(chunk, first + block)
             return len(sampled)
         bad = first_bad_block(view, block_bytes, table.checks[start : start + count])

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
 from ray_dcp.format.checksums import block_bytes_for, block_checks, digest
@@ -277,11 +276,7 @@ class _File:
 
     def _write_payload(self, payload: memoryview, block_bytes: int) -> None:
         if len(payload) <= _SMALL_BYTES:
-            if len(payload) <= block_bytes:
-                if payload:
-                    self._checks.append(xxhash.xxh3_64_intdigest(payload))
-            else:
-                self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
+            self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
             self._append(payload)
             return
         self.flush()
