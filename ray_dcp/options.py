@@ -46,6 +46,9 @@ class SaveOptions:
     replicas: Literal["warn", "check"] = "warn"
     """What to do when ranks hold different values where one is expected: take the lowest rank's
     and warn, or refuse."""
+    dedup_save_to_lowest_rank: bool = False
+    """Let the lowest rank that holds a replicated item write it whole, instead of sharing the
+    bytes out over its holders; as DCP's `DefaultSavePlanner` argument of this name."""
     objects: Literal["warn", "refuse"] = "warn"
     """What to do with an object that a safe load would refuse."""
     part_bytes: int = 1024 * MIB

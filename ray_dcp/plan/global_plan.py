@@ -36,6 +36,7 @@ def make_plan(
     container: str = "torch_save",
     part_bytes: int = 1 << 30,
     min_piece_bytes: int = MIN_PIECE_BYTES,
+    to_lowest_rank: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
 
@@ -48,6 +49,7 @@ def make_plan(
         container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file.
         min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
+        to_lowest_rank: What several ranks hold is written whole by the lowest of them.
 
     Returns:
         The plan. A rank with nothing to write has no file.
@@ -68,7 +70,13 @@ def make_plan(
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
-    pieces = share_out(held, boxes, world_size=len(columns), min_piece_bytes=min_piece_bytes)
+    pieces = share_out(
+        held,
+        boxes,
+        world_size=len(columns),
+        min_piece_bytes=min_piece_bytes,
+        to_lowest_rank=to_lowest_rank,
+    )
     layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
     return _plan(held, pieces, layout, len(columns), container)
 

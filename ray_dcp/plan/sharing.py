@@ -47,7 +47,14 @@ class Pieces:
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def share_out(held: Held, boxes: Boxes, *, world_size: int, min_piece_bytes: int) -> Pieces:
+def share_out(
+    held: Held,
+    boxes: Boxes,
+    *,
+    world_size: int,
+    min_piece_bytes: int,
+    to_lowest_rank: bool = False,
+) -> Pieces:
     """Decides which holder writes which piece of which box.
 
     A box that its holders may share is cut along its first dimension longer than 1, so that each
@@ -62,6 +69,7 @@ def share_out(held: Held, boxes: Boxes, *, world_size: int, min_piece_bytes: int
         boxes: Their distinct boxes.
         world_size: Number of ranks.
         min_piece_bytes: Don't cut into smaller pieces than this.
+        to_lowest_rank: The lowest holder writes every box, whole.
 
     Raises:
         UnsupportedValueError: A dtype is unknown; all FQNs concerned are named.
@@ -71,7 +79,8 @@ def share_out(held: Held, boxes: Boxes, *, world_size: int, min_piece_bytes: int
     holders = np.diff(boxes.start)
     differing, disagreements = _disagreements(held, boxes)
     count = _piece_counts(held, boxes, num_bytes, min_piece_bytes)
-    count[differing] = 1
+    whole = differing | to_lowest_rank
+    count[whole] = 1
 
     box = np.repeat(np.arange(len(count)), count)
     place = within(count)
@@ -79,7 +88,7 @@ def share_out(held: Held, boxes: Boxes, *, world_size: int, min_piece_bytes: int
     length = volume(size) * itemsize[box]
     # A piece goes to its own holder where there are as many, else to the first or who is free.
     choice = np.where((count == holders)[box], place, 0)
-    free = np.flatnonzero(((count < holders) & ~differing)[box])
+    free = np.flatnonzero(((count < holders) & ~whole)[box])
     row = boxes.holder[boxes.start[box] + choice]
     fixed = np.ones(len(box), dtype=bool)
     fixed[free] = False

@@ -71,6 +71,8 @@ class MakePlan:
     """Encoded `Columns`; the index is the rank."""
     container: str
     part_bytes: int
+    to_lowest_rank: bool = False
+    """`SaveOptions.dedup_save_to_lowest_rank`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -229,7 +229,10 @@ class SaveMachine(Operation):
         self._seen = seen
         self._warnings.extend(seen.warnings)
         columns = tuple(self._columns.pop(rank) for rank in range(self.world_size))
-        task = MakePlan(columns, self._options.container, self._options.part_bytes)
+        options = self._options
+        task = MakePlan(
+            columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank
+        )
         return self._step("planning", task, self._options.plan_timeout_s)
 
     def _planned(self, planned: Planned) -> Commands:

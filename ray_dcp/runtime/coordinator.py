@@ -24,6 +24,7 @@ from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, coordinator_name
 from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.roster import Roster
 
 __all__ = ["Coordinator", "coordinator_of"]
 
@@ -46,8 +47,8 @@ class Coordinator:
 
     Args:
         name: Of this actor: what its epoch is counted under.
-        lease_s: It leaves when there was no call and no operation for so long, in seconds, or
-            when all its ranks have ended.
+        lease_s: It leaves when all its ranks have left or died, and when none ever said that it
+            is there and nobody called for so long, in seconds.
     """
 
     def __init__(self, name: str, lease_s: float) -> None:
@@ -60,12 +61,11 @@ class Coordinator:
         self._all_met = asyncio.Event()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
-        self._callers: dict[tuple[str, int], Caller] = {}
+        self._roster = Roster(name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
         self._performing = 0
         self._entering = 0
-        self._ended: set[tuple[str, int]] = set()
         self._loop = asyncio.get_running_loop()
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
@@ -118,7 +118,7 @@ class Coordinator:
         self._last_call_s = self._loop.time()
         self._called.set()
         if caller is not None:
-            self._note(request.key.session, request.rank, caller)
+            self._roster.add(request.key.session, request.rank, caller)
         at = (request.key, request.rank, step_of(request))
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._waiting.setdefault(at, []).append(future)
@@ -142,16 +142,13 @@ class Coordinator:
             caller: Who it is for Ray.
         """
         self._last_call_s = self._loop.time()
-        self._note(session, rank, caller)
+        self._called.set()
+        self._roster.add(session, rank, caller)
 
     async def leave(self, session: str, rank: int) -> None:
         """Takes that a rank has closed its session and will not call again."""
-        self._ended.add((session, rank))
-        self._callers.setdefault((session, rank), Caller("job", "", 0))
-
-    def _note(self, session: str, rank: int, caller: Caller) -> None:
-        self._callers[session, rank] = caller
-        self._ended.discard((session, rank))
+        self._roster.remove(session, rank)
+        self._called.set()
 
     def _forget(self, at: Waiting, future: asyncio.Future[Reply]) -> None:
         futures = self._waiting.get(at, [])
@@ -227,14 +224,17 @@ class Coordinator:
         while True:
             await self._pause()
             try:
-                await self._look_for_the_dead()
+                for session, rank, caller in await self._roster.take_dead():
+                    reason = f"Ray says that its process (pid {caller.pid}) has ended"
+                    self._carry_out(self._coordination.lost(session, [rank], reason))
+                await self._roster.keep()
             except CheckpointError as error:
                 # Why go on: deadlines and leases work without this look.
                 logger.warning("Ranks that die are only seen at deadlines: %s", error)
-                self._callers.clear()
+                self._roster.clear()
             idle_s = self._loop.time() - self._last_call_s
-            all_ended = bool(self._callers) and self._ended >= self._callers.keys()
-            if self._is_idle() and (idle_s >= self._lease_s or all_ended):
+            needless = self._roster.ever or idle_s >= self._lease_s
+            if not self._roster and needless and self._is_idle():
                 # Why not exit_actor: it waits for the call in which it is made, also when the
                 # actor makes that call to itself. A call that comes just now is repeated.
                 ray.kill(self._self, no_restart=True)
@@ -248,17 +248,6 @@ class Coordinator:
             await asyncio.wait_for(self._called.wait(), min(QUIET_WATCH_S, self._lease_s))
         except asyncio.TimeoutError:
             return
-
-    async def _look_for_the_dead(self) -> None:
-        watched = {at: who for at, who in self._callers.items() if at not in self._ended}
-        if not watched:
-            return
-        dead = await asyncio.to_thread(hooks.gone, set(watched.values()))
-        for (session, rank), caller in watched.items():
-            if caller in dead and self._callers.get((session, rank)) == caller:
-                self._ended.add((session, rank))
-                reason = f"Ray says that its process (pid {caller.pid}) has ended"
-                self._carry_out(self._coordination.lost(session, [rank], reason))
 
     def _is_idle(self) -> bool:
         busy = self._performing or self._entering or self._waiting or self._coordination.active

@@ -30,6 +30,8 @@ __all__ = [
     "local_token",
     "loopback_addresses",
     "next_epoch",
+    "recall",
+    "remember",
     "signal_handlers_kept",
     "this_caller",
     "train_ranks",
@@ -80,6 +82,34 @@ def next_epoch(name: str) -> int:
         epoch = int(before or b"0") + 1
         internal_kv._internal_kv_put(key, str(epoch).encode(), True, namespace=_KV_NAMESPACE)
         return epoch
+
+    return _private("the internal key-value store", use)
+
+
+def remember(name: str, text: str) -> None:
+    """Keeps a small text under a name, in this cluster; an empty one removes it.
+
+    Like the epoch it survives the process.
+    """
+
+    def use() -> None:
+        from ray.experimental import internal_kv
+
+        if text:
+            internal_kv._internal_kv_put(name, text.encode(), True, namespace=_KV_NAMESPACE)
+        else:
+            internal_kv._internal_kv_del(name, namespace=_KV_NAMESPACE)
+
+    _private("the internal key-value store", use)
+
+
+def recall(name: str) -> str:
+    """Returns what `remember` was given last for a name; empty when there is nothing."""
+
+    def use() -> str:
+        from ray.experimental import internal_kv
+
+        return (internal_kv._internal_kv_get(name, namespace=_KV_NAMESPACE) or b"").decode()
 
     return _private("the internal key-value store", use)
 

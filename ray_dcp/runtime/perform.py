@@ -118,7 +118,12 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
 
 def _make_plan(task: MakePlan) -> Planned:
     columns = [decode(encoded) for encoded in task.columns]
-    plan = make_plan(columns, container=task.container, part_bytes=task.part_bytes)
+    plan = make_plan(
+        columns,
+        container=task.container,
+        part_bytes=task.part_bytes,
+        to_lowest_rank=task.to_lowest_rank,
+    )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
     return Planned(plan, parts, disagreements=_disagreements(plan.disagreements))
 

@@ -313,6 +313,8 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
             options: dict[str, object] = dict(place.options)
             if flags.allow_partial_load:
                 options["allow_partial_load"] = True
+            if flags.dedup_save_to_lowest_rank:
+                options["dedup_save_to_lowest_rank"] = True
             return replace(place, flags=flags, options=options)
         why = f"this {kind} has its own {', '.join(shadowed)}"
     else:

@@ -20,6 +20,8 @@ THIRD_PARTY_WARNINGS = (
     # Ray's subprocesses and sockets are closed by its atexit handlers, not by its objects.
     "ignore:subprocess .* is still running:ResourceWarning",
     "ignore:unclosed.*:ResourceWarning",
+    # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
+    "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning",
     # torch 2.13's TCPStore and gloo registration.
     "ignore:.*torch.distributed.*reduce_op.* is deprecated:FutureWarning",
 )

@@ -13,6 +13,7 @@ import ray
 
 from ray_dcp.errors import DeadlineError, InvalidRequestError, RankDisagreementError
 from ray_dcp.protocol.messages import Exchange, Exchanged, Refused
+from ray_dcp.runtime import hooks
 from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
 from ray_dcp.runtime.session import Session, connect, current_session
 from tests.polling import eventually, lives
@@ -92,6 +93,44 @@ def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
     assert eventually(lambda: not lives(before["pid"]), 20)
     assert session.coordinator_info()["epoch"] == before["epoch"] + 1
     session.close()
+
+
+def test_a_coordinator_stays_for_ranks_that_live_and_leaves_with_the_last_of_them():
+    sessions = fresh_sessions(2, lease_s=1.0)
+    for each in sessions:
+        each.greet()
+    pid = sessions[0].coordinator_info()["pid"]
+    sessions[0].close()
+    assert not eventually(lambda: not lives(pid), 4)
+    sessions[1].close()
+    assert eventually(lambda: not lives(pid), 20)
+
+
+def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
+    (session,) = fresh_sessions(1)
+    victim = Victim.remote()
+    victim_pid = ray.get(victim.greet.remote(session.name))
+    waits = Session(session.name, 0, 2)
+    before = waits.coordinator_info()
+    kept = f"roster:{coordinator_name(session.name)}"
+    assert eventually(lambda: str(victim_pid) in hooks.recall(kept), 20)
+    os.kill(before["pid"], signal.SIGKILL)
+    os.kill(victim_pid, signal.SIGKILL)
+    started_s = time.monotonic()
+    refused = exchange(waits, waits.next_key(), 60.0)
+    assert time.monotonic() - started_s < 20
+    assert isinstance(refused, Refused)
+    assert "rank 1" in str(refused.error)
+    waits.close()
+
+
+@ray.remote(num_cpus=0)
+class Victim:
+    """Rank 1 of 2, which dies before it calls."""
+
+    def greet(self, name: str) -> int:
+        Session(name, 1, 2).greet()
+        return os.getpid()
 
 
 def test_a_coordinator_does_not_leave_while_a_rank_waits(threads):

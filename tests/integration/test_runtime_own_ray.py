@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def jobs(tmp_path_factory):
             process.wait(30)
         for facts, _ in told:
             for pid in session_members(facts["keeper_pid"]):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            eventually(lambda keeper=facts["keeper_pid"]: not session_members(keeper), 20)
             shutil.rmtree(facts["directory"], ignore_errors=True)
 
 

@@ -22,6 +22,7 @@ LAYERS = {
     "options": 1,
     "events": 1,
     "clock": 1,
+    "collector": 1,
     "plan": 2,
     "format": 2,
     "store": 2,

@@ -284,3 +284,18 @@ def test_the_digest_names_the_plan() -> None:
     }
     assert len(digests) == 4
     assert all(len(digest) == 32 for digest in digests)
+
+
+def test_the_lowest_holder_writes_everything_when_asked_to():
+    def columns() -> Columns:
+        builder = ColumnsBuilder()
+        builder.tensor("w", "float32", (4096, 1024), splittable=True)
+        builder.tensor("b", "float32", (7,))
+        builder.object("step")
+        return builder.build()
+
+    shared = make_plan([columns() for _ in range(4)])
+    assert set(shared.source_rank.tolist()) != {0}
+    lowest = make_plan([columns() for _ in range(4)], to_lowest_rank=True)
+    assert set(lowest.source_rank.tolist()) == {0}
+    assert lowest.table.num_chunks == 3

@@ -1,0 +1,40 @@
+"""Keeps Python's cyclic garbage collector out of the way while many small objects are made."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+_lock = threading.Lock()
+_depth = 0
+_was_enabled = False
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keeps the collector from walking a million new objects that are all in use.
+
+    Why: a table of 20,000 tensors is a few hundred thousand objects, none of them garbage, and
+    looking for cycles among them, and among all of the training program's own, took a third of a
+    save and a load. For steps that compute, not for those that wait.
+
+    May be nested, and used by several threads at once: the last one to leave restores what the
+    first one found.
+    """
+    global _depth, _was_enabled
+    with _lock:
+        _depth += 1
+        if _depth == 1:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0 and _was_enabled:
+                gc.enable()

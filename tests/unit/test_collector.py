@@ -1,0 +1,56 @@
+"""The garbage collector is as it was found after a pause, whoever paused it and however it ended."""
+
+import gc
+import threading
+
+import pytest
+
+from ray_dcp.collector import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    was = gc.isenabled()
+    gc.enable()
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+def test_a_pause_ends_with_its_block_also_after_an_error():
+    with pytest.raises(KeyError), collector_paused():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_an_inner_pause_does_not_end_the_outer_one():
+    with collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_a_pause_lasts_until_the_last_thread_has_left():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with collector_paused():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with collector_paused():
+        thread.start()
+        assert entered.wait(60)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
