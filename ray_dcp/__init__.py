@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ray_dcp.errors import CheckpointError as CheckpointError
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
+    from ray_dcp.runtime.outcome import outcome as outcome
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
     from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
@@ -66,6 +67,7 @@ _HOMES: dict[str, str] = {
     "LoadOptions": "ray_dcp.options",
     "open": "ray_dcp.view.checkpoint_view",
     "verify": "ray_dcp.view.verify",
+    "outcome": "ray_dcp.runtime.outcome",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
     "BytesStorageMetadata": _TORCH,

@@ -6,9 +6,11 @@ does not matter who casts it, and every rank that asks is told the same.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Literal
 
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.manifest import Manifest, decode_record, record_key
 from ray_dcp.protocol.commands import Result
 from ray_dcp.protocol.messages import Target
@@ -18,24 +20,48 @@ from ray_dcp.runtime.records import slots
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["outcome", "settle"]
+__all__ = ["Outcome", "outcome", "settle"]
 
 Opener = Callable[[Target], Storage]
+Outcome = Literal["committed", "aborted", "open"]
 
 
-def outcome(target: Target, attempt: str, *, opener: Opener = open_storage) -> Won | Fenced | None:
-    """Returns how an attempt ended, or None while no record names it.
+def outcome(path: str | os.PathLike[str] | Target, attempt: str) -> Outcome:
+    """Returns what became of a save whose outcome was open.
 
     Args:
-        target: Where it saved to.
-        attempt: Its id.
-        opener: What opens the storage.
+        path: Where it saved to: its `checkpoint_id`.
+        attempt: Its id, as `CommitUnknownError.attempt` or `Metadata.attempt` tells it.
+
+    Returns:
+        `"committed"` or `"aborted"` once a record names the attempt; `"open"` before that. An
+        attempt whose ranks and coordinator are all gone stays open: nothing commits it any more
+        once a later save of the same id is committed.
 
     Raises:
+        InvalidRequestError: `path` is not one, or `attempt` is empty.
         StorageError: The storage does not say.
+        DamagedCheckpointError: A record can't be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     outcome(root, "no-such-attempt")
+        'open'
     """
-    decided, _ = _look(opener(target), attempt)
-    return decided
+    if not isinstance(attempt, str) or not attempt:
+        raise InvalidRequestError(
+            f"Expected the id of an attempt, found {attempt!r}. CommitUnknownError.attempt has it",
+            key="attempt",
+        )
+    decided, _ = _look(open_storage(path), attempt)
+    match decided:
+        case Won():
+            return "committed"
+        case Fenced():
+            return "aborted"
+        case None:
+            return "open"
 
 
 def settle(

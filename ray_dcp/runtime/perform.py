@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import (
@@ -54,7 +55,7 @@ from ray_dcp.protocol.verdict import name_ranks
 from ray_dcp.runtime.records import read_standing, standing_records
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
-from ray_dcp.transfer.opening import METADATA_KEY, read_checkpoint
+from ray_dcp.transfer.opening import METADATA_KEY, find_checkpoint
 
 __all__ = ["new_attempt", "perform"]
 
@@ -93,9 +94,11 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case ReadRecords():
             return read_standing(opener(task.target))
         case MakePlan():
-            return _make_plan(task)
+            with collector_paused():
+                return _make_plan(task)
         case BuildCommit():
-            return _build_commit(task)
+            with collector_paused():
+                return _build_commit(task)
         case WriteTable():
             opener(task.target).write(task.table_key, task.data)
             return Finished()
@@ -112,7 +115,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             opener(task.target).delete(task.keys)
             return Finished()
         case ReadCheckpoint():
-            found = read_checkpoint(opener(task.target), checkpoint_id=task.target.url)
+            found = find_checkpoint(opener(task.target), checkpoint_id=task.target.url)
             return CheckpointRead(found.kind, found.slot, found.record)
 
 

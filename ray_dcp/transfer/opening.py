@@ -27,6 +27,7 @@ from ray_dcp.format.manifest import (
     slot_of,
 )
 from ray_dcp.format.metadata_in import ForeignMetadata, decode_metadata
+from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.table import decode_table
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -38,7 +39,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointKind",
     "Committed",
+    "Found",
     "checkpoint_from",
+    "find_checkpoint",
     "newest_record",
     "read_checkpoint",
     "read_records",
@@ -55,6 +58,18 @@ class Committed(NamedTuple):
     data: bytes
     """The record as on storage."""
     manifest: Manifest
+
+
+class Found(NamedTuple):
+    """A checkpoint that stands, before its chunk table is looked into; see `Checkpoint`."""
+
+    kind: CheckpointKind
+    slot: int
+    record: bytes
+    manifest: Manifest | None = None
+    table: bytes = b""
+    """The chunk table as on storage, verified; empty for a checkpoint that is not ours."""
+    metadata_is_stale: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,17 +109,43 @@ def read_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Ch
             DCP saved over our checkpoint.
         StorageError: The storage can't be read.
     """
+    found = find_checkpoint(storage, checkpoint_id=checkpoint_id)
+    name = storage.url if checkpoint_id is None else checkpoint_id
+    try:
+        return _opened(storage, name, found)
+    except CheckpointError as exc:
+        exc.checkpoint_id = name
+        raise
+
+
+def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Found:
+    """Returns which checkpoint stands in a storage, without decoding what it holds.
+
+    For who decides and leaves the decoding to those who need it: a chunk table is only verified
+    against its manifest, and of a `.metadata` or of safetensors files it is only seen that they
+    are there.
+
+    Args:
+        storage: Where to look.
+        checkpoint_id: Path or URL for messages; the storage's own by default.
+
+    Raises:
+        CheckpointError: As `read_checkpoint`, but for what only decoding shows.
+    """
     name = storage.url if checkpoint_id is None else checkpoint_id
     try:
         # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
         metadata = _read_or_none(storage, METADATA_KEY)
         committed = newest_record(storage)
         if committed is not None:
-            return _newest_native(storage, name, committed, metadata)
+            return _newest_native(storage, committed, metadata)
         if metadata is not None:
-            return _stock(name, metadata)
+            # Why only then: decoding costs 20 us a tensor, and a stock one does not say this.
+            if ATTEMPT_ATTRIBUTE.encode() in metadata:
+                _decoded_foreign(metadata)
+            return Found("stock", 0, metadata)
         if plain_files(storage):
-            return _plain(storage, name)
+            return Found("safetensors", 0, b"")
         raise not_found(storage)
     except CheckpointError as exc:
         exc.checkpoint_id = name
@@ -140,11 +181,9 @@ def checkpoint_from(
                 manifest = decode_record(record, key=record_key(slot))
                 if not isinstance(manifest, Manifest):
                     raise InternalError(f"expected a manifest in slot {slot}, found an abort")
-                return _native(storage, name, Committed(slot, record, manifest))
-            case "stock":
-                return _stock(name, record)
-            case "safetensors":
-                return _plain(storage, name)
+                return _opened(storage, name, _native(storage, Committed(slot, record, manifest)))
+            case "stock" | "safetensors":
+                return _opened(storage, name, Found(kind, slot, record))
             case _:
                 raise InternalError(f"expected a kind of checkpoint, found {kind!r}")
     except CheckpointError as exc:
@@ -212,14 +251,12 @@ def _read_or_none(storage: Storage, key: str) -> bytes | None:
         return None
 
 
-def _newest_native(
-    storage: Storage, name: str, committed: Committed, metadata: bytes | None
-) -> Checkpoint:
+def _newest_native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
     """Reads what a manifest names; if that was collected meanwhile, what replaced it."""
     while True:
         stale = _metadata_is_stale(committed, metadata)
         try:
-            return _native(storage, name, committed, metadata_is_stale=stale)
+            return _native(storage, committed, metadata_is_stale=stale)
         except DamagedCheckpointError:
             newer = newest_record(storage)
             if newer is None or newer.slot <= committed.slot:
@@ -227,25 +264,37 @@ def _newest_native(
             committed = newer
 
 
-def _native(
-    storage: Storage, name: str, committed: Committed, *, metadata_is_stale: bool = False
-) -> Checkpoint:
-    manifest = committed.manifest
-    table = decode_table(_verified(storage, manifest.table))
-    _check_table(table, manifest)
+def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
+    slot, data, manifest = committed
+    table = _verified(storage, manifest.table)
+    return Found("native", slot, data, manifest, table, metadata_is_stale)
+
+
+def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
+    """Decodes what was found."""
+    manifest, foreign = found.manifest, None
+    if manifest is not None:
+        table = decode_table(found.table)
+        _check_table(table, manifest)
+    elif found.kind == "stock":
+        foreign = _decoded_foreign(found.record)
+        table = foreign.table
+    else:
+        table = plain_table(storage)
     return Checkpoint(
-        kind="native",
+        kind=found.kind,
         checkpoint_id=name,
-        slot=committed.slot,
-        record=committed.data,
+        slot=found.slot,
+        record=found.record,
         table=table,
-        attempt=manifest.attempt,
+        attempt=None if manifest is None else manifest.attempt,
         manifest=manifest,
-        metadata_is_stale=metadata_is_stale,
+        foreign=foreign,
+        metadata_is_stale=found.metadata_is_stale,
     )
 
 
-def _stock(name: str, metadata: bytes) -> Checkpoint:
+def _decoded_foreign(metadata: bytes) -> ForeignMetadata:
     foreign = decode_metadata(metadata)
     if foreign.attempt is not None:
         raise UncommittedCheckpointError(
@@ -253,20 +302,7 @@ def _stock(name: str, metadata: bytes) -> Checkpoint:
             f"committed, or its manifest was deleted; load an earlier step",
             key=METADATA_KEY,
         )
-    return Checkpoint(
-        kind="stock",
-        checkpoint_id=name,
-        slot=0,
-        record=metadata,
-        table=foreign.table,
-        foreign=foreign,
-    )
-
-
-def _plain(storage: Storage, name: str) -> Checkpoint:
-    return Checkpoint(
-        kind="safetensors", checkpoint_id=name, slot=0, record=b"", table=plain_table(storage)
-    )
+    return foreign
 
 
 def _verified(storage: Storage, entry: FileEntry) -> bytes:

@@ -17,13 +17,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 THIRD_PARTY_WARNINGS = (
     # ray.init: Ray announces a change of accelerator variables that we do not use.
     "ignore:Tip. In future versions of Ray:FutureWarning",
-    # Ray's subprocesses and sockets are closed by its atexit handlers, not by its objects.
-    "ignore:subprocess .* is still running:ResourceWarning",
-    "ignore:unclosed.*:ResourceWarning",
     # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning",
-    # torch 2.13's TCPStore and gloo registration.
-    "ignore:.*torch.distributed.*reduce_op.* is deprecated:FutureWarning",
 )
 
 

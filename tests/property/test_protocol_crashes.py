@@ -196,4 +196,4 @@ def test_of_two_overlapping_saves_at_most_one_commits_in_a_slot(seed, fault, wor
     assert len({slot for slot, _ in slots}) == len(slots)
     for result in results:
         if result.error is None:
-            assert outcome(Target(url), result.value.attempt) is not None
+            assert outcome(url, result.value.attempt) == "committed"

@@ -296,7 +296,7 @@ def test_what_only_behaves_like_a_writer_is_foreign():
 
 
 def test_dedup_to_the_lowest_rank_stays_native():
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     decision = decide_save(planner, checkpoint_id="/somewhere/step-1")
     assert decision.path == "native"
     assert decision.apply(SaveOptions()).dedup_save_to_lowest_rank

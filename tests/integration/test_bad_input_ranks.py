@@ -1,0 +1,492 @@
+"""Bad input on real ranks: one error for all, in seconds, and the session goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CoverageError,
+    DamagedCheckpointError,
+    DeadlineError,
+    MissingKeyError,
+    PlanConflictError,
+    RankDisagreementError,
+    ShapeMismatchError,
+    StorageError,
+    UncommittedCheckpointError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.workers import WorkerGroup
+from tests.attempts import (
+    attempt,
+    files_at,
+    one_error,
+    save_sound,
+    step_that_loads,
+    try_load,
+    try_save,
+)
+from tests.checkpoints import data_file, flip
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class Boxes:
+    """A tensor of 8 numbers that says by DCP's protocol which of them this rank holds."""
+
+    dtype = torch.float32
+    requires_grad = False
+
+    def __init__(self, *spans: tuple[int, int]) -> None:
+        self.chunks = [
+            ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))
+            for start, stop in spans
+        ]
+
+    def size(self):
+        return torch.Size([8])
+
+    def __create_write_items__(self, fqn, value):
+        properties = TensorProperties(dtype=torch.float32)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.chunks
+        ]
+
+    def __create_chunk_list__(self):
+        return self.chunks
+
+    def __get_tensor_shard__(self, index):
+        (chunk,) = [chunk for chunk in self.chunks if chunk.offsets == index.offset]
+        return torch.zeros(chunk.sizes)
+
+
+class BrokenStateful:
+    """Can't say its state on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self):
+        if self.fails:
+            raise ZeroDivisionError("the scheduler divides by nothing")
+        return {"lr": 0.1}
+
+    def load_state_dict(self, state):
+        raise AssertionError("nothing is loaded")
+
+
+def partial_state(rank: int):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"sum": DTensor.from_local(torch.ones(4), mesh, [Partial()])}
+
+
+BAD_STATES = {
+    "shapes that differ": (
+        lambda rank: {"w": torch.zeros(2 + (rank == 1))},
+        PlanConflictError,
+        ["'w'", "(2,) of float32 on ranks 0, 2", "(3,) of float32 on rank 1"],
+    ),
+    "dtypes that differ": (
+        lambda rank: {"w": torch.zeros(2, dtype=torch.int32 if rank == 2 else torch.int64)},
+        PlanConflictError,
+        ["'w'", "int64 on ranks 0, 1", "int32 on rank 2"],
+    ),
+    "a tensor here, an object there": (
+        lambda rank: {"w": torch.zeros(2) if rank else "zeros"},
+        PlanConflictError,
+        ["'w'", "an object on rank 0", "(2,) of float32 on ranks 1, 2"],
+    ),
+    "two conflicts at once": (
+        lambda rank: {"a": torch.zeros(2 + rank), "b": Boxes((0, 3)) if rank else Boxes()},
+        PlanConflictError,
+        ["'a'", "(4,) of float32 on rank 2", "'b'", "no rank holds 5 of 8"],
+    ),
+    "boxes that overlap": (
+        lambda rank: {"w": Boxes([(0, 3), (3, 6), (5, 8)][rank])},
+        PlanConflictError,
+        ["'w'", "on rank 1 overlaps", "on rank 2"],
+    ),
+    "boxes that leave a gap": (
+        lambda rank: {"w": Boxes([(0, 3), (3, 5), (7, 8)][rank])},
+        CoverageError,
+        ["'w'", "no rank holds 2 of 8 elements", "ranks 0-2"],
+    ),
+    "a box out of bounds": (
+        lambda rank: {"w": Boxes([(0, 3), (3, 6), (6, 9)][rank])},
+        PlanConflictError,
+        ["'w'", "on rank 2 reaches out of the shape (8,)"],
+    ),
+    "a sum that was not made": (partial_state, UnsupportedValueError, ["'sum'", "Partial"]),
+    "an object that does not pickle": (
+        lambda rank: {"ok": 1, "lock": threading.Lock() if rank == 1 else None},
+        UnsupportedValueError,
+        ["'lock'", "can't be pickled", "rank 1"],
+    ),
+    "a tensor without bytes": (
+        lambda rank: {"w": torch.zeros(2, device="meta" if rank == 2 else "cpu")},
+        UnsupportedValueError,
+        ["'w'", "meta device", "rank 2"],
+    ),
+    "a state_dict() that raises": (
+        lambda rank: {"scheduler": BrokenStateful(fails=rank == 1)},
+        CheckpointError,
+        ["ZeroDivisionError: the scheduler divides by nothing", "rank 1"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with WorkerGroup(3, run_timeout_s=60) as group:
+        yield group
+
+
+@pytest.fixture
+def place(ranks, tmp_path: Path):
+    """Where the checkpoint of step 1 stands; after the test it must stand, and a save must work."""
+    path = tmp_path / "c"
+    ranks.run(save_sound, str(path), 1)
+    sessions = ranks.run(session_name)
+    yield path
+    assert set(ranks.run(step_that_loads, str(path))) == {1}
+    assert ray_dcp.verify(path).ok
+    ranks.run(save_sound, str(path), 2)
+    assert set(ranks.run(step_that_loads, str(path))) == {2}
+    assert ranks.run(session_name) == sessions
+
+
+def session_name() -> str:
+    return current_session().name
+
+
+# Saves
+
+
+@pytest.mark.parametrize(("state", "kind", "told"), BAD_STATES.values(), ids=BAD_STATES.keys())
+def test_a_state_that_can_not_be_saved_is_one_error_before_anything_is_written(
+    ranks, place, state, kind, told
+):
+    before = files_at(place)
+    error = one_error(ranks.run(try_save, str(place), state), kind, str(place), *told)
+    assert files_at(place) == before
+    assert (error.rank is None) == ("rank" not in told[-1].split()[:1])
+    fresh = place.parent / "fresh"
+    one_error(ranks.run(try_save, str(fresh), state), kind, str(fresh), *told)
+    assert not fresh.exists()
+
+
+def test_an_error_of_user_code_comes_with_its_type_and_traceback_from_the_rank_that_raised(
+    ranks, place
+):
+    state, _, _ = BAD_STATES["a state_dict() that raises"]
+    for seen in ranks.run(try_save, str(place), state):
+        cause, stack = seen.error.failures[1]
+        assert type(cause) is ZeroDivisionError
+        assert stack[-1].name == "state_dict"
+        assert any("in state_dict" in note for note in seen.error.__notes__)
+
+
+def test_keys_that_only_some_ranks_have_are_all_saved(ranks, place):
+    other = str(place.parent / "other")
+    ranks.run(try_save, other, lambda rank: {f"of rank {rank}": torch.tensor(rank)})
+    found = {f"of rank {rank}": torch.tensor(-1) for rank in range(3)}
+    assert ray_dcp.load(found, checkpoint_id=other, no_dist=True).missing == ()
+    assert [int(value) for value in found.values()] == [0, 1, 2]
+
+
+def test_a_tensor_cut_over_more_ranks_than_save_is_a_gap(ranks, place):
+    def save(path: str):
+        pair = dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (3,))
+        state = {"w": distribute_tensor(torch.arange(9.0), mesh, [Shard(0)])}
+        if dist.get_rank() == 2:
+            return None
+        return attempt(lambda: ray_dcp.save(state, checkpoint_id=path, process_group=pair))
+
+    attempts = ranks.run(save, str(place))[:2]
+    one_error(attempts, CoverageError, "'w'", "no rank holds 3 of 9", "ranks 0-1", str(place))
+
+
+def limited(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size < 0 else size, hard))
+
+
+def test_a_rank_that_can_not_write_fails_the_save_for_all_and_leaves_no_data(ranks, place):
+    def save(path: str):
+        rank = dist.get_rank()
+        limited(2 << 20 if rank == 1 else -1)
+        try:
+            return try_save(path, lambda rank: {f"w{rank}": torch.ones(1 << 20)})
+        finally:
+            limited(-1)
+
+    before = files_at(place)
+    error = one_error(
+        ranks.run(save, str(place)), StorageError, "File too large", str(place), "rank 1"
+    )
+    assert error.rank == 1
+    left = files_at(place).keys() - before.keys()
+    assert left == {"manifest-00000002.json"}  # it says that the attempt failed
+    fresh = place.parent / "fresh"
+    one_error(ranks.run(save, str(fresh)), StorageError, "File too large", str(fresh))
+    assert [name for name in files_at(fresh) if name.endswith((".distcp", ".tmp"))] == []
+    with pytest.raises(UncommittedCheckpointError):
+        ray_dcp.load({"w0": torch.zeros(1)}, checkpoint_id=fresh, no_dist=True)
+
+
+@pytest.mark.parametrize("load", [True, False], ids=["load", "save"])
+def test_a_path_through_a_file_is_a_storage_error_that_names_it(ranks, place, load):
+    file = place.parent / "file"
+    file.write_text("not a folder")
+    path = str(file / "step-1")
+    call = try_load if load else try_save
+    one_error(ranks.run(call, path, lambda rank: {"w": torch.zeros(2)}), StorageError, path)
+
+
+def test_a_save_that_must_not_replace_is_refused_on_all(ranks, place):
+    before = files_at(place)
+    attempts = ranks.run(
+        try_save, str(place), lambda rank: {"w": torch.zeros(2)},
+        options=SaveOptions(overwrite=False),
+    )  # fmt: skip
+    one_error(attempts, ray_dcp.CheckpointExistsError, str(place))
+    assert files_at(place) == before
+
+
+# Ranks that differ
+
+
+def test_a_rank_that_saves_to_another_path_is_named_with_what_all_asked_for(ranks, place):
+    def save(path: str):
+        mine = f"{path}-other" if dist.get_rank() == 1 else path
+        return try_save(mine, lambda rank: {"w": torch.zeros(2)})
+
+    before = files_at(place)
+    one_error(
+        ranks.run(save, str(place)), RankDisagreementError,
+        f"save to {place}-other", "rank 1: save to", f"save to {place}, world size 3",
+    )  # fmt: skip
+    assert files_at(place) == before
+    assert not Path(f"{place}-other").exists()
+
+
+def test_a_rank_that_loads_while_others_save_is_named(ranks, place):
+    def call(path: str):
+        one = try_load if dist.get_rank() == 2 else try_save
+        return one(path, lambda rank: {"w": torch.zeros(2)})
+
+    before = files_at(place)
+    one_error(
+        ranks.run(call, str(place)), RankDisagreementError,
+        f"rank 2: load from {place}", f"save to {place}",
+    )  # fmt: skip
+    assert files_at(place) == before
+
+
+def test_a_rank_with_other_options_is_named_with_the_option(ranks, place):
+    def save(path: str):
+        options = SaveOptions(part_bytes=(1 << 20) + dist.get_rank() % 2)
+        return try_save(path, lambda rank: {"w": torch.zeros(2)}, options=options)
+
+    one_error(ranks.run(save, str(place)), RankDisagreementError, "part_bytes=1048577", "rank 1")
+
+
+def test_ranks_that_connect_with_other_world_sizes_are_told_both(ranks, place, ray_session):
+    def connect(name: str):
+        rank = dist.get_rank()
+        return attempt(
+            lambda: ray_dcp.connect(
+                ray_session, rank=rank, world_size=3 if rank < 2 else 4, name=name, timeout_s=4.0
+            )
+        )
+
+    errors = [seen.error for seen in ranks.run(connect, f"connect-{secrets.token_hex(4)}")]
+    told = [error for error in errors if isinstance(error, RankDisagreementError)]
+    assert told
+    assert all("3" in str(error) and "4" in str(error) for error in told)
+    late = [error for error in errors if error not in told]
+    assert all(isinstance(error, DeadlineError) for error in late)
+
+
+# Values that differ
+
+
+def differing(rank: int):
+    return {"rng": torch.arange(100) + 1000 * rank, "same": torch.ones(3), "who": f"rank {rank}"}
+
+
+def test_values_that_differ_are_the_lowest_ranks_on_all_with_a_warning_that_names_them(
+    ranks, place
+):
+    other = str(place.parent / "other")
+    attempts = ranks.run(try_save, other, differing)
+    assert [seen.error for seen in attempts] == [None] * 3
+    (warning,) = [text for text in attempts[0].warnings if "differ" in text]
+    assert "'rng' on ranks 1-2" in warning
+    assert "'who' on ranks 1-2" in warning
+    assert "'same'" not in warning
+    for seen in ranks.run(try_load, other, lambda rank: differing(9)):
+        assert torch.equal(seen.value["rng"], torch.arange(100))
+        assert seen.value["who"] == "rank 0"
+
+
+def test_values_that_differ_are_refused_when_asked_for(ranks, place):
+    before = files_at(place)
+    attempts = ranks.run(try_save, str(place), differing, options=SaveOptions(replicas="check"))
+    one_error(attempts, PlanConflictError, "'rng' on ranks 1-2", "'who'", str(place))
+    assert files_at(place) == before
+
+
+# Loads
+
+
+def sharded_target(rows: int, dtype: torch.dtype = torch.float32):
+    def make(rank: int):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return {"sharded": distribute_tensor(torch.zeros(rows, 10, dtype=dtype), mesh, [Shard(0)])}
+
+    return make
+
+
+BAD_TARGETS = {
+    "a key that is not there": (
+        lambda rank: {"plain": torch.zeros(7).long(), **({"plane": 0} if rank == 1 else {})},
+        {},
+        MissingKeyError,
+        ["'plane'", "'plain'", "rank 1"],
+    ),
+    "a dtype that is too narrow": (
+        lambda rank: {"plain": torch.zeros(7, dtype=torch.int32)},
+        {},
+        ShapeMismatchError,
+        ["'plain'", "int64", "int32"],
+    ),
+    "another dtype where none is cast": (
+        sharded_target(60, torch.float64),
+        {"options": LoadOptions(dtype="error")},
+        ShapeMismatchError,
+        ["'sharded'", "float32", "float64"],
+    ),
+    "another shape": (
+        sharded_target(61),
+        {},
+        ShapeMismatchError,
+        ["'sharded'", "(60, 10)", "(61, 10)"],
+    ),
+    "another shape on one rank": (
+        lambda rank: {"plain": torch.zeros(7 + (rank == 2)).long()},
+        {},
+        ShapeMismatchError,
+        ["'plain'", "(7,)", "(8,)", "rank 2"],
+    ),
+    "keys that nobody asks for": (
+        lambda rank: {"plain": torch.zeros(7).long(), "sharded": torch.zeros(60, 10), "step": 0},
+        {"options": LoadOptions(strict=True)},
+        ray_dcp.errors.StateDictError,
+        ["'note.text'"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "kwargs", "kind", "told"), BAD_TARGETS.values(), ids=BAD_TARGETS.keys()
+)
+def test_a_target_that_does_not_fit_is_one_error(ranks, place, state, kwargs, kind, told):
+    attempts = ranks.run(try_load, str(place), state, **kwargs)
+    one_error(attempts, kind, str(place), *told)
+
+
+def test_a_target_that_does_not_fit_on_one_rank_changes_nothing_on_any(ranks, place):
+    def load(path: str):
+        plain = torch.full((7,), 5)
+        state = {"plain": plain, **({"absent": 0} if dist.get_rank() == 2 else {})}
+        return attempt(lambda: ray_dcp.load(state, checkpoint_id=path)), plain.tolist()
+
+    for seen, plain in ranks.run(load, str(place)):
+        assert isinstance(seen.error, MissingKeyError)
+        assert seen.error.rank == 2
+        assert plain == [5] * 7
+
+
+def wanted(rank: int):
+    return {"plain": torch.zeros(7).long()}
+
+
+def test_a_path_with_nothing_is_told(ranks, place):
+    path = str(place.parent / "absent")
+    one_error(ranks.run(try_load, path, wanted), CheckpointNotFoundError, path, "there is nothing")
+
+
+def test_a_folder_of_checkpoints_names_them_and_what_else_is_there(ranks, place):
+    ranks.run(save_sound, str(place.parent / "run" / "step-10"), 10)
+    (place.parent / "run" / "log.txt").write_text("loss 1.0")
+    path = str(place.parent / "run")
+    one_error(
+        ranks.run(try_load, path, wanted), CheckpointNotFoundError, path, "log.txt", "step-10",
+        "look like checkpoints",
+    )  # fmt: skip
+
+
+def test_a_save_that_never_committed_is_told_as_one(ranks, place):
+    other = place.parent / "other"
+    ranks.run(save_sound, str(other), 5)
+    for name in (".metadata", "manifest-00000001.json"):
+        (other / name).unlink()
+    error = one_error(
+        ranks.run(try_load, str(other), wanted), UncommittedCheckpointError, str(other),
+        "never committed",
+    )  # fmt: skip
+    assert isinstance(error, CheckpointNotFoundError)
+
+
+DAMAGED = {
+    "a data file": (lambda path: data_file(path), ["'sharded'", ".distcp"]),
+    "the chunk table": (lambda path: next(path.glob("chunks.*")), ["chunks."]),
+    "the manifest": (lambda path: path / "manifest-00000001.json", ["manifest-00000001.json"]),
+}
+
+
+@pytest.mark.parametrize(("file", "told"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_one_flipped_bit_is_damage_that_names_the_file(ranks, place, file, told):
+    other = place.parent / "other"
+    ranks.run(save_sound, str(other), 5)
+    sound = file(other).read_bytes()
+    offset = 4096 + 40 if file(other).suffix == ".distcp" else len(sound) // 2
+    offset = payload_of(other, "sharded") if file(other).suffix == ".distcp" else offset
+    flip(file(other), offset)
+    attempts = ranks.run(try_load, str(other), sharded_target(60))
+    one_error(attempts, DamagedCheckpointError, str(other), *told)
+    assert not ray_dcp.verify(other).ok
+    file(other).write_bytes(sound)
+    assert set(ranks.run(step_that_loads, str(other))) == {5}
+
+
+def payload_of(path: Path, fqn: str) -> int:
+    raise NotImplementedError

@@ -1,0 +1,555 @@
+"""Exchange with stock DCP of the same torch, both ways: every dtype, layout and kind of value.
+
+Stock DCP itself says which dtypes can be exchanged at all, so that one which a new torch adds
+fails here until ray_dcp has it.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._extension import (
+    ExtensionRegistry,
+    StreamTransformExtension,
+    ZStandard,
+)
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingKeyError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from tests.exchange_cases import (
+    DTYPES,
+    bits,
+    blank,
+    blanks,
+    differences,
+    layouts,
+    nested,
+    objects,
+    piecemeal,
+    raw,
+    same,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
+    "ignore:Sparse CSR tensor support is in beta:UserWarning",  # torch's, on making one
+    "ignore:ComplexHalf support is experimental:UserWarning",  # torch's word for complex32
+)
+
+WAYS = {"ours to stock": (ray_dcp, stock), "stock to ours": (stock, ray_dcp)}
+
+
+@pytest.fixture(params=WAYS)
+def exchange(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Saves a state with one library and loads it with the other."""
+    writer, reader = WAYS[request.param]
+
+    def carry(
+        state: dict[str, Any], into: dict[str, Any] | None = None, **planners: Any
+    ) -> dict[str, Any]:
+        target = blanks(state) if into is None else into
+        writer.save(state, checkpoint_id=tmp_path / "a", no_dist=True, planner=planners.get("save"))
+        reader.load(
+            target, checkpoint_id=tmp_path / "a", no_dist=True, planner=planners.get("load")
+        )
+        return target
+
+    return carry
+
+
+def save_stock(path: Path, state: dict[str, Any], **options: Any) -> Path:
+    options.setdefault("planner", None)
+    stock.save(state, no_dist=True, **({"checkpoint_id": path} | options))
+    return path
+
+
+def load_ours(path: Path, into: dict[str, Any], **options: Any) -> dict[str, Any]:
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True, **options)
+    return into
+
+
+# Dtypes and layouts
+
+
+@cache
+def exchanged_by_stock(name: str) -> bool:
+    """Whether stock DCP can load what it saved of a dtype."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            state = {"x": bits(getattr(torch, name), 4)}
+            target = blanks(state)
+            stock.save(state, checkpoint_id=directory, no_dist=True)
+            stock.load(target, checkpoint_id=directory, no_dist=True)
+        except (NotImplementedError, RuntimeError, TypeError, stock.CheckpointException):
+            return False
+    return same(target, state)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_dtype_is_exchanged_in_every_layout_or_refused_by_name(exchange, tmp_path, name):
+    dtype = getattr(torch, name)
+    if exchanged_by_stock(name):
+        state = layouts(dtype)
+        assert differences(exchange(state), state) == []
+        return
+    with pytest.raises(UnsupportedValueError, match=rf"'layer\.x' has the .* dtype {dtype}"):
+        ray_dcp.save(
+            {"layer": {"x": bits(dtype, 4)}}, checkpoint_id=tmp_path / "refused", no_dist=True
+        )
+    assert not (tmp_path / "refused").exists()
+
+
+def test_stock_says_of_all_dtypes_in_use_that_they_can_be_exchanged():
+    known = {
+        "bfloat16", "bool", "complex128", "complex32", "complex64", "float16", "float32",
+        "float4_e2m1fn_x2", "float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+        "float8_e5m2fnuz", "float8_e8m0fnu", "int16", "int32", "int64", "int8", "uint16", "uint32",
+        "uint64", "uint8",
+    }  # fmt: skip
+    assert known <= {name for name in DTYPES if exchanged_by_stock(name)}
+
+
+def test_a_target_may_have_another_memory_layout(exchange):
+    state = {"x": bits(torch.float32, 6, 4), "y": bits(torch.int16, 2, 3, 4, 5)}
+    channels_last = blank(state["y"]).contiguous(memory_format=torch.channels_last)
+    into = {"x": blank(state["x"].t()).t(), "y": channels_last}
+    held = dict(into)
+    assert differences(exchange(state, into), state) == []
+    assert all(into[name] is held[name] for name in held)
+    assert into["x"].stride() == (1, 6)
+
+
+def quantised(dtype: torch.dtype) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, dtype)
+
+
+def test_tensors_without_raw_bytes_are_refused_all_by_name(tmp_path):
+    state = {
+        "model": {
+            "quantised": quantised(torch.qint8),
+            "coo": torch.eye(3).to_sparse(),
+            "csr": torch.eye(3).to_sparse_csr(),
+            "meta": torch.empty(3, device="meta"),
+        },
+        "fine": torch.ones(2),
+    }
+    with pytest.raises(UnsupportedValueError) as caught:
+        ray_dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert all(f"'model.{name}'" in caught.value.message for name in state["model"])
+    assert "'fine'" not in caught.value.message
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_quantised_tensor_of_stock_is_refused_by_name_and_the_rest_loads(tmp_path):
+    state = {"q": quantised(torch.quint8), "x": bits(torch.float32, 3)}
+    path = save_stock(tmp_path / "a", state)
+    with pytest.raises(UnsupportedValueError, match="'q' is saved with the dtype 'quint8'"):
+        load_ours(path, {"q": torch.zeros(4), "x": torch.zeros(3)})
+    assert differences(load_ours(path, {"x": blank(state["x"])}), {"x": state["x"]}) == []
+
+
+# Containers and objects
+
+
+def test_objects_are_exchanged(exchange):
+    assert differences(exchange(objects()), objects()) == []
+
+
+def test_stock_loads_from_ours_what_our_safe_load_can_not_take_from_stock(tmp_path):
+    state = piecemeal()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    for reader in (stock, ray_dcp):
+        into = blanks(state)
+        reader.load(into, checkpoint_id=tmp_path / "ours", no_dist=True)
+        assert differences(into, state) == []
+    path = save_stock(tmp_path / "stock", state)
+    for name in state:
+        with pytest.raises(UnsafeCheckpointError, match=f"the object '{name}' .*weights_only"):
+            load_ours(path, {name: None})
+    trusted = ray_dcp.LoadOptions(weights_only=False)
+    assert differences(load_ours(path, blanks(state), options=trusted), state) == []
+
+
+def test_nested_containers_are_exchanged(exchange):
+    state = nested()
+    assert differences(exchange(state), state) == []
+
+
+def test_mappings_of_every_class_are_walked_as_mappings(exchange):
+    inner = collections.defaultdict(list, {"w": bits(torch.float32, 2), "n": 1})
+    state = {"a": collections.OrderedDict(x=bits(torch.int64, 3)), "b": inner}
+    found = exchange(state, {"a": {"x": blank(state["a"]["x"])}, "b": blanks(dict(inner))})
+    assert differences(found, {"a": dict(state["a"]), "b": dict(inner)}) == []
+
+
+def test_integer_keys_of_stock_come_back_to_their_places(tmp_path):
+    state = {"state": {0: {"step": torch.tensor(3.0), "n": 5}, 1: {"n": 6}}}
+    path = save_stock(tmp_path / "a", state)
+    into = {"state": {0: {"step": torch.tensor(0.0), "n": 0}, 1: {"n": 0}}}
+    assert differences(load_ours(path, into), state) == []
+
+
+def test_without_flattening_containers_are_exchanged_whole(exchange):
+    state = {"model": {"w": bits(torch.float32, 3), "n": [1]}, "x": bits(torch.int8, 2)}
+    into = {"model": {}, "x": blank(state["x"])}
+    found = exchange(
+        state, into,
+        save=stock.DefaultSavePlanner(flatten_state_dict=False),
+        # Careful: stock DCP puts objects into a copy of the state that it throws away, if both.
+        load=stock.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )  # fmt: skip
+    assert differences(found, state) == []
+
+
+def test_keys_that_the_checkpoint_lacks_are_an_error(exchange):
+    into = {"x": torch.zeros(3), "new": {"n": 9}}
+    with pytest.raises(stock.CheckpointException, match=r"Missing key .*new\.n"):
+        exchange({"x": torch.ones(3)}, into)
+    assert not into["x"].any()
+
+
+def test_keys_that_the_checkpoint_lacks_keep_their_values_if_asked(exchange):
+    state = {"x": bits(torch.float32, 3), "unexpected": 1}
+    into = {"x": blank(state["x"]), "new": {"w": torch.ones(2), "n": 9}}
+    found = exchange(state, into, load=stock.DefaultLoadPlanner(allow_partial_load=True))
+    expected = {"x": state["x"], "new": {"w": torch.ones(2), "n": 9}}
+    assert differences(found, expected) == []
+
+
+def test_ours_names_what_stock_saved_and_nobody_asked_for(tmp_path):
+    path = save_stock(tmp_path / "a", {"x": torch.ones(3), "unexpected": {"n": 1}})
+    into = {"x": torch.zeros(3), "new": 4}
+    with pytest.raises(MissingKeyError, match="'new'"):
+        load_ours(path, dict(into))
+    report = ray_dcp.load(
+        into, checkpoint_id=path, no_dist=True,
+        options=ray_dcp.LoadOptions(allow_partial_load=True),
+    )  # fmt: skip
+    assert (report.loaded, report.missing, report.unexpected) == (
+        ("x",),
+        ("new",),
+        ("unexpected.n",),
+    )
+
+
+# Stateful values
+
+
+def trained(steps: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Returns a model with tied weights, a buffer and a frozen parameter, and its AdamW."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    )
+    model[2].weight = model[0].weight
+    model[3].bias.requires_grad_(False)
+    groups = [
+        {"params": [*model[0].parameters()], "lr": 0.01},
+        {"params": [*model[1].parameters(), model[2].bias, model[3].weight]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, amsgrad=True)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_modules_and_optimizers_are_exchanged_and_train_on_alike(exchange):
+    model, optimizer = trained(3, seed=1)
+    other, other_optimizer = trained(1, seed=2)
+    for group in other_optimizer.param_groups:
+        group["lr"] = 9.0
+    exchange(
+        {"model": model, "optimizer": optimizer, "parameter": model[0].weight},
+        {"model": other, "optimizer": other_optimizer, "parameter": blank(model[0].weight)},
+    )
+    assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+    assert other[2].weight is other[0].weight
+    assert same(other_optimizer.state_dict(), optimizer.state_dict())
+    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        its_optimizer.zero_grad()
+        one(torch.linspace(0, 1, 32).reshape(8, 4)).square().mean().backward()
+        its_optimizer.step()
+    assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+
+
+# What stock DCP can write
+
+
+def test_flattening_of_torch_before_2_4_is_read(tmp_path, monkeypatch):
+    state = {
+        "extra": {"epoch": 3, "names": {"a": "b"}},
+        "model": {"w": bits(torch.float32, 3), "config": {"depth": 2}},
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(_version, "_derived_version", "2_3")
+        path = save_stock(tmp_path / "a", state)
+    stored = stock.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert set(stored) == {"extra", "model.w", "model.config"}
+    into = {
+        "extra": {"epoch": 0, "names": {"a": ""}},
+        "model": {"w": torch.zeros(3), "config": {"depth": 0}},
+    }
+    assert differences(load_ours(path, into), state) == []
+
+
+@pytest.mark.parametrize(
+    ("writer", "options", "num_files"),
+    [
+        (stock.FileSystemWriter, {"thread_count": 2}, 2),
+        (stock.FileSystemWriter, {"single_file_per_rank": False}, 17),
+        (stock.FileSystemWriter, {"single_file_per_rank": False, "thread_count": 3}, 17),
+        (FsspecWriter, {"thread_count": 2}, 2),
+    ],
+)
+def test_every_way_in_which_stock_lays_out_its_files_is_read(tmp_path, writer, options, num_files):
+    state = layouts(torch.bfloat16) | {"more": nested()["model"]["layers"], "n": 3}
+    save_stock(tmp_path / "a", state, storage_writer=writer(str(tmp_path / "a"), **options))
+    assert len(list((tmp_path / "a").glob("*.distcp"))) == num_files
+    assert differences(load_ours(tmp_path / "a", blanks(state)), state) == []
+
+
+def zstd_state() -> dict[str, Any]:
+    return layouts(torch.float32) | {"nested": nested(), "text": "compressed"}
+
+
+def save_zstd(path: Path, state: dict[str, Any], *extensions: StreamTransformExtension) -> Path:
+    writer = stock.FileSystemWriter(path, _extensions=list(extensions) or [ZStandard()])
+    return save_stock(path, state, storage_writer=writer)
+
+
+@pytest.mark.parametrize(
+    "planner", [None, stock.DefaultLoadPlanner(), type("Own", (stock.DefaultLoadPlanner,), {})()]
+)
+def test_checkpoints_that_stock_compressed_with_zstd_are_read(tmp_path, planner):
+    state = zstd_state()
+    path = save_zstd(tmp_path / "a", state)
+    into = blanks(state)
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True, planner=planner)
+    assert differences(into, state) == []
+    assert same(ray_dcp.open(path)["matrix"][1:3], state["matrix"][1:3])
+
+
+class Upside(StreamTransformExtension):
+    """A transform that ray_dcp can't know: flips every bit."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "test.upside"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Upside:
+        return Upside()
+
+    def get_descriptor(self) -> str:
+        return "test.upside/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return Flipping(output)
+
+    def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name
+        return io.BytesIO(flipped(input.read()))
+
+
+class Flipping(io.RawIOBase):
+    """Writes the opposite of what it is given; leaves the stream below open."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return int(self._output.write(flipped(data)))
+
+
+def flipped(data: Any) -> bytes:
+    return (np.frombuffer(data, np.uint8) ^ 255).tobytes()
+
+
+def test_a_transform_of_a_plug_in_is_refused_with_the_way_out_that_works(tmp_path):
+    state = {"w": bits(torch.float32, 3), "n": [1, 2]}
+    path = save_zstd(tmp_path / "a", state, Upside())
+    for name in state:
+        with pytest.raises(DamagedCheckpointError, match=rf"'{name}'.*_extension_registry=") as e:
+            load_ours(path, {name: blanks(state)[name]})
+        assert type(e.value) is DamagedCheckpointError
+    registry = ExtensionRegistry()
+    registry.register(Upside)
+    reader = stock.FileSystemReader(path, _extension_registry=registry)
+    into = blanks(state)
+    ray_dcp.load(into, storage_reader=reader, no_dist=True)
+    assert differences(into, state) == []
+
+
+def test_an_item_that_unpacks_to_more_than_its_tensor_can_hold_is_refused(tmp_path):
+    small, huge = {"w": torch.zeros(3)}, {"w": torch.zeros(20 << 20)}
+    path = save_zstd(tmp_path / "a", small)
+    item = next(save_zstd(tmp_path / "b", huge).glob("*.distcp")).read_bytes()
+    assert len(item) < 1 << 17
+    metadata = stock.FileSystemReader(path).read_metadata()
+    (place,) = metadata.storage_data.values()
+    place.length = len(item)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / place.relative_path).write_bytes(item)
+    with pytest.raises(DamagedCheckpointError, match=r"'w'.*unpacks to more"):
+        load_ours(path, {"w": torch.zeros(3)})
+
+
+# Several ranks of stock DCP, played in this process
+
+
+class ShardPlanner(stock.DefaultSavePlanner):
+    """Plans the boxes that it is told instead of those of DTensors, for one rank.
+
+    Args:
+        shards: FQN to (global shape, [(offset, tensor), …]).
+        whole: What every rank has.
+    """
+
+    def __init__(self, shards: dict[str, Any], whole: dict[str, Any]) -> None:
+        super().__init__()
+        self._shards = shards
+        self._whole = whole
+
+    def create_local_plan(self) -> stock.SavePlan:
+        self.set_up_planner(self._whole, is_coordinator=True)
+        plan = super().create_local_plan()
+        items = list(plan.items)
+        for fqn, (shape, parts) in self._shards.items():
+            for number, (offset, tensor) in enumerate(parts):
+                chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
+                properties = TensorProperties.create_from_tensor(tensor)
+                items.append(
+                    stock.WriteItem(
+                        MetadataIndex(fqn, chunk.offsets, number), WriteItemType.SHARD,
+                        tensor_data=TensorWriteData(chunk, properties, torch.Size(shape)),
+                    )
+                )  # fmt: skip
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn not in self._shards:
+            return super().lookup_object(index)
+        _, parts = self._shards[index.fqn]
+        (found,) = [tensor for offset, tensor in parts if torch.Size(offset) == index.offset]
+        return found
+
+
+def save_as_ranks(path: Path, planners: list[ShardPlanner], **options: Any) -> None:
+    """Does what the ranks of a stock save do, one after the other."""
+    writers = [stock.FileSystemWriter(path, **options) for _ in planners]
+    plans = []
+    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
+        writer.set_up_storage_writer(rank == 0)
+        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    results = []
+    for planner, writer, plan in zip(planners, writers, plans, strict=True):
+        future = writer.write_data(planner.finish_plan(plan), planner)
+        results.append(future.wait())
+    writers[0].finish(metadata, results)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"thread_count": 2}])
+def test_what_several_stock_ranks_saved_is_read_whole_and_in_other_shards(
+    tmp_path, world_size, options
+):
+    rows, columns = bits(torch.float32, 7, 5), bits(torch.bfloat16, 6, 2 * world_size + 1)
+    whole = {"bias": bits(torch.float16, 11), "step": 4, "scalar": bits(torch.int64)}
+
+    def shards_of(rank: int) -> dict[str, Any]:
+        # As FSDP cuts: equal shards, the last ones short or empty.
+        step = -(-7 // world_size)
+        start = min(rank * step, 7)
+        cut = [columns[:, 2 * rank : 2 * rank + 2], columns[:, 2 * world_size :]]
+        parts = [((0, 2 * rank), cut[0].contiguous())]
+        if rank == world_size - 1:
+            parts.append(((0, 2 * world_size), cut[1]))  # a view that is not contiguous
+        return {
+            "rows": (rows.shape, [((start, 0), rows[start : start + step])]),
+            "columns": (columns.shape, parts),
+        }
+
+    planners = [ShardPlanner(shards_of(rank), whole) for rank in range(world_size)]
+    save_as_ranks(tmp_path, planners, **options)
+    state = {"rows": rows, "columns": columns, **whole}
+    for reader in (stock, ray_dcp):
+        into = blanks(state)
+        reader.load(into, checkpoint_id=tmp_path, no_dist=True)
+        assert differences(into, state) == []
+    assert same(ray_dcp.open(tmp_path)["rows"][2:6, 1:4], rows[2:6, 1:4])
+
+
+def test_a_region_that_no_stock_rank_saved_is_an_error_and_nothing_is_touched(tmp_path):
+    rows = bits(torch.float32, 4, 5)
+    planner = ShardPlanner({"rows": ((7, 5), [((0, 0), rows)])}, {"n": 1})
+    save_as_ranks(tmp_path, [planner])
+    into = {"rows": torch.ones(7, 5), "n": 0}
+    with pytest.raises(CheckpointError, match=r"'rows' \(60 bytes\)"):
+        load_ours(tmp_path, into)
+    assert into["rows"].eq(1).all()
+    assert into["n"] == 0
+
+
+# What of ours stock DCP meets
+
+
+def test_stock_reads_ours_in_many_parts(tmp_path):
+    state = layouts(torch.float64) | {"n": {"a": 1}}
+    options = ray_dcp.SaveOptions(part_bytes=4096, num_threads=3)
+    ray_dcp.save(state, checkpoint_id=tmp_path, no_dist=True, options=options)
+    assert len(list(tmp_path.glob("*.distcp"))) > 2
+    into = blanks(state)
+    stock.load(into, checkpoint_id=tmp_path, no_dist=True)
+    assert differences(into, state) == []
+
+
+def test_the_utility_that_turns_dcp_into_torch_save_reads_ours(tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    state = nested()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "one.pt")
+    assert same(torch.load(tmp_path / "one.pt"), state)
+
+
+def test_a_relative_path_is_the_same_place_for_both(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ray_dcp.save({"x": torch.ones(2)}, checkpoint_id="a", no_dist=True)
+    into = {"x": torch.zeros(2)}
+    stock.load(into, checkpoint_id="a", no_dist=True)
+    assert raw(into["x"]) == raw(torch.ones(2))
+    assert os.listdir(tmp_path) == ["a"]
