@@ -400,18 +400,3 @@ def test_the_collector_is_left_as_it_was():
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_twenty_thousand_tensors_are_read_about_as_fast_as_torch_reads_them():
-    data = encode_metadata(many_table(20_000), checkpoint_id="/x", attempt="a1")
-    stock_data = pickle.dumps(pickle.loads(data))
-    ours, torchs = [], []
-    for _ in range(3):
-        start = time.process_time()
-        decode_metadata(stock_data)
-        middle = time.process_time()
-        pickle.loads(stock_data)
-        ours.append(middle - start)
-        torchs.append(time.process_time() - middle)
-    # Careful: about 0.45 s; relative to torch, since the machine that runs this may be busy.
-    assert min(ours) < 0.5 or min(ours) < 3 * min(torchs)

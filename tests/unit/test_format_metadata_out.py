@@ -4,7 +4,6 @@ import pickle
 import pickletools
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -178,17 +177,6 @@ def test_a_chunk_without_a_place_is_refused():
     place[3] = -1
     with pytest.raises(InternalError, match="have a place"):
         encoded(dataclasses.replace(table, item_offset=place))
-
-
-def test_a_row_takes_a_few_microseconds():
-    table = many_table(20_000)
-    found = []
-    for _ in range(5):
-        start = time.process_time()
-        encoded(table)
-        found.append((time.process_time() - start) / 20_000)
-    # Careful: about 4 us; the bound is loose, since the machine that runs this may be busy.
-    assert min(found) < 20e-6
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -34,6 +34,7 @@ LAYERS = {
     "runtime": 4,
     "testing": 4,
     "entrypoints": 5,
+    "operations": 5,
     "manager": 5,
     "__init__": 6,
     "dcp": 6,
@@ -47,7 +48,17 @@ LAYERS = {
 HOMES = {
     "ray": ({"runtime", "integrations"}, {"runtime.inline", "runtime.rank", "runtime.perform"}),
     "torch": (
-        {"seam", "runtime", "entrypoints", "manager", "dcp", "xla", "integrations", "testing"},
+        {
+            "seam",
+            "runtime",
+            "operations",
+            "entrypoints",
+            "manager",
+            "dcp",
+            "xla",
+            "integrations",
+            "testing",
+        },
         set(),
     ),
     "click": ({"cli"}, set()),
@@ -214,7 +225,16 @@ def test_a_heavy_dependency_is_imported_only_at_its_home(distribution: str):
 
 def test_modules_that_load_without_torch_import_no_torch_module_of_ours_at_once():
     torch_free = {"plan", "format", "store", "protocol", "transfer", "view", "cli"}
-    need_torch = {"seam", "runtime", "entrypoints", "manager", "dcp", "xla", "integrations"}
+    need_torch = {
+        "seam",
+        "runtime",
+        "operations",
+        "entrypoints",
+        "manager",
+        "dcp",
+        "xla",
+        "integrations",
+    }
     loading = [
         str(found)
         for found in imports()

@@ -36,7 +36,7 @@ def test_a_finished_table_has_places_checksums_and_keys() -> None:
     plan, receipts = planned()
     table = finish_table(plan, "a1", receipts)
     assert table.files == ("__0_0.a1.distcp", "__1_0.a1.distcp")
-    assert np.diff(table.check_start).tolist() == [3, 3, 1, 1]
+    assert np.diff(table.check_start).tolist() == [9, 9, 1, 1]
     places = receipts[1].deferred
     assert table.item_offset[2:].tolist() == [place.item_offset for place in places]
     assert table.payload_offset[2:].tolist() == [place.item_offset for place in places]
@@ -60,7 +60,7 @@ def _fewer_checks(receipt: FileReceipt) -> FileReceipt:
         (lambda r: replace(r, key="__1_0.a2.distcp"), "found that of 1, __1_0.a2.distcp"),
         (lambda r: replace(r, file=0), "expected the receipt of file 1, found that of 0"),
         (lambda r: replace(r, num_bytes=r.num_bytes + 1), "bytes, found"),
-        (_fewer_checks, "expected 5 block checksums, found 4"),
+        (_fewer_checks, "expected 11 block checksums, found 10"),
         (lambda r: replace(r, deferred=r.deferred[::-1]), "expected the places of rows"),
         (lambda r: replace(r, deferred=r.deferred[:1]), "expected the places of rows"),
         (lambda r: _deferred(r, item_offset=5), "expected an item at byte"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -180,7 +179,7 @@ def test_rows_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) 
     assert (first.tolist(), group.tolist()) == ([0, 1, 3], [0, 1, 0, 2])
 
 
-def test_twenty_thousand_whole_tensors_are_planned_in_far_less_than_a_step() -> None:
+def test_twenty_thousand_whole_tensors_are_one_read_each() -> None:
     builder = ColumnsBuilder()
     for index in range(20_000):
         builder.tensor(f"w{index}", "float32", (16, 16))
@@ -190,8 +189,5 @@ def test_twenty_thousand_whole_tensors_are_planned_in_far_less_than_a_step() -> 
         np.arange(count, dtype=np.int32), np.zeros((count, 2), np.int64), table.shape,
         np.full(count, 4, np.int64),
     )  # fmt: skip
-    start = time.process_time()
     plan = plan_reads(table, wanted)
-    spent_s = time.process_time() - start
     assert (len(plan), plan.uncovered) == (count, ())
-    assert spent_s < 0.05

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -452,24 +450,3 @@ def test_the_state_dict_is_not_changed_and_the_tensors_not_copied() -> None:
     tensor[0] = 1
     assert np.frombuffer(captured.source(0), np.float32).tolist() == [1, 0, 0]
     assert state == {"a": {"w": tensor}}
-
-
-def test_capture_of_many_small_tensors_costs_less_than_half_of_torchs_planning() -> None:
-    num = 2_000
-    state = {"model": {f"layers.{i}.w": torch.zeros(2, 3) for i in range(num)}}
-
-    def best_of(work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(4):
-            start = time.process_time()
-            work()
-            times.append(time.process_time() - start)
-        return min(times)
-
-    ours = best_of(lambda: of(state))
-    torchs = best_of(lambda: create_default_local_save_plan(flatten_state_dict(state)[0], False))
-    captured = of(state)
-    source = best_of(lambda: [captured.source(row) for row in range(num)])
-    views = best_of(lambda: [memoryview(t.numpy()) for t in state["model"].values()])
-    assert ours < torchs / 2
-    assert source < 4 * views

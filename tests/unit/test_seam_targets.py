@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -35,7 +32,6 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import plan_reads
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.seam.capture import capture
-from ray_dcp.seam.lazy_metadata import metadata_of_table
 from ray_dcp.seam.objects import dump_object
 from ray_dcp.seam.targets import Targets, plan_targets
 
@@ -494,26 +490,3 @@ def test_gpu_targets_are_filled() -> None:
     load(saved({"w": full.cuda(), "t": full.T.cuda()}), target)
     assert torch.equal(target["w"].cpu(), full)
     assert torch.equal(target["t"].cpu(), full.T)
-
-
-def test_targets_of_many_small_tensors_cost_less_than_torchs_planning() -> None:
-    num = 2_000
-    table, _ = saved({"model": {f"layers.{i}.w": torch.ones(2, 3) for i in range(num)}})
-    target = {"model": {f"layers.{i}.w": torch.zeros(2, 3) for i in range(num)}}
-    metadata = metadata_of_table(table)
-
-    def best_of(work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(4):
-            start = time.process_time()
-            work()
-            times.append(time.process_time() - start)
-        return min(times)
-
-    sink = plan_targets(target, table).sink
-    ours = best_of(lambda: plan_targets(target, table))
-    buffers = best_of(lambda: [(sink.buffer(row), sink.done(row)) for row in range(num)])
-    torchs = best_of(
-        lambda: create_default_local_load_plan(flatten_state_dict(target)[0], metadata)
-    )
-    assert ours + buffers < torchs
