@@ -67,8 +67,10 @@ def blanks(values: Any) -> Any:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Returns the elements of a tensor as bytes, in C order."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    tensor = tensor.detach()
+    if tensor.dtype.itemsize == 1:  # before the copy: torch 2.9 can't copy float4
+        tensor = tensor.view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(found: Any, expected: Any) -> bool:

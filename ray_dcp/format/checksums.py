@@ -5,6 +5,8 @@ Pure arithmetic over buffers; which blocks a read has to verify is decided in `p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
@@ -17,6 +19,7 @@ __all__ = [
     "MIN_BLOCK_BYTES",
     "block_bytes_for",
     "block_bytes_for_many",
+    "block_check",
     "block_checks",
     "digest",
     "digest_bytes",
@@ -26,6 +29,9 @@ __all__ = [
 ]
 
 Buffer = bytes | bytearray | memoryview
+
+block_check: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest
+"""Returns the checksum of one block; a name of its own, since a call more would double the cost."""
 
 MIN_BLOCK_BYTES = 1 << 10
 """Shortest block. 8 bytes of checksum for 1 KiB is 0.8 % of the data, in chunks below 256 KiB

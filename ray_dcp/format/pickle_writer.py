@@ -24,6 +24,7 @@ __all__ = [
     "pickled_ints",
     "pickled_tuple",
     "rows",
+    "uneven_rows",
 ]
 
 Opcodes = npt.NDArray[np.uint8]
@@ -62,16 +63,18 @@ class PickleWriter:
         self._parts.append(opcodes + MEMOIZE_AND_POP)
         return index
 
-    def text_index(self, value: str) -> int:
-        """Returns the memo index of a text, remembered once."""
-        index = self._texts.get(value)
-        if index is None:
-            index = self._texts[value] = self.remember(_pickled_text(value))
-        return index
+    def text_indices(self, values: Sequence[str]) -> list[int]:
+        """Returns the memo index of each text; every distinct one is remembered once."""
+        texts = self._texts
+        new = [value for value in dict.fromkeys(values) if value not in texts]
+        if new:
+            first = self.remember(MEMOIZE_AND_POP.join(map(_pickled_text, new)), count=len(new))
+            texts.update(zip(new, range(first, first + len(new)), strict=True))
+        return [texts[value] for value in values]
 
     def text(self, value: str) -> bytes:
         """Returns the opcodes that push a text, remembered once."""
-        return _reference(self.text_index(value))
+        return _reference(self.text_indices((value,))[0])
 
     def name(self, module: str, qualname: str) -> bytes:
         """Returns the opcodes that push a class or function, remembered once."""
@@ -115,6 +118,30 @@ def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
         for piece in pieces
     ]
     return np.concatenate(parts, axis=1).tobytes() if num_rows else b""
+
+
+def uneven_rows(counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcodes) -> bytes:
+    """Returns the opcodes of rows of different length: a head, some parts and a tail each.
+
+    Args:
+        counts: int64[n], how many of the parts belong to each row.
+        heads: uint8[n, h].
+        parts: uint8[sum(counts), p], those of the first row first.
+        tails: uint8[n, t].
+    """
+    head, part, tail = heads.shape[1], parts.shape[1], tails.shape[1]
+    if len(counts) and int(counts.min()) == int(counts.max()):
+        middle = parts.reshape(len(counts), int(counts[0]) * part)
+        return np.concatenate([heads, middle, tails], axis=1).tobytes()
+    ends = np.cumsum(head + counts * part + tail)
+    starts = ends - (head + counts * part + tail)
+    done = np.cumsum(counts) - counts
+    within = np.arange(len(parts)) - np.repeat(done, counts)
+    result = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
+    result[starts[:, None] + np.arange(head)] = heads
+    result[(np.repeat(starts, counts) + head + within * part)[:, None] + np.arange(part)] = parts
+    result[(ends - tail)[:, None] + np.arange(tail)] = tails
+    return result.tobytes()
 
 
 def pickled_ints(values: Int64Array) -> Opcodes:
@@ -164,9 +191,12 @@ def _column(opcode: bytes, values: npt.NDArray[np.generic]) -> Opcodes:
     return np.concatenate([np.broadcast_to(head, (len(values), len(head))), numbers], axis=1)
 
 
+_SHORT_TEXT = [b"\x8c" + bytes((length,)) for length in range(256)]
+
+
 def _pickled_text(value: str) -> bytes:
     # Why surrogatepass: what Python's own pickle does with text that is no valid Unicode.
     data = value.encode("utf-8", "surrogatepass")
     if len(data) < 256:
-        return b"\x8c" + bytes((len(data),)) + data
+        return _SHORT_TEXT[len(data)] + data
     return b"X" + struct.pack("<I", len(data)) + data

@@ -26,7 +26,7 @@ from ray_dcp.protocol.messages import (
     Request,
 )
 from ray_dcp.protocol.operation import Commands, Operation
-from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.verdict import combine, located
 
 __all__ = ["LoadMachine"]
 
@@ -66,7 +66,7 @@ class LoadMachine(Operation):
                 self._call("planning")
                 return (self._arm(self._options.plan_timeout_s), *self._give(lambda _: go))
             case "opening", Failed():
-                return self._refuse_all(result.error)
+                return self._refuse_all(located(result.error, self._target.url))
         raise self._contradiction(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:

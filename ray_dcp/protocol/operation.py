@@ -112,7 +112,7 @@ class Operation(ABC):
         """
         if isinstance(request, SaveJoin | LoadJoin | Exchange):
             error = self._objection(request)
-            if error is not None:
+            if error is not None and not self._have_disagreed():
                 if self.phase != "joining":
                     raise error
                 self._waiting[request.rank, step_of(request)] = None
@@ -211,6 +211,11 @@ class Operation(ABC):
         if known is not None and _content(known) != _content(_compact(request)):
             return _two_calls(request, "other content")
         return None
+
+    def _have_disagreed(self) -> bool:
+        """Whether the ranks were told that they differ: who comes late is told just that."""
+        outcome = self._outcome
+        return isinstance(outcome, Refused) and isinstance(outcome.error, RankDisagreementError)
 
     def _admit(self, request: Opening) -> None:
         self._openings[request.rank] = _compact(request)

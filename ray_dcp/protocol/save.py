@@ -73,7 +73,7 @@ from ray_dcp.protocol.save_errors import (
     undecided,
     warning,
 )
-from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.verdict import combine, located
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 
 __all__ = ["SaveMachine"]
@@ -178,7 +178,7 @@ class SaveMachine(Operation):
             case "cleaning", (Finished() | Failed()):
                 return tuple(self._finish())
             case _, Failed():
-                return self._fail(result.error)
+                return self._fail(located(result.error, self._target.url))
         raise self._contradiction(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:

@@ -24,6 +24,7 @@ __all__ = [
     "deadline",
     "disagreement",
     "identity",
+    "located",
     "lost_rank",
     "name_ranks",
 ]
@@ -70,6 +71,20 @@ def blame(error: CheckpointError, rank: int, checkpoint_id: str | None = None) -
     if blamed.checkpoint_id is None:
         blamed.checkpoint_id = checkpoint_id
     return blamed
+
+
+def located(error: CheckpointError, checkpoint_id: str) -> CheckpointError:
+    """Returns an error that names the checkpoint: itself when it does, else a copy.
+
+    Args:
+        error: Of a task; not changed.
+        checkpoint_id: Of the operation.
+    """
+    if error.checkpoint_id is not None:
+        return error
+    placed = copy.copy(error)
+    placed.checkpoint_id = checkpoint_id
+    return placed
 
 
 def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) -> CheckpointError:

@@ -15,6 +15,7 @@ from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.format.checksums import digest_bytes
 
 __all__ = [
+    "as_carried",
     "bytes_digest",
     "content_digest",
     "dtype_name",
@@ -216,7 +217,19 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if reason is not None:
         raise UnsupportedValueError(f"a tensor {reason}")
     with torch.no_grad():
-        return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+        tensor = tensor.resolve_conj().resolve_neg()
+        # Why: torch 2.9 can't copy every dtype (float4), but what has the same width.
+        return as_carried(tensor).to("cpu").contiguous().view(tensor.dtype)
+
+
+def as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same elements under a dtype of the same width that every torch can copy.
+
+    Args:
+        tensor: Plain, and no conjugate or negative view.
+    """
+    carrier = _CARRIERS.get(tensor.dtype)
+    return tensor if carrier is None else tensor.detach().view(carrier)
 
 
 @lru_cache(maxsize=1024)

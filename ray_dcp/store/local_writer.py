@@ -147,7 +147,9 @@ class LocalWriter:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._view.release()
-            self._bounce.close()
+            # Why: the traceback of a write that failed still holds a piece of the buffer.
+            with suppress(BufferError):
+                self._bounce.close()
             with suppress(OSError):
                 os.close(fd)
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
-from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
-from ray_dcp.format.checksums import block_bytes_for, block_checks, digest
-from ray_dcp.format.frames import torch_save_frame
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, SaveCancelledError
+from ray_dcp.format.checksums import block_bytes_for, block_check, block_checks, digest
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import FilePlan, RankPlan
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
+from ray_dcp.transfer.pieces import Pieces, Run, contradiction, pieces_of
 from ray_dcp.transfer.published import Region, same_file_is_published
 from ray_dcp.transfer.threads import Stop, run_tasks
 
@@ -141,18 +140,6 @@ def _write_file(
     return receipt
 
 
-class _Piece(NamedTuple):
-    """One planned piece with its numbers as Python ints: numpy scalars cost 10 times more."""
-
-    row: int
-    start: int
-    num_bytes: int
-    offset: int
-    block_bytes: int
-    header: bytes
-    footer: bytes
-
-
 class _File:
     """A part file while it is written: where it ends, what is still to go out, its checksums."""
 
@@ -161,31 +148,31 @@ class _File:
         self._plan = plan
         self._key = key
         self._stop = stop
-        self._pack = bytearray()
+        self._pack: list[BytesLike] = []
         self._end = 0
+        self._flushed = 0
+        self._item_row = -1
+        self._item = memoryview(b"")
         self._checks = array("Q")
         self._deferred_regions: list[Region] = []
 
     def write_fixed(self, source: Source) -> None:
         """Writes the header and all planned pieces."""
         self._append(self._plan.header)
-        item_row, item = -1, memoryview(b"")
-        for piece in self._pieces():
-            if piece.row != item_row:
-                item_row, item = piece.row, self._checked(source(piece.row), piece.row)
-            payload = item[piece.start : piece.start + piece.num_bytes]
-            if len(payload) != piece.num_bytes:
-                raise self._contradiction(
-                    f"bytes [{piece.start}, {piece.start + piece.num_bytes}) of row {piece.row}",
-                    f"an item of {len(item)} bytes",
-                )
-            self._write_piece(piece, payload)
-        self._pad_to(self._plan.num_bytes)
+        pieces = pieces_of(self._plan, self._key, small_bytes=_SMALL_BYTES, pack_bytes=_PACK_BYTES)
+        for run in pieces.runs:
+            if run.is_large:
+                self._write_large(pieces, run.first, source)
+            else:
+                self._pack_small(pieces, run, source)
+            if self._end - self._flushed >= _PACK_BYTES // 2:
+                self.flush()
+        self._append(bytes(pieces.last_gap))
 
     def write_deferred(self, row: int, deferred: Deferred) -> DeferredPlace:
         """Writes one deferred item at the next aligned place; returns that place."""
         data = self._checked(deferred(row), row)
-        self._pad_to(self._end + -self._end % _DEFERRED_ALIGNMENT)
+        self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
         place = DeferredPlace(row, self._end, len(data), block_bytes_for(len(data)))
         self._deferred_regions.append(Region(self._end, len(data), place.block_bytes))
         self._write_payload(data, place.block_bytes)
@@ -198,8 +185,12 @@ class _File:
                 "writing this file was given up, because another one failed", key=self._key
             )
         if self._pack:
-            self._writer.write(self._pack)
-            self._pack = bytearray()
+            # Why one part: a join would copy a deferred item once more.
+            whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
+            self._pack = []
+            if len(whole):
+                self._writer.write(whole)
+        self._flushed = self._end
 
     def receipt(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
         """Returns what is to be told of the finished file."""
@@ -231,48 +222,62 @@ class _File:
                     key=self._key,
                 ) from exc
 
-    def _pieces(self) -> list[_Piece]:
-        plan = self._plan
-        sizes = plan.size.tolist()
-        ndims = plan.ndim.tolist()
-        framed = (plan.item_bytes != plan.payload_bytes).tolist()
-        header_bytes = (plan.payload_offset - plan.item_offset).tolist()
-        item_bytes = plan.item_bytes.tolist()
-        pieces = []
-        for index, (row, start, num_bytes, offset, block_bytes, dtype) in enumerate(
-            zip(
-                plan.row.tolist(),
-                plan.source_start.tolist(),
-                plan.payload_bytes.tolist(),
-                plan.payload_offset.tolist(),
-                plan.block_bytes.tolist(),
-                plan.dtype.tolist(),
-                strict=True,
-            )
-        ):
-            header = footer = b""
-            if framed[index]:
-                size = tuple(sizes[index][: ndims[index]])
-                frame = torch_save_frame(plan.dtypes[dtype], size)
-                header, footer = frame.header, frame.footer
-            if (
-                len(header) != header_bytes[index]
-                or len(header) + num_bytes + len(footer) != item_bytes[index]
-            ):
-                raise self._contradiction(
-                    f"an item of {item_bytes[index]} bytes for row {row}",
-                    f"{len(header)} + {num_bytes} + {len(footer)}",
-                )
-            pieces.append(_Piece(row, start, num_bytes, offset, block_bytes, header, footer))
-        return pieces
+    def _pack_small(self, pieces: Pieces, run: Run, source: Source) -> None:
+        """Packs pieces with their frames.
 
-    def _write_piece(self, piece: _Piece, payload: memoryview) -> None:
-        self._pad_to(piece.offset - len(piece.header))
-        self._append(piece.header)
-        self._write_payload(payload, piece.block_bytes)
-        self._append(piece.footer)
-        if len(self._pack) >= _PACK_BYTES:
-            self.flush()
+        Why all in one loop: this is the path of small tensors, and a call costs as much as what
+        it would do.
+        """
+        which = slice(run.first, run.stop)
+        add, add_check, item_row, item = (
+            self._pack.append, self._checks.append, self._item_row, self._item
+        )  # fmt: skip
+        for row, start, num_bytes, block_bytes, gap, header, footer in zip(
+            pieces.row[which],
+            pieces.start[which],
+            pieces.num_bytes[which],
+            pieces.block_bytes[which],
+            pieces.gap[which],
+            pieces.header[which],
+            pieces.footer[which],
+            strict=True,
+        ):
+            if row != item_row:
+                item_row, item = row, self._checked(source(row), row)
+            payload = item
+            if len(item) != num_bytes or start:
+                payload = self._part_of(item, row, start, num_bytes)
+            if 0 < num_bytes <= block_bytes:
+                add_check(block_check(payload))
+            else:
+                self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
+            if gap:
+                add(bytes(gap))
+            add(header)
+            add(payload)
+            add(footer)
+            self._end += gap + len(header) + num_bytes + len(footer)
+        self._item_row, self._item = item_row, item
+
+    def _write_large(self, pieces: Pieces, index: int, source: Source) -> None:
+        row = pieces.row[index]
+        if row != self._item_row:
+            self._item_row, self._item = row, self._checked(source(row), row)
+        payload = self._part_of(self._item, row, pieces.start[index], pieces.num_bytes[index])
+        self._append(bytes(pieces.gap[index]))
+        self._append(pieces.header[index])
+        self._write_payload(payload, pieces.block_bytes[index])
+        self._append(pieces.footer[index])
+
+    def _part_of(self, item: memoryview, row: int, start: int, num_bytes: int) -> memoryview:
+        part = item[start : start + num_bytes]
+        if len(part) != num_bytes:
+            raise contradiction(
+                f"bytes [{start}, {start + num_bytes}) of row {row}",
+                f"an item of {len(item)} bytes",
+                self._key,
+            )
+        return part
 
     def _write_payload(self, payload: memoryview, block_bytes: int) -> None:
         if len(payload) <= _SMALL_BYTES:
@@ -285,25 +290,20 @@ class _File:
             part = payload[start : start + step]
             self._checks.frombytes(block_checks(part, block_bytes).tobytes())
             self._writer.write(part)
+            self._end += len(part)
             self.flush()
-        self._end += len(payload)
 
     def _append(self, data: BytesLike) -> None:
-        self._pack += data
+        self._pack.append(data)
         self._end += len(data)
-
-    def _pad_to(self, offset: int) -> None:
-        gap = offset - self._end
-        if gap < 0:
-            raise self._contradiction(f"room up to byte {offset}", f"bytes up to {self._end}")
-        if gap:
-            self._append(bytes(gap))
 
     def _checked(self, data: BytesLike, row: int) -> memoryview:
         view = memoryview(data)
         if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
-            raise self._contradiction(
-                f"flat bytes of row {row}", f"{view.ndim} dimensions of {view.itemsize} bytes"
+            raise contradiction(
+                f"flat bytes of row {row}",
+                f"{view.ndim} dimensions of {view.itemsize} bytes",
+                self._key,
             )
         return view
 
@@ -311,9 +311,3 @@ class _File:
         plan = self._plan
         columns = (plan.payload_offset, plan.payload_bytes, plan.block_bytes)
         return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-
-    def _contradiction(self, expected: str, found: str) -> InternalError:
-        return InternalError(
-            f"the plan of this file expected {expected}, found {found}; please report this",
-            key=self._key,
-        )

@@ -15,8 +15,6 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 THIRD_PARTY_WARNINGS = (
-    # ray.init: Ray announces a change of accelerator variables that we do not use.
-    "ignore:Tip. In future versions of Ray:FutureWarning",
     # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning",
 )

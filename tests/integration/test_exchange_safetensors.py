@@ -1,0 +1,262 @@
+"""Exchange of safetensors files with DCP's Hugging Face classes and the `safetensors` library."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as stock
+
+import ray_dcp
+from ray_dcp.errors import DamagedCheckpointError, MissingKeyError, ShapeMismatchError
+from tests import numpy_ranks
+from tests.exchange_cases import (
+    DTYPES,
+    bits,
+    blank,
+    blanks,
+    differences,
+    layouts,
+    nested,
+    objects,
+    raw,
+    same,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
+    "ignore:ComplexHalf support is experimental:UserWarning",  # torch's word for complex32
+)
+
+SAFETENSORS = ray_dcp.SaveOptions(container="safetensors")
+PACKED = ("bfloat16", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8")
+"""Dtypes that are put into safetensors files."""
+
+
+def saved_by_library(name: str) -> bool:
+    """Whether the safetensors library can write any tensor of a dtype (of float4, not all)."""
+    try:
+        return bool(safetensors.torch.save({"x": bits(getattr(torch, name))}))
+    except (
+        KeyError, NotImplementedError, RuntimeError, ValueError, safetensors.SafetensorError,
+    ):  # fmt: skip
+        return False
+
+
+SAVED = [name for name in DTYPES if saved_by_library(name)]
+
+
+def save(path: Path, state: dict[str, Any], **options: Any) -> Path:
+    chosen = ray_dcp.SaveOptions(container="safetensors", **options)
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True, options=chosen)
+    return path
+
+
+def load(path: Path, into: dict[str, Any], **options: Any) -> dict[str, Any]:
+    chosen = ray_dcp.LoadOptions(**options)
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True, options=chosen)
+    return into
+
+
+def load_stock(folder: Path, into: dict[str, Any], **options: Any) -> dict[str, Any]:
+    reader = stock.HuggingFaceStorageReader(str(folder), **options)
+    stock.load(into, storage_reader=reader, no_dist=True)
+    return into
+
+
+def folder_of(path: Path) -> Path:
+    """Returns the folder with the safetensors files of a checkpoint."""
+    (folder,) = {file.parent for file in path.rglob("*.safetensors")}
+    return folder
+
+
+def load_package(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors that the safetensors library finds in files that hold whole ones."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = safetensors.torch.load_file(file)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+# Ours
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_dcps_reader_and_the_safetensors_library_read_ours(tmp_path, name):
+    state = layouts(getattr(torch, name))
+    folder = folder_of(save(tmp_path / "a", state))
+    assert differences(load_stock(folder, blanks(state)), state) == []
+    assert differences(load_package(folder), state) == []
+    assert differences(load(tmp_path / "a", blanks(state)), state) == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_ours_in_many_parts_is_read(tmp_path, num_threads):
+    state = {f"layer.{i}.w": bits(torch.float32, 40, i) for i in range(20)}
+    folder = folder_of(save(tmp_path / "a", state, part_bytes=9000, num_threads=num_threads))
+    assert len(list(folder.iterdir())) > 3
+    assert differences(load_stock(folder, blanks(state), thread_count=num_threads), state) == []
+    assert differences(load_package(folder), state) == []
+    assert differences(load(tmp_path / "a", blanks(state)), state) == []
+
+
+def test_what_safetensors_lacks_comes_back_from_the_companion_file(tmp_path):
+    state = {
+        **{name: layouts(getattr(torch, name)) for name in ("float32", "bool", "float8_e4m3fn")},
+        **{name: layouts(getattr(torch, name)) for name in ("complex64", "uint16", "int8")},
+        "objects": objects(),
+        "nested": nested(),
+    }
+    path = save(tmp_path / "a", state)
+    assert differences(load(path, blanks(state)), state) == []
+    assert len(list(path.glob("__0_0.*.distcp"))) == 1
+    assert not (path / ".metadata").exists()
+    packed = load_package(folder_of(path))
+    assert {str(tensor.dtype)[6:] for tensor in packed.values()} <= set(PACKED)
+    assert same(packed["float32.sliced"], state["float32"]["sliced"].contiguous())
+    assert same(packed["nested.rng.1"], state["nested"]["rng"][1])
+
+
+def test_a_state_without_any_tensor_that_safetensors_knows_is_saved_and_read(tmp_path):
+    state = {"flag": torch.tensor(True), "n": 1}
+    path = save(tmp_path / "a", state)
+    assert not list(path.rglob("*.safetensors"))
+    assert differences(load(path, blanks(state)), state) == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_shards_of_several_ranks_are_read_as_whole_tensors(tmp_path, world_size):
+    state = numpy_ranks.state_of(7, flags=np.array([True, False, True]))
+    numpy_ranks.save(state, world_size, str(tmp_path / "a"), options=SAFETENSORS)
+    folder = folder_of(tmp_path / "a")
+    assert len(list(folder.iterdir())) == world_size
+    tensors = {
+        name: torch.from_numpy(value)
+        for name, value in state.items()
+        if isinstance(value, np.ndarray)
+    }
+    packed = {name: value for name, value in tensors.items() if name != "flags"}
+    assert differences(load_stock(folder, blanks(packed)), packed) == []
+    assert differences(load(tmp_path / "a", blanks(tensors)), tensors) == []
+    assert differences(joined(folder), packed) == []
+
+
+def joined(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns whole tensors from shards, put together as DCP's metadata in the headers says."""
+    boxes: dict[str, list[tuple[list[int], torch.Tensor]]] = collections.defaultdict(list)
+    for file in folder.glob("*.safetensors"):
+        with safetensors.safe_open(file, framework="pt") as opened:
+            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                boxes[name].append((places[name]["saved_offsets"], opened.get_tensor(name)))
+    whole = {}
+    for name, parts in boxes.items():
+        ends = [[o + n for o, n in zip(offset, t.shape, strict=True)] for offset, t in parts]
+        shape = [max(sizes) for sizes in zip(*ends, strict=True)]
+        whole[name] = torch.full(shape, 99, dtype=parts[0][1].dtype)
+        for offset, tensor in parts:
+            at = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
+            whole[name][at] = tensor
+    return whole
+
+
+def test_a_save_over_another_leaves_one_folder_for_dcps_reader(tmp_path):
+    save(tmp_path / "a", {"w": bits(torch.float32, 5), "old": torch.ones(2)})
+    state = {"w": bits(torch.float32, 9)}
+    save(tmp_path / "a", state)
+    folder = folder_of(tmp_path / "a")
+    assert differences(load_package(folder), state) == []
+    assert differences(load_stock(folder, blanks(state)), state) == []
+
+
+# Files of others
+
+
+def test_the_safetensors_library_knows_all_that_is_put_into_its_files():
+    assert {*PACKED, "bool", "float8_e4m3fn", "complex64", "uint64"} <= set(SAVED)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_files_of_the_safetensors_library_are_read(tmp_path, name):
+    dtype = getattr(torch, name)
+    state = {"matrix": bits(dtype, 5, 7), "scalar": bits(dtype), "empty": bits(dtype, 0, 3)}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    assert differences(load(tmp_path, blanks(state)), state) == []
+
+
+def test_a_model_of_several_files_is_read_into_a_module(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    whole = {f"model.{name}": value for name, value in model.state_dict().items()}
+    names = sorted(whole)
+    for number, chosen in enumerate((names[::2], names[1::2]), 1):
+        safetensors.torch.save_file(
+            {name: whole[name] for name in chosen},
+            tmp_path / f"model-{number:05d}-of-00002.safetensors",
+            metadata={"format": "pt"},
+        )
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    load(tmp_path, {"model": other})
+    assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"thread_count": 2},
+        {"fqn_to_index_mapping": {"a.w": 1, "b": 2, "empty": 2, "scalar": 1}},
+        {"save_distributed": True},
+    ],
+)
+def test_what_dcps_hugging_face_writer_saved_is_read(tmp_path, options):
+    state = {
+        "a": {"w": bits(torch.float32, 6, 5)},
+        "b": bits(torch.bfloat16, 4, 3),
+        "empty": bits(torch.float16, 0, 2),
+        "scalar": bits(torch.int64),
+    }
+    writer = stock.HuggingFaceStorageWriter(str(tmp_path), **options)
+    stock.save(state, storage_writer=writer, no_dist=True)
+    assert differences(load(tmp_path, blanks(state)), state) == []
+
+
+def test_a_reader_of_dcp_serves_as_plug_in(tmp_path):
+    state = {"w": bits(torch.float32, 6, 5)}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    into = blanks(state)
+    reader = stock.HuggingFaceStorageReader(str(tmp_path))
+    ray_dcp.load(into, storage_reader=reader, no_dist=True)
+    assert differences(into, state) == []
+
+
+def test_plain_files_follow_the_rules_of_every_load(tmp_path):
+    state = {"w": bits(torch.bfloat16, 2, 3)}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(MissingKeyError, match="'v'"):
+        load(tmp_path, {"v": torch.zeros(2, 3)})
+    with pytest.raises(ShapeMismatchError, match="'w'"):
+        load(tmp_path, {"w": torch.zeros(3, 2)})
+    widened = load(tmp_path, {"w": torch.zeros(2, 3)})["w"]
+    assert raw(widened) == raw(state["w"].float())
+    untouched = {"v": torch.ones(1), "w": blank(state["w"])}
+    assert load(tmp_path, untouched, allow_partial_load=True)["v"].item() == 1
+
+
+def test_a_file_that_is_cut_off_is_told_by_name(tmp_path):
+    safetensors.torch.save_file({"w": torch.ones(100)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for length in (0, 7, 20, len(whole) - 1):
+        (tmp_path / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpointError, match=r"key model\.safetensors"):
+            load(tmp_path, {"w": torch.zeros(100)})
