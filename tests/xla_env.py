@@ -2,7 +2,8 @@
 
 torch_xla's last release, 2.9.0, pairs with torch 2.9.0, of which there is no CPU wheel. Most of
 what the CUDA wheel pulls in is never called here, so empty shared libraries stand in for it: 2 GB
-instead of 6. Building again does nothing; the path of the interpreter is printed last.
+instead of 6. Needs gcc, and some minutes. Building again does nothing; the path of the interpreter
+is printed last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import subprocess
 import sys
 import venv
-from hashlib import sha256
 from pathlib import Path
 
 PYTHON_VARIABLE = "RAY_DCP_TORCH29_PYTHON"
@@ -64,7 +64,7 @@ def build(place: Path) -> Path:
     """
     python = interpreter(place)
     mark = python.parent.parent / "complete"
-    recipe = sha256(Path(__file__).read_bytes()).hexdigest()
+    recipe = repr((WITHOUT_DEPENDENCIES, OF_TORCH, OF_RAY_DCP, STUBS, LAZY))
     if mark.exists() and mark.read_text() == recipe:
         return python
     if sys.platform != "linux" or sys.version_info[0] != 3 or sys.version_info[1] not in VERSIONS:
@@ -74,8 +74,8 @@ def build(place: Path) -> Path:
         )
     venv.create(python.parent.parent, with_pip=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, "--no-deps", *WITHOUT_DEPENDENCIES])
     _run([*pip, *OF_TORCH, *OF_RAY_DCP])
+    _run([*pip, "--no-deps", *WITHOUT_DEPENDENCIES])
     packages = Path(_run([str(python), "-c", "import site; print(site.getsitepackages()[0])"]))
     for soname, package in STUBS.items():
         _stub(packages / "nvidia" / package / "lib" / soname)

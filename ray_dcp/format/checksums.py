@@ -6,6 +6,7 @@ Pure arithmetic over buffers; which blocks a read has to verify is decided in `p
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -23,6 +24,7 @@ __all__ = [
     "block_checks",
     "digest",
     "digest_bytes",
+    "digest_many",
     "first_bad_block",
     "num_blocks",
     "num_blocks_many",
@@ -160,6 +162,18 @@ def digest(checks: UInt64Array) -> bytes:
         checks: uint64[k].
     """
     return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").tobytes())
+
+
+def digest_many(checks: UInt64Array, starts: Int64Array) -> list[bytes]:
+    """Returns `digest` of many runs of block checksums.
+
+    Args:
+        checks: uint64[k].
+        starts: int64[n + 1], where each run starts in `checks`.
+    """
+    data = np.ascontiguousarray(checks, dtype="<u8").tobytes()
+    cuts = (np.asarray(starts, dtype=np.int64) * 8).tolist()
+    return [xxhash.xxh3_128_digest(data[low:high]) for low, high in pairwise(cuts)]
 
 
 def digest_bytes(buf: Buffer) -> bytes:

@@ -8,6 +8,8 @@ default_planner.py `create_default_global_save_plan`.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from ray_dcp.errors import InternalError
@@ -19,8 +21,11 @@ from ray_dcp.format.pickle_writer import (
     pickled_ints,
     pickled_tuple,
     rows,
+    side_by_side,
+    uneven_rows,
 )
-from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind, Path
+from ray_dcp.plan.grouping import group_rows
+from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
 
 __all__ = ["ATTEMPT_ATTRIBUTE", "DCP_VERSION", "encode_metadata"]
 
@@ -35,6 +40,8 @@ _NEW = b")\x81"
 """No arguments, then `cls.__new__(cls)`."""
 _STATE = b"}("
 """An empty dict and a mark, before its items."""
+_TUPLES = np.frombuffer(b")\x85\x86\x87", dtype=np.uint8)[:, None]
+"""What makes a tuple of 0 to 3 values, one row each."""
 _BUILD = b"ub"
 """Sets the items, then makes the dict the object's state."""
 
@@ -94,26 +101,24 @@ class _Shared:
         """uint8[c, 5]"""
         self.size = boxes[t + c :]
         """uint8[c, 5]"""
-        self.name = writer.references([writer.text_index(name) for name in table.names])
+        self.name = writer.references(writer.text_indices(table.names))
         """uint8[t, 5]"""
 
 
 def _sizes(writer: PickleWriter, boxes: Int64Array, ndim: Int64Array) -> Opcodes:
     """Returns opcodes that push a `torch.Size` for each row; equal ones are one object."""
-    known: dict[tuple[int, ...], int] = {}
-    keys = map(tuple, np.concatenate([ndim[:, None], boxes], axis=1).tolist())
-    row_of = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
-    distinct = np.array(list(known), dtype=np.int64).reshape(len(known), boxes.shape[1] + 1)
+    first, row_of = group_rows([ndim, *boxes.T])
+    ndim, boxes = ndim[first], boxes[first]
     head = writer.name("torch", "Size")
-    index = np.zeros(len(known), dtype=np.int64)
-    for length in np.unique(distinct[:, 0]).tolist():
-        mine = np.flatnonzero(distinct[:, 0] == length)
-        numbers = [pickled_ints(distinct[mine, 1 + column]) for column in range(length)]
+    index = np.zeros(len(first), dtype=np.int64)
+    for length in np.unique(ndim).tolist():
+        mine = np.flatnonzero(ndim == length)
+        numbers = [pickled_ints(boxes[mine, column]) for column in range(length)]
         tuple_of = (b"(", b"t") if length > 3 else (b"", (b")", b"\x85", b"\x86", b"\x87")[length])
         end = tuple_of[1] + b"\x85R" + MEMOIZE_AND_POP
         opcodes = rows(len(mine), head + tuple_of[0], *numbers, end)
-        first = writer.remember(opcodes[: -len(MEMOIZE_AND_POP)], count=len(mine))
-        index[mine] = first + np.arange(len(mine))
+        start = writer.remember(opcodes[: -len(MEMOIZE_AND_POP)], count=len(mine))
+        index[mine] = start + np.arange(len(mine))
     return writer.references(index[row_of])
 
 
@@ -125,34 +130,37 @@ def _object(writer: PickleWriter, module: str, name: str, first: str) -> bytes:
 def _tensors(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
     tensor = _object(writer, _METADATA, "TensorStorageMetadata", "properties")
     tensor += writer.name(_METADATA, "TensorProperties") + _NEW
-    heads = rows(
-        table.num_tensors,
-        shared.name,
+    is_object = table.kind == Kind.OBJECT
+    plain = np.flatnonzero(~is_object)
+    heads = side_by_side(
+        len(plain),
+        shared.name[plain],
         tensor,
-        writer.references(_property_states(writer, table)),
+        writer.references(_property_states(writer, table))[plain],
         b"b" + writer.text("size"),
-        shared.shape,
+        shared.shape[plain],
         writer.text("chunks") + b"](",
     )
-    chunk = _object(writer, _METADATA, "ChunkStorageMetadata", "offsets")
-    sizes = writer.text("sizes")
     order, starts = _by_tensor(table)
-    pieces = (shared.offset[order], sizes, shared.size[order])
-    chunks = rows(table.num_chunks, chunk, *pieces, _BUILD)
-    head_bytes = len(heads) // max(table.num_tensors, 1)
-    ends = (starts * (len(chunks) // max(table.num_chunks, 1))).tolist()
-    is_object = (table.kind == Kind.OBJECT).tolist()
+    order = order[~is_object[table.tensor[order]]]
+    chunks = side_by_side(
+        len(order),
+        _object(writer, _METADATA, "ChunkStorageMetadata", "offsets"),
+        shared.offset[order],
+        writer.text("sizes"),
+        shared.size[order],
+        _BUILD,
+    )
+    tails = side_by_side(len(plain), b"e" + _BUILD)
+    opcodes, ends = uneven_rows(np.diff(starts)[plain], heads, chunks, tails)
     no_tensor = writer.name(_METADATA, "BytesStorageMetadata") + _NEW
-    opcodes = [_STATE]
-    for row in range(table.num_tensors):
-        start = row * head_bytes
-        if is_object[row]:
-            opcodes.append(heads[start : start + shared.name.shape[1]] + no_tensor)
-        else:
-            opcodes.append(heads[start : start + head_bytes])
-            opcodes.append(chunks[ends[row] : ends[row + 1]] + b"e" + _BUILD)
-    opcodes.append(b"u")
-    return b"".join(opcodes)
+    pieces = [_STATE]
+    done = 0
+    for row_before, row in enumerate(np.flatnonzero(is_object).tolist()):
+        end = int(ends[row - row_before])
+        pieces += (opcodes[done:end], shared.name[row].tobytes(), no_tensor)
+        done = end
+    return b"".join((*pieces, opcodes[done:], b"u"))
 
 
 def _by_tensor(table: ChunkTable) -> tuple[Int64Array, Int64Array]:
@@ -184,23 +192,31 @@ def _property_states(writer: PickleWriter, table: ChunkTable) -> list[int]:
 def _paths(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
     if table.num_tensors and all(path is None for path in table.paths):
         return b"N"
-    parts: dict[str | int, bytes] = {}
-    name_bytes = shared.name.shape[1]
-    names = shared.name.tobytes()
-    opcodes = [_STATE]
-    for row, (name, path) in enumerate(zip(table.names, table.paths, strict=True)):
-        opcodes.append(names[row * name_bytes : (row + 1) * name_bytes])
-        opcodes.append(_path(writer, parts, path if path is not None else (name,)))
-    opcodes.append(b"u")
-    return b"".join(opcodes)
+    paths = [
+        (name,) if path is None else path
+        for name, path in zip(table.names, table.paths, strict=True)
+    ]
+    counts = np.fromiter(map(len, paths), dtype=np.int64, count=len(paths))
+    parts = _part_indices(writer, list(chain.from_iterable(paths)))
+    heads, tails = shared.name, _TUPLES[np.minimum(counts, 3)]
+    if int(counts.max(initial=0)) > 3:
+        heads = side_by_side(len(paths), heads, b"(")
+        tails = side_by_side(len(paths), b"t")
+    opcodes, _ = uneven_rows(counts, heads, writer.references(parts), tails)
+    return _STATE + opcodes + b"u"
 
 
-def _path(writer: PickleWriter, parts: dict[str | int, bytes], path: Path) -> bytes:
-    for part in path:
-        if part not in parts:
-            is_text = isinstance(part, str)
-            parts[part] = writer.text(str(part)) if is_text else pickled_int(int(part))
-    return pickled_tuple([parts[part] for part in path])
+def _part_indices(writer: PickleWriter, parts: list[str | int]) -> list[int]:
+    """Returns memo indices of the components of paths."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return writer.text_indices(texts)
+    numbers = {
+        part: writer.remember(pickled_int(int(part)))
+        for part in dict.fromkeys(part for part in parts if not isinstance(part, str))
+    }
+    text = iter(writer.text_indices(texts))
+    return [next(text) if isinstance(part, str) else numbers[part] for part in parts]
 
 
 def _places(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
@@ -227,7 +243,7 @@ def _place_rows(
     """Returns `MetadataIndex` and `_StorageInfo` of some chunks."""
     index = _object(writer, _METADATA, "MetadataIndex", "fqn")
     info = _BUILD + _object(writer, _FILESYSTEM, "_StorageInfo", "relative_path")
-    files = writer.references([writer.text_index(file) for file in table.files])
+    files = writer.references(writer.text_indices(table.files))
     offset, length = writer.text("offset"), writer.text("length")
     return rows(
         int(which.sum()),

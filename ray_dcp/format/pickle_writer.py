@@ -24,6 +24,7 @@ __all__ = [
     "pickled_ints",
     "pickled_tuple",
     "rows",
+    "side_by_side",
     "uneven_rows",
 ]
 
@@ -97,8 +98,8 @@ class PickleWriter:
 
     def finish(self) -> bytes:
         """Returns the pickle of the value on the stack."""
-        body = b"".join(self._parts) + b"."
-        return b"\x80\x04\x95" + struct.pack("<Q", len(body)) + body
+        num_bytes = sum(map(len, self._parts)) + 1
+        return b"".join((b"\x80\x04\x95", struct.pack("<Q", num_bytes), *self._parts, b"."))
 
 
 def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
@@ -111,16 +112,23 @@ def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
     Returns:
         n * sum(w) bytes.
     """
+    return side_by_side(num_rows, *pieces).tobytes() if num_rows else b""
+
+
+def side_by_side(num_rows: int, *pieces: bytes | Opcodes) -> Opcodes:
+    """Returns the opcodes of `rows` as an array: uint8[n, sum(w)]."""
     parts = [
         np.broadcast_to(np.frombuffer(piece, dtype=np.uint8), (num_rows, len(piece)))
         if isinstance(piece, bytes)
         else piece
         for piece in pieces
     ]
-    return np.concatenate(parts, axis=1).tobytes() if num_rows else b""
+    return np.concatenate(parts, axis=1)
 
 
-def uneven_rows(counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcodes) -> bytes:
+def uneven_rows(
+    counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcodes
+) -> tuple[bytes, Int64Array]:
     """Returns the opcodes of rows of different length: a head, some parts and a tail each.
 
     Args:
@@ -128,20 +136,28 @@ def uneven_rows(counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcod
         heads: uint8[n, h].
         parts: uint8[sum(counts), p], those of the first row first.
         tails: uint8[n, t].
+
+    Returns:
+        The opcodes, and where each row starts in them and the last one ends: int64[n + 1].
     """
     head, part, tail = heads.shape[1], parts.shape[1], tails.shape[1]
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(head + counts * part + tail, out=starts[1:])
     if len(counts) and int(counts.min()) == int(counts.max()):
-        middle = parts.reshape(len(counts), int(counts[0]) * part)
-        return np.concatenate([heads, middle, tails], axis=1).tobytes()
-    ends = np.cumsum(head + counts * part + tail)
-    starts = ends - (head + counts * part + tail)
-    done = np.cumsum(counts) - counts
-    within = np.arange(len(parts)) - np.repeat(done, counts)
-    result = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
-    result[starts[:, None] + np.arange(head)] = heads
-    result[(np.repeat(starts, counts) + head + within * part)[:, None] + np.arange(part)] = parts
-    result[(ends - tail)[:, None] + np.arange(tail)] = tails
-    return result.tobytes()
+        middle = parts.reshape(len(counts), -1)
+        return np.concatenate([heads, middle, tails], axis=1).tobytes(), starts
+    result = np.empty(int(starts[-1]), dtype=np.uint8)
+    first = np.cumsum(counts) - counts
+    place = starts[:-1] + head - first * part
+    _put(result, starts[:-1], heads)
+    _put(result, np.repeat(place, counts) + np.arange(len(parts)) * part, parts)
+    _put(result, starts[1:] - tail, tails)
+    return result.tobytes(), starts
+
+
+def _put(into: npt.NDArray[np.uint8], starts: Int64Array, pieces: Opcodes) -> None:
+    for column in range(pieces.shape[1]):
+        into[starts + column] = pieces[:, column]
 
 
 def pickled_ints(values: Int64Array) -> Opcodes:

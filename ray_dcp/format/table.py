@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.checksums import DIGEST_BYTES, digest
+from ray_dcp.format.checksums import DIGEST_BYTES, digest_many
 from ray_dcp.format.parquet_footer import read_footer
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_columns import (
@@ -29,6 +29,7 @@ from ray_dcp.format.table_columns import (
     paths_of,
     paths_to_arrow,
     ragged,
+    texts_of,
 )
 from ray_dcp.plan.values import ChunkTable, Int64Array, Kind
 
@@ -191,11 +192,12 @@ def _chunk_columns(table: ChunkTable, tensor: npt.NDArray[np.int32]) -> dict[str
 
 
 def _digests(table: ChunkTable) -> list[bytes | None]:
-    starts = table.check_start.tolist()
-    has_checks = (table.block_bytes > 0).tolist()
+    digests = digest_many(table.checks, table.check_start)
+    if (table.block_bytes > 0).all():
+        return [*digests]
     return [
-        digest(table.checks[starts[i] : starts[i + 1]]) if has else None
-        for i, has in enumerate(has_checks)
+        found if block_bytes > 0 else None
+        for found, block_bytes in zip(digests, table.block_bytes.tolist(), strict=True)
     ]
 
 
@@ -267,7 +269,7 @@ def _table_of(arrow: Any, extra: Mapping[str, Any]) -> ChunkTable:
     dtype = tensors["dtype"].cast(pa.string())
     _check_files(chunks, files)
     return ChunkTable(
-        names=tuple(tensors["fqn"].cast(pa.string()).to_pylist()),
+        names=tuple(texts_of(tensors["fqn"].cast(pa.string()))),
         paths=paths_of(tensors["path"], tensors["path_is_index"]),
         dtypes=dtypes,
         files=files,

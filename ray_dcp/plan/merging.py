@@ -102,10 +102,16 @@ def merge(columns: Sequence[Columns]) -> Held:
         if own.names != last:
             # Why not always: most jobs name the same things on all ranks, in one order.
             last = own.names
+            if not names:
+                names, paths = (
+                    dict(zip(own.names, range(len(own.names)), strict=True)),
+                    [*own.paths],
+                )
             for name, path in zip(own.names, own.paths, strict=True):
-                if names.setdefault(name, len(names)) == len(paths):
+                if name not in names:
+                    names[name] = len(names)
                     paths.append(path)
-            code = np.array([names[name] for name in own.names], dtype=np.int64)
+            code = np.fromiter(map(names.__getitem__, own.names), np.int64, len(own.names))
         tensor.append(code[own.name])
         vocabulary = [dtypes.setdefault(name, len(dtypes)) for name in own.dtypes]
         dtype.append(np.array([*vocabulary, -1], dtype=np.int8)[own.dtype])
@@ -114,8 +120,8 @@ def merge(columns: Sequence[Columns]) -> Held:
     width = max(1, *(own.shape.shape[1] for own in columns))
     counts = [len(own) for own in columns]
     return Held(
-        names=tuple(known[index] for index in order),
-        paths=tuple(paths[index] for index in order),
+        names=tuple(map(known.__getitem__, order)),
+        paths=tuple(map(paths.__getitem__, order)),
         dtypes=tuple(dtypes),
         first=first_rows(tensors, len(order)),
         rank=np.repeat(np.arange(len(columns), dtype=np.int32), counts),

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 import torch
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import BoolArray, Columns, Int8Array, Int64Array, Kind, Path
@@ -103,14 +104,15 @@ def capture(
     del is_coordinator
     options = options or SaveOptions()
     plain = stateful_to_state_dict(state_dict) if stateful else state_dict
-    flat = flatten(plain) if flatten_state_dict else flatten_top(plain)
     rows = _Rows(
         digests=world_size > 1,
         with_paths=flatten_state_dict,
         flatten_sharded_tensors=flatten_sharded_tensors,
     )
-    rows.fill(flat)
-    _check(rows, options, rank)
+    with collector_paused():
+        rows.fill(flatten(plain) if flatten_state_dict else flatten_top(plain))
+        _check(rows, options, rank)
+        columns = rows.columns()
     values = rows.values
 
     def source(row: int) -> memoryview:
@@ -120,7 +122,7 @@ def capture(
         data: bytes = values[row].bytes()
         return data
 
-    return Capture(rows.columns(), source, deferred, tuple(rows.warnings))
+    return Capture(columns, source, deferred, tuple(rows.warnings))
 
 
 def _check(rows: _Rows, options: SaveOptions, rank: int) -> None:
@@ -182,27 +184,40 @@ class _Rows:
 
     def fill(self, flat: Flat) -> None:
         """Adds the items of every value; what can't be saved goes to `problems`."""
-        for fqn, path, value in zip(flat.names, flat.paths, flat.values, strict=True):
-            rows_before = len(self.values)
-            cls = type(value)
-            if cls is torch.Tensor or cls is torch.nn.Parameter:
-                self._plain(fqn, value)
-            else:
+        stop = 0
+        for plain, run in groupby(map(is_plain, flat.values)):
+            start, stop = stop, stop + len(list(run))
+            if plain:
+                self._plain(flat, slice(start, stop))
+                continue
+            for row in range(start, stop):
+                fqn, rows_before = flat.names[row], len(self.values)
                 try:
-                    self._other(fqn, value)
+                    self._other(fqn, flat.values[row])
                 except UnsupportedValueError as error:
                     self.problems.append(error.message)
-            if len(self.values) > rows_before:
-                self._names.append(fqn)
-                self._paths.append(path if self._with_paths else None)
+                if len(self.values) > rows_before:
+                    self._names.append(fqn)
+                    self._paths.append(flat.paths[row] if self._with_paths else None)
 
-    def _plain(self, fqn: str, tensor: torch.Tensor) -> None:
-        reason = refusal(tensor)
-        if reason is not None:
-            self.problems.append(f"{fqn!r} {reason}")
+    def _plain(self, flat: Flat, rows: slice) -> None:
+        """Adds many plain tensors, column by column: a third of the time of one by one."""
+        names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
+        reasons = list(map(refusal, tensors))
+        if any(reasons):
+            told = [f"{fqn!r} {why}" for fqn, why in zip(names, reasons, strict=True) if why]
+            self.problems += told
             return
-        self._add(_TENSOR, tensor, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
-        self._value.append(content_digest(tensor) if self._digests else 0)
+        count, named = len(tensors), len(self._names)
+        self._names += names
+        self._paths += paths if self._with_paths else [None] * count
+        self._name += range(named, named + count)
+        self._kind += [_TENSOR] * count
+        self._dtype += [tensor.dtype for tensor in tensors]
+        self._shape += [tensor.shape for tensor in tensors]
+        self._requires_grad += [tensor.requires_grad for tensor in tensors]
+        self._value += map(content_digest, tensors) if self._digests else [0] * count
+        self.values += tensors
 
     def _other(self, fqn: str, value: Any) -> None:
         if is_sharded(value):
@@ -278,7 +293,7 @@ class _Rows:
             dtypes=tuple(map(dtype_name, dtypes)),
             name=np.array(self._name, np.int32),
             kind=np.array(self._kind, np.int8),
-            dtype=np.fromiter((codes[dtype] for dtype in self._dtype), np.int8, num),
+            dtype=np.fromiter(map(codes.__getitem__, self._dtype), np.int8, num),
             ndim=ndim,
             shape=shape,
             offset=offset,
@@ -290,7 +305,7 @@ class _Rows:
 
     def _splittable(self, size: Int64Array) -> BoolArray:
         widths = {d: d.itemsize if d and d.is_floating_point else 0 for d in set(self._dtype)}
-        width = np.fromiter((widths[dtype] for dtype in self._dtype), np.int64, len(size))
+        width = np.fromiter(map(widths.__getitem__, self._dtype), np.int64, len(size))
         splittable: BoolArray = (size.prod(axis=1) * width >= SPLIT_BYTES) & (
             np.array(self._kind) == _TENSOR
         )
@@ -307,7 +322,8 @@ def padded(shapes: Sequence[tuple[int, ...]], ndim: Int8Array) -> Int64Array:
     """Returns shapes as int64[n, D], padded with 1; D is at least 1."""
     width = max(1, int(ndim.max(initial=0)))
     shape = np.ones((len(shapes), width), np.int64)
-    shape[np.arange(width) < ndim[:, None]] = list(chain.from_iterable(shapes))
+    lengths = np.fromiter(chain.from_iterable(shapes), np.int64, int(ndim.sum(dtype=np.int64)))
+    shape[np.arange(width) < ndim[:, None]] = lengths
     return shape
 
 

@@ -71,9 +71,7 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
         ['model.w', 'steps', 'groups.0.lr']
     """
     flat = Flat()
-    walker = _Walker(flat, before_2_4)
-    for key, value in state_dict.items():
-        walker.visit(state_dict, key, str(key), (str(key),), value, 1)
+    _Walker(flat, before_2_4).walk("", (), state_dict, 0)
     _check_unique(flat.names)
     return flat
 
@@ -143,7 +141,7 @@ class _Walker:
     def visit(self, parent: Any, key: Any, name: str, path: Path, value: Any, depth: int) -> None:
         kind = self._kind(type(value))
         if kind == _MAPPING and not (self._before_2_4 and self._is_value(value, depth)):
-            self._mapping(name + ".", path, value, depth)
+            self.walk(name + ".", path, value, depth)
         elif kind == _LIST and not self._is_value(value, depth):
             self._list(name + ".", path, value, depth)
         else:
@@ -154,7 +152,8 @@ class _Walker:
             flat.parents.append(parent)
             flat.keys.append(key)
 
-    def _mapping(self, prefix: str, path: Path, mapping: Mapping[Any, Any], depth: int) -> None:
+    def walk(self, prefix: str, path: Path, mapping: Mapping[Any, Any], depth: int) -> None:
+        """Adds what is in a mapping."""
         _check_depth(depth, path)
         flat, kinds = self._flat, self._kinds
         add_name, add_path, add_value = flat.names.append, flat.paths.append, flat.values.append

@@ -265,9 +265,7 @@ class _Reads:
                 f"{item.storage_index.fqn!r} at {offset} of {size}, but it is stored with "
                 f"shape {shape}",
             )
-        dtype = dtype_of(
-            self.table.dtypes[self.table.dtype[tensor]], fqn=item.storage_index.fqn
-        )
+        dtype = dtype_of(self.table.dtypes[self.table.dtype[tensor]], fqn=item.storage_index.fqn)
         return BoxItem(item, tensor, offset, size, dtype)
 
     def _taker(self, item: ReadItem) -> Callable[[bytes], None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ray_dcp.seam.tensors import is_plain, writable_bytes
+from ray_dcp.seam.tensors import host_bytes, is_plain, writable_bytes
 
 __all__ = ["Fresh", "TensorSink", "copy_into", "fresh_like", "is_writable"]
 
@@ -84,8 +84,7 @@ class TensorSink:
     def buffer(self, row: int) -> memoryview:
         """Returns the writable bytes of a row; the same memory until `done`."""
         if self._direct[row]:
-            tensor = self._tensors[row]
-            return writable_bytes(tensor.detach() if tensor.requires_grad else tensor)
+            return host_bytes(self._tensors[row])
         return writable_bytes(self.region(row))
 
     def done(self, row: int) -> None:

@@ -33,7 +33,9 @@ def stateful_to_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_stateful_to_state_dict`.
     """
     _check_mapping(state_dict)
-    return {key: _plain(value) for key, value in state_dict.items()}
+    return {
+        key: value if type(value) in _NEVER else _plain(value) for key, value in state_dict.items()
+    }
 
 
 def stateful_to_load_targets(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +57,11 @@ def stateful_to_load_targets(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     _check_mapping(state_dict)
     # Why the second look: a `state_dict()` call may drop keys of the mapping that holds it.
-    return {key: _plain(state_dict[key]) for key in _sorted_keys(state_dict) if key in state_dict}
+    return {
+        key: value if type(value := state_dict[key]) in _NEVER else _plain(value)
+        for key in _sorted_keys(state_dict)
+        if key in state_dict
+    }
 
 
 def put_back(state_dict: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
@@ -71,7 +77,7 @@ def put_back(state_dict: MutableMapping[str, Any], loaded: Mapping[str, Any]) ->
         if key not in state_dict or key not in loaded:
             continue
         value = state_dict[key]
-        if _is_stateful(value):
+        if type(value) not in _NEVER and _is_stateful(value):
             value.load_state_dict(loaded[key])
         else:
             state_dict[key] = loaded[key]

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.format.checksums import block_checks
+from ray_dcp.format.checksums import block_check
+from ray_dcp.format.torch_items import TensorItem
 from ray_dcp.options import Verify
 from ray_dcp.plan.boxes import strides
 from ray_dcp.plan.extents import block_ranges
@@ -22,6 +23,7 @@ from ray_dcp.plan.values import ChunkTable, Int64Array
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.blocks import BlockVerifier, read_stored
 from ray_dcp.transfer.jobs import GAP_BYTES, Direct, Geometry, Job, Span, Strided
+from ray_dcp.transfer.pair_numbers import PairNumbers
 from ray_dcp.transfer.stock import ELEMENT_TYPES, parse_item, view_of_item
 
 __all__ = ["Filler", "TargetSink"]
@@ -88,7 +90,8 @@ class Filler:
         self._local = threading.local()
         self._chunk: list[int] = geo.plan.chunk.tolist()
         self._row: list[int] = geo.plan.wanted.tolist()
-        self._pairs = _PairNumbers(geo, table)
+        self._pairs = PairNumbers(geo, table, np.array(lengths, np.int64), np.array(parts))
+        self._heads: dict[int, tuple[bytes, TensorItem]] = {}
 
     def do(self, job: Job) -> None:
         """Does one job.
@@ -114,9 +117,11 @@ class Filler:
         view = self._scratch(job.high - job.low)
         self._load(job.file, job.low, view)
         numbers = self._pairs
-        blocks = 0
+        blocks = self._copy_simple(job.pairs, view, job.low)
         verified = (-1, -1, -1)
         for pair in job.pairs:
+            if numbers.simple[pair]:
+                continue
             if numbers.unparsed[pair]:
                 self._copy_parsed(pair, view, job.low)
                 continue
@@ -145,12 +150,35 @@ class Filler:
             return 0
         start, low = numbers.read_start[pair] - span_low, numbers.read_low[pair]
         part = view[start : start + numbers.read_bytes[pair]]
-        if len(part) > block_bytes:
-            return self._verifier.check(self._chunk[pair], low, part, low)
-        # Why apart: this is the path of small tensors, and costs a third of the general one.
-        if block_checks(part, block_bytes)[0] != numbers.first_check[pair]:
-            raise self._verifier.damaged(self._chunk[pair], low // block_bytes)
-        return 1
+        return self._verifier.check(self._chunk[pair], low, part, low)
+
+    def _copy_simple(self, pairs: Sequence[int], view: memoryview, span_low: int) -> int:
+        """Copies the simple ones among some pairs; returns how many blocks were verified.
+
+        Why all in one loop: this is the path of small tensors, and a call costs as much as what
+        it would do.
+        """
+        numbers, rows, lengths = self._pairs, self._row, self._lengths
+        simple, starts, checks = numbers.simple, numbers.chunk_start, numbers.first_check
+        has_check, buffer, done = numbers.block_bytes, self._sink.buffer, self._sink.done
+        blocks = 0
+        for pair in pairs:
+            if not simple[pair]:
+                continue
+            row = rows[pair]
+            count = lengths[row]
+            start = starts[pair] - span_low
+            part = view[start : start + count]
+            if has_check[pair]:
+                blocks += 1
+                if block_check(part) != checks[pair]:
+                    raise self._verifier.damaged(self._chunk[pair], 0)
+            target = buffer(row)
+            if len(target) != count or target.readonly or target.itemsize != 1:
+                raise self._misfit(row, target)
+            target[:] = part
+            done(row)
+        return blocks
 
     def _do_direct(self, job: Direct) -> tuple[int, int]:
         geo, pair = self._geo, job.pair
@@ -216,19 +244,40 @@ class Filler:
 
     def _copy_parsed(self, pair: int, view: memoryview, span_low: int) -> None:
         """Copies a pair out of a whole stock item."""
-        geo, chunk = self._geo, self._chunk[pair]
-        data = view[int(geo.item_low[pair]) - span_low : int(geo.item_high[pair]) - span_low]
-        item = parse_item(self._table, chunk, data)
+        geo, numbers, chunk = self._geo, self._pairs, self._chunk[pair]
+        start = numbers.item_low[pair] - span_low
+        data = view[start : start + numbers.item_bytes[pair]]
+        item = self._parsed(pair, data)
         if item is None:
             with self._lock:
                 self.opaque.add(chunk)
+            return
+        row = self._row[pair]
+        if numbers.whole[pair] and item.is_contiguous:
+            begin = item.payload_offset
+            self._target(row)[:] = data[begin : begin + item.payload_bytes]
+            self._part_done(row)
             return
         width = geo.plan.offset.shape[1]
         source = view_of_item(item, data, int(geo.itemsize[pair]), width)
         offset, size = geo.plan.offset[pair], geo.plan.size[pair]
         low = offset - geo.chunk_offset[pair]
         self._into_target(pair, offset, size)[...] = source[_slices(low, size)]
-        self._part_done(self._row[pair])
+        self._part_done(row)
+
+    def _parsed(self, pair: int, data: memoryview) -> TensorItem | None:
+        """Returns where the tensor of a stock item lies.
+
+        Items of tensors that are alike begin with the same bytes, and these alone decide.
+        """
+        likeness = self._pairs.likeness[pair]
+        known = self._heads.get(likeness)
+        if known is not None and data[: len(known[0])].tobytes() == known[0]:
+            return known[1]
+        item = parse_item(self._table, self._chunk[pair], data)
+        if item is not None:
+            self._heads[likeness] = data[: item.payload_offset].tobytes(), item
+        return item
 
     def _copy_box(
         self, pair: int, view: memoryview, base: int, offset: Int64Array, size: Int64Array
@@ -263,12 +312,15 @@ class Filler:
     def _target(self, row: int) -> memoryview:
         target = self._sink.buffer(row)
         if len(target) != self._lengths[row] or target.readonly or target.itemsize != 1:
-            raise InvalidRequestError(
-                f"the target of row {row} must be {self._lengths[row]} writable bytes, but is "
-                f"{target.nbytes} {'read-only' if target.readonly else 'writable'} bytes in items "
-                f"of {target.itemsize}"
-            )
+            raise self._misfit(row, target)
         return target
+
+    def _misfit(self, row: int, target: memoryview) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the target of row {row} must be {self._lengths[row]} writable bytes, but is "
+            f"{target.nbytes} {'read-only' if target.readonly else 'writable'} bytes in items "
+            f"of {target.itemsize}"
+        )
 
     def _part_done(self, row: int) -> None:
         if not self._single[row]:
@@ -288,27 +340,6 @@ class Filler:
             self._local.room = room = None  # Why: the old one goes before the new one comes.
             self._local.room = room = np.empty(num_bytes, np.uint8)
         return room.data[:num_bytes]
-
-
-class _PairNumbers:
-    """Columns of the pairs as lists: indexing numpy arrays costs 10 times more."""
-
-    def __init__(self, geo: Geometry, table: ChunkTable) -> None:
-        pairs, chunk = geo.bytes, geo.plan.chunk
-        block = np.maximum(geo.block_bytes, 1)
-        check = table.check_start[chunk] + pairs.read_low // block
-        last = max(len(table.checks) - 1, 0)
-        checks = table.checks if len(table.checks) else np.zeros(1, np.uint64)
-        self.first_check: list[int] = checks[np.minimum(check, last)].tolist()
-        self.block_bytes: list[int] = geo.block_bytes.tolist()
-        self.read_low: list[int] = pairs.read_low.tolist()
-        self.read_start: list[int] = (geo.place + pairs.read_low).tolist()
-        self.read_bytes: list[int] = (pairs.read_high - pairs.read_low).tolist()
-        self.chunk_start: list[int] = (geo.place + pairs.chunk_low).tolist()
-        self.target_low: list[int] = pairs.target_low.tolist()
-        self.num_bytes: list[int] = pairs.num_bytes.tolist()
-        self.unparsed: list[bool] = geo.unparsed.tolist()
-        self.straight: list[bool] = (pairs.chunk_contiguous & pairs.target_contiguous).tolist()
 
 
 def _at_block_bounds(low: int, high: int, block: int, payload_bytes: int) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ from tests.exchange_cases import (
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
     "ignore:ComplexHalf support is experimental:UserWarning",  # torch's word for complex32
+    "ignore:TypedStorage is deprecated:UserWarning",  # stock DCP of torch 2.9, on every save
 )
 
 SAFETENSORS = ray_dcp.SaveOptions(container="safetensors")

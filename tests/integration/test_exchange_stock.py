@@ -60,6 +60,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",  # stock DCP's word for no_dist
     "ignore:Sparse CSR tensor support is in beta:UserWarning",  # torch's, on making one
     "ignore:ComplexHalf support is experimental:UserWarning",  # torch's word for complex32
+    "ignore:TypedStorage is deprecated:UserWarning",  # stock DCP of torch 2.9, on every save
 )
 
 WAYS = {"ours to stock": (ray_dcp, stock), "stock to ours": (stock, ray_dcp)}

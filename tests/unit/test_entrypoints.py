@@ -1,0 +1,132 @@
+"""`save` and `load` as a single process calls them: arguments, warnings, reports, older forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import ray_dcp
+from ray_dcp.seam.decision import MissingTargetError
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((3, 2), float(value)), "step": int(value)}
+
+
+def test_every_public_name_is_there():
+    assert [name for name in ray_dcp.__all__ if not hasattr(ray_dcp, name)] == []
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'saev'"):
+        ray_dcp.saev  # noqa: B018 - the access is the test
+
+
+def test_a_load_reports_what_it_did(tmp_path: Path):
+    ray_dcp.save({**state(), "extra": torch.ones(1)}, checkpoint_id=tmp_path / "c")
+    report = ray_dcp.load(
+        {"w": torch.zeros(3, 2, dtype=torch.float64), "step": 0, "lost": torch.zeros(1)},
+        checkpoint_id=tmp_path / "c",
+        options=ray_dcp.LoadOptions(allow_partial_load=True),
+    )
+    assert (report.loaded, report.missing, report.unexpected) == (
+        ("step", "w"), ("lost",), ("extra",),
+    )  # fmt: skip
+    assert report.cast == (("w", "float32", "float64"),)
+    assert report.path == "native"
+    assert report.bytes_read >= report.bytes_needed > 0
+
+
+def test_the_metadata_of_a_save_is_that_which_stock_dcp_reads(tmp_path: Path):
+    metadata = ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    read = stock.FileSystemReader(tmp_path / "c").read_metadata()
+    assert metadata.state_dict_metadata == read.state_dict_metadata
+    assert metadata.storage_data == read.storage_data
+    assert metadata.planner_data == read.planner_data
+
+
+def test_the_storage_as_second_argument_works_and_warns(tmp_path: Path):
+    with pytest.warns(FutureWarning, match="pass storage_writer by name"):
+        ray_dcp.save(state(), ray_dcp.FileSystemWriter(tmp_path / "c"))
+    found = state(0)
+    with pytest.warns(FutureWarning, match="pass storage_reader by name"):
+        ray_dcp.load(found, ray_dcp.FileSystemReader(tmp_path / "c"))
+    assert found["step"] == 1
+    with pytest.raises(ray_dcp.InvalidRequestError, match="more positional arguments"):
+        ray_dcp.load(found, ray_dcp.FileSystemReader(tmp_path), ray_dcp.FileSystemReader(tmp_path))
+
+
+def test_the_older_functions_work_and_do_not_ask_stateful_values(tmp_path: Path):
+    saved, found = state(), state(0)
+    with pytest.warns(FutureWarning, match="use ray_dcp.save"):
+        ray_dcp.save_state_dict(saved, ray_dcp.FileSystemWriter(tmp_path / "c"))
+    with pytest.warns(FutureWarning, match="use ray_dcp.load"):
+        report = ray_dcp.load_state_dict(found, ray_dcp.FileSystemReader(tmp_path / "c"))
+    assert torch.equal(found["w"], saved["w"])
+    assert sorted(report.loaded) == ["step", "w"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_use_collectives_false_is_a_checkpoint_like_any_other(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c", use_collectives=False)
+    found = state(0)
+    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert found["step"] == 1
+
+
+@pytest.mark.parametrize("call", [ray_dcp.save, ray_dcp.load])
+def test_without_a_place_it_is_an_error_that_is_dcps_too(call):
+    with pytest.raises(MissingTargetError) as caught:
+        call(state())
+    assert isinstance(caught.value, (RuntimeError, ValueError))
+
+
+def test_saving_again_replaces_and_overwrite_false_refuses(tmp_path: Path):
+    ray_dcp.save(state(1), checkpoint_id=tmp_path / "c")
+    ray_dcp.save(state(2), checkpoint_id=tmp_path / "c")
+    with pytest.raises(ray_dcp.CheckpointExistsError):
+        ray_dcp.save(
+            state(3), checkpoint_id=tmp_path / "c", options=ray_dcp.SaveOptions(overwrite=False)
+        )
+    found = state(0)
+    ray_dcp.load(found, checkpoint_id=tmp_path / "c")
+    assert found["step"] == 2
+    assert ray_dcp.verify(tmp_path / "c").ok
+
+
+def test_a_planner_of_the_users_that_fails_fails_the_save_and_nothing_is_written(tmp_path: Path):
+    class Broken(ray_dcp.DefaultSavePlanner):
+        def create_local_plan(self):
+            raise ZeroDivisionError("no plan today")
+
+    with pytest.raises(ray_dcp.CheckpointError, match="no plan today") as caught:
+        ray_dcp.save(state(), checkpoint_id=tmp_path / "c", planner=Broken())
+    assert isinstance(caught.value.failures[0][0], ZeroDivisionError)
+    assert not (tmp_path / "c" / ".metadata").exists()
+
+
+def test_planners_and_storages_of_third_parties_take_their_paths(tmp_path: Path):
+    class Doubling(ray_dcp.DefaultLoadPlanner):
+        def commit_tensor(self, read_item, tensor):
+            tensor.mul_(2)
+
+    class Writer(ray_dcp.FileSystemWriter):
+        pass
+
+    ray_dcp.save(state(), storage_writer=Writer(tmp_path / "c"))
+    found = state(0)
+    report = ray_dcp.load(found, checkpoint_id=tmp_path / "c", planner=Doubling())
+    assert report.path == "planner hooks"
+    assert found["w"].unique().tolist() == [2.0]
+
+
+def test_the_outcome_of_a_save_is_told_by_its_attempt(tmp_path: Path):
+    metadata = ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    assert ray_dcp.outcome(tmp_path / "c", metadata.attempt) == "committed"
+    assert ray_dcp.outcome(tmp_path / "c", "0123456789abcdef") == "open"
+    with pytest.raises(ray_dcp.InvalidRequestError, match="attempt"):
+        ray_dcp.outcome(tmp_path / "c", "")
