@@ -109,7 +109,11 @@ def step_that_loads(path: str) -> int:
     return step
 
 
+def names_at(path: Path) -> set[str]:
+    """Returns the names of all files below a path."""
+    return {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+
+
 def files_at(path: Path) -> dict[str, bytes]:
     """Returns every file below a path with its content."""
-    files = (file for file in path.rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+    return {name: (path / name).read_bytes() for name in names_at(path)}

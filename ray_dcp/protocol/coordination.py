@@ -41,6 +41,9 @@ SESSIONS = 1024
 """Sessions of which it is remembered how far they were and which ranks they lost; operations of
 which it is remembered that ranks began them with an earlier coordinator."""
 
+GAPS = 1024
+"""Operations of a session that may end, and be forgotten, before one with a lower number begins."""
+
 Machine = SaveMachine | LoadMachine | ExchangeMachine
 
 
@@ -69,7 +72,7 @@ class Coordination:
         self._new_attempt = new_attempt
         self._active: dict[OpKey, Machine] = {}
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
-        self._forgotten: OrderedDict[str, int] = OrderedDict()
+        self._forgotten: OrderedDict[str, _Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
         self._ahead: OrderedDict[OpKey, dict[int, ParticipantError]] = OrderedDict()
 
@@ -117,7 +120,7 @@ class Coordination:
         """
         machine = self._active.get(key) or self._finished.get(key)
         if machine is None:
-            if key.seq <= self._forgotten.get(key.session, -1):
+            if self._has_forgotten(key):
                 return ()
             raise InternalError(
                 f"Expected an operation that asked for {type(task).__name__}, but operation "
@@ -172,7 +175,7 @@ class Coordination:
         return tuple(self._active)
 
     def _begin(self, request: Request) -> Machine:
-        if request.key.seq <= self._forgotten.get(request.key.session, -1):
+        if self._has_forgotten(request.key):
             raise _unknown(request, "it ended long ago")
         match request:
             case SaveJoin():
@@ -189,6 +192,10 @@ class Coordination:
                 _trim(self._ahead, SESSIONS)
                 raise _unknown(request, "this coordinator was restarted since")
 
+    def _has_forgotten(self, key: OpKey) -> bool:
+        forgotten = self._forgotten.get(key.session)
+        return forgotten is not None and key.seq in forgotten
+
     def _pass_by(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
         refused = Refused(_unknown(request, "this coordinator was restarted since"))
@@ -201,9 +208,32 @@ class Coordination:
             self._finished[machine.key] = machine
             while len(self._finished) > MEMORY:
                 key, _ = self._finished.popitem(last=False)
-                self._forgotten[key.session] = max(key.seq, self._forgotten.get(key.session, -1))
+                self._forgotten.setdefault(key.session, _Forgotten()).add(key.seq)
                 _trim(self._forgotten, SESSIONS)
         return commands
+
+
+class _Forgotten:
+    """Operations of a session that ended and are not remembered.
+
+    Why not just the highest: keys are named before they are used, and an operation that goes on
+    in the background may come after many that were named later.
+    """
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._others: set[int] = set()
+
+    def __contains__(self, seq: int) -> bool:
+        return seq < self._below or seq in self._others
+
+    def add(self, seq: int) -> None:
+        self._others.add(seq)
+        if len(self._others) > GAPS:
+            self._below = max(self._below, min(self._others))
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
 
 
 def _trim(memory: OrderedDict[Any, Any], length: int) -> None:

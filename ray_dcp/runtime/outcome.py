@@ -16,7 +16,7 @@ from ray_dcp.protocol.commands import Result
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.records import slots
+from ray_dcp.runtime.records import confirm_record, slots
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
 
@@ -80,7 +80,10 @@ def settle(
         `Won` or `Fenced`; `Open` when the storage does not say. Never raises.
     """
     try:
-        decided, last_slot = _look(opener(target), attempt)
+        storage = opener(target)
+        decided, last_slot = _look(storage, attempt)
+        if decided is not None:
+            confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
     except CheckpointError as error:
         return Open(error)
     if decided is not None:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from ray_dcp.collector import collector_paused
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.errors import CheckpointError, InternalError, StorageError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import (
     AbortRecord,
@@ -38,7 +38,6 @@ from ray_dcp.protocol.commands import (
     Finished,
     MakePlan,
     Planned,
-    Published,
     PublishMetadata,
     ReadCheckpoint,
     ReadRecord,
@@ -52,14 +51,17 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.verdict import name_ranks
-from ray_dcp.runtime.records import read_standing, standing_records
+from ray_dcp.runtime.publishing import publish
+from ray_dcp.runtime.records import confirm_record, read_standing, without_stock_files
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import METADATA_KEY, find_checkpoint
+from ray_dcp.transfer.threads import run_tasks
 
 __all__ = ["new_attempt", "perform"]
 
 MOST_NAMED = 20
+CHECK_THREADS = 16
 
 
 def new_attempt() -> str:
@@ -97,6 +99,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             with collector_paused():
                 return _make_plan(task)
         case BuildCommit():
+            _check_visible(opener(task.target), task.receipts)
             with collector_paused():
                 return _build_commit(task)
         case WriteTable():
@@ -105,14 +108,15 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case CreateRecord():
             return _create(opener(task.target), task.slot, task.record)
         case ReadRecord():
-            return _read_record(opener(task.target), task.slot)
+            return _confirmed_record(opener(task.target), task.slot)
         case CreateAbort():
             record = AbortRecord(attempt=task.attempt, reason=task.reason, rank=task.rank)
             return _create(opener(task.target), task.slot, encode_record(record))
         case PublishMetadata():
-            return _publish(opener(task.target), task)
+            return publish(opener(task.target), task.slot, task.metadata, task.target.url)
         case CollectReplaced():
-            opener(task.target).delete(task.keys)
+            storage = opener(task.target)
+            storage.delete(without_stock_files(storage, task.keys))
             return Finished()
         case ReadCheckpoint():
             found = find_checkpoint(opener(task.target), checkpoint_id=task.target.url)
@@ -140,6 +144,38 @@ def _disagreements(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
         f"Expected each item to be equal on all ranks that hold it, but these differ from the "
         f"lowest rank's: {named}{more}"
     )
+
+
+def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
+    """Checks that the files of the ranks are here as well, where the commit is made.
+
+    Why: with a path that is not shared between the nodes every rank writes without an error, and
+    the checkpoint would be committed without its files.
+
+    Raises:
+        StorageError: Some are missing or have another length.
+    """
+    wrong: list[str] = []
+
+    def check(receipt: FileReceipt) -> None:
+        # Why not a list: network filesystems show an old one for a while.
+        try:
+            start = max(receipt.num_bytes - 1, 0)
+            tail = storage.read(receipt.key, start, 2)
+        except KeyMissingError:
+            wrong.append(f"{receipt.key} is missing")
+            return
+        if len(tail) != receipt.num_bytes - start:
+            wrong.append(f"{receipt.key} has another length than {receipt.num_bytes} bytes")
+
+    run_tasks(receipts, check, min(CHECK_THREADS, max(len(receipts) // CHECK_THREADS, 1)))
+    if wrong:
+        more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise StorageError(
+            f"Expected every file that the ranks wrote in {storage.url}, as the coordinator sees "
+            f"it, but {', '.join(sorted(wrong)[:MOST_NAMED])}{more}. Save to a place that all "
+            f"nodes share"
+        )
 
 
 def _build_commit(task: BuildCommit) -> CommitBuilt:
@@ -210,6 +246,13 @@ def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotT
     return RecordCreated(slot)
 
 
+def _confirmed_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
+    found = _read_record(storage, slot)
+    if isinstance(found, SlotTaken):
+        confirm_record(storage, slot, found.record)
+    return found
+
+
 def _read_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
     key = record_key(slot)
     try:
@@ -218,14 +261,3 @@ def _read_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
         return SlotFree(slot)
     record = decode_record(data, key=key)
     return SlotTaken(slot, record.attempt, isinstance(record, AbortRecord), data)
-
-
-def _publish(storage: Storage, task: PublishMetadata) -> Published:
-    # Why: this save may have lain still since its commit, and a later one has published by now.
-    if standing_records(storage).slot > task.slot:
-        return Published(superseded=True)
-    if task.metadata is None:
-        storage.delete([METADATA_KEY])
-    else:
-        storage.write(METADATA_KEY, task.metadata)
-    return Published()

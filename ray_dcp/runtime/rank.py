@@ -10,6 +10,7 @@ import copy
 import pickle
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -43,6 +44,7 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.vote import Fenced, Won
 from ray_dcp.runtime.outcome import settle
+from ray_dcp.runtime.publishing import republish
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, checkpoint_from
@@ -172,7 +174,10 @@ def save_rank(
         outcome = yield SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error)
     except CheckpointError as unanswered:
         outcome = _settled(unanswered, go.attempt, rank, target, opener)
-    if isinstance(outcome, Refused) and isinstance(outcome.error, CommitUnknownError):
+    # Why InternalError: a coordinator that contradicted itself may have committed, or still may.
+    if isinstance(outcome, Refused) and isinstance(
+        outcome.error, CommitUnknownError | InternalError
+    ):
         outcome = _settled(_refusal(outcome, rank), go.attempt, rank, target, opener)
     if not isinstance(outcome, SaveOutcome):
         raise _refusal(outcome, rank)
@@ -306,6 +311,10 @@ def _settled(
     match decision:
         case Won():
             warning = f"The coordinator did not confirm the commit, but it stands: {unanswered}"
+            # Why rank 0: one is enough, and each would decode the whole chunk table.
+            if rank == 0:
+                with suppress(CheckpointError):
+                    republish(opener(target), target.url)
             return SaveOutcome(attempt, decision.slot, decision.record, (warning,))
         case Fenced() if not isinstance(unanswered, CommitUnknownError):
             raise unanswered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
@@ -11,10 +12,17 @@ from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import Manifest, Record, decode_record, newest, record_key, slot_of
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.protocol.commands import RecordsRead
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import METADATA_KEY
 
-__all__ = ["Standing", "read_standing", "slots", "standing_records"]
+__all__ = [
+    "Standing",
+    "confirm_record",
+    "read_standing",
+    "slots",
+    "standing_records",
+    "without_stock_files",
+]
 
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 
@@ -71,7 +79,9 @@ def standing_records(storage: Storage) -> Standing:
             break
         try:
             key = record_key(slot)
-            records[slot] = decode_record(storage.read(key), key=key)
+            data = storage.read(key)
+            if data:  # else it was claimed and never filled, on a filesystem without hard links
+                records[slot] = decode_record(data, key=key)
         except DamagedCheckpointError as error:
             unreadable[slot] = error
         except KeyMissingError:
@@ -106,6 +116,51 @@ def read_standing(storage: Storage) -> RecordsRead:
     )
 
 
+def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
+    """Makes sure that a record which somebody else created is durable.
+
+    Whoever created it may have died, or failed, after its name was there and before that was
+    durable; what is decided by it must not be told before.
+
+    Args:
+        storage: Of the target.
+        slot: Of the record.
+        data: The record as read.
+
+    Raises:
+        StorageError: It could not be made durable.
+    """
+    if storage.traits.create_if_absent:
+        # A storage says that a key is taken only when it is so for good.
+        with suppress(KeyExistsError):
+            storage.write(record_key(slot), data, create=True)
+
+
+def without_stock_files(storage: Storage, keys: Iterable[str]) -> list[str]:
+    """Returns those keys that a `.metadata` of stock DCP, if one stands now, does not name.
+
+    Stock DCP uses the same names again: what was to be collected may be its next checkpoint.
+
+    Args:
+        storage: Of the target.
+        keys: To be collected.
+
+    Raises:
+        StorageError: It can't be read.
+    """
+    keys = list(keys)
+    named: set[str] = set()
+    if any(map(STOCK_FILE.fullmatch, keys)):
+        try:
+            foreign = decode_metadata(storage.read(METADATA_KEY))
+            named = set() if foreign.attempt is not None else set(foreign.table.files)
+        except KeyMissingError:
+            pass
+        except DamagedCheckpointError:
+            named = {key for key in keys if STOCK_FILE.fullmatch(key)}
+    return [key for key in keys if key not in named]
+
+
 def _in_words(standing: Standing, foreign: str | None) -> str | None:
     found = []
     if standing.manifest is not None:
@@ -119,7 +174,12 @@ def _in_words(standing: Standing, foreign: str | None) -> str | None:
 
 def _files(manifest: Manifest | None) -> Iterable[str]:
     # The manifest itself stays: a slot is never freed (see `ray_dcp.protocol.vote`).
-    return () if manifest is None else (*(e.key for e in manifest.files), manifest.table.key)
+    if manifest is None:
+        return ()
+    # Careful: all our names bear the attempt. Another one is that of somebody else, whatever the
+    # manifest says.
+    keys = (*(e.key for e in manifest.files), manifest.table.key)
+    return (key for key in keys if manifest.attempt in key)
 
 
 def _foreign_metadata(

@@ -37,6 +37,12 @@ MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
 coordinator knows who is missing, so its error is the better one."""
 
+_PLAN_PHASES = 3
+"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks come,
+the storage is looked at, the plan is made."""
+_COMMIT_PHASES = 5
+"""Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
+
 
 class Session:
     """The operations of one rank in one group of ranks, over one coordinator.
@@ -189,11 +195,12 @@ class Session:
         match request:
             case SaveJoin(options=options) | LoadJoin(options=options):
                 self._options = {request.key: options, **dict([*self._options.items()][-16:])}
-                return options.plan_timeout_s + MARGIN_S
+                return _PLAN_PHASES * options.plan_timeout_s + MARGIN_S
             case SaveReceipt():
                 save = self._options.get(request.key)
                 save = save if isinstance(save, SaveOptions) else SaveOptions()
-                return save.write_timeout_s + save.commit_timeout_s + MARGIN_S
+                commit_s = _COMMIT_PHASES * save.commit_timeout_s
+                return save.write_timeout_s + commit_s + MARGIN_S
             case LoadReady() | LoadDone():
                 load = self._options.get(request.key)
                 load = load if isinstance(load, LoadOptions) else LoadOptions()

@@ -28,11 +28,12 @@ from ray_dcp.seam.tensors import (
     content_digest,
     dtype_name,
     host_bytes,
+    host_bytes_of_many,
     is_plain,
     refusal,
 )
 
-__all__ = ["Capture", "capture", "padded"]
+__all__ = ["Capture", "TensorBytes", "capture", "padded"]
 
 SPLIT_BYTES = 4 << 20
 """Plain floating tensors from this size on are cut over the ranks that hold them."""
@@ -115,14 +116,11 @@ def capture(
         columns = rows.columns()
     values = rows.values
 
-    def source(row: int) -> memoryview:
-        return host_bytes(values[row])
-
     def deferred(row: int) -> bytes:
         data: bytes = values[row].bytes()
         return data
 
-    return Capture(columns, source, deferred, tuple(rows.warnings))
+    return Capture(columns, TensorBytes(values), deferred, tuple(rows.warnings))
 
 
 def _check(rows: _Rows, options: SaveOptions, rank: int) -> None:
@@ -139,6 +137,26 @@ def _check(rows: _Rows, options: SaveOptions, rank: int) -> None:
             + "; ".join(rows.warnings),
             rank=rank,
         )
+
+
+class TensorBytes:
+    """The `Capture.source` of tensors, one by one or many at once.
+
+    Args:
+        values: The tensor behind each row; others where a row is deferred.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __call__(self, row: int) -> memoryview:
+        """Returns the bytes of a row."""
+        return host_bytes(self._values[row])
+
+    def many(self, rows: Sequence[int]) -> list[memoryview]:
+        """Returns the bytes of many rows: less work than one by one if they are small."""
+        values = self._values
+        return host_bytes_of_many([values[row] for row in rows])
 
 
 class _Deferred:

@@ -25,10 +25,11 @@ from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.seam.flatten import Flat
 from ray_dcp.seam.objects import item_bytes_at_most, load_object
 from ray_dcp.seam.shards import Layouts, is_sharded, sharded
-from ray_dcp.seam.sink import Fresh, TensorSink, copy_into, fresh_like, is_writable
-from ray_dcp.seam.tensors import dtype_name, dtype_of, loses_nothing, refusal
+from ray_dcp.seam.sink import Fresh, TensorSink, copy_into, fresh_like, is_direct, is_writable
+from ray_dcp.seam.tensors import dtype_name, dtype_of, find_dtype, loses_nothing, refusal
+from ray_dcp.seam.wanted_boxes import Boxes
 
-__all__ = ["Boxes", "ItemPlacer", "ObjectTaker", "Placing"]
+__all__ = ["ItemPlacer", "ObjectTaker", "Placing"]
 
 ObjectTaker = Callable[[bytes], None]
 """Takes the verified bytes of one item (`torch.save` output)."""
@@ -37,35 +38,6 @@ Place = tuple[Any, Any]
 """A container of the state dict and a key in it."""
 
 _TENSOR, _OBJECT = int(Kind.TENSOR), int(Kind.OBJECT)
-
-
-class Boxes:
-    """Wanted boxes in the making, and the sink of their bytes."""
-
-    def __init__(self, itemsizes: Mapping[int, int]) -> None:
-        self.sink = TensorSink()
-        self._itemsizes = itemsizes
-        self._tensor: list[int] = []
-        self._offset: list[tuple[int, ...]] = []
-        self._size: list[tuple[int, ...]] = []
-
-    def add(self, tensor: int, offset: tuple[int, ...], size: tuple[int, ...]) -> None:
-        """Appends the box of the next row of the sink."""
-        self._tensor.append(tensor)
-        self._offset.append(offset)
-        self._size.append(size)
-
-    def wanted(self) -> Wanted:
-        """Returns the boxes as columns."""
-        num = len(self._tensor)
-        ndim = np.fromiter(map(len, self._size), np.int64, num)
-        width = max(1, int(ndim.max(initial=0)))
-        inside = np.arange(width) < ndim[:, None]
-        offset, size = np.zeros((num, width), np.int64), np.ones((num, width), np.int64)
-        offset[inside] = [start for box in self._offset for start in box]
-        size[inside] = [length for box in self._size for length in box]
-        itemsize = np.fromiter((self._itemsizes[t] for t in self._tensor), np.int64, num)
-        return Wanted(np.array(self._tensor, np.int32), offset, size, itemsize)
 
 
 class Placing:
@@ -100,10 +72,7 @@ class Placing:
         self._unsupported: list[str] = []
         self._not_tensors: list[str] = []
         self._kinds = table.kind.tolist()
-        self._shapes = [
-            tuple(shape[:ndim])
-            for shape, ndim in zip(table.shape.tolist(), table.ndim.tolist(), strict=True)
-        ]
+        self._shapes = _shapes(table)
         self._dtype_codes = table.dtype.tolist()
         self._dtypes: dict[int, torch.dtype] = {}
         self._first_chunk = _first_chunks(table)
@@ -115,14 +84,25 @@ class Placing:
             flat: The state dict.
             index: FQN to number of the tensor in the table.
         """
+        direct, add, loaded = self._direct_dtypes(), self.raw.add_direct, self.loaded.append
+        shapes = self._shapes
         for fqn, value, parent, key in zip(
             flat.names, flat.values, flat.parents, flat.keys, strict=True
         ):
             number = index.get(fqn)
             if number is None:
                 continue
-            self.loaded.append(fqn)
+            loaded(fqn)
             cls = type(value)
+            # Why first, and inline: nearly all values of a large state dict are of this kind.
+            if (
+                (cls is torch.Tensor or cls is torch.nn.Parameter)
+                and value.dtype is direct[number]
+                and value.shape == shapes[number]
+                and is_direct(value)
+            ):
+                add(number, value)
+                continue
             try:
                 if self._kinds[number] == _OBJECT:
                     self._object(fqn, (parent, key), number)
@@ -136,6 +116,15 @@ class Placing:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
+
+    def _direct_dtypes(self) -> list[torch.dtype | None]:
+        """Returns for each tensor the dtype of targets that its raw bytes can be read into."""
+        known: list[torch.dtype | None] = [find_dtype(name) for name in self.table.dtypes]
+        known.append(None)  # What -1 finds, the dtype of objects.
+        return [
+            known[code] if kind == _TENSOR else None
+            for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
+        ]
 
     def check(self) -> None:
         """Raises whatever speaks against this load.
@@ -383,6 +372,15 @@ def _check_replaceable(fqn: str, place: Place) -> None:
             "put: use a dict or a list",
             key=fqn,
         )
+
+
+def _shapes(table: ChunkTable) -> list[tuple[int, ...]]:
+    if (table.ndim == table.shape.shape[1]).all():
+        return list(map(tuple, table.shape.tolist()))
+    return [
+        tuple(shape[:ndim])
+        for shape, ndim in zip(table.shape.tolist(), table.ndim.tolist(), strict=True)
+    ]
 
 
 def _first_chunks(table: ChunkTable) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ray_dcp.seam.tensors import host_bytes, is_plain, writable_bytes
 
-__all__ = ["Fresh", "TensorSink", "copy_into", "fresh_like", "is_writable"]
+__all__ = ["Fresh", "TensorSink", "copy_into", "fresh_like", "is_direct", "is_writable"]
 
 
 class Fresh:
@@ -75,6 +75,12 @@ class TensorSink:
         self._direct.append(direct)
         return direct
 
+    def add_direct(self, tensor: torch.Tensor) -> None:
+        """Appends a row like `add`, for a plain tensor of the stored dtype that `is_direct`."""
+        self._tensors.append(tensor)
+        self._stored.append(tensor.dtype)
+        self._direct.append(True)
+
     def add_fresh(self, fresh: Fresh, index: int, stored: torch.dtype) -> None:
         """Appends a row whose target does not exist yet."""
         self._tensors.append((fresh, index))
@@ -130,11 +136,13 @@ class TensorSink:
         for row in list(self._temporary):
             self.done(row)
         changed = [
-            tensor
-            for tensor, direct in zip(self._tensors, self._direct, strict=True)
-            if direct and not tensor.is_inference()
+            tensor for tensor, direct in zip(self._tensors, self._direct, strict=True) if direct
         ]
-        torch.autograd.graph.increment_version(changed)
+        try:
+            torch.autograd.graph.increment_version(changed)
+        except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.
+            tracked = [tensor for tensor in changed if not tensor.is_inference()]
+            torch.autograd.graph.increment_version(tracked)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -143,15 +151,13 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.detach().copy_(source)
 
 
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a plain tensor holds its elements in C order, for the CPU to write."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
-    return (
-        tensor.dtype == stored
-        and is_plain(tensor)
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
+    return tensor.dtype == stored and is_plain(tensor) and is_direct(tensor)
 
 
 def fresh_like(value: torch.Tensor, device_type: str | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.errors import CoverageError, MissingKeyError, StateDictError
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import ReadPlan, Wanted, plan_reads
@@ -99,11 +100,28 @@ def plan_targets(
     """
     options = options or LoadOptions()
     loaded = stateful_to_load_targets(state_dict) if stateful else state_dict
+    with collector_paused():
+        return _planned(
+            state_dict, loaded, table, options, flatten_state_dict, flatten_sharded_tensors
+        )
+
+
+def _planned(
+    state_dict: MutableMapping[str, Any],
+    loaded: MutableMapping[str, Any],
+    table: ChunkTable,
+    options: LoadOptions,
+    nested: bool,
+    flatten_sharded_tensors: bool,
+) -> Targets:
     index = {name: i for i, name in enumerate(table.names)}
-    flat = _matching_flat(loaded, index, flatten_state_dict)
-    missing = tuple(name for name in flat.names if name not in index)
+    flat = _matching_flat(loaded, index, nested)
     asked = set(flat.names)
-    unexpected = tuple(name for name in table.names if name not in asked)
+    # Why the comparison first: it is done in C, and nothing is missing or unexpected as a rule.
+    all_there = index.keys() >= asked
+    missing = () if all_there else tuple(name for name in flat.names if name not in index)
+    same = all_there and len(asked) == len(index)
+    unexpected = () if same else tuple(name for name in table.names if name not in asked)
     if missing and not options.allow_partial_load:
         raise _missing_error(missing, unexpected)
     if unexpected and options.strict:
@@ -126,7 +144,7 @@ def _targets(
     unexpected: tuple[str, ...],
 ) -> Targets:
     raw, opaque = placing.raw.wanted(), placing.opaque.wanted()
-    names = tuple(placing.table.names[tensor] for tensor in raw.tensor.tolist())
+    names = tuple(map(placing.table.names.__getitem__, raw.tensor.tolist()))
     opaque_plan = plan_reads(placing.table, opaque)
     items = ItemPlacer(placing, raw)
 
@@ -177,7 +195,7 @@ def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int], nested: 
     if not nested:
         return flatten_top(loaded)
     flat = flatten(loaded)
-    if all(name in index for name in flat.names):
+    if index.keys() >= set(flat.names):
         return flat
     old = flatten(loaded, before_2_4=True)
     new_names = set(flat.names)

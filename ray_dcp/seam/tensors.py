@@ -7,9 +7,11 @@ contiguous tensor. Sharding is in `shards`.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.format.checksums import digest_bytes
@@ -20,7 +22,9 @@ __all__ = [
     "content_digest",
     "dtype_name",
     "dtype_of",
+    "find_dtype",
     "host_bytes",
+    "host_bytes_of_many",
     "is_plain",
     "loses_nothing",
     "refusal",
@@ -38,6 +42,11 @@ _INTEGERS = (
 )  # fmt: skip
 _DIRECT = frozenset({torch.bool, torch.float16, torch.float32, torch.float64, *_INTEGERS})
 """Dtypes that numpy has and `memoryview.cast` takes."""
+_JOINED = _DIRECT | {torch.bfloat16}
+"""Dtypes of which many small tensors are joined to take their bytes."""
+_SMALL_BYTES = 4 << 10
+"""Longer tensors cost more to join than to look at one by one."""
+_MAX_JOINED_BYTES = 8 << 20
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 """Dtypes that numpy has and `memoryview.cast` refuses."""
 _CARRIERS = {
@@ -105,6 +114,11 @@ def dtype_of(name: str, *, fqn: str | None = None) -> torch.dtype:
     return dtype
 
 
+def find_dtype(name: str) -> torch.dtype | None:
+    """Returns the dtype of this name, or None when this torch has no such dtype."""
+    return _DTYPES.get(name)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether this is a tensor of torch itself, whose bytes are all there is to it."""
     return type(tensor) in _PLAIN_TYPES
@@ -151,6 +165,31 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if not own or tensor.is_conj() or tensor.is_neg():
         tensor = _host_copy(tensor)
     return writable_bytes(tensor)
+
+
+def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
+    """Returns `host_bytes` of each tensor; those of small ones in one joined copy.
+
+    Args:
+        tensors: As for `host_bytes`.
+
+    Complexity: 0.5 us for a small CPU tensor, when all have one dtype.
+    """
+    lengths = [tensor.nbytes for tensor in tensors]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if (
+        sum(lengths) > min(_MAX_JOINED_BYTES, _SMALL_BYTES * len(tensors))
+        or len(dtypes) != 1
+        or not dtypes <= _JOINED
+        or not all(tensor.is_cpu for tensor in tensors)
+    ):
+        return list(map(host_bytes, tensors))
+    with torch.no_grad():
+        # Why the difference: the second makes a view of each tensor first, for half the time.
+        flat = all(tensor.dim() == 1 for tensor in tensors)
+        data = writable_bytes(torch.cat(tensors) if flat else _flatten_dense_tensors(tensors))
+    ends = list(accumulate(lengths))
+    return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview:

@@ -116,10 +116,17 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
         FileExistsError: `create`, and the name is taken.
         OSError: Anything else.
     """
-    if create:
-        _link(temp, path)
-    else:
-        os.rename(temp, path)
+    try:
+        if create:
+            _link(temp, path)
+        else:
+            os.rename(temp, path)
+    except FileExistsError:
+        # Why: who is told that a name is taken relies on it, and the one who gave it may have
+        # died before it was durable.
+        if sync:
+            sync_directory(os.path.dirname(path))
+        raise
     if sync:
         sync_directory(os.path.dirname(path))
 
@@ -135,4 +142,6 @@ def _link(temp: str, path: str) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
         os.rename(temp, path)
         return
-    os.unlink(temp)
+    # Suppressed: the file has its name, and what is left is no more than a second one.
+    with suppress(OSError):
+        os.unlink(temp)

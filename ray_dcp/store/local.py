@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store.durable import publish, write_all
+from ray_dcp.store.durable import publish, sync_directory, write_all
 from ray_dcp.store.local_writer import LocalWriter, open_temp
 from ray_dcp.store.open_files import OpenFiles, open_regular
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range, os_failure
@@ -117,13 +117,24 @@ class LocalStorage:
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`. Directories that become empty are removed as well."""
         failures: list[StorageError] = []
+        changed = False
         for key in keys:
             path = os.path.join(self._root, check_key(key, unpublished=True))
             self._files.forget(path)
             try:
-                _unlink(path, self._root)
+                if "/" in key:
+                    _check_inside(path, self._root, key)
+                changed = _unlink(path, self._root) or changed
+            except StorageError as exc:
+                failures.append(exc)
             except OSError as exc:
                 failures.append(os_failure(exc, "delete", key, path))
+        if changed and self._durable:
+            # Why: what is deleted next may be what this one referred to.
+            try:
+                sync_directory(self._root)
+            except OSError as exc:
+                failures.append(os_failure(exc, "delete from", "", self._root))
         if failures:
             error = failures[0]
             if len(failures) > 1:
@@ -178,14 +189,26 @@ def _walk(directory: str, base: str, prefix: str, published: bool) -> Iterator[E
                         yield Entry(key, item.stat().st_size)
 
 
-def _unlink(path: str, root: str) -> None:
+def _check_inside(path: str, root: str, key: str) -> None:
+    """Raises `StorageError` for a file that lies elsewhere, by a link to its directory."""
+    directory, inside = os.path.realpath(os.path.dirname(path)), os.path.realpath(root)
+    if os.path.commonpath([directory, inside]) != inside:
+        raise StorageError(
+            f"could not delete {path}: by a link it lies in {directory}, outside of {root}; "
+            f"remove the link",
+            key=key,
+        )
+
+
+def _unlink(path: str, root: str) -> bool:
+    """Removes a file; tells whether it was there."""
     try:
         os.unlink(path)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return False
     except OSError as exc:
         if os.path.isdir(path) and not os.path.islink(path):
-            return  # a directory is no key
+            return False  # a directory is no key
         raise exc
     # Suppressed: it is not empty, or somebody else was faster.
     with suppress(OSError):
@@ -193,6 +216,7 @@ def _unlink(path: str, root: str) -> None:
         while len(directory) > len(root):
             os.rmdir(directory)
             directory = os.path.dirname(directory)
+    return True
 
 
 def _read(fd: int, start: int, num_bytes: int | None) -> bytes:

@@ -141,17 +141,21 @@ class LocalWriter:
             os.ftruncate(self._fd, num_bytes)
         if self._sync:
             os.fsync(self._fd)
-        self._close()
+        # Why not suppressed: without fsync, a network filesystem tells only now what it refused.
+        self._close(strict=True)
 
-    def _close(self) -> None:
+    def _close(self, *, strict: bool = False) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._view.release()
             # Why: the traceback of a write that failed still holds a piece of the buffer.
             with suppress(BufferError):
                 self._bounce.close()
-            with suppress(OSError):
+            try:
                 os.close(fd)
+            except OSError:
+                if strict:
+                    raise
 
 
 def open_temp(path: str, key: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:

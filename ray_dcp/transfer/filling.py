@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Protocol
 
@@ -30,6 +31,8 @@ __all__ = ["Filler", "TargetSink"]
 
 _VERIFY_BYTES = 2 << 20
 """Direct reads are verified in steps of about this length, while they are in the cache."""
+_SMALL_PAIR_BYTES = 32 << 10
+"""Spans of pairs that are shorter than this on average are taken apart by one thread at a time."""
 
 
 class TargetSink(Protocol):
@@ -87,6 +90,7 @@ class Filler:
         self._single = [count == 1 for count in parts]
         self._verifier = BlockVerifier(table, verify, storage.url)
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         self._local = threading.local()
         self._chunk: list[int] = geo.plan.chunk.tolist()
         self._row: list[int] = geo.plan.wanted.tolist()
@@ -116,6 +120,13 @@ class Filler:
     def _do_span(self, job: Span) -> tuple[int, int]:
         view = self._scratch(job.high - job.low)
         self._load(job.file, job.low, view)
+        # Why: what is done for a small pair holds Python's global lock, but for moments; threads
+        # that take it from each other at every pair spend more time on that than on the pairs.
+        with self._turn if len(view) < _SMALL_PAIR_BYTES * len(job.pairs) else nullcontext():
+            return len(view), self._copy_pairs(job, view)
+
+    def _copy_pairs(self, job: Span, view: memoryview) -> int:
+        """Copies the pairs of a span; returns how many blocks were verified."""
         numbers = self._pairs
         blocks = self._copy_simple(job.pairs, view, job.low)
         verified = (-1, -1, -1)
@@ -140,7 +151,7 @@ class Filler:
                 base = numbers.read_low[pair]
                 self._copy_box(pair, part, base, plan.offset[pair], plan.size[pair])
             self._part_done(self._row[pair])
-        return len(view), blocks
+        return blocks
 
     def _check_in_span(self, pair: int, view: memoryview, span_low: int) -> int:
         """Verifies what a pair needs of a span; returns how many blocks that were."""

@@ -136,9 +136,14 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
     try:
         # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
         metadata = _read_or_none(storage, METADATA_KEY)
-        committed = newest_record(storage)
-        if committed is not None:
-            return _newest_native(storage, committed, metadata)
+        while (committed := newest_record(storage)) is not None:
+            try:
+                return _newest_native(storage, committed, metadata)
+            except DamagedCheckpointError:
+                # Why: after two commits meanwhile, a foreign one that both replaced looks new.
+                before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
+                if metadata == before:
+                    raise
         if metadata is not None:
             # Why only then: decoding costs 20 us a tensor, and a stock one does not say this.
             if ATTEMPT_ATTRIBUTE.encode() in metadata:
@@ -232,8 +237,8 @@ def _slots(storage: Storage) -> list[int]:
 def _read_record(storage: Storage, slot: int, into: dict[int, tuple[bytes, Record]]) -> None:
     key = record_key(slot)
     data = _read_or_none(storage, key)
-    if data is None:
-        return  # collected since it was listed
+    if not data:
+        return  # claimed and never filled, on a filesystem without hard links: nothing is decided
     try:
         into[slot] = data, decode_record(data, key=key)
     except DamagedCheckpointError as exc:

@@ -8,7 +8,8 @@ written slice by slice, while a slice is still in the processor's cache. Reading
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,10 +23,25 @@ from ray_dcp.transfer.pieces import Pieces, Run, contradiction, pieces_of
 from ray_dcp.transfer.published import Region, same_file_is_published
 from ray_dcp.transfer.threads import Stop, run_tasks
 
-__all__ = ["BytesLike", "Deferred", "Source", "write_file", "write_part"]
+__all__ = ["BytesLike", "Deferred", "ManySource", "Source", "write_file", "write_part"]
 
 BytesLike = bytes | bytearray | memoryview
-Source = Callable[[int], memoryview]
+
+
+@runtime_checkable
+class ManySource(Protocol):
+    """A source that gives the bytes of many small items for less than one by one."""
+
+    def __call__(self, row: int, /) -> memoryview:
+        """Returns the bytes of one item."""
+        ...
+
+    def many(self, rows: Sequence[int], /) -> Sequence[memoryview]:
+        """Returns the bytes of each item."""
+        ...
+
+
+Source = Callable[[int], memoryview] | ManySource
 """Row of the rank's `Columns` → all C-order bytes of the item (uint8, one dimension)."""
 Deferred = Callable[[int], BytesLike]
 """Row of the rank's `Columns` → what `torch.save` makes of the item."""
@@ -229,10 +245,9 @@ class _File:
         it would do.
         """
         which = slice(run.first, run.stop)
-        add, add_check, item_row, item = (
-            self._pack.append, self._checks.append, self._item_row, self._item
-        )  # fmt: skip
-        for row, start, num_bytes, block_bytes, gap, header, footer in zip(
+        add, add_check = self._pack.append, self._checks.append
+        for item, row, start, num_bytes, block_bytes, gap, header, footer in zip(
+            self._items(pieces.row[which], source),
             pieces.row[which],
             pieces.start[which],
             pieces.num_bytes[which],
@@ -242,8 +257,6 @@ class _File:
             pieces.footer[which],
             strict=True,
         ):
-            if row != item_row:
-                item_row, item = row, self._checked(source(row), row)
             payload = item
             if len(item) != num_bytes or start:
                 payload = self._part_of(item, row, start, num_bytes)
@@ -257,13 +270,22 @@ class _File:
             add(payload)
             add(footer)
             self._end += gap + len(header) + num_bytes + len(footer)
-        self._item_row, self._item = item_row, item
+
+    def _items(self, rows: Sequence[int], source: Source) -> Iterator[memoryview]:
+        if isinstance(source, ManySource) and len(rows) > 1:
+            return map(self._checked, source.many(rows), rows)
+        return (self._item_of(row, source) for row in rows)
+
+    def _item_of(self, row: int, source: Source) -> memoryview:
+        """Returns an item's bytes; pieces of one item mostly follow each other."""
+        if row != self._item_row:
+            self._item_row, self._item = row, self._checked(source(row), row)
+        return self._item
 
     def _write_large(self, pieces: Pieces, index: int, source: Source) -> None:
         row = pieces.row[index]
-        if row != self._item_row:
-            self._item_row, self._item = row, self._checked(source(row), row)
-        payload = self._part_of(self._item, row, pieces.start[index], pieces.num_bytes[index])
+        item = self._item_of(row, source)
+        payload = self._part_of(item, row, pieces.start[index], pieces.num_bytes[index])
         self._append(bytes(pieces.gap[index]))
         self._append(pieces.header[index])
         self._write_payload(payload, pieces.block_bytes[index])

@@ -37,12 +37,17 @@ def interleaved(
     rounds: int,
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Sample]:
-    """Returns the medians over `rounds` rounds in which every contestant runs once."""
+    """Returns the medians over `rounds` rounds in which every contestant runs once.
+
+    A round more comes first and does not count: imports and first-time caches, on all sides.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for number in range(rounds + 1):
         for name, run in contestants.items():
             before(name)
-            samples[name].append(once(run))
+            sample = once(run)
+            if number:
+                samples[name].append(sample)
     return {
         name: Sample(
             statistics.median(s.wall_s for s in runs),

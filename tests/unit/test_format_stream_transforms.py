@@ -1,5 +1,7 @@
 """Undoing the zstd of stock DCP's items."""
 
+import tracemalloc
+
 import pytest
 import zstandard
 
@@ -57,8 +59,14 @@ def test_an_item_that_is_cut_off_is_never_taken_for_a_whole_one(cut):
 def test_an_item_that_unpacks_to_too_much_is_refused_early():
     stored = zstandard.compress(b"PK" + bytes(64 << 20))
     assert len(stored) < 10_000
-    with pytest.raises(DamagedCheckpointError, match="at most 1000 bytes"):
-        plain_item(stored, max_bytes=1000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpointError, match="at most 1000 bytes"):
+            plain_item(stored, max_bytes=1000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_one_frame_in_another_without_end_is_refused():

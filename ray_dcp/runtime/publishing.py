@@ -1,0 +1,87 @@
+"""Brings `.metadata`, which stock DCP reads, up to the checkpoint that stands."""
+
+from __future__ import annotations
+
+from ray_dcp.collector import collector_paused
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.manifest import Manifest
+from ray_dcp.format.metadata_out import encode_metadata
+from ray_dcp.format.table import decode_table
+from ray_dcp.protocol.commands import Published
+from ray_dcp.runtime.records import standing_records
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.opening import METADATA_KEY, Found, find_checkpoint
+
+__all__ = ["publish", "republish"]
+
+
+def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
+    """Replaces `.metadata` by that of the commit in a slot, unless a later one stands.
+
+    Args:
+        storage: Of the target.
+        slot: Where the manifest is.
+        metadata: Its `.metadata`; None removes the one that is there.
+        url: Of the target, as at the commit.
+
+    Raises:
+        CheckpointError: The storage fails.
+    """
+    # Why: this save may have lain still since its commit, and a later one has published by now.
+    if standing_records(storage).slot > slot:
+        return Published(superseded=True)
+    _put(storage, metadata)
+    if standing_records(storage).slot > slot:
+        # Why: it may have lain still since it looked, and has replaced what the later one
+        # published, whose files are the only ones that are left.
+        republish(storage, url)
+        return Published(superseded=True)
+    return Published()
+
+
+def republish(storage: Storage, url: str) -> bool:
+    """Publishes the `.metadata` of the checkpoint that stands, if that is missing or older.
+
+    For who finds that the one who committed it did not come to that.
+
+    Args:
+        storage: Of the target.
+        url: Of the target, as at the commit: it is in the `.metadata`.
+
+    Returns:
+        Whether `.metadata` is that of the checkpoint now.
+
+    Raises:
+        CheckpointError: The storage fails, nothing is committed, or two checkpoints claim the
+            place.
+    """
+    while True:
+        found = find_checkpoint(storage, checkpoint_id=url)
+        if found.manifest is None:
+            return False
+        done = _project(storage, found, found.manifest, url)
+        if standing_records(storage).slot <= found.slot:
+            return done
+
+
+def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bool:
+    if manifest.metadata is None:
+        _put(storage, None)
+        return True
+    if not found.metadata_is_stale:
+        return True
+    with collector_paused():
+        metadata = encode_metadata(
+            decode_table(found.table), checkpoint_id=url, attempt=manifest.attempt
+        )
+    if digest_bytes(metadata).hex() != manifest.metadata.digest:
+        return False  # another version of ray_dcp committed it, or under another url
+    _put(storage, metadata)
+    return True
+
+
+def _put(storage: Storage, metadata: bytes | None) -> None:
+    if metadata is None:
+        storage.delete([METADATA_KEY])
+    else:
+        storage.write(METADATA_KEY, metadata)

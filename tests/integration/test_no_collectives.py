@@ -1,0 +1,141 @@
+"""The training group is used once, to make the session: later saves and loads leave it alone.
+
+Counted by the sequence number of the group's own backend, which every collective and every message
+of the group raises, whoever asks for it in whichever thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+
+import ray_dcp
+from ray_dcp.errors import MissingKeyError
+from ray_dcp.runtime.workers import WorkerGroup
+from tests.attempts import sound_state
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+class MySavePlanner(DefaultSavePlanner):
+    """Takes the path on which a user's planner is called."""
+
+
+class MyLoadPlanner(DefaultLoadPlanner):
+    """The same."""
+
+
+class MyWriter(FileSystemWriter):
+    """Takes the path on which a user's storage is called."""
+
+
+class MyReader(FileSystemReader):
+    """The same."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with WorkerGroup(2, run_timeout_s=60) as group:
+        yield group
+
+
+def uses(call: Callable[[], Any]) -> int:
+    """Returns how often a call used any process group, the new ones included."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = sum(map(sequence, groups))
+    call()
+    return sum(map(sequence, groups)) - before
+
+
+def sequence(group: dist.ProcessGroup) -> int:
+    return group._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
+
+
+def test_the_counter_sees_every_way_to_use_the_group(ranks):
+    def count() -> list[int]:
+        tensor = torch.ones(2)
+        to, other = 1 - dist.get_rank(), torch.zeros(2)
+        return [
+            uses(lambda: dist.all_reduce(tensor)),
+            uses(lambda: dist.barrier()),
+            uses(lambda: dist.all_gather_object([None] * 2, 1)) - 1,
+            uses(lambda: functional.all_reduce(tensor, "sum", dist.group.WORLD).sum()),
+            uses(lambda: dist.send(tensor, to) if to else dist.recv(other, to)),
+            uses(lambda: dist.all_reduce(tensor, group=dist.new_group([0, 1]))),
+        ]
+
+    for found in ranks.run(count):
+        assert found[:5] == [1] * 5
+        assert found[5] >= 1
+
+
+def test_stock_dcp_uses_the_group_in_every_save(ranks, tmp_path):
+    def save(path: str) -> int:
+        state = sound_state(1)
+        return uses(lambda: stock.save(state, checkpoint_id=path))
+
+    for _ in range(2):
+        assert min(ranks.run(save, str(tmp_path / secrets.token_hex(4)))) > 0
+
+
+def test_only_the_first_operation_uses_the_group(ranks, tmp_path):
+    ranks.resize(1)
+    ranks.resize(2)  # another group: it has no session yet
+
+    def save_and_load(path: str) -> list[int]:
+        first, second, target = sound_state(1), sound_state(2), sound_state(0, fill=False)
+        found = [
+            uses(lambda: ray_dcp.save(first, checkpoint_id=path)),
+            uses(lambda: ray_dcp.save(second, checkpoint_id=path)),
+            uses(lambda: ray_dcp.load(target, checkpoint_id=path)),
+        ]
+        assert target["step"] == 2
+        return found
+
+    (one, *none), other = ranks.run(save_and_load, str(tmp_path / "c"))
+    assert 1 <= one <= 4  # a broadcast and a gather, each of a size and a text
+    assert none == [0, 0]
+    assert other == [one, 0, 0]
+    assert ranks.run(save_and_load, str(tmp_path / "c")) == [[0, 0, 0]] * 2
+
+
+def test_plug_ins_of_the_user_and_failures_leave_the_group_alone_too(ranks, tmp_path):
+    def count(path: str) -> dict[str, int]:
+        state, target = sound_state(3), sound_state(0, fill=False)
+        ray_dcp.save(state, checkpoint_id=path)
+
+        def fail() -> None:
+            with pytest.raises(MissingKeyError):
+                ray_dcp.load({"absent": 1}, checkpoint_id=path)
+
+        found = {
+            "planner": uses(
+                lambda: ray_dcp.save(state, checkpoint_id=path, planner=MySavePlanner())
+            ),
+            "load planner": uses(
+                lambda: ray_dcp.load(target, checkpoint_id=path, planner=MyLoadPlanner())
+            ),
+            "writer": uses(lambda: ray_dcp.save(state, storage_writer=MyWriter(f"{path}-foreign"))),
+            "reader": uses(
+                lambda: ray_dcp.load(target, storage_reader=MyReader(f"{path}-foreign"))
+            ),
+            "failure": uses(fail),
+        }
+        assert target["step"] == 3
+        return found
+
+    for found in ranks.run(count, str(tmp_path / "c")):
+        assert found == dict.fromkeys(found, 0)

@@ -1,0 +1,72 @@
+"""A plain training script, as torchrun starts it: it knows ray_dcp, and nothing of Ray.
+
+Usage: torchrun … -m tests.integration.torchrun_script save <folder> <lease_s>
+       torchrun … -m tests.integration.torchrun_script load <folder> <lease_s>
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+import ray_dcp
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.runtime.session import current_session
+from tests import programs
+
+
+def main(action: str, folder: str, lease_s: str) -> None:
+    dist.init_process_group("gloo")
+    # A script need not do this: it only shortens what is left at the end.
+    session = current_session(lease_s=float(lease_s))
+    programs.seed_all(11)
+    programs.build("fsdp2", seed=0 if action == "save" else 1)
+    if action == "save":
+        programs.train(2)
+        programs.save(f"{folder}/all")
+        save_side_by_side(folder)
+    else:
+        programs.restore(f"{folder}/all")
+    facts: dict[str, Any] = {"rank": dist.get_rank(), "digests": programs.digests()}
+    if session is None:
+        facts["uses_ray"] = ray.is_initialized()
+    else:
+        directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+        keeper = json.loads((directory / "ready.json").read_text())["keeper_pid"]
+        facts.update(session=session.name, directory=str(directory), keeper_pid=keeper)
+    # Why one write: torchrun mixes what its ranks print.
+    sys.stdout.write(f"{json.dumps(facts)}\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def save_side_by_side(folder: str) -> None:
+    """Rank 0 saves as a group of its own, rank 1 without any; then both save together again."""
+    rank = dist.get_rank()
+    alone = dist.new_group([0])
+    mine = {"w": torch.full((5,), rank), "note": f"rank {rank}"}
+    found = {"w": torch.full((5,), -1), "note": ""}
+    if rank == 0:
+        ray_dcp.save(mine, checkpoint_id=f"{folder}/rank-0", process_group=alone)
+        ray_dcp.load(found, checkpoint_id=f"{folder}/rank-0", process_group=alone)
+    else:
+        try:
+            ray_dcp.save(mine, checkpoint_id=f"{folder}/nobody", process_group=alone)
+        except InvalidRequestError as error:
+            print(f"refused: {error}")
+        ray_dcp.save(mine, checkpoint_id=f"{folder}/rank-1", no_dist=True)
+        ray_dcp.load(found, checkpoint_id=f"{folder}/rank-1", no_dist=True)
+    if not torch.equal(found["w"], mine["w"]) or found["note"] != mine["note"]:
+        raise SystemExit(f"rank {rank} saved {mine}, but loaded {found}")
+    ray_dcp.save({f"of {rank}": torch.tensor(rank)}, checkpoint_id=f"{folder}/both")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

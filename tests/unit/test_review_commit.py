@@ -1,0 +1,424 @@
+"""What a save says about its outcome holds: on storage, for stock DCP, after a lost answer."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    InternalError,
+    StorageError,
+)
+from ray_dcp.format.manifest import decode_record, encode_record
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.commands import (
+    CollectReplaced,
+    Failed,
+    Published,
+    PublishMetadata,
+)
+from ray_dcp.protocol.coordination import GAPS, Coordination, _Forgotten
+from ray_dcp.protocol.messages import (
+    LoadDone,
+    LoadJoin,
+    OpKey,
+    Refused,
+    SaveJoin,
+    SaveReceipt,
+    Target,
+)
+from ray_dcp.runtime.inline import InlineSession, run_ranks
+from ray_dcp.runtime.outcome import outcome
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.publishing import republish
+from ray_dcp.runtime.rank import drive
+from ray_dcp.runtime.session import Session
+from ray_dcp.store import durable, local_writer
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError
+from ray_dcp.transfer.opening import find_checkpoint
+from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning",
+    "ignore:.*no_dist.*:UserWarning",
+    "ignore:Detected an existing checkpoint:UserWarning",
+)
+
+
+def stock_save(path, value):
+    dcp.save({"w": torch.full((6, 4), float(value))}, checkpoint_id=str(path), no_dist=True)
+
+
+def stock_value(path):
+    found = {"w": torch.zeros(6, 4)}
+    dcp.load(found, checkpoint_id=str(path), no_dist=True)
+    return found["w"].unique().tolist()
+
+
+def failing(monkeypatch, name, error, when=lambda *_: True):
+    """Makes a function of `os`, as `durable` sees it, fail for some calls; returns those calls."""
+    real, hit = getattr(os, name), []
+
+    def call(*args, **kwargs):
+        if when(*args):
+            hit.append(args)
+            raise OSError(error, os.strerror(error))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(durable.os, name, call)
+    return hit
+
+
+# Files that only their rank can see
+
+
+def test_a_save_whose_files_only_their_rank_can_see_fails_and_names_them(tmp_path):
+    (tmp_path / "a").mkdir()
+    ranks = save_ranks(
+        state_of(), 2, str(tmp_path / "a"), opener=lambda _: open_storage(str(tmp_path / "b"))
+    )
+    errors = [result.error for result in run_ranks(ranks)]
+    assert {type(error) for error in errors} == {StorageError}
+    assert "__0_0." in errors[0].message
+    assert "__1_0." in errors[0].message
+    with pytest.raises(CheckpointNotFoundError):
+        load_and_check(state_of(), 1, str(tmp_path / "a"))
+
+
+def test_a_save_of_which_a_file_was_cut_short_before_the_commit_fails(tmp_path):
+    def cut_short(task):
+        for file in tmp_path.glob("__0_0.*"):
+            os.truncate(file, file.stat().st_size - 1)
+        return perform(task)
+
+    (rank,) = save_ranks(state_of(), 1, str(tmp_path))
+    (result,) = run_ranks([rank], performer=cut_short)
+    assert isinstance(result.error, StorageError)
+
+
+# Durable
+
+
+def test_who_learns_that_a_key_is_taken_knows_that_its_name_is_durable(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    storage.write("a", b"1", create=True)
+    synced = []
+    real = durable.sync_directory
+    monkeypatch.setattr(durable, "sync_directory", lambda path: (synced.append(path), real(path)))
+    with pytest.raises(KeyExistsError):
+        storage.write("a", b"2", create=True)
+    assert synced == [str(tmp_path)]
+
+
+def test_a_commit_whose_name_could_not_be_made_durable_is_not_reported_as_committed(
+    tmp_path, monkeypatch
+):
+    (rank,) = save_ranks(state_of(), 1, str(tmp_path))
+    real = durable.sync_directory
+    broken = []
+
+    def sync(path):
+        broken.extend(tmp_path.glob("manifest-*"))
+        if broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(durable, "sync_directory", sync)
+    (result,) = run_ranks([rank])
+    assert broken
+    assert isinstance(result.error, CommitUnknownError)
+
+
+def test_a_temporary_name_that_can_not_be_removed_does_not_fail_a_write(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    hit = failing(monkeypatch, "unlink", errno.EIO)
+    storage.write("a", b"1", create=True)
+    assert hit
+    assert [entry.key for entry in storage.list()] == ["a"]
+
+
+def test_a_deleted_name_is_durably_gone_before_what_it_refers_to(tmp_path, monkeypatch):
+    storage = LocalStorage(tmp_path)
+    storage.write(".metadata", b"1")
+    hit = failing(monkeypatch, "fsync", errno.EIO)
+    with pytest.raises(StorageError):
+        storage.delete([".metadata"])
+    assert hit
+
+
+def test_a_claimed_slot_that_was_never_filled_does_not_hide_the_checkpoint(tmp_path, monkeypatch):
+    save(state_of(1), 1, str(tmp_path))
+    links = failing(
+        monkeypatch, "link", errno.EPERM, lambda _, path: path.endswith("manifest-00000002.json")
+    )
+    failing(
+        monkeypatch, "rename", errno.EIO, lambda _, path: path.endswith("manifest-00000002.json")
+    )
+    (rank,) = save_ranks(state_of(2), 1, str(tmp_path))
+    (result,) = run_ranks([rank])
+    assert links
+    assert (tmp_path / "manifest-00000002.json").stat().st_size == 0
+    assert isinstance(result.error, CommitUnknownError)
+    monkeypatch.undo()
+    assert loads_whole(str(tmp_path), [state_of(1), state_of(2)]) == 0
+    save(state_of(2), 2, str(tmp_path))
+    assert loads_whole(str(tmp_path), [state_of(1), state_of(2)]) == 1
+
+
+def test_what_a_filesystem_refuses_only_when_a_file_is_closed_fails_the_write(
+    tmp_path, monkeypatch
+):
+    writer = LocalStorage(tmp_path).open_writer("a", sync=False)
+    writer.write(b"1")
+    real = os.close
+
+    def close(fd):
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(local_writer.os, "close", close)
+    with pytest.raises(StorageError, match="EDQUOT"):
+        writer.commit()
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Stock DCP beside it
+
+
+def test_metadata_written_after_a_later_commit_is_put_right(tmp_path):
+    """A save hangs between its look at the slots and its `.metadata`; another one overtakes."""
+    path = str(tmp_path)
+    (first, *_) = save(state_of(1), 1, path)
+    old = (tmp_path / ".metadata").read_bytes()
+
+    class Overtaken:
+        def __init__(self, inner):
+            self.inner, self.url, self.traits = inner, inner.url, inner.traits
+            self.read, self.list, self.delete = inner.read, inner.list, inner.delete
+
+        def write(self, key, data, **how):
+            if key == ".metadata" and data == old:
+                save(state_of(2), 1, path)
+            self.inner.write(key, data, **how)
+
+    task = PublishMetadata(Target(path), first.slot, old)
+    result = perform(task, lambda target: Overtaken(open_storage(target)))
+    assert result == Published(superseded=True)
+    assert not find_checkpoint(open_storage(path)).metadata_is_stale
+    found = {"a": torch.zeros(13, 7)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert torch.equal(found["a"], torch.from_numpy(state_of(2)["a"]))
+
+
+def test_metadata_that_is_published_once_more_is_that_of_the_newest_commit(tmp_path):
+    path = str(tmp_path)
+    save(state_of(1), 1, path)
+    old = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").unlink()
+
+    class Overtaken(LocalStorage):
+        def write(self, key, data, *, create=False):
+            if data == old:
+                save(state_of(2), 1, path)
+            super().write(key, data, create=create)
+
+    assert republish(Overtaken(path), path)
+    assert not find_checkpoint(LocalStorage(path)).metadata_is_stale
+
+
+def test_metadata_that_two_commits_replaced_since_it_was_read_is_no_second_checkpoint(tmp_path):
+    stock_save(tmp_path, 1)
+
+    class Slow(LocalStorage):
+        overtaken = False
+
+        def list(self, prefix=""):
+            if not self.overtaken:
+                self.overtaken = True
+                save(state_of(1), 1, str(tmp_path))
+                save(state_of(2), 1, str(tmp_path))
+            return super().list(prefix)
+
+    found = find_checkpoint(Slow(tmp_path))
+    assert (found.slot, found.metadata_is_stale) == (2, False)
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_a_commit_that_a_rank_finds_on_storage_is_published_for_stock_dcp(tmp_path, container):
+    path = str(tmp_path)
+    save(state_of(1), 1, path)
+
+    class GoneError(BaseException):
+        pass
+
+    def die_before_publishing(task):
+        if isinstance(task, PublishMetadata):
+            raise GoneError
+        return perform(task)
+
+    session = InlineSession(performer=die_before_publishing)
+
+    def call(request):
+        try:
+            return session.call(request)
+        except GoneError:
+            raise StorageError("the coordinator is gone") from None
+
+    (rank,) = save_ranks(state_of(2), 1, path, options=SaveOptions(container=container))
+    assert drive(rank, call).slot == 2
+    load_and_check(state_of(2), 1, path)
+    if container == "safetensors":
+        assert not (tmp_path / ".metadata").exists()
+        return
+    found = {"a": torch.zeros(13, 7)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert torch.equal(found["a"], torch.from_numpy(state_of(2)["a"]))
+
+
+def test_files_of_a_stock_checkpoint_that_came_later_are_not_collected(tmp_path):
+    stock_save(tmp_path, 1)
+
+    def stock_saves_before_collecting(task):
+        if isinstance(task, CollectReplaced):
+            stock_save(tmp_path, 5)
+        return perform(task)
+
+    (rank,) = save_ranks(state_of(), 1, str(tmp_path))
+    run_ranks([rank], performer=stock_saves_before_collecting)
+    assert stock_value(tmp_path) == [5.0]
+
+
+@pytest.mark.parametrize("containers", [("torch_save", "safetensors", "torch_save")])
+@pytest.mark.parametrize("skipped", range(3))
+def test_stock_dcp_never_sees_a_mixture_whichever_publication_is_lost(
+    tmp_path, containers, skipped
+):
+    path = str(tmp_path)
+    stock_save(tmp_path, 9)
+
+    def lose(task):
+        return Failed(StorageError("lost")) if isinstance(task, PublishMetadata) else perform(task)
+
+    for step, container in enumerate(containers):
+        (rank,) = save_ranks(state_of(step), 1, path, options=SaveOptions(container=container))
+        run_ranks([rank], performer=lose if step == skipped else perform)[0].get()
+        load_and_check(state_of(step), 2, path)
+        if (tmp_path / ".metadata").exists():
+            names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            seen = {"w": torch.zeros(6, 4)} if "w" in names else {"a": torch.zeros(13, 7)}
+            dcp.load(seen, checkpoint_id=path, no_dist=True)
+            if "w" in seen:
+                assert seen["w"].unique().tolist() == [9.0]
+            else:
+                assert any(
+                    torch.equal(seen["a"], torch.from_numpy(state_of(s)["a"])) for s in range(3)
+                )
+
+
+# What an overwrite may delete
+
+
+def test_deleting_never_follows_a_link_out_of_the_checkpoint(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("mine")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "sub").symlink_to(outside)
+    storage = LocalStorage(inside)
+    with pytest.raises(StorageError, match="outside"):
+        storage.delete(["sub/precious"])
+    assert (outside / "precious").read_text() == "mine"
+
+
+def test_an_overwrite_deletes_only_files_that_bear_the_name_of_the_replaced_attempt(tmp_path):
+    path = str(tmp_path)
+    (first,) = save(state_of(1), 1, path)
+    manifest = decode_record(first.manifest)
+    entry = type(manifest.table)("precious", 4, "0" * 32)
+    changed = type(manifest)(**{**vars(manifest), "files": (*manifest.files, entry)})
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "manifest-00000001.json").write_bytes(encode_record(changed))
+    save(state_of(2), 1, path)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not list(tmp_path.glob(f"*{first.attempt}*"))
+
+
+# What the ranks are told
+
+
+def test_a_refusal_of_a_coordinator_that_contradicts_itself_does_not_hide_a_commit(tmp_path):
+    session = InlineSession()
+
+    def call(request):
+        reply = session.call(request)
+        if isinstance(request, SaveReceipt):
+            return Refused(InternalError("the coordinator contradicted itself"))
+        return reply
+
+    (rank,) = save_ranks(state_of(), 1, str(tmp_path))
+    assert drive(rank, call).slot == 1
+    load_and_check(state_of(), 1, str(tmp_path))
+
+
+def test_a_refusal_of_a_coordinator_that_contradicts_itself_is_made_final(tmp_path):
+    """Its machine may go on: the failure that the rank reports must stay one."""
+    session, attempts = InlineSession(), []
+
+    def call(request):
+        if isinstance(request, SaveReceipt):
+            attempts.append(request.attempt)
+            return Refused(InternalError("the coordinator contradicted itself"))
+        return session.call(request)
+
+    (rank,) = save_ranks(state_of(), 1, str(tmp_path))
+    with pytest.raises(InternalError, match="contradicted itself"):
+        drive(rank, call)
+    assert outcome(str(tmp_path), attempts[0]) == "aborted"
+
+
+def test_an_operation_that_begins_after_many_with_higher_numbers_is_not_taken_for_an_old_one():
+    url = "memory://review-late-key"
+    coordination = Coordination(epoch=1, new_attempt=new_attempt)
+    for seq in range(1, 40):
+        run_ranks(save_ranks({}, 1, url, seq=seq), coordination=coordination)[0].get()
+    (result,) = run_ranks(save_ranks({}, 1, url, seq=0), coordination=coordination)
+    assert result.get().attempt
+    (again,) = run_ranks(save_ranks({}, 1, url, seq=1), coordination=coordination)
+    assert "ended long ago" in again.error.message
+
+
+def test_what_is_remembered_of_operations_that_ended_is_bounded():
+    forgotten = _Forgotten()
+    for seq in range(5, 5 + 3 * GAPS, 2):
+        forgotten.add(seq)
+    assert 5 in forgotten
+    assert len(vars(forgotten)["_others"]) <= GAPS + 1
+
+
+def patience(*requests):
+    session = Session.__new__(Session)
+    session._options = {}
+    return [session._patience_s(request) for request in requests][-1]
+
+
+def test_a_rank_waits_for_all_that_its_coordinator_may_take_and_no_deadline_is_lost():
+    key, target = OpKey("s", 0), Target("memory://x")
+    options = SaveOptions(plan_timeout_s=1000, write_timeout_s=2000, commit_timeout_s=500)
+    join = SaveJoin(key, 0, 2, target, options, b"")
+    # joining, reading and planning; then writing, building, table, record, publishing, collecting.
+    assert patience(join) > 3 * 1000
+    assert patience(join, SaveReceipt(key, 0, "a", 1)) >= 2000 + 5 * 500
+    load = LoadOptions(plan_timeout_s=1000, read_timeout_s=2000)
+    load_join = LoadJoin(key, 0, 2, target, load)
+    assert patience(load_join) > 2 * 1000
+    assert patience(load_join, LoadDone(key, 0)) > 2000
