@@ -77,7 +77,7 @@ class MakePlan:
 
 @dataclass(frozen=True, eq=False)
 class BuildCommit:
-    """Check the receipts against the plan and build all bytes of the commit. Pure, but long.
+    """Check the receipts against plan and storage and build all bytes of the commit. Long.
 
     Result: `CommitBuilt`.
     """
@@ -146,7 +146,10 @@ class PublishMetadata:
 
 @dataclass(frozen=True)
 class CollectReplaced:
-    """Delete files that no commit references any more. Result: `Finished`."""
+    """Delete files that no commit references any more. Result: `Finished`.
+
+    Files with names of stock DCP stay when a `.metadata` that names them stands by now.
+    """
 
     target: Target
     keys: tuple[str, ...]

@@ -66,7 +66,7 @@ class PartWriter(Protocol):
         """Makes the bytes durable and visible under the key, if that is still free.
 
         Raises:
-            KeyExistsError: Somebody else published this key.
+            KeyExistsError: Somebody else published this key; it is durable.
             StorageError: Anything else; the bytes are not visible, or their fate is unknown.
         """
         ...
@@ -121,7 +121,7 @@ class Storage(Protocol):
             create: Only if the key is free.
 
         Raises:
-            KeyExistsError: `create` and the key is taken.
+            KeyExistsError: `create` and the key is taken; durably so, whoever took it.
             StorageError: Anything else; whether it happened is unknown.
         """
         ...
