@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import CommitUnknownError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.outcome import outcome
 from ray_dcp.runtime.perform import perform

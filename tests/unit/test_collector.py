@@ -1,4 +1,4 @@
-"""The garbage collector is as it was found after a pause, whoever paused it and however it ended."""
+"""The garbage collector is as it was found after a pause, however the pause ended."""
 
 import gc
 import threading
@@ -17,9 +17,13 @@ def enabled():
 
 
 def test_a_pause_ends_with_its_block_also_after_an_error():
-    with pytest.raises(KeyError), collector_paused():
-        assert not gc.isenabled()
-        raise KeyError
+    def fail() -> None:
+        with collector_paused():
+            assert not gc.isenabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert gc.isenabled()
 
 

@@ -110,6 +110,11 @@ TABLES = {
         [(name, (name, -3, 0, 1 << 40, "0"), Kind.TENSOR, "int8", (1,), False, [((0,), (1,), 0)])
          for name in ("", "a.b", "ü\u4e2d", "x" * 300, "state_dict_metadata", "size", "\ud800")]
     ),
+    "paths of every length": lambda: table_of(
+        [(f"t{n}", ("t", 1, "u", "t", 300, "v")[:n], Kind(n % 2), "int8" if n % 2 == 0 else None,
+          (2,) * (n % 2 == 0), False, [((0,), (2,), 0)] if n % 2 == 0 else [((), (), 0)])
+         for n in (3, 0, 6, 1, 2, 5, 4)]
+    ),
     "chunks in mixed order": lambda: table_of(
         [("w", ("w",), Kind.TENSOR, "int8", (4, 1 << 33), False,
           [((i, 0), (1, 1 << 33), 0) for i in (2, 0, 3, 1)])]

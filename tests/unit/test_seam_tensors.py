@@ -16,6 +16,7 @@ from ray_dcp.seam.tensors import (
     dtype_name,
     dtype_of,
     host_bytes,
+    host_bytes_of_many,
     loses_nothing,
     refusal,
     writable_bytes,
@@ -53,6 +54,27 @@ def test_bytes_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ..
         target = of_bits(dtype, num, seed=1).reshape(shape)
         writable_bytes(target)[:] = data
         assert storage_bytes(target) == storage_bytes(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shapes", [[(3,), (0,), (5,)], [(), (2, 3), (4,)], [(1,)], [(5000,)] * 2])
+def test_many_give_the_bytes_that_each_gives(
+    dtype: torch.dtype, shapes: list[tuple[int, ...]]
+) -> None:
+    many = [of_bits(dtype, 9999, n)[: int(np.prod(s))].reshape(s) for n, s in enumerate(shapes)]
+    found = host_bytes_of_many(many)
+    assert [bytes(data) for data in found] == [storage_bytes(tensor) for tensor in many]
+    assert {(data.format, data.ndim) for data in found} == {("B", 1)}
+
+
+def test_many_of_several_dtypes_and_odd_views_give_the_bytes_that_each_gives() -> None:
+    base = torch.arange(24.0)
+    negative = torch.complex(base, base).conj().imag
+    assert negative.is_neg()
+    views = [base[::2], base.reshape(4, 6).t(), negative, base.requires_grad_(), base[:0]]
+    for many in (views, [*views, torch.ones(3, dtype=torch.int64)]):
+        found = host_bytes_of_many(many)
+        assert [bytes(data) for data in found] == [storage_bytes(tensor) for tensor in many]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)

@@ -35,6 +35,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.transfer.opening import (
     checkpoint_from,
+    find_checkpoint,
     newest_record,
     read_checkpoint,
     read_records,
@@ -272,6 +273,45 @@ def test_a_damaged_table_is_told(storage, damage):
     with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
         read_checkpoint(storage)
     assert caught.value.key == "table.a1.parquet"
+
+
+@pytest.mark.parametrize("damage", ["flip", "gone"])
+def test_who_only_looks_which_checkpoint_stands_sees_that_its_table_is_damaged(storage, damage):
+    save(storage, "a1", 1)
+    data = bytearray(storage.read("table.a1.parquet"))
+    data[len(data) // 2] ^= 1
+    storage.write("table.a1.parquet", data)
+    if damage == "gone":
+        storage.delete(["table.a1.parquet"])
+    with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
+        find_checkpoint(storage, checkpoint_id="run/step-1")
+    assert caught.value.checkpoint_id == "run/step-1"
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_what_is_found_without_decoding_is_what_opens(storage, container):
+    save(storage, "a1", 1, container=container)
+    found = find_checkpoint(storage)
+    opened = read_checkpoint(storage)
+    assert (found.kind, found.slot, found.record) == ("native", 1, opened.record)
+    assert found.manifest == opened.manifest
+
+
+def test_a_stock_checkpoint_is_found_without_decoding_and_read_with_it(tmp_path):
+    stock_save(tmp_path, {"w": torch.ones(3)})
+    storage = LocalStorage(tmp_path)
+    storage.write(".metadata", storage.read(".metadata")[:-20])
+    found = find_checkpoint(storage)
+    assert (found.kind, found.slot) == ("stock", 0)
+    with pytest.raises(DamagedCheckpointError, match="a pickle"):
+        checkpoint_from(storage, found.kind, found.slot, found.record)
+
+
+def test_our_metadata_without_its_manifest_is_no_stock_checkpoint(storage):
+    save(storage, "a1", 1)
+    storage.delete([record_key(1)])
+    with pytest.raises(UncommittedCheckpointError, match="a1"):
+        find_checkpoint(storage)
 
 
 @pytest.mark.parametrize("change", [{"num_chunks": 99}, {"num_tensors": 1}, {"files": ()}])

@@ -448,6 +448,26 @@ def test_stock_items_small_large_and_strided_are_read(storage):
     assert len(counted.calls) <= 8
 
 
+def test_stock_items_of_one_length_and_shape_are_told_apart_by_their_heads(storage):
+    square = [torch.from_numpy(random_array(24, 24)) for _ in range(6)]
+    tensors = [*square[:2], square[2].t(), square[3], square[4].t(), square[5]]
+    table = stock_table(storage, tensors)
+    assert len(set(table.item_bytes.tolist())) == 1
+    arrays = [t.contiguous().numpy() for t in tensors]
+    sink, _ = read(storage, table, whole(arrays))
+    assert [bytes(b) for b in sink.buffers] == [a.tobytes() for a in arrays]
+
+
+def test_a_stock_item_that_is_rubbish_among_alike_ones_is_damage_and_named(storage):
+    table = stock_table(storage, [torch.zeros(16, 16)] * 3)
+    data = bytearray(storage.read("__0_0.distcp"))
+    start = int(table.item_offset[2])
+    data[start : start + 4] = b"junk"
+    storage.write("__0_0.distcp", data)
+    with pytest.raises(DamagedCheckpointError, match=r"'layer\.2' in __0_0\.distcp"):
+        read(storage, table, whole([np.zeros((16, 16), np.float32)] * 3))
+
+
 def test_an_item_that_only_torch_can_read_is_left_to_the_caller(storage):
     tensors = [torch.ones(3, 2), torch.ones(3, 2).to_sparse(), torch.ones(2)]
     table = stock_table(storage, tensors)

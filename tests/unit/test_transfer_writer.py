@@ -118,6 +118,53 @@ def test_pieces_of_one_item_are_cut_out_of_its_bytes(storage):
     assert asked == [0], "neighbouring pieces of a row share one call"
 
 
+class Many:
+    """A source that counts how it is asked."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.asked = []
+
+    def __call__(self, row):
+        self.asked.append(row)
+        return raw(self.arrays[row])
+
+    def many(self, rows):
+        self.asked.append(list(rows))
+        return [raw(self.arrays[row]) for row in rows]
+
+
+def test_small_items_are_asked_for_together_and_the_file_is_the_same(storage):
+    arrays = arrays_of((3, 5), (), (0, 4), (200, 300), (7,), (8, 2))
+    plan = plan_of(arrays)
+    one = write_file(storage, plan, "a1", source=source_of(arrays), deferred=no_deferred)
+    source = Many(arrays)
+    many = write_file(storage, plan, "a2", source=source, deferred=no_deferred)
+    assert (many.digest, many.num_bytes) == (one.digest, one.num_bytes)
+    assert storage.read(many.key) == storage.read(one.key)
+    assert source.asked == [[0, 1, 2], 3, [4, 5]]
+
+
+def test_a_source_of_many_that_gives_another_length_is_an_internal_error(storage):
+    arrays = arrays_of((3, 5), (4,))
+    source = Many([arrays[0], arrays[0]])
+    with pytest.raises(InternalError, match="of row 1"):
+        write_file(storage, plan_of(arrays), "a1", source=source, deferred=no_deferred)
+    assert storage.list() == []
+
+
+def test_pieces_are_joined_up_to_a_length_and_all_arrive(tmp_path):
+    arrays = arrays_of(*[(n % 700 + 1,) for n in range(3000)])
+    storage = FaultyStorage(LocalStorage(tmp_path))
+    receipt = write_file(storage, plan_of(arrays), "a1", source=Many(arrays), deferred=no_deferred)
+    assert sum(call.operation == "part.write" for call in storage.calls) < 6
+    plan, data = plan_of(arrays), storage.read(KEY)
+    for row in (0, 1, 699, 1500, 2999):
+        start = int(plan.payload_offset[row])
+        assert data[start : start + arrays[row].nbytes] == arrays[row].tobytes()
+    assert receipt.num_bytes == len(data)
+
+
 def test_a_safetensors_file_is_read_by_the_safetensors_library(storage):
     arrays = arrays_of((1024,), (2048,))
     head = header([("x", "float32", (1024,), 0, 4096), ("y", "float32", (2048,), 4096, 12288)])
