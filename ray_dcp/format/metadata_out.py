@@ -60,7 +60,7 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
         InternalError: A chunk has no place yet.
 
     Complexity:
-        O(chunks), about 4 us each.
+        O(chunks), about 1 us each.
     """
     if table.num_chunks and int(table.item_offset.min()) < 0:
         raise InternalError("A .metadata can be made once all chunks have a place; one has none")

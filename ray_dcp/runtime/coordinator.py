@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request
@@ -58,7 +58,6 @@ class Coordinator:
         self.epoch = hooks.next_epoch(name)
         self._coordination = Coordination(epoch=self.epoch, new_attempt=new_attempt)
         self._meeting = Meeting(lambda: secrets.token_hex(6))
-        self._all_met = asyncio.Event()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._roster = Roster(name)
@@ -67,6 +66,7 @@ class Coordinator:
         self._performing = 0
         self._entering = 0
         self._loop = asyncio.get_running_loop()
+        self._all_met: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         self._start(self._watch())
@@ -87,24 +87,37 @@ class Coordinator:
             world_size: How many it expects.
             word: What tells this process from an earlier one of the same rank.
             timeout_s: How long to wait for the others, in seconds.
+
+        Raises:
+            RankDisagreementError: The ranks differ about their number; all are told.
         """
         self._entering += 1
         try:
             met = self._all_met
-            generation = self._meeting.enter(rank, world_size, word)
-            if generation is None:
-                try:
-                    await asyncio.wait_for(met.wait(), timeout_s)
-                except asyncio.TimeoutError:
-                    return self._meeting.missing
-                generation = self._meeting.generation_for(rank, word)
-            else:
-                self._all_met.set()
-                self._all_met = asyncio.Event()
-            return generation or self._meeting.missing
+            try:
+                generation = self._meeting.enter(rank, world_size, word)
+            except RankDisagreementError as error:
+                self._end_meeting(error)
+                self._loop.call_later(timeout_s, self._meeting.forget_dispute)
+                raise
+            if generation is not None:
+                self._end_meeting(None)
+                return generation
+            try:
+                dispute = await asyncio.wait_for(asyncio.shield(met), timeout_s)
+            except asyncio.TimeoutError:
+                return self._meeting.missing
+            if dispute is not None:
+                raise dispute
+            return self._meeting.generation_for(rank, word) or self._meeting.missing
         finally:
             self._entering -= 1
             self._last_call_s = self._loop.time()
+
+    def _end_meeting(self, dispute: RankDisagreementError | None) -> None:
+        """Tells all that wait in `enter`, and begins the next meeting."""
+        self._all_met.set_result(dispute)
+        self._all_met = self._loop.create_future()
 
     async def call(self, request: Request, caller: Caller | None = None) -> Reply:
         """Returns the reply to a request, when it has one.

@@ -35,6 +35,8 @@ class Meeting:
         self._world_size = 0
         self._words: dict[int, str] = {}
         self._generation: str | None = None
+        self._dispute: RankDisagreementError | None = None
+        self._told: set[int] = set()
 
     @property
     def missing(self) -> list[int]:
@@ -52,6 +54,7 @@ class Meeting:
         Raises:
             InvalidRequestError: The rank is not one of the world.
             RankDisagreementError: Another rank of this meeting expects another number of ranks.
+                Every rank that was in the meeting or comes to it is told the same, once.
         """
         if world_size < 1 or not 0 <= rank < world_size:
             raise InvalidRequestError(
@@ -59,21 +62,32 @@ class Meeting:
                 f"{world_size}. Give each process its own number",
                 rank=rank,
             )
+        if self._dispute is not None and rank not in self._told:
+            self._told.add(rank)
+            raise self._dispute
         if self.generation_for(rank, word) is not None:
             return self._generation
+        self.forget_dispute()
         if self._generation is not None:
             self._words, self._generation = {}, None
         if self._words and world_size != self._world_size:
-            raise RankDisagreementError(
+            self._dispute = RankDisagreementError(
                 f"Expected every rank to give one world_size, but rank {rank} gives "
                 f"{world_size} and ranks {sorted(self._words)} gave {self._world_size}",
                 rank=rank,
             )
+            self._told = {*self._words, rank}
+            self._words = {}
+            raise self._dispute
         self._world_size = world_size
         self._words[rank] = word
         if not self.missing:
             self._generation = self._new_generation()
         return self._generation
+
+    def forget_dispute(self) -> None:
+        """Lets ranks that were not told of a disagreement begin anew."""
+        self._dispute, self._told = None, set()
 
     def generation_for(self, rank: int, word: str) -> str | None:
         """Returns the generation of the meeting that this process is part of, if it is over."""

@@ -94,7 +94,7 @@ def plan_targets(
             checkpoint is asked for by a value that is none.
         UnsupportedValueError: A target can't be written to.
 
-    Complexity: linear; about 4 us for a plain CPU tensor.
+    Complexity: linear; about 2.5 us for a plain CPU tensor.
 
     Source: `torch/distributed/checkpoint/default_planner.py`, `DefaultLoadPlanner`.
     """

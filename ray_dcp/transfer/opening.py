@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -279,7 +280,8 @@ def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
     """Decodes what was found."""
     manifest, foreign = found.manifest, None
     if manifest is not None:
-        table = decode_table(found.table)
+        with collector_paused():
+            table = decode_table(found.table)
         _check_table(table, manifest)
     elif found.kind == "stock":
         foreign = _decoded_foreign(found.record)

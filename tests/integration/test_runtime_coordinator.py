@@ -189,7 +189,7 @@ def test_ranks_that_disagree_about_their_number_are_told(threads):
     assert eventually(first.coordinator_info, 20)
     with pytest.raises(RankDisagreementError):
         second.enter("b", 3.0)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(RankDisagreementError):
         waiting.result(30)
 
 

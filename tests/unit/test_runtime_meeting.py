@@ -46,11 +46,21 @@ def test_the_next_run_may_have_another_number_of_ranks(meeting: Meeting):
     assert meeting.enter(0, 2, "a2") == "g2"
 
 
-def test_ranks_that_disagree_about_their_number_change_nothing(meeting: Meeting):
-    meeting.enter(0, 2, "a")
-    with pytest.raises(RankDisagreementError, match="rank 1 gives 3"):
-        meeting.enter(1, 3, "b")
-    assert meeting.enter(1, 2, "b") == "g1"
+def test_all_ranks_are_told_once_that_they_disagree_about_their_number(meeting: Meeting):
+    meeting.enter(0, 3, "a")
+    with pytest.raises(RankDisagreementError, match=r"rank 1 gives 2 and ranks \[0\] gave 3"):
+        meeting.enter(1, 2, "b")
+    with pytest.raises(RankDisagreementError, match=r"rank 1 gives 2 and ranks \[0\] gave 3"):
+        meeting.enter(2, 3, "c")
+    assert [meeting.enter(rank, 3, f"again {rank}") for rank in range(3)] == [None, None, "g1"]
+
+
+def test_a_disagreement_can_be_forgotten(meeting: Meeting):
+    meeting.enter(0, 3, "a")
+    with pytest.raises(RankDisagreementError):
+        meeting.enter(1, 2, "b")
+    meeting.forget_dispute()
+    assert [meeting.enter(rank, 3, f"again {rank}") for rank in (2, 0, 1)] == [None, None, "g1"]
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])

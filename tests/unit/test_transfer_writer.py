@@ -145,9 +145,9 @@ def test_small_items_are_asked_for_together_and_the_file_is_the_same(storage):
     assert source.asked == [[0, 1, 2], 3, [4, 5]]
 
 
-def test_a_source_of_many_that_gives_another_length_is_an_internal_error(storage):
+def test_a_source_of_many_that_gives_too_little_is_an_internal_error(storage):
     arrays = arrays_of((3, 5), (4,))
-    source = Many([arrays[0], arrays[0]])
+    source = Many([arrays[0], arrays[1][:3]])
     with pytest.raises(InternalError, match="of row 1"):
         write_file(storage, plan_of(arrays), "a1", source=source, deferred=no_deferred)
     assert storage.list() == []
@@ -157,7 +157,7 @@ def test_pieces_are_joined_up_to_a_length_and_all_arrive(tmp_path):
     arrays = arrays_of(*[(n % 700 + 1,) for n in range(3000)])
     storage = FaultyStorage(LocalStorage(tmp_path))
     receipt = write_file(storage, plan_of(arrays), "a1", source=Many(arrays), deferred=no_deferred)
-    assert sum(call.operation == "part.write" for call in storage.calls) < 6
+    assert 3 <= sum(call.operation == "writer.write" for call in storage.calls) <= 6
     plan, data = plan_of(arrays), storage.read(KEY)
     for row in (0, 1, 699, 1500, 2999):
         start = int(plan.payload_offset[row])
