@@ -24,6 +24,7 @@ from ray_dcp.seam.objects import dump_object, is_simple, load_problem, simple_di
 from ray_dcp.seam.shards import Box, Layouts, is_sharded, sharded
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.seam.tensors import (
+    PLAIN_TYPES,
     bytes_digest,
     content_digest,
     dtype_name,
@@ -31,6 +32,7 @@ from ray_dcp.seam.tensors import (
     host_bytes_of_many,
     is_plain,
     refusal,
+    refusals,
 )
 
 __all__ = ["Capture", "TensorBytes", "capture", "padded"]
@@ -203,8 +205,8 @@ class _Rows:
     def fill(self, flat: Flat) -> None:
         """Adds the items of every value; what can't be saved goes to `problems`."""
         stop = 0
-        for plain, run in groupby(map(is_plain, flat.values)):
-            start, stop = stop, stop + len(list(run))
+        for plain, run in groupby([type(value) in PLAIN_TYPES for value in flat.values]):
+            start, stop = stop, stop + sum(1 for _ in run)
             if plain:
                 self._plain(flat, slice(start, stop))
                 continue
@@ -221,10 +223,9 @@ class _Rows:
     def _plain(self, flat: Flat, rows: slice) -> None:
         """Adds many plain tensors, column by column: a third of the time of one by one."""
         names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
-        reasons = list(map(refusal, tensors))
-        if any(reasons):
-            told = [f"{fqn!r} {why}" for fqn, why in zip(names, reasons, strict=True) if why]
-            self.problems += told
+        refused = refusals(tensors)
+        if refused:
+            self.problems += [f"{names[row]!r} {why}" for row, why in refused]
             return
         count, named = len(tensors), len(self._names)
         self._names += names
