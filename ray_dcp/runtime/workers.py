@@ -48,7 +48,8 @@ class WorkerGroup:
         ParticipantError: A rank could not start or died.
 
     Example:
-        >>> with WorkerGroup(2) as ranks:  # doctest: +SKIP
+        >>> import torch
+        >>> with WorkerGroup(2) as ranks:
         ...     ranks.run(lambda: torch.distributed.get_rank())
         [0, 1]
     """
