@@ -29,6 +29,10 @@ _NO_LINKS = frozenset(
 )
 
 
+_MOST_TRIES = 100
+"""How often a directory is made again that a collector removes while it is empty."""
+
+
 def sync_directory(path: str) -> None:
     """Makes the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -62,7 +66,9 @@ def make_directories(path: str, *, sync: bool) -> None:
         with suppress(FileExistsError):
             os.mkdir(directory)
         if not os.path.isdir(directory):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
+            # Why two errors: a name that is gone again was removed by a collector meanwhile.
+            number = errno.ENOTDIR if os.path.lexists(directory) else errno.ENOENT
+            raise OSError(number, os.strerror(number), directory)
         if sync:
             sync_directory(os.path.dirname(directory))
 
@@ -82,7 +88,7 @@ def create_temp(path: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:
     prefix = f"{TEMP_PREFIX}{secrets.token_hex(6)}-"
     temp = os.path.join(directory, prefix + name[: _NAME_MAX - len(prefix)])
     flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    for _ in range(8):
+    for _ in range(_MOST_TRIES):
         try:
             return os.open(temp, flags, _MODE), temp
         except FileNotFoundError:
