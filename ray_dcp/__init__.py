@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ray_dcp import errors
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
     from torch.distributed.checkpoint.default_planner import (
@@ -89,33 +91,7 @@ _HOMES: dict[str, str] = {
     "TensorStorageMetadata": _TORCH,
     "WriteItem": _TORCH,
 }
-_HOMES.update(
-    dict.fromkeys(
-        (
-            "CheckpointError",
-            "CheckpointExistsError",
-            "CheckpointNotFoundError",
-            "CommitUnknownError",
-            "CoverageError",
-            "DamagedCheckpointError",
-            "DeadlineError",
-            "InternalError",
-            "InvalidRequestError",
-            "LimitError",
-            "MissingKeyError",
-            "ParticipantError",
-            "PlanConflictError",
-            "RankDisagreementError",
-            "ShapeMismatchError",
-            "StateDictError",
-            "StorageError",
-            "UncommittedCheckpointError",
-            "UnsafeCheckpointError",
-            "UnsupportedValueError",
-        ),
-        "ray_dcp.errors",
-    )
-)
+_HOMES.update(dict.fromkeys(errors.__all__, "ray_dcp.errors"))
 
 __all__ = sorted(_HOMES)
 

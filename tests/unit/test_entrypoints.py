@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
+from ray_dcp import errors
 from ray_dcp.seam.decision import MissingTargetError
 
 
@@ -19,6 +20,10 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def test_every_public_name_is_there():
     assert [name for name in ray_dcp.__all__ if not hasattr(ray_dcp, name)] == []
+
+
+def test_every_error_can_be_caught_by_its_public_name():
+    assert [name for name in errors.__all__ if getattr(ray_dcp, name, None) is None] == []
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
