@@ -439,3 +439,18 @@ def test_no_os_error_leaves_a_storage_without_its_meaning(tmp_path):
         assert isinstance(caught.value, StorageError)
     with pytest.raises(KeyExistsError):
         storage.write("a", b"2", create=True)
+
+
+def test_a_folder_that_a_collector_removes_while_it_is_made_is_made_again(tmp_path, monkeypatch):
+    make, removed = os.mkdir, []
+
+    def make_and_lose_once(path, *args, **kwargs):
+        make(path, *args, **kwargs)
+        if not removed:
+            removed.append(path)
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make_and_lose_once)
+    LocalStorage(tmp_path).write("x/a", b"1")
+    assert removed == [str(tmp_path / "x")]
+    assert (tmp_path / "x" / "a").read_bytes() == b"1"
