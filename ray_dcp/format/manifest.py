@@ -1,4 +1,4 @@
-"""The records that decide a checkpoint: the manifest, which commits it, and the abort record.
+"""The records that decide a checkpoint: the manifest, which commits it, abort and delete.
 
 One JSON object a record, in a numbered slot. Its bytes are canonical and begin with a digest of
 the rest, so that any change of them is seen. Writing a slot at most once, and who may, is the
@@ -8,7 +8,6 @@ storage's and the protocol's part.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,14 +15,29 @@ from typing import Any
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.keys import check_attempt, check_file_key
+from ray_dcp.format.keys import check_file_key
+from ray_dcp.format.record_fields import (
+    attempt,
+    damaged,
+    flag,
+    hex_digits,
+    integer,
+    items,
+    optional,
+    seconds,
+    short,
+    text,
+)
 
 __all__ = [
     "FORMAT_VERSION",
     "AbortRecord",
+    "DeleteRecord",
     "FileEntry",
     "Manifest",
     "Record",
+    "Verdict",
+    "deciding",
     "decode_record",
     "encode_record",
     "newest",
@@ -31,14 +45,14 @@ __all__ = [
     "slot_of",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had no `DeleteRecord` and no `Manifest.decided`."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
 _HEAD = b'{"digest":"'
 _MIDDLE = b'","record":'
 _TAIL = b"}\n"
-_HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SLOT_KEY = re.compile(r"manifest-([0-9]{8,16})\.json")
 
@@ -53,6 +67,15 @@ class FileEntry:
     digest: str
     """Hex xxh3-128: for data files over their block checksums in file order, for the chunk table
     and `.metadata` over their bytes."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of an earlier attempt, for the time when its own record is removed."""
+
+    attempt: str
+    committed: bool
+    """False: it never was the checkpoint and never will be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +104,9 @@ class Manifest:
     payload_bytes: int
     """Raw bytes of all chunks."""
     previous_slot: int
-    """Highest slot taken at planning; 0 when there was none."""
+    """Highest slot taken at planning; 0 when there was none. Records up to it may be removed."""
+    decided: tuple[Verdict, ...] = ()
+    """What became of the attempts that were there at planning, as far as is remembered."""
     format_version: int = FORMAT_VERSION
 
 
@@ -96,7 +121,25 @@ class AbortRecord:
     format_version: int = FORMAT_VERSION
 
 
-Record = Manifest | AbortRecord
+@dataclass(frozen=True, kw_only=True)
+class DeleteRecord:
+    """Says that nothing stands any more: a commit of nothing."""
+
+    attempt: str
+    """Its own id."""
+    reason: str
+    created_s: float
+    """As `Manifest.created_s`."""
+    replaced_metadata: str | None
+    """As `Manifest.replaced_metadata`."""
+    previous_slot: int
+    """As `Manifest.previous_slot`."""
+    decided: tuple[Verdict, ...] = ()
+    """As `Manifest.decided`."""
+    format_version: int = FORMAT_VERSION
+
+
+Record = Manifest | AbortRecord | DeleteRecord
 
 
 def encode_record(record: Record) -> bytes:
@@ -110,7 +153,7 @@ def encode_record(record: Record) -> bytes:
         >>> decode_record(data).reason
         'deadline'
     """
-    kind = "manifest" if isinstance(record, Manifest) else "abort"
+    kind = next(kind for kind, (cls, _) in _KINDS.items() if isinstance(record, cls))
     try:
         body = _canonical({"kind": kind, **asdict(record)})
         found = _record_of(json.loads(body))
@@ -139,7 +182,7 @@ def decode_record(data: bytes, *, key: str | None = None) -> Record:
         _check_version(fields)
         record = _record_of(fields)
         if _canonical(fields) != body:
-            raise _damaged("canonical JSON", "other spelling")
+            raise damaged("canonical JSON", "other spelling")
     except (ValueError, RecursionError) as exc:
         if isinstance(exc, CheckpointError):
             raise
@@ -180,20 +223,37 @@ def slot_of(key: str) -> int | None:
 
 
 def newest(records: Mapping[int, Record]) -> tuple[int, Manifest] | None:
-    """Returns the slot and the manifest of the checkpoint, None when nothing is committed.
-
-    The first record that names an attempt decides that attempt: a manifest after its abort, or
-    after its own manifest, counts for nothing. Of the attempts that committed the last stands.
+    """Returns the slot and the manifest of the checkpoint, None when nothing stands.
 
     Args:
         records: By slot.
     """
+    found = deciding(records)
+    if found is None or isinstance(found[1], DeleteRecord):
+        return None
+    return found[0], found[1]
+
+
+def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecord] | None:
+    """Returns the slot and the record that decide what stands: the last commit or delete.
+
+    The first record that names an attempt decides that attempt: a manifest after its abort, or
+    after its own manifest, counts for nothing. What a commit says of earlier attempts counts as
+    naming them.
+
+    Args:
+        records: By slot.
+
+    Returns:
+        None when nothing was ever committed or deleted.
+    """
     decided: set[str] = set()
-    found: tuple[int, Manifest] | None = None
+    found: tuple[int, Manifest | DeleteRecord] | None = None
     for slot in sorted(records):
         record = records[slot]
-        if record.attempt not in decided and isinstance(record, Manifest):
+        if record.attempt not in decided and not isinstance(record, AbortRecord):
             found = slot, record
+            decided.update(verdict.attempt for verdict in record.decided)
         decided.add(record.attempt)
     return found
 
@@ -205,18 +265,18 @@ def _canonical(fields: Mapping[str, Any]) -> bytes:
 def _verified_body(data: bytes) -> bytes:
     start = len(_HEAD) + 32 + len(_MIDDLE)
     if not start + len(_TAIL) < len(data) <= MAX_RECORD_BYTES:
-        raise _damaged(f"{start} bytes to {MAX_RECORD_BYTES >> 20} MiB", f"{len(data)} bytes")
+        raise damaged(f"{start} bytes to {MAX_RECORD_BYTES >> 20} MiB", f"{len(data)} bytes")
     body = bytes(data[start : -len(_TAIL)])
     head = _HEAD + digest_bytes(body).hex().encode() + _MIDDLE
     if data[:start] != head or data[-len(_TAIL) :] != _TAIL:
-        raise _damaged("bytes that match the digest they begin with", "other bytes")
+        raise damaged("bytes that match the digest they begin with", "other bytes")
     return body
 
 
 def _check_version(fields: Any) -> None:
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise _damaged("a format version", "none")
+        raise damaged("a format version", "none")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"Expected a manifest of format version {FORMAT_VERSION} or older, found version "
@@ -226,99 +286,81 @@ def _check_version(fields: Any) -> None:
 
 def _record_of(fields: Any) -> Record:
     if not isinstance(fields, dict):
-        raise _damaged("an object", type(fields).__name__)
-    kinds: dict[Any, tuple[type[Record], dict[str, Any]]] = {
-        "manifest": (Manifest, _MANIFEST_FIELDS),
-        "abort": (AbortRecord, _ABORT_FIELDS),
-    }
+        raise damaged("an object", type(fields).__name__)
     kind = fields.get("kind")
-    cls, readers = kinds.get(kind if isinstance(kind, str) else "", (None, {}))
+    cls, readers = _KINDS.get(kind if isinstance(kind, str) else "", (None, {}))
+    if cls is Manifest and fields.get("format_version") == 1:
+        readers = {name: read for name, read in readers.items() if name != "decided"}
     if cls is None or set(fields) != {"kind", *readers}:
-        raise _damaged("the fields of a manifest or an abort record", "others")
+        raise damaged("the fields of a manifest, an abort or a delete record", "others")
     return cls(**{name: read(fields[name], name) for name, read in readers.items()})
-
-
-def _integer(value: Any, name: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise _damaged(f"a number of 0 or more as {name}", _short(value))
-    return value
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise _damaged(f"a text as {name}", _short(value))
-    return value
-
-
-def _seconds(value: Any, name: str) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise _damaged(f"seconds as {name}", _short(value))
-    return value
-
-
-def _hex(value: Any, name: str) -> str:
-    if _HEX.fullmatch(_text(value, name)) is None:
-        raise _damaged(f"hex digits as {name}", _short(value))
-    return str(value)
-
-
-def _attempt(value: Any, name: str) -> str:
-    return check_attempt(_text(value, name))
 
 
 def _entry(value: Any, name: str) -> FileEntry:
     if not isinstance(value, dict) or set(value) != {"key", "num_bytes", "digest"}:
-        raise _damaged(f"key, num_bytes and digest as {name}", _short(value))
-    found = _text(value["digest"], name)
+        raise damaged(f"key, num_bytes and digest as {name}", short(value))
+    found = text(value["digest"], name)
     if _DIGEST.fullmatch(found) is None:
-        raise _damaged(f"32 hex digits as digest of {name}", _short(found))
-    key = check_file_key(_text(value["key"], name))
-    return FileEntry(key, _integer(value["num_bytes"], name), found)
+        raise damaged(f"32 hex digits as digest of {name}", short(found))
+    key = check_file_key(text(value["key"], name))
+    return FileEntry(key, integer(value["num_bytes"], name), found)
 
 
 def _entries(value: Any, name: str) -> tuple[FileEntry, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise _damaged(f"a list as {name}", _short(value))
-    entries = tuple(_entry(item, name) for item in value)
+    entries = items(value, name, _entry)
     if len({entry.key for entry in entries}) != len(entries):
-        raise _damaged(f"each key once in {name}", "one twice")
+        raise damaged(f"each key once in {name}", "one twice")
     return entries
 
 
-def _optional(read: Any) -> Any:
-    return lambda value, name: None if value is None else read(value, name)
+def _verdict(value: Any, name: str) -> Verdict:
+    if not isinstance(value, dict) or set(value) != {"attempt", "committed"}:
+        raise damaged(f"attempt and committed in {name}", short(value))
+    return Verdict(attempt(value["attempt"], name), flag(value["committed"], name))
+
+
+def _verdicts(value: Any, name: str) -> tuple[Verdict, ...]:
+    found = items(value, name, _verdict)
+    if len({verdict.attempt for verdict in found}) != len(found):
+        raise damaged(f"each attempt once in {name}", "one twice")
+    return found
 
 
 _MANIFEST_FIELDS: dict[str, Any] = {
-    "attempt": _attempt,
-    "epoch": _integer,
-    "world_size": _integer,
-    "container": _text,
-    "created_s": _seconds,
+    "attempt": attempt,
+    "epoch": integer,
+    "world_size": integer,
+    "container": text,
+    "created_s": seconds,
     "files": _entries,
     "table": _entry,
-    "metadata": _optional(_entry),
-    "replaced_metadata": _optional(_hex),
-    "plan_digest": _hex,
-    "num_tensors": _integer,
-    "num_chunks": _integer,
-    "payload_bytes": _integer,
-    "previous_slot": _integer,
-    "format_version": _integer,
+    "metadata": optional(_entry),
+    "replaced_metadata": optional(hex_digits),
+    "plan_digest": hex_digits,
+    "num_tensors": integer,
+    "num_chunks": integer,
+    "payload_bytes": integer,
+    "previous_slot": integer,
+    "decided": _verdicts,
+    "format_version": integer,
 }
 _ABORT_FIELDS: dict[str, Any] = {
-    "attempt": _attempt,
-    "reason": _text,
-    "rank": _optional(_integer),
-    "format_version": _integer,
+    "attempt": attempt,
+    "reason": text,
+    "rank": optional(integer),
+    "format_version": integer,
 }
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:200]
-
-
-def _damaged(expected: str, found: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"Expected {expected} in the record, found {found}; it is damaged, load an earlier step"
-    )
+_DELETE_FIELDS: dict[str, Any] = {
+    "attempt": attempt,
+    "reason": text,
+    "created_s": seconds,
+    "replaced_metadata": optional(hex_digits),
+    "previous_slot": integer,
+    "decided": _verdicts,
+    "format_version": integer,
+}
+_KINDS: dict[str, tuple[type[Record], dict[str, Any]]] = {
+    "manifest": (Manifest, _MANIFEST_FIELDS),
+    "abort": (AbortRecord, _ABORT_FIELDS),
+    "delete": (DeleteRecord, _DELETE_FIELDS),
+}

@@ -1,14 +1,16 @@
 """The vote on one attempt: which records to create in which slots, and what the answers decide.
 
 The slots of a target are numbered from 1 and filled without gaps, each by one record that is
-created if absent and never changed or removed: a manifest (commits its attempt) or an abort
-record (fences its attempt off). *The first record that names an attempt decides its fate, and
-the highest commit is the checkpoint.* So whoever wants to decide walks upwards from the highest
-slot that he has seen, and reads every record that stands in his way.
+created if absent and never changed: a manifest (commits its attempt), a delete record (commits
+that nothing stands) or an abort record (fences its attempt off). *The first record that names an
+attempt decides its fate, and the highest commit or delete decides what stands.* So whoever wants
+to decide walks upwards from the highest slot that he has seen, and reads every record that stands
+in his way.
 
-*Why* a slot is never freed: an attempt that was overtaken creates its record in the slot after
-the one that it saw. Would that slot be free again, a zombie could commit an old state over a
-newer one.
+*Why* slots below the one that decides may become free again: an attempt that lay still for long
+may create its record in one of them, but a record there changes nothing. Who creates it is told
+at once that it was overtaken (`Overtaken`), and what the record that decides remembers of the
+attempt.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from ray_dcp.protocol.commands import (
     CreateAbort,
     CreateRecord,
     Failed,
+    Overtaken,
     ReadRecord,
     RecordCreated,
     Result,
@@ -53,11 +56,16 @@ class Fenced:
 
 @dataclass(frozen=True)
 class Lost:
-    """Another attempt took the slot with its commit; this one will never be committed."""
+    """Another attempt took the slot with its commit; this one will never be committed.
+
+    Or it was committed and is replaced already, when an abort of it comes too late.
+    """
 
     slot: int
     attempt: str
     """Who won."""
+    is_delete: bool = False
+    """The place was deleted, and not saved to."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class Vote:
     Attributes:
         slot: The slot that is tried now.
         at_stake: A manifest of the attempt was tried: it may stand, or still arrive.
+        met: The last commit or delete of another attempt that was seen.
     """
 
     def __init__(self, target: Target, attempt: str, slot: int) -> None:
@@ -89,6 +98,7 @@ class Vote:
         self.attempt = attempt
         self.slot = slot
         self.at_stake = False
+        self.met: Lost | None = None
         self._record = b""
         self._abort: tuple[str, int | None] | None = None
         self._tries = TRIES
@@ -125,7 +135,10 @@ class Vote:
         """
         match result:
             case RecordCreated():
-                return Fenced(result.slot) if self._abort else Won(result.slot, self._record)
+                is_abort = self._abort is not None
+                return self._found(result.slot, is_abort, self._record, result.overtaken)
+            case SlotTaken() if result.attempt == self.attempt:
+                return self._found(result.slot, result.is_abort, result.record, result.overtaken)
             case SlotTaken():
                 return self._taken(result)
             case SlotFree():
@@ -145,11 +158,23 @@ class Vote:
             return CreateRecord(self.target, self.slot, self._record)
         return CreateAbort(self.target, self.slot, self.attempt, *self._abort)
 
+    def _found(
+        self, slot: int, is_abort: bool, record: bytes, overtaken: Overtaken | None
+    ) -> Decision:
+        """Returns what a record of this attempt in a slot decides."""
+        # Careful: a record below one that decides was created too late, and counts for nothing,
+        # unless that one says otherwise.
+        if overtaken is not None:
+            self.met = Lost(overtaken.slot, overtaken.attempt, overtaken.is_delete)
+            if overtaken.was_committed == is_abort:
+                return self.met
+        return Fenced(slot) if is_abort else Won(slot, record)
+
     def _taken(self, found: SlotTaken) -> VoteTask | Decision:
-        if found.attempt == self.attempt:
-            return Fenced(found.slot) if found.is_abort else Won(found.slot, found.record)
-        if self._abort is None and not found.is_abort:
-            return Lost(found.slot, found.attempt)
+        if not found.is_abort:
+            self.met = Lost(found.slot, found.attempt, found.is_delete)
+            if self._abort is None:
+                return self.met
         self.slot = found.slot + 1
         return self._create()
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.manifest import Manifest, decode_record, record_key
+from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
+from ray_dcp.format.manifest import AbortRecord, DeleteRecord, record_key
 from ray_dcp.protocol.commands import Result
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.records import confirm_record, slots
+from ray_dcp.runtime.records import confirm_record
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.slots import Deciding, Slots, read_slots
 
 __all__ = ["Outcome", "outcome", "settle"]
 
@@ -34,9 +36,12 @@ def outcome(path: str | os.PathLike[str] | Target, attempt: str) -> Outcome:
         attempt: Its id, as `CommitUnknownError.attempt` or `Metadata.attempt` tells it.
 
     Returns:
-        `"committed"` or `"aborted"` once a record names the attempt; `"open"` before that. An
-        attempt whose ranks and coordinator are all gone stays open: nothing commits it any more
-        once a later save of the same id is committed.
+        `"committed"` (also when it was replaced or deleted since) or `"aborted"` once a record
+        names the attempt; `"open"` before that. An attempt whose ranks and coordinator are all
+        gone stays open: nothing commits it any more once a later save of the same id is committed,
+        and an attempt that very many others came after is forgotten, which is open as well. On a
+        storage that can't create a file only if there is none, every attempt stays open whose
+        coordinator died before it decided.
 
     Raises:
         InvalidRequestError: `path` is not one, or `attempt` is empty.
@@ -54,9 +59,9 @@ def outcome(path: str | os.PathLike[str] | Target, attempt: str) -> Outcome:
             f"Expected the id of an attempt, found {attempt!r}. CommitUnknownError.attempt has it",
             key="attempt",
         )
-    decided, _ = _look(open_storage(path), attempt)
+    decided, _ = _look(read_slots(open_storage(path), whole=True), attempt)
     match decided:
-        case Won():
+        case Won() | Lost():
             return "committed"
         case Fenced():
             return "aborted"
@@ -77,13 +82,21 @@ def settle(
         opener: What opens the storage.
 
     Returns:
-        `Won` or `Fenced`; `Open` when the storage does not say. Never raises.
+        `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
+        when the storage does not say, and on one that can't create a record only if absent: there
+        it only looks. Never raises.
     """
     try:
         storage = opener(target)
-        decided, last_slot = _look(storage, attempt)
+        seen = read_slots(storage, whole=True)
+        decided, last_slot = _look(seen, attempt)
+        if decided is None and seen.empty:
+            return _claimed(storage, max(seen.empty))
         if decided is not None:
-            confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
+            with suppress(KeyMissingError):  # replaced and removed meanwhile
+                confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
+        if decided is None and not storage.traits.create_if_absent:
+            return _left_to_coordinator(storage)
     except CheckpointError as error:
         return Open(error)
     if decided is not None:
@@ -96,22 +109,45 @@ def settle(
     return step
 
 
-def _look(storage: Storage, attempt: str) -> tuple[Won | Fenced | None, int]:
-    ordered = slots(storage)
+def _left_to_coordinator(storage: Storage) -> Open:
+    """Why: where a record can't be created only if absent, an abort could replace the commit."""
+    return Open(
+        StorageError(
+            f"{storage.url} can't create a file only if there is none: only the coordinator of "
+            f"the save may decide there, and no record of it names this attempt yet"
+        )
+    )
+
+
+def _claimed(storage: Storage, slot: int) -> Open:
+    """Why: who claimed a slot may still fill it, and an abort in the next would come too late."""
+    return Open(
+        StorageError(
+            f"{record_key(slot)} in {storage.url} was claimed and is empty: its writer died, or is "
+            f"about to fill it. The next save decides"
+        )
+    )
+
+
+def _look(slots: Slots, attempt: str) -> tuple[Won | Fenced | Lost | None, int]:
+    """Returns what the records say of an attempt, and the highest slot in use."""
+    decides = slots.decides
+    if decides is not None:
+        for verdict in decides.record.decided:
+            if verdict.attempt == attempt:
+                found = _replaced(decides) if verdict.committed else Fenced(decides.slot)
+                return found, slots.last_slot
     # Careful: upwards, as the first record that names the attempt decides.
-    for slot in ordered:
-        found = _record(storage, slot, attempt)
-        if found is not None:
-            return found, slot
-    return None, ordered[-1] if ordered else 0
+    for slot, record in sorted(slots.records.items()):
+        if record.attempt == attempt and isinstance(record, AbortRecord):
+            return Fenced(slot), slots.last_slot
+        if record.attempt == attempt:
+            return Won(slot, slots.data[slot]), slots.last_slot
+    # Further down, a commit came too late, or is long replaced: the one that decides forgot it.
+    named = any(record.attempt == attempt for record in slots.older.values())
+    return Fenced(decides.slot) if decides is not None and named else None, slots.last_slot
 
 
-def _record(storage: Storage, slot: int, attempt: str) -> Won | Fenced | None:
-    try:
-        data = storage.read(record_key(slot))
-    except KeyMissingError:
-        return None
-    record = decode_record(data)
-    if record.attempt != attempt:
-        return None
-    return Won(slot, data) if isinstance(record, Manifest) else Fenced(slot)
+def _replaced(decides: Deciding) -> Lost:
+    is_delete = isinstance(decides.record, DeleteRecord)
+    return Lost(decides.slot, decides.record.attempt, is_delete)

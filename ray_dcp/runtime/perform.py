@@ -9,12 +9,14 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from ray_dcp.collector import collector_paused
-from ray_dcp.errors import CheckpointError, InternalError, StorageError
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, StorageError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import (
     AbortRecord,
+    DeleteRecord,
     FileEntry,
     Manifest,
     decode_record,
@@ -51,8 +53,14 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.verdict import name_ranks
-from ray_dcp.runtime.publishing import publish
-from ray_dcp.runtime.records import confirm_record, read_standing, without_stock_files
+from ray_dcp.runtime.publishing import publish, republish
+from ray_dcp.runtime.records import (
+    confirm_record,
+    overtaken,
+    read_standing,
+    standing_records,
+    without_stock_files,
+)
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import METADATA_KEY, find_checkpoint
@@ -99,7 +107,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             with collector_paused():
                 return _make_plan(task)
         case BuildCommit():
-            _check_visible(opener(task.target), task.receipts)
+            _check_complete(opener(task.target), task)
             with collector_paused():
                 return _build_commit(task)
         case WriteTable():
@@ -119,7 +127,13 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             storage.delete(without_stock_files(storage, task.keys))
             return Finished()
         case ReadCheckpoint():
-            found = find_checkpoint(opener(task.target), checkpoint_id=task.target.url)
+            storage = opener(task.target)
+            found = find_checkpoint(storage, checkpoint_id=task.target.url)
+            if found.metadata_is_stale:
+                # Why here: whoever committed it is gone, and no save may follow. Suppressed: a
+                # load needs no `.metadata`, and may have no right to write.
+                with suppress(CheckpointError):
+                    republish(storage, task.target.url)
             return CheckpointRead(found.kind, found.slot, found.record)
 
 
@@ -144,6 +158,29 @@ def _disagreements(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
         f"Expected each item to be equal on all ranks that hold it, but these differ from the "
         f"lowest rank's: {named}{more}"
     )
+
+
+def _check_complete(storage: Storage, task: BuildCommit) -> None:
+    """Checks that all files are here, and if not, whether somebody may have removed them.
+
+    Raises:
+        CheckpointExistsError: Another save or a delete came since this one was planned.
+        StorageError: Some are missing or have another length.
+    """
+    try:
+        _check_visible(storage, task.receipts)
+    except StorageError as error:
+        standing = standing_records(storage)
+        if standing.record is None or standing.slot <= task.previous_slot:
+            raise
+        what = "committed" if standing.manifest is not None else "deleted"
+        raise CheckpointExistsError(
+            f"Expected attempt {task.attempt} to be the only one of this checkpoint id, but "
+            f"attempt {standing.record.attempt} {what} it in slot {standing.slot} meanwhile, which "
+            f"removes the files of all others ({error.message}). Only one save at a time can have "
+            f"an id",
+            checkpoint_id=task.target.url,
+        ) from error
 
 
 def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
@@ -204,6 +241,7 @@ def _build_commit(task: BuildCommit) -> CommitBuilt:
         num_chunks=table.num_chunks,
         payload_bytes=int(table.payload_bytes.sum()),
         previous_slot=task.previous_slot,
+        decided=task.decided,
     )
     return CommitBuilt(table_key, table_bytes, encode_record(manifest), metadata)
 
@@ -236,14 +274,23 @@ def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotT
         storage.write(record_key(slot), record, create=can_create)
     except KeyExistsError:
         found = _read_record(storage, slot)
-        if isinstance(found, SlotFree):
+        if isinstance(found, SlotTaken):
+            return found
+        above = overtaken(storage, slot, record)
+        if above is None:
             raise InternalError(
-                f"Slot {slot} was taken and is free again, but records are never removed. "
-                f"Somebody else deleted {record_key(slot)}",
+                f"Slot {slot} was taken and is free again, but records are only removed below one "
+                f"that decides. Somebody else deleted {record_key(slot)}",
                 key=record_key(slot),
             ) from None
-        return found
-    return RecordCreated(slot)
+        # Why not once more: below what decides it is all the same whether this record is there.
+        return RecordCreated(slot, above)
+    if not can_create:
+        # Why: somebody else may have looked at the same time, and written since.
+        found = _read_record(storage, slot)
+        if isinstance(found, SlotTaken) and found.record != record:
+            return found
+    return RecordCreated(slot, overtaken(storage, slot, record))
 
 
 def _confirmed_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
@@ -260,4 +307,11 @@ def _read_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
     except KeyMissingError:
         return SlotFree(slot)
     record = decode_record(data, key=key)
-    return SlotTaken(slot, record.attempt, isinstance(record, AbortRecord), data)
+    return SlotTaken(
+        slot,
+        record.attempt,
+        isinstance(record, AbortRecord),
+        data,
+        isinstance(record, DeleteRecord),
+        overtaken(storage, slot, data),
+    )

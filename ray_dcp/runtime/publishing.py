@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from ray_dcp.collector import collector_paused
 from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.manifest import Manifest
+from ray_dcp.format.manifest import DeleteRecord, Manifest
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import decode_table
 from ray_dcp.protocol.commands import Published
 from ray_dcp.runtime.records import standing_records
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.metadata_beside import is_ours
 from ray_dcp.transfer.opening import METADATA_KEY, Found, find_checkpoint
 
-__all__ = ["publish", "republish"]
+__all__ = ["publish", "republish", "withdraw"]
 
 
 def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
-    """Replaces `.metadata` by that of the commit in a slot, unless a later one stands.
+    """Replaces `.metadata` by that of the commit in a slot, unless a later record decides.
 
     Args:
         storage: Of the target.
@@ -42,7 +43,8 @@ def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Pu
 def republish(storage: Storage, url: str) -> bool:
     """Publishes the `.metadata` of the checkpoint that stands, if that is missing or older.
 
-    For who finds that the one who committed it did not come to that.
+    For who finds that the one who committed it did not come to that. Where a delete decides, what
+    is left of ours is removed.
 
     Args:
         storage: Of the target.
@@ -52,16 +54,45 @@ def republish(storage: Storage, url: str) -> bool:
         Whether `.metadata` is that of the checkpoint now.
 
     Raises:
-        CheckpointError: The storage fails, nothing is committed, or two checkpoints claim the
-            place.
+        CheckpointError: The storage fails, nothing was ever committed, or two checkpoints claim
+            the place.
     """
     while True:
+        standing = standing_records(storage)
+        if isinstance(standing.record, DeleteRecord):
+            withdraw(storage, standing.record)
+            if standing_records(storage).slot <= standing.slot:
+                return True
+            continue
         found = find_checkpoint(storage, checkpoint_id=url)
         if found.manifest is None:
             return False
         done = _project(storage, found, found.manifest, url)
         if standing_records(storage).slot <= found.slot:
             return done
+
+
+def withdraw(storage: Storage, record: DeleteRecord) -> bool:
+    """Removes the `.metadata` of what was deleted; one that somebody else wrote since stays.
+
+    Args:
+        storage: Of the target.
+        record: The delete, which decides.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        StorageError: It fails.
+    """
+    try:
+        data = storage.read(METADATA_KEY)
+    except KeyMissingError:
+        return False
+    if digest_bytes(data).hex() != record.replaced_metadata and not is_ours(data):
+        return False
+    storage.delete([METADATA_KEY])
+    return True
 
 
 def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bool:

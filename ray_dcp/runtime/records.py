@@ -1,4 +1,7 @@
-"""What stands at a target: the records in its slots and its `.metadata`. Reads only."""
+"""What stands at a target: the records in its slots, its `.metadata`, what attempts left there.
+
+Reads only, but for `confirm_record`.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,25 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.manifest import Manifest, Record, decode_record, newest, record_key, slot_of
+from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, record_key
 from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.protocol.commands import RecordsRead
-from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+from ray_dcp.protocol.commands import Overtaken, RecordsRead
+from ray_dcp.protocol.sweep import attempts_of, left_by_others, verdicts, was_committed
+from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import METADATA_KEY
+from ray_dcp.transfer.slots import Slots, read_slots, used_slots
 
 __all__ = [
     "Standing",
     "confirm_record",
+    "everything",
+    "foreign_metadata",
+    "overtaken",
     "read_standing",
-    "slots",
     "standing_records",
     "without_stock_files",
 ]
@@ -27,70 +35,55 @@ __all__ = [
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
+@runtime_checkable
+class _ShowsUnpublished(Protocol):
+    """A storage whose writers leave files behind when they crash."""
+
+    def unpublished(self) -> tuple[Entry, ...]: ...
+
+
 @dataclass(frozen=True)
 class Standing:
-    """The records of a target, as far down as is needed to know what is committed."""
+    """The records of a target, as far down as is needed to know what stands."""
 
-    last_slot: int
-    """Highest slot in use; 0 when there is none."""
+    slots: Slots
     slot: int = 0
-    """Slot of the checkpoint; 0 when nothing is committed."""
-    manifest: Manifest | None = None
-    """Of the checkpoint."""
+    """Slot of the commit or delete that decides; 0 when there is none."""
+    record: Manifest | DeleteRecord | None = None
+    """What is in it."""
     unreadable: dict[int, DamagedCheckpointError] = field(default_factory=dict)
     """Records above it that can't be read."""
 
+    @property
+    def last_slot(self) -> int:
+        """Highest slot in use; 0 when there is none."""
+        return self.slots.last_slot
 
-def slots(storage: Storage) -> list[int]:
-    """Returns the slots that are in use, ascending.
-
-    Args:
-        storage: Of the target.
-
-    Raises:
-        StorageError: It can't be listed.
-    """
-    found = (slot_of(entry.key) for entry in storage.list("manifest-"))
-    return sorted(slot for slot in found if slot is not None)
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the checkpoint; None when nothing stands."""
+        return self.record if isinstance(self.record, Manifest) else None
 
 
-def standing_records(storage: Storage) -> Standing:
-    """Returns the newest commit of a target.
-
-    Reads downwards, and no further than the slot that the newest attempt saw when it was
-    planned: no record below that one can name it.
+def standing_records(storage: Storage, *, whole: bool = False) -> Standing:
+    """Returns the newest commit or delete of a target; passes by what can't be read.
 
     Args:
         storage: Of the target.
+        whole: Read the older records as well.
 
     Raises:
         CheckpointError: A newer ray_dcp wrote here, or the storage fails.
 
     Complexity:
-        O(records above that slot): one, but for aborted and overtaken attempts.
+        As `read_slots`.
     """
-    used = slots(storage)
-    last_slot = used[-1] if used else 0
-    records: dict[int, Record] = {}
-    unreadable: dict[int, DamagedCheckpointError] = {}
-    for slot in reversed(used):
-        found = newest(records)
-        if found is not None and slot <= found[1].previous_slot:
-            break
-        try:
-            key = record_key(slot)
-            data = storage.read(key)
-            if data:  # else it was claimed and never filled, on a filesystem without hard links
-                records[slot] = decode_record(data, key=key)
-        except DamagedCheckpointError as error:
-            unreadable[slot] = error
-        except KeyMissingError:
-            continue
-    found = newest(records)
+    slots = read_slots(storage, tolerant=True, whole=whole)
+    found = slots.decides
     if found is None:
-        return Standing(last_slot, unreadable=unreadable)
-    above = {slot: error for slot, error in unreadable.items() if slot > found[0]}
-    return Standing(last_slot, found[0], found[1], above)
+        return Standing(slots, unreadable=slots.unreadable)
+    above = {slot: error for slot, error in slots.unreadable.items() if slot > found.slot}
+    return Standing(slots, found.slot, found.record, above)
 
 
 def read_standing(storage: Storage) -> RecordsRead:
@@ -103,16 +96,75 @@ def read_standing(storage: Storage) -> RecordsRead:
         CheckpointError: A newer ray_dcp wrote here, or the storage fails.
     """
     standing = standing_records(storage)
-    digest, foreign_files = _foreign_metadata(storage, standing.manifest)
+    digest, foreign_files = foreign_metadata(storage, standing.manifest)
+    known = {record.attempt for record in standing.slots.records.values()}
+    keys = [entry.key for entry in everything(storage)]
+    present = attempts_of(keys, known)
+    if not storage.traits.create_if_absent:
+        # Why: two saves may both believe to have won there; the files of neither may go.
+        if standing.record is not None:
+            known |= {verdict.attempt for verdict in standing.record.decided}
+        keys = [key for key in keys if attempts_of([key], known) <= known]
+    left = left_by_others(keys, last_slot=standing.last_slot, known=known)
+    # Why not told where a record can't be read: it may be the commit of one of them.
+    told = storage.traits.create_if_absent and not (
+        standing.slots.unreadable or standing.slots.empty
+    )
     return RecordsRead(
         last_slot=standing.last_slot,
         committed=_in_words(standing, digest),
         foreign_metadata=digest,
-        replaced=(*_files(standing.manifest), *foreign_files),
-        warnings=tuple(
-            f"The record in slot {slot} can't be read and is replaced: {error}"
-            for slot, error in sorted(standing.unreadable.items())
+        replaced=tuple(dict.fromkeys((*_files(standing.manifest), *foreign_files, *left))),
+        warnings=(
+            *(
+                f"The record in slot {slot} can't be read and is replaced: {error}"
+                for slot, error in sorted(standing.unreadable.items())
+            ),
+            *_unprotected(storage),
         ),
+        create_if_absent=storage.traits.create_if_absent,
+        decided=verdicts(standing.slots.records, present if told else ()),
+    )
+
+
+def everything(storage: Storage) -> list[Entry]:
+    """Returns all files at a place, with those that writers have not published.
+
+    Args:
+        storage: Of the place.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    hidden = storage.unpublished() if isinstance(storage, _ShowsUnpublished) else ()
+    return [*storage.list(), *hidden]
+
+
+def overtaken(storage: Storage, slot: int, record: bytes) -> Overtaken | None:
+    """Returns the commit or delete in a higher slot than a record that was just created or met.
+
+    Args:
+        storage: Of the target.
+        slot: Of that record.
+        record: As on storage.
+
+    Returns:
+        None when none decides above it: who commits or deletes later meets that record.
+
+    Raises:
+        CheckpointError: The storage fails.
+    """
+    # Why twice: a listing may show neither a record that goes nor the one that makes it go.
+    if not any(used[-1] > slot for used in map(used_slots, (storage, storage)) if used):
+        return None
+    found = read_slots(storage, tolerant=True).decides
+    if found is None or found.slot <= slot:
+        return None
+    return Overtaken(
+        found.slot,
+        found.record.attempt,
+        was_committed(found.record, decode_record(record).attempt),
+        isinstance(found.record, DeleteRecord),
     )
 
 
@@ -131,7 +183,8 @@ def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
         StorageError: It could not be made durable.
     """
     if storage.traits.create_if_absent:
-        # A storage says that a key is taken only when it is so for good.
+        # A storage says that a key is taken only when it is so for good. If it was removed
+        # meanwhile, a higher record decides, and one more below that does no harm.
         with suppress(KeyExistsError):
             storage.write(record_key(slot), data, create=True)
 
@@ -161,6 +214,16 @@ def without_stock_files(storage: Storage, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key not in named]
 
 
+def _unprotected(storage: Storage) -> tuple[str, ...]:
+    if storage.traits.create_if_absent:
+        return ()
+    return (
+        f"{storage.url} can't create a file only if there is none (hard links or conditional "
+        f"writes), so that this save's coordinator alone decides what is committed. Two jobs that "
+        f"save here at once can overwrite each other's checkpoint unnoticed: let one at a time",
+    )
+
+
 def _in_words(standing: Standing, foreign: str | None) -> str | None:
     found = []
     if standing.manifest is not None:
@@ -173,7 +236,6 @@ def _in_words(standing: Standing, foreign: str | None) -> str | None:
 
 
 def _files(manifest: Manifest | None) -> Iterable[str]:
-    # The manifest itself stays: a slot is never freed (see `ray_dcp.protocol.vote`).
     if manifest is None:
         return ()
     # Careful: all our names bear the attempt. Another one is that of somebody else, whatever the
@@ -182,10 +244,18 @@ def _files(manifest: Manifest | None) -> Iterable[str]:
     return (key for key in keys if manifest.attempt in key)
 
 
-def _foreign_metadata(
+def foreign_metadata(
     storage: Storage, manifest: Manifest | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Returns the hex digest of a `.metadata` that is not ours, and the files that it names."""
+    """Returns the hex digest of a `.metadata` that is not ours, and the files that it names.
+
+    Args:
+        storage: Of the target.
+        manifest: That stands there.
+
+    Raises:
+        StorageError: It can't be read.
+    """
     try:
         data = storage.read(METADATA_KEY)
     except KeyMissingError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 
 from ray_dcp.errors import CheckpointNotFoundError, UncommittedCheckpointError
-from ray_dcp.format.manifest import slot_of
+from ray_dcp.format.manifest import DeleteRecord, record_key, slot_of
 from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.slots import Deciding
 
 __all__ = ["not_found"]
 
@@ -15,11 +17,12 @@ _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _DIGITS = re.compile(r"(\d+)")
 
 
-def not_found(storage: Storage) -> CheckpointNotFoundError:
+def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNotFoundError:
     """Returns the error for a place without manifest, `.metadata` and plain files.
 
     Args:
         storage: Where to look; everything below its root is listed.
+        decides: The record that decides what stands there.
 
     Returns:
         An `UncommittedCheckpointError` when there are files of a save.
@@ -40,6 +43,12 @@ def not_found(storage: Storage) -> CheckpointNotFoundError:
             f"collectives"
         )
     folders = _checkpoint_folders(keys)
+    if decides is not None and isinstance(decides.record, DeleteRecord):
+        return CheckpointNotFoundError(
+            f"expected a checkpoint in {storage.url}, but it was deleted"
+            f"{_moment(decides.record.created_s)} ({record_key(decides.slot)} says so: "
+            f"{decides.record.reason}); load another one" + _hint(folders)
+        )
     if any(slot_of(key) is not None or key.endswith(".distcp") for key in here):
         return UncommittedCheckpointError(
             f"the save in {storage.url} never committed: there are {len(here)} files, but neither "
@@ -49,6 +58,13 @@ def not_found(storage: Storage) -> CheckpointNotFoundError:
         f"expected a checkpoint in {storage.url}, found {_content(keys)}"
         + (_hint(folders) or "; check the path")
     )
+
+
+def _moment(created_s: float) -> str:
+    try:
+        return time.strftime(" on %Y-%m-%d at %H:%M:%S UTC", time.gmtime(created_s))
+    except (OverflowError, OSError, ValueError):
+        return ""  # what was stored is no time at all
 
 
 def _checkpoint_folders(keys: list[str]) -> list[str]:

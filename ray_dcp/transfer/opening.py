@@ -1,8 +1,8 @@
 """Decides which checkpoint stands at a place, and reads its chunk table.
 
-Order of truth: the highest committed manifest; where there is none, the `.metadata` of stock DCP;
-where there is neither, plain safetensors files. What a place without any of them holds is told
-by `lookaround`.
+Order of truth: the highest commit; where there is none or a delete came after it, the `.metadata`
+of stock DCP; where there is neither, plain safetensors files. What a place without any of them
+holds is told by `lookaround`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
     InternalError,
-    UncommittedCheckpointError,
 )
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import (
+    DeleteRecord,
     FileEntry,
     Manifest,
     Record,
     decode_record,
-    newest,
     record_key,
-    slot_of,
 )
 from ray_dcp.format.metadata_in import ForeignMetadata, decode_metadata
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
-from ray_dcp.format.table import decode_table
+from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
+from ray_dcp.format.table import MAX_TABLE_BYTES, decode_table
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.lookaround import not_found
+from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
 from ray_dcp.transfer.plain_files import plain_files, plain_table
+from ray_dcp.transfer.slots import Deciding, Slots, read_slots
 
 __all__ = [
     "METADATA_KEY",
@@ -48,7 +49,6 @@ __all__ = [
     "read_records",
 ]
 
-METADATA_KEY = ".metadata"
 CheckpointKind = Literal["native", "stock", "safetensors"]
 
 
@@ -137,22 +137,20 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
     try:
         # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
         metadata = _read_or_none(storage, METADATA_KEY)
-        while (committed := newest_record(storage)) is not None:
+        slots = read_slots(storage)
+        decides = slots.decides
+        while (committed := _committed(decides)) is not None:
             try:
+                _check_not_emptied(slots, committed, metadata)
                 return _newest_native(storage, committed, metadata)
             except DamagedCheckpointError:
                 # Why: after two commits meanwhile, a foreign one that both replaced looks new.
                 before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
-                if metadata == before:
+                slots = read_slots(storage)
+                decides = slots.decides
+                if metadata == before and decides is not None and decides.slot <= committed.slot:
                     raise
-        if metadata is not None:
-            # Why only then: decoding costs 20 us a tensor, and a stock one does not say this.
-            if ATTEMPT_ATTRIBUTE.encode() in metadata:
-                _decoded_foreign(metadata)
-            return Found("stock", 0, metadata)
-        if plain_files(storage):
-            return Found("safetensors", 0, b"")
-        raise not_found(storage)
+        return _not_native(storage, metadata, decides)
     except CheckpointError as exc:
         exc.checkpoint_id = name
         raise
@@ -198,61 +196,32 @@ def checkpoint_from(
 
 
 def newest_record(storage: Storage) -> Committed | None:
-    """Returns the manifest that stands, None when nothing was ever committed.
+    """Returns the manifest that stands, None when nothing was ever committed or it was deleted.
 
-    Reads only the newest records: those that can name the attempt that it finds, which are the
-    ones in slots after the highest that was taken when that attempt was planned.
+    Reads only the newest records, as `read_slots` does.
 
     Raises:
         DamagedCheckpointError: A record is damaged; nothing is decided past it.
         StorageError: The storage can't be read.
     """
-    slots = _slots(storage)
-    read: dict[int, tuple[bytes, Record]] = {}
-    for index in range(len(slots) - 1, -1, -1):
-        _read_record(storage, slots[index], read)
-        found = newest({slot: record for slot, (_, record) in read.items()})
-        if found is not None and (index == 0 or slots[index - 1] <= found[1].previous_slot):
-            return Committed(found[0], read[found[0]][0], found[1])
-    return None
+    return _committed(read_slots(storage).decides)
 
 
 def read_records(storage: Storage) -> dict[int, Record]:
-    """Returns all records by slot: every commit and abort that was ever written and not collected.
+    """Returns all records by slot that were written and not removed since.
 
     Raises:
         DamagedCheckpointError: One is damaged.
         StorageError: The storage can't be read.
     """
-    read: dict[int, tuple[bytes, Record]] = {}
-    for slot in _slots(storage):
-        _read_record(storage, slot, read)
-    return {slot: record for slot, (_, record) in read.items()}
+    slots = read_slots(storage, whole=True)
+    return {**slots.older, **slots.records}
 
 
-def _slots(storage: Storage) -> list[int]:
-    found = (slot_of(entry.key) for entry in storage.list("manifest-"))
-    return sorted(slot for slot in found if slot is not None)
-
-
-def _read_record(storage: Storage, slot: int, into: dict[int, tuple[bytes, Record]]) -> None:
-    key = record_key(slot)
-    data = _read_or_none(storage, key)
-    if not data:
-        return  # claimed and never filled, on a filesystem without hard links: nothing is decided
+def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES) -> bytes | None:
+    """Returns a file; of a longer one, a byte more than it may have, which nobody accepts."""
     try:
-        into[slot] = data, decode_record(data, key=key)
-    except DamagedCheckpointError as exc:
-        exc.message += (
-            f". Which checkpoint stands can't be told past it: move {key} away to fall back to "
-            f"the records before it"
-        )
-        raise
-
-
-def _read_or_none(storage: Storage, key: str) -> bytes | None:
-    try:
-        return storage.read(key)
+        return storage.read(key, 0, most_bytes + 1)
     except KeyMissingError:
         return None
 
@@ -260,7 +229,7 @@ def _read_or_none(storage: Storage, key: str) -> bytes | None:
 def _newest_native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
     """Reads what a manifest names; if that was collected meanwhile, what replaced it."""
     while True:
-        stale = _metadata_is_stale(committed, metadata)
+        stale = is_stale(committed.slot, committed.manifest, metadata)
         try:
             return _native(storage, committed, metadata_is_stale=stale)
         except DamagedCheckpointError:
@@ -268,6 +237,60 @@ def _newest_native(storage: Storage, committed: Committed, metadata: bytes | Non
             if newer is None or newer.slot <= committed.slot:
                 raise
             committed = newer
+
+
+def _check_not_emptied(slots: Slots, committed: Committed, metadata: bytes | None) -> None:
+    """Checks that no later commit than the one that was found was cut off to nothing.
+
+    An empty record was claimed and not filled, or was filled once. Then `.metadata` tells, which
+    is published after the commit.
+
+    Raises:
+        DamagedCheckpointError: `.metadata` is of a save that no record knows.
+    """
+    empty = [slot for slot in slots.empty if slot > committed.slot]
+    if not empty or metadata is None or not is_ours(metadata):
+        return
+    attempt = decode_metadata(metadata).attempt
+    told = {verdict.attempt for verdict in committed.manifest.decided}
+    if attempt in told | {record.attempt for record in slots.records.values()}:
+        return
+    key = record_key(max(empty))
+    raise DamagedCheckpointError(
+        f"expected the record of the save {attempt}, whose .metadata was published after it was "
+        f"committed, found {key} empty: it was cut off; move it and .metadata away to load the "
+        f"save {committed.manifest.attempt} before it",
+        key=key,
+    )
+
+
+def _committed(decides: Deciding | None) -> Committed | None:
+    if decides is None or isinstance(decides.record, DeleteRecord):
+        return None
+    return Committed(decides.slot, decides.data, decides.record)
+
+
+def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | None) -> Found:
+    """Returns what stands where no commit of ours does."""
+    if decides is not None:
+        # Why again: what was read before a delete may be what that has removed since.
+        metadata = _metadata_after_delete(storage, decides.record)
+    if metadata is not None:
+        # Why only then: decoding costs 20 us a tensor, and a stock one does not say this.
+        if ATTEMPT_ATTRIBUTE.encode() in metadata:
+            decode_foreign(metadata)
+        return Found("stock", 0, metadata)
+    if plain_files(storage):
+        return Found("safetensors", 0, b"")
+    raise not_found(storage, decides)
+
+
+def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) -> bytes | None:
+    """Returns the `.metadata` that somebody else wrote after a delete; None for a left-over."""
+    data = _read_or_none(storage, METADATA_KEY)
+    if data is None or digest_bytes(data).hex() == record.replaced_metadata:
+        return None
+    return None if is_ours(data) else data
 
 
 def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
@@ -284,7 +307,7 @@ def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
             table = decode_table(found.table)
         _check_table(table, manifest)
     elif found.kind == "stock":
-        foreign = _decoded_foreign(found.record)
+        foreign = decode_foreign(found.record)
         table = foreign.table
     else:
         table = plain_table(storage)
@@ -301,19 +324,8 @@ def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
     )
 
 
-def _decoded_foreign(metadata: bytes) -> ForeignMetadata:
-    foreign = decode_metadata(metadata)
-    if foreign.attempt is not None:
-        raise UncommittedCheckpointError(
-            f"expected a manifest beside .metadata, found none: the save {foreign.attempt} never "
-            f"committed, or its manifest was deleted; load an earlier step",
-            key=METADATA_KEY,
-        )
-    return foreign
-
-
 def _verified(storage: Storage, entry: FileEntry) -> bytes:
-    data = _read_or_none(storage, entry.key)
+    data = _read_or_none(storage, entry.key, min(entry.num_bytes, MAX_TABLE_BYTES))
     if data is None:
         raise DamagedCheckpointError(
             f"the manifest names {entry.key}, but there is no such file; load an earlier step",
@@ -340,38 +352,3 @@ def _check_table(table: ChunkTable, manifest: Manifest) -> None:
             + "; load an earlier step",
             key=manifest.table.key,
         )
-
-
-def _metadata_is_stale(committed: Committed, metadata: bytes | None) -> bool:
-    """Tells whether `.metadata` does not project the manifest although it should.
-
-    Raises:
-        DamagedCheckpointError: It is a foreign one, which the manifest does not replace.
-    """
-    manifest = committed.manifest
-    expected = None if manifest.metadata is None else manifest.metadata.digest
-    if metadata is None:
-        return expected is not None
-    found = digest_bytes(metadata).hex()
-    if found == expected:
-        return False
-    if found != manifest.replaced_metadata:
-        _refuse_foreign(committed, metadata)
-    return expected is not None
-
-
-def _refuse_foreign(committed: Committed, metadata: bytes) -> None:
-    try:
-        if decode_metadata(metadata).attempt is not None:
-            return  # an earlier save of ours
-        what = "one of another program"
-    except DamagedCheckpointError as exc:
-        what = f"one that can't be read ({exc.message})"
-    key = record_key(committed.slot)
-    raise DamagedCheckpointError(
-        f"two checkpoints claim this place: {key} of the save {committed.manifest.attempt}, and "
-        f"a .metadata that does not belong to it, but is {what}. If stock DCP saved here last, "
-        f"move the manifest-*.json files away to load what it saved; if not, move .metadata away "
-        f"to load the save {committed.manifest.attempt}",
-        key=METADATA_KEY,
-    )

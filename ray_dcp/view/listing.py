@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_dcp.errors import CheckpointError, StorageError
-from ray_dcp.format.manifest import Manifest, slot_of
+from ray_dcp.format.manifest import DeleteRecord, Manifest, slot_of
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.opening import newest_record
+from ray_dcp.transfer.slots import read_slots
 from ray_dcp.view.checkpoint_view import rank_of_file
+from ray_dcp.view.runs import PART_NAME, step_of
 
 __all__ = ["ListedCheckpoint", "State", "list_checkpoints"]
 
-State = Literal["committed", "uncommitted", "damaged", "stock"]
+State = Literal["committed", "uncommitted", "damaged", "stock", "deleted"]
 
-_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})")
-_PART = re.compile(r"rank-\d+-part-\d+\.safetensors")
-_OUR_FILE = re.compile(rf"__\d+_\d+\..+\.distcp|[^/]+/{_PART.pattern}")
+_OUR_FILE = re.compile(rf"__\d+_\d+\..+\.distcp|[^/]+/{PART_NAME.pattern}")
 _STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 _METADATA = ".metadata"
 
@@ -40,7 +39,8 @@ class ListedCheckpoint:
     """Number at the end of the name; None if there is none."""
     state: State
     """`committed`; `uncommitted`: files of a save without a commit; `damaged`: committed, but
-    files are missing, have another length or can't be read; `stock`: not written by ray_dcp."""
+    files are missing, have another length or can't be read; `stock`: not written by ray_dcp;
+    `deleted`: `ray_dcp.delete` took it away."""
     num_bytes: int
     """Bytes of all files in the directory, also of those that no commit refers to."""
     num_ranks: int | None
@@ -84,7 +84,7 @@ def list_checkpoints(root: str | os.PathLike[str] | Target) -> tuple[ListedCheck
 def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
     """Counts the sub-folders of safetensors attempts as part of their checkpoint."""
     for directory, names in list(directories.items()):
-        if directory and any(_PART.match(name) for name in names):
+        if directory and any(PART_NAME.match(name) for name in names):
             parent, _, attempt = directory.rpartition("/")
             files = directories.pop(directory)
             directories.setdefault(parent, {}).update(
@@ -106,12 +106,11 @@ def _look(
     files: Mapping[str, int],
 ) -> ListedCheckpoint:
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
-    step = _STEP.fullmatch(name)
     state, detail, manifest = _state(_below(root, storage, directory), files)
     ranks = {rank for key in files if (rank := rank_of_file(key)) is not None}
     return ListedCheckpoint(
         name=directory or ".",
-        step=int(step[1]) if step else None,
+        step=step_of(name),
         state=state,
         num_bytes=sum(files.values()),
         num_ranks=manifest.world_size if manifest else len(ranks) or None,
@@ -130,14 +129,16 @@ def _below(root: str | os.PathLike[str] | Target, storage: Storage, directory: s
 def _state(storage: Storage, files: Mapping[str, int]) -> tuple[State, str, Manifest | None]:
     """Returns the state, what is wrong, and the manifest if one is committed."""
     try:
-        newest = newest_record(storage) if any(slot_of(key) for key in files) else None
+        decides = read_slots(storage).decides if any(slot_of(key) for key in files) else None
     except StorageError:
         raise
     except CheckpointError as error:
         return "damaged", error.message, None
-    if newest is None:
+    if decides is None:
         return (*_state_without_commit(files), None)
-    manifest = newest.manifest
+    manifest = decides.record
+    if isinstance(manifest, DeleteRecord):
+        return (*_state_after_delete(files), None)
     wrong = [
         f"{entry.key} is missing" if entry.key not in files
         else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
@@ -145,6 +146,14 @@ def _state(storage: Storage, files: Mapping[str, int]) -> tuple[State, str, Mani
         if files.get(entry.key) != entry.num_bytes
     ]  # fmt: skip
     return ("damaged" if wrong else "committed"), "; ".join(wrong), manifest
+
+
+def _state_after_delete(files: Mapping[str, int]) -> tuple[State, str]:
+    found = _state_without_commit(files)
+    if found[0] == "stock":
+        return found  # saved since
+    left = any(_OUR_FILE.fullmatch(key) for key in files)
+    return "deleted", "files are left: ray_dcp.collect removes them" if left else ""
 
 
 def _state_without_commit(files: Mapping[str, int]) -> tuple[State, str]:
@@ -155,4 +164,6 @@ def _state_without_commit(files: Mapping[str, int]) -> tuple[State, str]:
         return "stock", ""
     if ours or theirs:
         return "uncommitted", "it has no manifest" if ours else "it has no .metadata"
-    return "stock", "plain safetensors files"
+    if any(key.endswith(".safetensors") for key in files):
+        return "stock", "plain safetensors files"
+    return "uncommitted", "it has records of saves, but none of a commit that stands"

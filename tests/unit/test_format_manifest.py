@@ -30,6 +30,14 @@ MANIFEST = mf.Manifest(
     previous_slot=6,
 )
 ABORT = mf.AbortRecord(attempt="a2", reason="rank 3 came too late: ü", rank=3)
+DELETE = mf.DeleteRecord(
+    attempt="a3",
+    reason="the user asked",
+    created_s=1.7e9,
+    replaced_metadata="56" * 16,
+    previous_slot=9,
+    decided=(mf.Verdict("a1", True), mf.Verdict("a2", False)),
+)
 
 
 def signed(fields):
@@ -47,6 +55,9 @@ def fields_of(record):
     [
         MANIFEST,
         dataclasses.replace(MANIFEST, metadata=None, replaced_metadata=None, files=()),
+        dataclasses.replace(MANIFEST, decided=(mf.Verdict("a0", False),)),
+        DELETE,
+        dataclasses.replace(DELETE, replaced_metadata=None, decided=()),
         ABORT,
         dataclasses.replace(ABORT, rank=None, reason=""),
     ],
@@ -73,7 +84,7 @@ def test_any_flipped_bit_and_any_cut_is_damage():
 
 
 def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
-    data = signed({**fields_of(ABORT), "format_version": 2, "more": 1})
+    data = signed({**fields_of(ABORT), "format_version": mf.FORMAT_VERSION + 1, "more": 1})
     with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
         mf.decode_record(data)
     assert not isinstance(caught.value, DamagedCheckpointError)
@@ -190,3 +201,53 @@ def abort(attempt):
 def test_the_first_record_that_names_an_attempt_decides(records, slot):
     found = mf.newest(records)
     assert found == (None if slot is None else (slot, records[slot]))
+
+
+def delete(attempt, *decided):
+    return dataclasses.replace(
+        DELETE, attempt=attempt, decided=tuple(mf.Verdict(name, False) for name in decided)
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "slot"),
+    [
+        ({1: commit("a"), 2: delete("d")}, 2),
+        ({1: delete("d")}, 1),
+        ({1: delete("d"), 2: commit("b")}, 2),
+        ({1: commit("a"), 2: abort("d"), 3: delete("d")}, 1),
+        # What a record says of an earlier attempt counts as naming it.
+        ({3: delete("d", "a"), 4: commit("a")}, 3),
+        ({3: delete("d", "a"), 4: commit("b")}, 4),
+        ({2: abort("d"), 3: delete("d", "a"), 4: commit("a")}, 4),
+    ],
+)
+def test_a_delete_decides_like_a_commit(records, slot):
+    assert mf.deciding(records) == (slot, records[slot])
+    stands = isinstance(records[slot], mf.Manifest)
+    assert mf.newest(records) == ((slot, records[slot]) if stands else None)
+
+
+def test_a_manifest_of_the_first_version_is_read_and_knows_of_no_earlier_attempt():
+    fields = {**fields_of(MANIFEST), "format_version": 1}
+    del fields["decided"]
+    found = mf.decode_record(signed(fields))
+    assert (found.decided, found.attempt, found.format_version) == ((), "a1", 1)
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(signed({**fields, "format_version": 2}))
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(signed({**fields, "decided": []}))
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        5, {}, ["a"], [{}], [{"attempt": "a"}], [{"attempt": "a", "committed": 1}],
+        [{"attempt": "../a", "committed": True}], [{"attempt": "a", "committed": True, "x": 1}],
+        [{"attempt": "a", "committed": True}, {"attempt": "a", "committed": False}],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("record", [MANIFEST, DELETE])
+def test_what_a_record_says_of_other_attempts_is_checked(record, decided):
+    with pytest.raises(DamagedCheckpointError):
+        mf.decode_record(signed({**fields_of(record), "decided": decided}))

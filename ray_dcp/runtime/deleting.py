@@ -1,0 +1,205 @@
+"""`delete`: takes a checkpoint away, with all that other attempts left. No torch, no ray.
+
+Order: a delete record, from which on nothing stands; `.metadata`; data; chunk tables; older
+records. A crash in between leaves work for the next delete, collect or save, and never a
+checkpoint with holes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
+from ray_dcp.protocol.messages import Target
+from ray_dcp.protocol.sweep import attempts_of, sweep, verdicts
+from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.runtime.leftovers import (
+    CollectReport,
+    Place,
+    check_ours,
+    look_at,
+    named_by_metadata,
+    remove,
+    target_of,
+)
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.publishing import withdraw
+from ray_dcp.runtime.records import standing_records, without_stock_files
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.opening import METADATA_KEY
+
+__all__ = ["delete"]
+
+Opener = Callable[[Target], Storage]
+
+MOST_TRIES = 20
+"""How often a delete begins again because a save was committed in between."""
+DELETED_BY_USER = "ray_dcp.delete was called"
+
+
+def delete(
+    path: str | os.PathLike[str] | Target,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    dry_run: bool = False,
+    opener: Opener = open_storage,
+) -> CollectReport:
+    """Deletes the checkpoint at a path, with all that other attempts left there.
+
+    Atomic: whoever looks finds the whole checkpoint, or that it was deleted. A save that was begun
+    before fails, or its checkpoint is deleted as well. What remains is one small record
+    that says so, and files that ray_dcp did not write. Deleting twice is fine, also to finish what
+    was interrupted.
+
+    Args:
+        path: Path or URL of one checkpoint.
+        storage_options: For the storage.
+        dry_run: Only tell what would be deleted.
+        opener: What opens the storage.
+
+    Returns:
+        What was deleted. Files that could not be are told in `kept` and `warnings`: the checkpoint
+        is gone all the same, and `collect` or another `delete` removes them.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+        InvalidRequestError: What stands there was not written by ray_dcp.
+        StorageError: The storage failed before anything was decided; or it did not say whether
+            the delete happened, which the message tells.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> MemoryStorage("doc-delete").write("__0_0.0123456789abcdef.distcp", b"1234")
+        >>> report = delete("memory://doc-delete")
+        >>> report.deleted, report.num_bytes
+        (('__0_0.0123456789abcdef.distcp',), 4)
+    """
+    target = target_of(path, storage_options)
+    storage = opener(target)
+    for _ in range(MOST_TRIES):
+        place = look_at(storage)
+        _check_deletable(place)
+        if isinstance(place.standing.record, DeleteRecord):
+            return _finish_delete(place, place.standing.record, dry_run)
+        record = _delete_record(place)
+        if dry_run:
+            return _finish_delete(place, record, dry_run)
+        match _bury(target, record, opener):
+            case Won() as won:
+                return _finish_won(place, record, won)
+            case Open(error):
+                unsure = copy.copy(error)
+                unsure.message += ". Whether the checkpoint was deleted is unknown: delete again"
+                raise unsure
+    raise CheckpointError(
+        f"Expected to delete the checkpoint, but {MOST_TRIES} times another save of the same id "
+        f"was committed meanwhile. Stop the job that saves there, and delete again",
+        checkpoint_id=storage.url,
+    )
+
+
+def _finish_won(place: Place, record: DeleteRecord, won: Won) -> CollectReport:
+    """Removes what is superfluous, unless a save was committed since: then that does it."""
+    try:
+        if standing_records(place.storage).slot == won.slot:
+            return _finish_delete(place, record, dry_run=False)
+        told = "A save of the same id was committed right after the delete, and stands now"
+    except CheckpointError as error:
+        told = f"The checkpoint is deleted, but its files are not: {error}. Delete again"
+    manifest = place.standing.manifest
+    attempt = None if manifest is None else manifest.attempt
+    return CollectReport(place.storage.url, (), 0, (), checkpoint=attempt, warnings=(told,))
+
+
+def _check_deletable(place: Place) -> None:
+    check_ours(place)
+    record = place.standing.record
+    if place.foreign is None or isinstance(record, Manifest):
+        return
+    if record is None or record.replaced_metadata != place.foreign:
+        raise InvalidRequestError(
+            f"Expected a checkpoint of ray_dcp in {place.storage.url}, but the one that stands "
+            f"there was written by another program: its .metadata says so. If you want it gone, "
+            f"remove the directory; ray_dcp.collect removes what ray_dcp left beside it",
+            checkpoint_id=place.storage.url,
+        )
+
+
+def _delete_record(place: Place) -> DeleteRecord:
+    standing = place.standing
+    manifest = standing.manifest
+    # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
+    # stand again; one that came after it is somebody else's.
+    is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
+    told = not standing.slots.unreadable and not standing.slots.empty
+    return DeleteRecord(
+        attempt=new_attempt(),
+        reason=DELETED_BY_USER,
+        created_s=time.time(),
+        replaced_metadata=place.foreign if is_replaced else None,
+        previous_slot=standing.last_slot,
+        decided=verdicts(
+            standing.slots.records, attempts_of(place.sizes, place.known) if told else ()
+        ),
+    )
+
+
+def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
+    vote = Vote(target, record.attempt, record.previous_slot + 1)
+    step: VoteTask | Decision = vote.commit(encode_record(record))
+    while not isinstance(step, Won | Fenced | Lost | Open):
+        step = vote.tell(perform(step, opener))
+    return step
+
+
+def _finish_delete(place: Place, record: DeleteRecord, dry_run: bool) -> CollectReport:
+    """Removes what a delete makes superfluous, once it decides."""
+    storage = place.storage
+    is_new = place.standing.record is not record
+    # Careful: where a record can't be created only if absent, a save that runs may still replace
+    # the delete, and needs its files.
+    all_dead = is_new and (dry_run or storage.traits.create_if_absent)
+    found = sweep(
+        place.sizes,
+        standing=None,
+        last_slot=record.previous_slot,
+        dead=place.known,
+        all_dead=all_dead,
+        named=named_by_metadata(place, record),
+    )
+    manifest = place.standing.manifest
+    unnamed = attempts_of(place.sizes, place.known) - place.known
+    done = CollectReport(
+        path=storage.url,
+        deleted=(),
+        num_bytes=0,
+        kept=found.kept,
+        fenced=tuple(sorted(unnamed)) if all_dead else (),
+        checkpoint=manifest.attempt if manifest is not None and is_new else None,
+        dry_run=dry_run,
+    )
+    is_replaced = place.foreign is not None and place.foreign == record.replaced_metadata
+    metadata = METADATA_KEY in place.sizes and (place.foreign is None or is_replaced)
+    try:
+        if not dry_run:
+            metadata = withdraw(storage, record)
+        stock = without_stock_files(storage, place.foreign_files) if is_replaced else ()
+    except CheckpointError as error:
+        # Why nothing is deleted: stock DCP still sees what `.metadata` names.
+        told = f".metadata could not be removed, so nothing was: {error}. Delete again"
+        return replace(done, warnings=(told,))
+    report = remove(place, replace(found, delete=(*stock, *found.delete)), dry_run)
+    removed = (METADATA_KEY,) if metadata else ()
+    return replace(
+        done,
+        deleted=(*removed, *report.deleted),
+        num_bytes=report.num_bytes + sum(place.sizes.get(key, 0) for key in removed),
+        kept=report.kept,
+        warnings=report.warnings,
+    )

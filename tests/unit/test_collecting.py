@@ -1,0 +1,925 @@
+"""What a save, a delete and a collector leave at a place, and what they never touch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    SaveCancelledError,
+    StorageError,
+)
+from ray_dcp.format.manifest import DeleteRecord, Manifest, Verdict, decode_record, record_key
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.commands import (
+    CollectReplaced,
+    CreateAbort,
+    CreateRecord,
+    Failed,
+    Overtaken,
+    Published,
+    PublishMetadata,
+    RecordCreated,
+)
+from ray_dcp.protocol.messages import Target
+from ray_dcp.protocol.save_errors import REPLACED_SINCE
+from ray_dcp.protocol.vote import Fenced, Lost, Won
+from ray_dcp.runtime.collecting import collect
+from ray_dcp.runtime.deleting import delete
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.outcome import outcome, settle
+from ray_dcp.runtime.perform import perform
+from ray_dcp.store.faults import Fault, FaultyStorage
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import StorageTraits
+from ray_dcp.transfer.opening import find_checkpoint, newest_record
+from ray_dcp.transfer.slots import read_slots
+from ray_dcp.view.listing import list_checkpoints
+from tests.numpy_ranks import (
+    load_and_check,
+    load_ranks,
+    loads_whole,
+    save,
+    save_ranks,
+    state_of,
+)
+
+ONE, TWO, THREE = state_of(1), state_of(2), state_of(3)
+STATES = [ONE, TWO, THREE]
+TEMP = ".tmp-0123456789ab-"
+DEAD = "0123456789abcdef"
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning",
+    "ignore:.*no_dist.*:UserWarning",
+    "ignore:Detected an existing checkpoint:UserWarning",
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "step-1")
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request, tmp_path):
+    """A storage with nothing in it."""
+    if request.param == "local":
+        return LocalStorage(tmp_path / "step-1")
+    return MemoryStorage(request.node.name.replace("[", "-").replace("]", ""))
+
+
+def stock_save(path, value=1.0):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.full((6, 4), value)}, checkpoint_id=str(path), no_dist=True)
+
+
+def stock_value(path):
+    found = {"w": torch.zeros(6, 4)}
+    dcp.load(found, checkpoint_id=str(path), no_dist=True)
+    return found["w"].unique().tolist()
+
+
+def names(place):
+    hidden = place.unpublished() if isinstance(place, LocalStorage) else ()
+    return {entry.key for entry in (*place.list(), *hidden)}
+
+
+def needed(place):
+    """Names of what stands, and of what says so."""
+    decides = read_slots(place).decides
+    if isinstance(decides.record, DeleteRecord):
+        return {record_key(decides.slot)}
+    manifest = decides.record
+    metadata = {".metadata"} if manifest.metadata is not None else set()
+    files = {entry.key for entry in (*manifest.files, manifest.table)}
+    return {record_key(decides.slot), *files, *metadata}
+
+
+def saved(url, state=ONE, world_size=1, **more):
+    (outcome, *_) = save(state, world_size, url, **more)
+    return outcome
+
+
+def stopped_before(url, kind, state=TWO, opener=open_storage, **more):
+    """Saves up to a task, which never happens; returns that task: what a zombie may still do."""
+    caught = []
+
+    class StopError(BaseException):
+        pass
+
+    def performer(task):
+        if isinstance(task, kind):
+            caught.append(task)
+            raise StopError
+        return perform(task, opener)
+
+    with pytest.raises(StopError):
+        run_ranks(save_ranks(state, 1, url, session="zombie", **more), performer=performer)
+    return caught[0]
+
+
+# Saves collect
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_after_a_save_there_is_the_checkpoint_one_record_and_what_is_not_ours(place, container):
+    options = SaveOptions(container=container)
+    place.write("notes.txt", b"mine")
+    place.write("sub/__0_0.0123456789abcdef.distcp", b"somebody's copy")
+    for state in STATES:
+        saved(place.url, state, 2, options=options)
+    assert names(place) - needed(place) == {"notes.txt", "sub/__0_0.0123456789abcdef.distcp"}
+    assert sorted(read_slots(place).used) == [3]
+    load_and_check(THREE, 2, place.url)
+
+
+def test_many_saves_leave_as_many_files_as_one_and_no_longer_records():
+    storage = MemoryStorage("test-many-saves")
+    sizes = []
+    for number in range(210):
+        saved(storage.url, {"step": number})
+        if number in (199, 209):
+            found = {entry.key: entry.num_bytes for entry in storage.list()}
+            sizes.append((len(found), found[record_key(number + 1)] // 100))
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0] == 4
+
+
+def test_a_save_removes_what_dead_attempts_left_and_their_unpublished_files(tmp_path, path):
+    storage = LocalStorage(path)
+    saved(path)
+    stopped_before(path, CreateRecord, options=SaveOptions(container="safetensors"))
+    stopped_before(path, CreateRecord)
+    # What processes leave that are killed while they write.
+    for key in (f"__0_0.{DEAD}.distcp", f"chunks.{DEAD}.parquet", record_key(9), ".metadata"):
+        (tmp_path / "step-1" / f"{TEMP}{key}").write_bytes(b"half")
+    (tmp_path / "step-1" / f"{TEMP}notes").write_bytes(b"not ours")
+    (tmp_path / "step-1" / DEAD).mkdir()
+    (tmp_path / "step-1" / DEAD / f"{TEMP}rank-00000-part-00000.safetensors").write_bytes(b"half")
+    saved(path, THREE)
+    assert names(storage) - needed(storage) == {f"{TEMP}notes"}
+    assert [entry for entry in Path(path).iterdir() if entry.is_dir()] == []
+
+
+def test_a_failed_save_leaves_no_folder(tmp_path):
+    class Full(LocalStorage):
+        def open_writer(self, key, **how):
+            writer = super().open_writer(key, **how)
+            writer.abort()
+            raise StorageError("the disk is full", key=key)
+
+    options = SaveOptions(container="safetensors")
+    ranks = save_ranks(ONE, 1, str(tmp_path), options=options, opener=lambda _: Full(tmp_path))
+    assert isinstance(run_ranks(ranks)[0].error, StorageError)
+    assert [entry.name for entry in tmp_path.iterdir()] == [record_key(1)]
+
+
+def test_a_save_whose_metadata_could_not_be_published_removes_nothing(place):
+    saved(place.url)
+    before = names(place)
+
+    def performer(task):
+        if isinstance(task, PublishMetadata):
+            return Failed(StorageError("read-only"))
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
+    assert ".metadata could not be published" in result.get().warnings[0]
+    assert before < names(place)
+    # A collector brings `.metadata` up to date before it removes what the old one names.
+    report = collect(place.url)
+    assert report.warnings == report.kept == ()
+    assert names(place) == needed(place)
+    assert not find_checkpoint(place, checkpoint_id=place.url).metadata_is_stale
+    load_and_check(TWO, 1, place.url)
+
+
+def test_files_that_can_not_be_removed_warn_and_the_next_save_removes_them(place):
+    attempt = saved(place.url, THREE).attempt
+
+    def failing(task):
+        if isinstance(task, CollectReplaced):
+            script = [Fault(operation="delete", key=f"__0_0.{attempt}*")]
+            return perform(task, lambda _: FaultyStorage(place, script))
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(ONE, 1, place.url), performer=failing)
+    assert "could not all be deleted" in result.get().warnings[0]
+    assert names(place) > needed(place)
+    saved(place.url, TWO)
+    assert names(place) == needed(place)
+
+
+def test_a_save_that_is_overtaken_before_it_publishes_says_so_and_removes_nothing(place):
+    task = stopped_before(place.url, PublishMetadata, ONE)
+    saved(place.url, TWO)
+    before = names(place)
+    assert perform(task) == Published(superseded=True)
+    assert names(place) == before
+    (result,) = run_ranks(
+        save_ranks(THREE, 1, place.url),
+        performer=lambda task: (
+            Published(superseded=True) if isinstance(task, PublishMetadata) else perform(task)
+        ),
+    )
+    assert result.get().warnings == (REPLACED_SINCE,)
+
+
+def test_where_records_can_not_be_created_only_if_absent_unknown_attempts_keep_their_files(place):
+    """Two saves may both believe to have won there."""
+
+    class Plain(FaultyStorage):
+        traits = StorageTraits(create_if_absent=False, durable=False, shared=True)
+
+        def write(self, key, data, *, create=False):
+            assert not create
+            super().write(key, data)
+
+    def opener(_):
+        return Plain(place)
+
+    def performer(task):
+        return perform(task, opener)
+
+    for step, state in enumerate(STATES):
+        if step == 1:
+            stopped_before(place.url, CreateRecord, TWO, opener=opener)
+        else:
+            (result,) = run_ranks(save_ranks(state, 1, place.url), performer=performer)
+            result.get()
+    left = names(place) - needed(place)
+    assert {name.partition(".")[0] for name in left} == {"__0_0", "chunks"}
+    deleted = delete(place.url, opener=opener)
+    assert {kept.key for kept in deleted.kept} == left == names(place) - needed(place)
+    assert deleted.fenced == ()
+    assert loads_whole(place.url, STATES) is None
+    # Where they can be, the next save takes them away.
+    saved(place.url)
+    assert names(place) == needed(place)
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish"])
+def test_where_a_record_can_not_be_read_nobody_is_told_that_his_attempt_was_overtaken(
+    place, content
+):
+    """The record may be the commit of one who has left files."""
+    attempt = decode_record(stopped_before(place.url, CreateRecord).record).attempt
+    place.write(record_key(1), content)
+    outcome = saved(place.url)
+    assert decode_record(outcome.manifest).decided == ()
+    assert not any(attempt in key for key in names(place))
+    saved(place.url)
+    assert names(place) == needed(place)
+
+
+def test_a_save_tells_of_the_attempts_that_it_found(place):
+    first = saved(place.url).attempt
+    dead = decode_record(stopped_before(place.url, CreateRecord).record).attempt
+    found = decode_record(saved(place.url, TWO).manifest).decided
+    assert found == (Verdict(first, True), Verdict(dead, False))
+    assert outcome(place.url, dead) == "aborted"
+
+
+# Delete
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_a_deleted_checkpoint_is_gone_and_says_so(place, container):
+    attempt = saved(place.url, options=SaveOptions(container=container), world_size=2).attempt
+    place.write("notes.txt", b"mine")
+    sizes = {entry.key: entry.num_bytes for entry in place.list()}
+    report = delete(place.url)
+    assert report.checkpoint == attempt
+    assert set(report.deleted) == sizes.keys() - {"notes.txt"}
+    assert report.num_bytes == sum(sizes[key] for key in report.deleted)
+    assert [kept.key for kept in report.kept] == ["notes.txt"]
+    assert names(place) == {"notes.txt", record_key(2)}
+    with pytest.raises(CheckpointNotFoundError, match=r"was deleted on 20.*load another") as caught:
+        load_and_check(ONE, 1, place.url)
+    assert type(caught.value) is CheckpointNotFoundError
+    assert newest_record(place) is None
+    assert outcome(place.url, attempt) == "committed"
+
+
+def test_data_goes_before_tables_before_records(place):
+    saved(place.url, ONE, 3)
+    deleted = list(delete(place.url).deleted)
+    kinds = [key.partition(".")[0].partition("-")[0].rstrip("0123456789_") for key in deleted]
+    assert deleted[0] == ".metadata"
+    assert kinds[1:] == ["", "", "", "chunks", "manifest"]
+
+
+def test_a_second_delete_is_fine_and_finishes_the_first(place):
+    saved(place.url)
+    faulty = FaultyStorage(place, [Fault(operation="delete", key="__0_0*", effect="before")])
+    report = delete(place.url, opener=lambda _: faulty)
+    faulty.assert_hit()
+    assert "Not everything could be deleted" in report.warnings[0]
+    assert "it could not be deleted" in {kept.reason for kept in report.kept}
+    # No record goes before the files that it tells of.
+    assert record_key(1) in names(place)
+    assert loads_whole(place.url, STATES) is None
+    again = delete(place.url)
+    assert again.warnings == again.kept == ()
+    assert again.checkpoint is None
+    assert names(place) == needed(place) == {record_key(2)}
+    assert delete(place.url).deleted == ()
+    assert names(place) == {record_key(2)}
+
+
+def test_a_second_delete_does_not_end_a_save_that_began_after_the_first(place):
+    saved(place.url)
+    delete(place.url)
+    task = stopped_before(place.url, CreateRecord)
+    report = delete(place.url)
+    assert report.deleted == report.fenced == ()
+    assert {kept.reason for kept in report.kept} == {
+        f"attempt {json.loads(task.record)['record']['attempt']} may still be committed"
+    }
+    assert perform(task) == RecordCreated(3)
+    load_and_check(TWO, 1, place.url)
+
+
+def test_a_place_that_was_deleted_can_be_saved_to_again_also_without_overwrite(place):
+    saved(place.url)
+    delete(place.url)
+    outcome = saved(place.url, TWO, options=SaveOptions(overwrite=False))
+    assert outcome.slot == 3
+    assert names(place) == needed(place)
+    load_and_check(TWO, 2, place.url)
+
+
+def test_to_delete_nothing_is_an_error(place):
+    with pytest.raises(CheckpointNotFoundError, match="there is nothing"):
+        delete(place.url)
+    place.write("notes.txt", b"mine")
+    with pytest.raises(CheckpointNotFoundError, match=r"found notes\.txt"):
+        delete(place.url)
+    assert names(place) == {"notes.txt"}
+
+
+@pytest.mark.parametrize("what", ["stock", "safetensors"])
+@pytest.mark.parametrize("call", [delete, collect])
+def test_what_another_program_wrote_is_refused_with_the_way_out(tmp_path, call, what):
+    if what == "stock":
+        stock_save(tmp_path)
+    else:
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = names(LocalStorage(tmp_path))
+    with pytest.raises(InvalidRequestError, match="remove the directory"):
+        call(str(tmp_path))
+    assert names(LocalStorage(tmp_path)) == before
+
+
+def test_a_stock_checkpoint_is_not_deleted_with_what_a_failed_save_of_ours_left_there(tmp_path):
+    stock_save(tmp_path, 3.0)
+    stopped_before(str(tmp_path), CreateRecord)
+    with pytest.raises(InvalidRequestError, match="written by another program"):
+        delete(str(tmp_path))
+    report = collect(str(tmp_path), abort_unfinished=True)
+    assert len(report.deleted) == 2
+    assert stock_value(tmp_path) == [3.0]
+
+
+def test_a_stock_checkpoint_that_was_saved_over_ours_stays_and_stands(tmp_path):
+    saved(str(tmp_path))
+    stock_save(tmp_path, 4.0)
+    with pytest.raises(DamagedCheckpointError, match="two checkpoints"):
+        load_and_check(ONE, 1, str(tmp_path))
+    report = delete(str(tmp_path))
+    assert not any(key.endswith(".metadata") for key in report.deleted)
+    assert stock_value(tmp_path) == [4.0]
+    assert find_checkpoint(LocalStorage(tmp_path)).kind == "stock"
+    with pytest.raises(InvalidRequestError, match="written by another program"):
+        delete(str(tmp_path))
+
+
+def test_a_stock_checkpoint_that_a_commit_replaced_is_deleted_with_it(tmp_path):
+    stock_save(tmp_path, 4.0)
+    stopped_before(str(tmp_path), PublishMetadata)
+    report = delete(str(tmp_path))
+    assert ".metadata" in report.deleted
+    assert "__0_0.distcp" in report.deleted
+    assert names(LocalStorage(tmp_path)) == {record_key(2)}
+
+
+def test_a_stock_checkpoint_that_came_after_a_delete_loads_and_is_listed(tmp_path):
+    saved(str(tmp_path))
+    delete(str(tmp_path))
+    stock_save(tmp_path, 5.0)
+    assert find_checkpoint(LocalStorage(tmp_path)).kind == "stock"
+    assert [item.state for item in list_checkpoints(tmp_path)] == ["stock"]
+    saved(str(tmp_path), TWO)
+    load_and_check(TWO, 1, str(tmp_path))
+    assert names(LocalStorage(tmp_path)) == needed(LocalStorage(tmp_path))
+
+
+def test_a_dry_run_tells_and_changes_nothing(place):
+    saved(place.url)
+    stopped_before(place.url, CreateRecord)
+    before = {entry.key: place.read(entry.key) for entry in place.list()}
+    told = [delete(place.url, dry_run=True), collect(place.url, dry_run=True)]
+    told.append(collect(place.url, abort_unfinished=True, dry_run=True))
+    assert {entry.key: place.read(entry.key) for entry in place.list()} == before
+    assert all(report.dry_run for report in told)
+    done = collect(place.url, abort_unfinished=True)
+    assert (done.deleted, done.fenced) == (told[2].deleted, told[2].fenced)
+    deleted = delete(place.url)
+    assert set(deleted.deleted) | set(done.deleted) == {
+        *told[0].deleted, record_key(2)
+    }  # fmt: skip
+    assert told[1].deleted == ()
+    assert len(told[1].kept) == 2
+
+
+def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
+    saved(str(tmp_path / "step-1"))
+    saved(str(tmp_path / "step-2"))
+    delete(str(tmp_path / "step-1"))
+    assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
+        ("step-1", "deleted"), ("step-2", "committed")
+    ]  # fmt: skip
+    (tmp_path / "step-1" / f"__0_0.{DEAD}.distcp").write_bytes(b"left")
+    (first, _) = list_checkpoints(tmp_path)
+    assert (first.state, first.detail) == (
+        "deleted", "files are left: ray_dcp.collect removes them"
+    )  # fmt: skip
+
+
+def test_a_damaged_record_does_not_keep_a_place_from_being_deleted_but_from_being_collected(place):
+    saved(place.url)
+    place.write(record_key(1), b"rubbish")
+    with pytest.raises(DamagedCheckpointError, match="Nothing is collected before"):
+        collect(place.url)
+    delete(place.url)
+    assert names(place) == {record_key(2)}
+
+
+def test_a_delete_that_gets_no_answer_says_that_it_is_unknown_and_may_be_repeated(place):
+    saved(place.url)
+    script = [
+        Fault(operation="write", key="manifest-*", nth=number, effect="after")
+        for number in range(1, 9)
+    ] + [Fault(operation="read", key=record_key(2), nth=number) for number in range(1, 9)]
+    with pytest.raises(StorageError, match="unknown: delete again"):
+        delete(place.url, opener=lambda _: FaultyStorage(place, script))
+    delete(place.url)
+    assert names(place) == {record_key(2)}
+
+
+@pytest.mark.parametrize("effect", ["before", "after"])
+def test_an_answer_that_is_lost_at_any_call_of_a_delete_leaves_no_half_of_a_checkpoint(effect):
+    place = MemoryStorage(f"test-lost-answers-{effect}")
+    for at in range(60):
+        saved(place.url, ONE, 2)
+        calls = ("read", "write", "list", "delete")
+        script = [
+            Fault(operation=calls[at % 4], key="*", nth=1 + at // 4, effect=effect),
+        ]
+        counted = FaultyStorage(place, script)
+        try:
+            delete(place.url, opener=lambda _, counted=counted: counted)
+        except StorageError:
+            assert loads_whole(place.url, STATES) in {0, None}
+        else:
+            assert loads_whole(place.url, STATES) is None
+        delete(place.url)
+        assert names(place) == needed(place)
+        assert isinstance(read_slots(place).decides.record, DeleteRecord)
+
+
+# A save that a delete comes before
+
+
+def test_a_delete_ends_a_save_that_is_under_way(place):
+    saved(place.url)
+
+    def performer(task):
+        if isinstance(task, CreateRecord):
+            delete(place.url)
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
+    assert type(result.error) is CheckpointExistsError
+    assert "the checkpoint id was deleted" in result.error.message
+    assert loads_whole(place.url, STATES) is None
+    assert names(place) == {record_key(2)}
+
+
+def test_a_save_is_told_who_removed_its_files(place):
+    def performer(task):
+        if type(task).__name__ == "BuildCommit":
+            delete(place.url)
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
+    assert type(result.error) is CheckpointExistsError
+    assert "deleted it in slot 1 meanwhile" in result.error.message
+
+
+def test_a_delete_that_a_save_comes_before_deletes_that_as_well(place):
+    saved(place.url)
+    zombie = stopped_before(place.url, CreateRecord)
+
+    class Overtaken(FaultyStorage):
+        done = False
+
+        def write(self, key, data, *, create=False):
+            if create and not self.done:
+                self.done = True
+                assert isinstance(perform(zombie), RecordCreated)
+            super().write(key, data, create=create)
+
+    storage = Overtaken(place)
+    report = delete(place.url, opener=lambda _: storage)
+    assert report.checkpoint == decode_record(zombie.record).attempt
+    assert names(place) == {record_key(3)}
+
+
+def test_metadata_that_a_zombie_publishes_after_a_delete_is_taken_back(place):
+    task = stopped_before(place.url, PublishMetadata, ONE)
+
+    class Late(FaultyStorage):
+        def write(self, key, data, *, create=False):
+            if key == ".metadata":
+                delete(place.url)
+            super().write(key, data, create=create)
+
+    assert perform(task, lambda _: Late(place)) == Published(superseded=True)
+    assert names(place) == {record_key(2)}
+    assert perform(task) == Published(superseded=True)
+    assert names(place) == {record_key(2)}
+
+
+# Zombies in slots that are free again
+
+
+def zombie_of(place):
+    """The commit of a save that lies still before it, and the attempt."""
+    task = stopped_before(place.url, CreateRecord, ONE)
+    return task, decode_record(task.record).attempt
+
+
+def test_a_zombie_in_a_slot_that_is_free_again_changes_nothing_and_is_told(place):
+    saved(place.url)
+    task, attempt = zombie_of(place)
+    last = [saved(place.url, state).attempt for state in (TWO, THREE)][-1]
+    assert read_slots(place).used == (3,)
+    assert perform(task) == RecordCreated(2, Overtaken(3, last, False))
+    assert loads_whole(place.url, STATES) == 2
+    assert outcome(place.url, attempt) == "aborted"
+    assert isinstance(settle(Target(place.url), attempt, reason="", rank=0), Fenced)
+    assert collect(place.url).deleted == (record_key(2),)
+    assert outcome(place.url, attempt) == "aborted"
+
+
+def test_the_ranks_of_a_zombie_are_told_that_another_save_came_first(place):
+    saved(place.url)
+
+    def performer(task):
+        if isinstance(task, CreateRecord):
+            saved(place.url, TWO, session="b")
+            saved(place.url, THREE, session="c")
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(ONE, 1, place.url), performer=performer)
+    assert type(result.error) is CheckpointExistsError
+    assert loads_whole(place.url, STATES) == 2
+    saved(place.url, TWO)
+    assert names(place) == needed(place)
+
+
+def test_who_learns_of_a_commit_when_it_is_replaced_and_its_record_gone_is_told_that(place):
+    attempt = saved(place.url).attempt
+    last = [saved(place.url, state).attempt for state in (TWO, THREE)][-1]
+    found = settle(Target(place.url), attempt, reason="", rank=0)
+    assert found == Lost(3, last)
+    assert outcome(place.url, attempt) == "committed"
+    delete(place.url)
+    assert settle(Target(place.url), attempt, reason="", rank=0).is_delete
+    assert outcome(place.url, attempt) == "committed"
+
+
+def test_an_abort_in_a_slot_that_is_free_again_does_not_undo_a_commit(place):
+    """A rank that lay still since before the commit ends the attempt, long after it."""
+    attempt = saved(place.url).attempt
+    for state in (TWO, THREE):
+        saved(place.url, state)
+    task = CreateAbort(Target(place.url), 1, attempt, "late", 0)
+    created = perform(task)
+    assert created.overtaken.was_committed
+    vote_says = settle(Target(place.url), attempt, reason="", rank=0)
+    assert isinstance(vote_says, Lost)
+    assert outcome(place.url, attempt) == "committed"
+    assert loads_whole(place.url, STATES) == 2
+
+
+def test_an_aborted_attempt_stays_aborted_when_the_record_of_it_is_gone(place):
+    saved(place.url)
+    task, attempt = zombie_of(place)
+    assert isinstance(settle(Target(place.url), attempt, reason="", rank=0), Fenced)
+    saved(place.url, TWO)
+    saved(place.url, THREE)
+    assert read_slots(place).used == (4,)
+    assert perform(task).overtaken is not None
+    assert outcome(place.url, attempt) == "aborted"
+    assert isinstance(settle(Target(place.url), attempt, reason="", rank=0), Fenced)
+
+
+def test_a_commit_of_which_the_answer_was_lost_and_the_record_removed_was_one(place):
+    """The write arrives, the answer is lost, others commit and remove the record: then it asks."""
+    task, _ = zombie_of(place)
+    assert perform(task) == RecordCreated(1)
+    last = [saved(place.url, state).attempt for state in (TWO, THREE)][-1]
+    again = perform(task)
+    assert again == RecordCreated(1, Overtaken(3, last, True))
+    assert loads_whole(place.url, STATES) == 2
+
+
+def test_a_record_that_is_removed_between_a_refusal_and_a_look_at_it_is_no_bug(place):
+    task, attempt = zombie_of(place)
+    perform(task)
+
+    class Removed(FaultyStorage):
+        def read(self, key, *where):
+            if key == record_key(1):
+                saved(place.url, TWO)
+            return super().read(key, *where)
+
+    result = perform(task, lambda _: Removed(place))
+    assert isinstance(result, RecordCreated)
+    assert result.overtaken.was_committed
+    assert outcome(place.url, attempt) == "committed"
+
+
+# Looking while records are removed
+
+
+class Moving(FaultyStorage):
+    """Saves again whenever the newest record is about to be read, some times."""
+
+    def __init__(self, inner, times):
+        super().__init__(inner)
+        self.place, self.times = inner, times
+
+    def read(self, key, *where):
+        if key.startswith("manifest-") and self.times:
+            self.times -= 1
+            saved(self.place.url, THREE)
+        return super().read(key, *where)
+
+
+def test_a_record_that_is_removed_while_it_is_looked_for_means_a_newer_one(place):
+    saved(place.url)
+    assert find_checkpoint(Moving(place, 3)).slot == 4
+    with pytest.raises(StorageError, match="changed 20 times"):
+        find_checkpoint(Moving(place, 1000))
+
+
+def test_an_older_record_that_could_not_be_removed_is_not_taken_for_the_newest(place):
+    first = saved(place.url).manifest
+    saved(place.url, TWO)
+    place.write(record_key(1), first)
+
+    class Replaced(FaultyStorage):
+        done = False
+
+        def read(self, key, *where):
+            if key == record_key(2) and not self.done:
+                self.done = True
+                saved(place.url, THREE)
+                place.write(record_key(1), first)
+            return super().read(key, *where)
+
+    assert read_slots(Replaced(place)).decides.slot == 3
+
+
+def test_a_stock_checkpoint_that_is_replaced_and_deleted_while_it_is_looked_for_is_gone(tmp_path):
+    stock_save(tmp_path)
+
+    class Deleted(LocalStorage):
+        done = False
+
+        def list(self, prefix=""):
+            if not self.done:
+                self.done = True
+                saved(str(tmp_path))
+                delete(str(tmp_path))
+            return super().list(prefix)
+
+    with pytest.raises(CheckpointNotFoundError, match="was deleted"):
+        find_checkpoint(Deleted(tmp_path))
+
+
+class Torn(FaultyStorage):
+    """A directory that is first read while one record is removed and the next one comes."""
+
+    torn = True
+
+    def list(self, prefix=""):
+        found = super().list(prefix)
+        if self.torn and prefix == "manifest-":
+            self.torn = False
+            return []
+        return found
+
+
+def test_a_listing_that_shows_neither_of_two_records_is_not_believed(place):
+    saved(place.url)
+    assert find_checkpoint(Torn(place)).slot == 1
+    task, _ = zombie_of(place)
+    saved(place.url, TWO)
+    saved(place.url, THREE)
+    assert perform(task, lambda _: Torn(place)).overtaken is not None
+
+
+# Collect
+
+
+def test_an_attempt_that_may_still_be_committed_is_kept_and_told(place):
+    saved(place.url)
+    task = stopped_before(place.url, CreateRecord)
+    report = collect(place.url)
+    assert report.deleted == report.fenced == report.warnings == ()
+    assert len(report.kept) == 2
+    assert all("may still be committed" in kept.reason for kept in report.kept)
+    assert perform(task) == RecordCreated(2)
+    load_and_check(TWO, 1, place.url)
+
+
+def test_an_attempt_that_is_ended_can_not_be_committed_any_more(place):
+    saved(place.url)
+    task = stopped_before(place.url, CreateRecord)
+    attempt = decode_record(task.record).attempt
+    report = collect(place.url, abort_unfinished=True)
+    assert report.fenced == (attempt,)
+    assert len(report.deleted) == 2
+    assert report.kept == ()
+    assert perform(task).is_abort
+    assert loads_whole(place.url, STATES) == 0
+    assert collect(place.url).deleted == ()
+
+
+def test_a_save_that_a_collector_ends_fails_as_cancelled(place):
+    def performer(task):
+        if isinstance(task, CreateRecord):
+            collect(place.url, abort_unfinished=True)
+        return perform(task)
+
+    (result,) = run_ranks(save_ranks(TWO, 1, place.url), performer=performer)
+    assert type(result.error) is SaveCancelledError
+    assert names(place) == {record_key(1)}
+
+
+def test_a_save_that_commits_before_it_is_ended_is_kept(place):
+    task = stopped_before(place.url, CreateRecord)
+
+    class Committing(FaultyStorage):
+        done = False
+
+        def write(self, key, data, *, create=False):
+            if not self.done:
+                self.done = True
+                perform(task)
+            super().write(key, data, create=create)
+
+    report = collect(place.url, abort_unfinished=True, opener=lambda _: Committing(place))
+    assert report.fenced == report.deleted == ()
+    load_and_check(TWO, 1, place.url)
+
+
+def test_what_a_commit_left_undone_is_collected_without_ending_anybody(place):
+    """The save dies after its commit: its record tells of whom it found."""
+    first = saved(place.url).attempt
+    dead = decode_record(stopped_before(place.url, CreateRecord).record).attempt
+    stopped_before(place.url, CollectReplaced, THREE)
+    report = collect(place.url)
+    assert {key for key in report.deleted if first in key or dead in key} == {
+        key for key in report.deleted if not key.startswith("manifest-")
+    }
+    assert any(dead in key for key in report.deleted)
+    assert report.kept == report.fenced == ()
+    assert names(place) == needed(place)
+    load_and_check(THREE, 1, place.url)
+
+
+def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_path):
+    path = str(tmp_path)
+    first = saved(path).attempt
+    stopped_before(path, PublishMetadata, TWO)
+
+    class ReadOnlyMetadata(LocalStorage):
+        def write(self, key, data, *, create=False):
+            if key == ".metadata":
+                raise StorageError("refused", key=key)
+            super().write(key, data, create=create)
+
+    report = collect(path, opener=lambda _: ReadOnlyMetadata(path))
+    assert "could not be brought up to date" in report.warnings[0]
+    assert {kept.key for kept in report.kept} == {
+        f"__0_0.{first}.distcp", f"chunks.{first}.parquet"
+    }  # fmt: skip
+    found = {"a": torch.zeros(13, 7)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert torch.equal(found["a"], torch.from_numpy(ONE["a"]))
+    collect(path)
+    assert names(LocalStorage(tmp_path)) == needed(LocalStorage(tmp_path))
+
+
+def test_unpublished_files_are_those_of_their_attempt(tmp_path):
+    storage = LocalStorage(tmp_path)
+    attempt = saved(str(tmp_path)).attempt
+    kept = {f"{TEMP}__0_0.{DEAD}.distcp", f"{TEMP}{record_key(2)}", f"{TEMP}.metadata"}
+    for key in (*kept, f"{TEMP}__0_0.{attempt}.distcp"):
+        (tmp_path / key).write_bytes(b"half")
+    assert collect(str(tmp_path)).deleted == (f"{TEMP}__0_0.{attempt}.distcp",)
+    report = collect(str(tmp_path), abort_unfinished=True)
+    assert set(report.deleted) == kept
+    assert report.fenced == (DEAD,)
+    assert names(storage) == needed(storage) | {record_key(2)}
+
+
+def test_a_link_out_of_the_checkpoint_is_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "rank-00000-part-00000.safetensors").write_bytes(b"mine")
+    path = tmp_path / "place"
+    saved(str(path))
+    (path / DEAD).symlink_to(outside)
+    assert collect(str(path), abort_unfinished=True).warnings == ()
+    saved(str(path), TWO)
+    delete(str(path))
+    assert (outside / "rank-00000-part-00000.safetensors").read_bytes() == b"mine"
+    assert (path / DEAD).is_symlink()
+
+
+def test_neither_needs_torch_or_ray(tmp_path):
+    saved(str(tmp_path))
+    program = (
+        "import json, sys, ray_dcp\n"
+        "ray_dcp.collect(sys.argv[1])\n"
+        "ray_dcp.delete(sys.argv[1])\n"
+        "print(json.dumps([m for m in ('ray', 'torch') if m in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == []
+    assert names(LocalStorage(tmp_path)) == {record_key(2)}
+
+
+def test_paths_and_targets_and_the_facade(tmp_path):
+    saved(str(tmp_path / "a"))
+    assert ray_dcp.collect(tmp_path / "a").path == str(tmp_path / "a")
+    assert ray_dcp.delete(Target(f"file://{tmp_path}/a")).checkpoint is not None
+    with pytest.raises(InvalidRequestError):
+        ray_dcp.delete("")
+    with pytest.raises(InvalidRequestError, match="takes no storage_options"):
+        ray_dcp.delete(tmp_path / "a", storage_options={"key": "x"})
+
+
+# A load finds an old `.metadata`
+
+
+def test_a_load_publishes_the_metadata_that_a_dead_save_did_not(tmp_path):
+    path = str(tmp_path)
+    saved(path)
+    stopped_before(path, PublishMetadata, TWO)
+    load_and_check(TWO, 2, path)
+    found = {"a": torch.zeros(13, 7)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert torch.equal(found["a"], torch.from_numpy(TWO["a"]))
+
+
+def test_a_load_that_can_not_publish_it_works_all_the_same(place):
+    saved(place.url)
+    stopped_before(place.url, PublishMetadata, TWO)
+    faulty = FaultyStorage(place, [Fault(operation="write", key=".metadata")])
+    ranks, works = load_ranks(TWO, 1, place.url)
+    run_ranks(ranks, performer=lambda task: perform(task, lambda _: faulty))[0].get()
+    faulty.assert_hit()
+    works[0].check(TWO)
+
+
+def test_the_won_and_the_manifest_are_what_they_were(place):
+    outcome = saved(place.url)
+    found = settle(Target(place.url), outcome.attempt, reason="", rank=0)
+    assert found == Won(1, outcome.manifest)
+    assert isinstance(read_slots(place).decides.record, Manifest)
