@@ -1,14 +1,21 @@
-"""Runs tasks on a few threads: the first error stops the others and is raised."""
+"""Runs tasks on a few threads: the first error stops the others and is raised.
+
+Also runs one piece of work under a deadline: a thread that hangs in the kernel can't be ended,
+but nobody has to wait for it.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ["Stop", "run_tasks"]
+__all__ = ["Stop", "run_tasks", "run_within"]
 
 T = TypeVar("T")
+
+UNWIND_S = 1.0
+"""How long work that was asked to stop is waited for, in seconds: it removes what it had begun."""
 
 
 class Stop:
@@ -18,6 +25,7 @@ class Stop:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._to_wake: list[threading.Event] = []
 
     @property
     def asked(self) -> bool:
@@ -38,7 +46,21 @@ class Stop:
         with self._lock:
             if self._error is None:
                 self._error = error
-        self._event.set()
+            self._event.set()
+            for event in self._to_wake:
+                event.set()
+
+    def wakes(self, event: threading.Event) -> None:
+        """Has an event set when it is asked to stop; at once if it was."""
+        with self._lock:
+            self._to_wake.append(event)
+            if self.asked:
+                event.set()
+
+    def forget(self, event: threading.Event) -> None:
+        """Takes an event of `wakes` back."""
+        with self._lock:
+            self._to_wake.remove(event)
 
 
 def run_tasks(
@@ -81,6 +103,73 @@ def run_tasks(
         thread.join()
     if stop.error is not None:
         raise stop.error
+
+
+def run_within(
+    work: Callable[[], T],
+    within_s: float,
+    stop: Stop,
+    overdue: Callable[[], BaseException],
+    unwind_s: float = UNWIND_S,
+) -> T:
+    """Returns what `work` returns; done in a thread of its own, which is given up if it hangs.
+
+    Args:
+        work: Should look at `stop` now and then, and end with an error when it is asked to.
+        within_s: How long it may take, in seconds.
+        stop: Ends the wait when it is asked to stop. Asked by this call when time is over, or when
+            the caller's thread is interrupted.
+        overdue: Makes the error when time is over.
+        unwind_s: How long to wait, in seconds, for work that was asked to stop.
+
+    Raises:
+        BaseException: What `work` raised; `stop.error` when it was stopped; the one of `overdue`
+            when time is over; `KeyboardInterrupt` when the caller's thread was interrupted. The
+            thread may still be there then, and is a daemon.
+
+    Example:
+        >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())
+        42
+    """
+    wake, run = threading.Event(), _Run(work)
+    thread = threading.Thread(target=run, args=(wake,), daemon=True)
+    stop.wakes(wake)
+    try:
+        thread.start()
+        wake.wait(within_s)
+        if not run.ended and not stop.asked:
+            stop.because(overdue())
+    except BaseException as error:
+        stop.because(error)
+        thread.join(unwind_s)
+        raise
+    finally:
+        stop.forget(wake)
+    if not run.ended:
+        thread.join(unwind_s)
+    if not run.ended or (run.error is not None and stop.error is not None):
+        raise stop.error or overdue()
+    if run.error is not None:
+        raise run.error
+    return run.values[0]
+
+
+class _Run(Generic[T]):
+    """Work in its thread: what it gave or raised, once it has ended."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self.values: list[T] = []
+        self.error: BaseException | None = None
+        self.ended = False
+
+    def __call__(self, wake: threading.Event) -> None:
+        try:
+            self.values.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            self.error = error
+        self.ended = True
+        wake.set()
 
 
 class _None:

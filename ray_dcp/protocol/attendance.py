@@ -1,0 +1,195 @@
+"""What a coordinator knows of each rank: when it was heard, what it does, what it called last.
+
+Pure, over a clock that is handed in. It decides who is frozen and puts into words what is known
+of a rank that is missing; what follows from that is decided by the machines.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ray_dcp.errors import DeadlineError
+from ray_dcp.protocol.beats import Beat, Doing, beat_interval_s
+from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Request, SaveJoin
+from ray_dcp.protocol.verdict import describe
+
+__all__ = ["Attendance"]
+
+SESSIONS = 1024
+"""Sessions whose ranks are remembered."""
+
+ENDED = 256
+"""Operations of which it is remembered when they ended."""
+
+SLOW_S = 30.0
+"""Bytes that moved within this time, in seconds, are called slow; without any it is stuck."""
+
+
+@dataclass
+class _Known:
+    """What is known of one rank of one session."""
+
+    heard_s: float | None = None
+    timeout_s: float | None = None
+    place: str = ""
+    doings: tuple[Doing, ...] = ()
+    last: tuple[OpKey, str] | None = None
+    promised: set[OpKey] = field(default_factory=set)
+    """Operations during which it said that it would beat."""
+
+
+class Attendance:
+    """When each rank was heard, and what it said.
+
+    Args:
+        clock: Seconds in which this process could listen; see `beats.AwakeClock`.
+
+    Example:
+        >>> now = [0.0]
+        >>> attendance = Attendance(lambda: now[0])
+        >>> attendance.hear(Beat("run", 1, 60.0, (Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9),)))
+        >>> now[0] = 2.0
+        >>> attendance.tell(OpKey("run", 4), 1)
+        'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
+        self._ended: OrderedDict[OpKey, float] = OrderedDict()
+
+    # What is heard
+
+    def came(self, request: Request, timeout_s: float | None) -> None:
+        """Takes that a rank sent a request.
+
+        Args:
+            request: Which.
+            timeout_s: Silence after which the rank is frozen, in seconds, if it will beat until
+                this operation is over for it; None when it will not.
+        """
+        known = self._of(request.key.session, request.rank)
+        known.heard_s = self._clock()
+        if timeout_s is not None:
+            known.timeout_s = timeout_s
+            known.promised.add(request.key)
+        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+            known.last = (request.key, describe(request))
+
+    def hear(self, beat: Beat) -> None:
+        """Takes a beat."""
+        known = self._of(beat.session, beat.rank)
+        known.heard_s = self._clock()
+        known.timeout_s = beat.timeout_s
+        known.doings = beat.doings
+
+    def place(self, session: str, rank: int, place: str) -> None:
+        """Takes where a rank is: `"pid 12 on node-3"`."""
+        self._of(session, rank).place = place
+
+    def ended(self, key: OpKey) -> None:
+        """Takes that an operation is over."""
+        self._ended[key] = self._clock()
+        while len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
+        for known in self._sessions.get(key.session, {}).values():
+            known.promised.discard(key)
+
+    # What follows
+
+    def silent(self, key: OpKey) -> dict[int, DeadlineError]:
+        """Returns the ranks that take part in an operation and are frozen, each with its error."""
+        ranks = self._sessions.get(key.session, {})
+        now_s = self._clock()
+        late = [rank for rank, at_s in self.due_s(key).items() if at_s <= now_s]
+        return {rank: self._frozen(rank, ranks[rank]) for rank in late}
+
+    def due_s(self, key: OpKey) -> dict[int, float]:
+        """Returns when each rank that takes part in an operation will be silent for too long."""
+        due = {}
+        for rank, known in self._sessions.get(key.session, {}).items():
+            at_s = self._due_s(key, known)
+            if at_s is not None:
+                due[rank] = at_s
+        return due
+
+    def tell(self, key: OpKey, rank: int) -> str:
+        """Returns what is known of a rank that is awaited, in words; empty when nothing is.
+
+        Args:
+            key: The operation in which it is missing.
+            rank: Who.
+        """
+        known = self._sessions.get(key.session, {}).get(rank)
+        now_s = self._clock()
+        if known is None or known.heard_s is None:
+            since_s = now_s - self._began_s
+            return f"rank {rank} was never heard by this coordinator, which began {_age(since_s)}"
+        who = f"rank {rank} ({known.place})" if known.place else f"rank {rank}"
+        silent_s = now_s - known.heard_s
+        doing = next((doing for doing in known.doings if _covers(doing, key)), None)
+        if doing is not None and silent_s <= 2 * beat_interval_s(known.timeout_s or 0.0):
+            return f"{who} {_progress(doing, silent_s)}"
+        if known.last is None or known.last[0] == key or doing is not None:
+            return f"{who} was last heard {_age(silent_s)}"
+        return f"{who} never called: {self._last_call(known.last)}"
+
+    def _of(self, session: str, rank: int) -> _Known:
+        ranks = self._sessions.setdefault(session, {})
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+        return ranks.setdefault(rank, _Known())
+
+    def _due_s(self, key: OpKey, known: _Known) -> float | None:
+        takes_part = key in known.promised or any(_covers(doing, key) for doing in known.doings)
+        if known.heard_s is None or known.timeout_s is None or not takes_part:
+            return None
+        return known.heard_s + known.timeout_s
+
+    def _frozen(self, rank: int, known: _Known) -> DeadlineError:
+        silent_s = self._clock() - (known.heard_s or 0.0)
+        where = f" ({known.place})" if known.place else ""
+        return DeadlineError(
+            f"Expected rank {rank}{where} to be heard every {known.timeout_s:g} s while it takes "
+            f"part, but its last sign of life came {_age(silent_s)}: its process is frozen "
+            f"(stopped, swapped out, or a thread holds the GIL). Look at that process, restart "
+            f"rank {rank} and call again; raise heartbeat_timeout_s if such pauses are normal",
+            rank=rank,
+        )
+
+    def _last_call(self, last: tuple[OpKey, str]) -> str:
+        key, call = last
+        ended_s = self._ended.get(key)
+        end = "has not ended" if ended_s is None else f"ended {_age(self._clock() - ended_s)}"
+        return f"its last operation was #{key.seq} ({call}), which {end}"
+
+
+def _covers(doing: Doing, key: OpKey) -> bool:
+    return doing.first_seq <= key.seq <= doing.last_seq
+
+
+def _progress(doing: Doing, silent_s: float) -> str:
+    verb = {"writing": "wrote", "reading": "read"}.get(doing.phase)
+    if verb is None:
+        return f"has been {doing.phase} for {doing.phase_s + silent_s:.1f} s"
+    quiet_s = doing.quiet_s + silent_s
+    amount = _amount(doing.done_bytes, doing.total_bytes)
+    state = "slow" if quiet_s <= SLOW_S else f"stuck in {doing.key or 'its own memory'}"
+    return f"last {verb} {amount} {_age(quiet_s)} ({state})"
+
+
+def _amount(done: int, total: int) -> str:
+    unit, name = next(
+        ((unit, name) for unit, name in ((10**9, "GB"), (10**6, "MB")) if max(done, total) >= unit),
+        (10**3, "kB"),
+    )
+    of_total = f" of {total / unit:.1f}" if total else ""
+    return f"{done / unit:.1f}{of_total} {name}"
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"

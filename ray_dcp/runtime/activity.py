@@ -1,0 +1,130 @@
+"""One call of the user on one rank: what a session is asked through, from its begin to its end.
+
+While it lasts the rank beats. A rank that leaves it by anything but an error of ours (Ctrl-C above
+all) takes the others along instead of letting them wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.protocol.messages import OpKey, Reply, Request
+from ray_dcp.runtime.vitals import Vitals
+
+__all__ = ["LEAVING_S", "ActiveSession", "Activity"]
+
+LEAVING_S = 10.0
+"""How long a rank that is interrupted takes to tell the others so, in seconds."""
+
+
+class ActiveSession(Protocol):
+    """What an activity needs of a session."""
+
+    rank: int
+    world_size: int
+
+    def next_key(self) -> OpKey:
+        """Returns the key of the next operation."""
+        ...
+
+    def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
+        """Returns the coordinator's reply."""
+        ...
+
+    def begins(self, vitals: Vitals, timeout_s: float) -> None:
+        """Begins to beat."""
+        ...
+
+    def ends(self, vitals: Vitals) -> None:
+        """Ends that."""
+        ...
+
+    def gave_up(self, key: OpKey) -> None:
+        """Tells a new coordinator that this rank began an operation with the one before."""
+        ...
+
+    def withdraw(self, key: OpKey, reason: str) -> None:
+        """Tells that this rank leaves an operation before its end."""
+        ...
+
+
+class Activity:
+    """A session for the time of one call of the user.
+
+    Args:
+        session: Of this rank.
+        timeout_s: `heartbeat_timeout_s` of the call, in seconds.
+        next_key: Names the operations; the session by default.
+
+    Attributes:
+        vitals: How far it is.
+
+    Example:
+        >>> from ray_dcp.runtime.inline import InlineSession
+        >>> with InlineSession("doc").activity(60.0) as activity:
+        ...     activity.next_key()
+        OpKey(session='doc', seq=0)
+    """
+
+    def __init__(
+        self,
+        session: ActiveSession,
+        timeout_s: float,
+        next_key: Callable[[], OpKey] | None = None,
+    ) -> None:
+        self.vitals = Vitals()
+        self._next_key = next_key or session.next_key
+        self._session = session
+        self._timeout_s = timeout_s
+
+    @property
+    def rank(self) -> int:
+        """Rank in the session."""
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the session."""
+        return self._session.world_size
+
+    def next_key(self) -> OpKey:
+        """Returns the key of the next operation."""
+        key = self._next_key()
+        self.vitals.names(key)
+        return key
+
+    def call(self, request: Request) -> Reply:
+        """Returns the coordinator's reply.
+
+        Args:
+            request: As for the session.
+
+        Raises:
+            CheckpointError: As the session does.
+        """
+        return self._session.call(request, beats_s=self._timeout_s)
+
+    def __enter__(self) -> Activity:
+        self._session.begins(self.vitals, self._timeout_s)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            key = self.vitals.key
+            left_early = error is not None and not isinstance(error, CheckpointError)
+            if left_early and key is not None and not self.vitals.over:
+                with suppress(CheckpointError):
+                    self._session.withdraw(key, f"{type(error).__name__} on rank {self.rank}")
+            elif key is not None and self.vitals.abandoned is not None:
+                self._session.gave_up(key)
+        finally:
+            self._session.ends(self.vitals)

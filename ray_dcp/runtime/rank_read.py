@@ -1,0 +1,224 @@
+"""What one rank reads in a load, each step under its deadline: storage in threads of their own.
+
+What user code does with the values happens in the thread that called `load`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+from ray_dcp.errors import ParticipantError
+from ray_dcp.options import LoadOptions
+from ray_dcp.plan.reading import ReadPlan, Wanted
+from ray_dcp.plan.values import ChunkTable
+from ray_dcp.protocol.messages import LoadGo, Target
+from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.blocks import naming
+from ray_dcp.transfer.opening import Checkpoint, checkpoint_from
+from ray_dcp.transfer.reader import ReadStats, TargetSink, read_chunks, read_item
+from ray_dcp.transfer.threads import run_within
+
+__all__ = ["LoadWork", "Reading"]
+
+BATCH_BYTES = 64 << 20
+"""Objects that are read before the caller's thread takes them, in bytes."""
+
+T = TypeVar("T")
+
+_hung: set[object] = set()
+"""Reads that were given up and may still write into targets when their storage answers."""
+_ended = threading.Condition()
+"""Told when one of them has ended."""
+
+
+class LoadWork(Protocol):
+    """What a rank wants of a checkpoint; `ray_dcp.seam.targets.Targets` is one."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """The boxes of raw tensor bytes."""
+        ...
+
+    @property
+    def sink(self) -> TargetSink:
+        """Where they go."""
+        ...
+
+    @property
+    def objects(self) -> Sequence[tuple[int, Callable[[bytes], None]]]:
+        """Chunks to read whole, and what takes their bytes."""
+        ...
+
+    def place_item(self, chunk: int, data: bytes, /) -> None:
+        """Takes a whole `torch.save` item of a tensor chunk that has no raw bytes."""
+        ...
+
+    def check_coverage(self, plan: ReadPlan, /) -> None:
+        """Raises `CoverageError` when something wanted is stored nowhere."""
+        ...
+
+    def finish(self) -> None:
+        """Puts everything into place, after all bytes have come."""
+        ...
+
+
+class Reading:
+    """The storage of one load on one rank.
+
+    Args:
+        opener: What opens it.
+        target: What to load.
+        options: Its deadlines, and how to read.
+        vitals: Where it notes how far it is.
+        rank: This rank.
+    """
+
+    def __init__(
+        self,
+        opener: Callable[[Target], Storage],
+        target: Target,
+        options: LoadOptions,
+        vitals: Vitals,
+        rank: int,
+    ) -> None:
+        self._opener = opener
+        self._target = target
+        self._options = options
+        self._vitals = vitals
+        self._rank = rank
+        self._storage: Storage | None = None
+
+    def open(self) -> Storage:
+        """Returns the storage.
+
+        Raises:
+            DeadlineError: It takes longer than `plan_timeout_s`.
+            ParticipantError: A read of an earlier load still hangs in this process, and did so
+                for `plan_timeout_s`.
+            CheckpointError: It can't be opened.
+        """
+        self._vitals.enter("opening")
+        with _ended:
+            alone = _ended.wait_for(lambda: not _hung, self._options.plan_timeout_s)
+        if not alone:
+            raise ParticipantError(
+                f"Expected no read of an earlier load to be left in this process, but "
+                f"{len(_hung)} hang in the storage and could still write into tensors. Wait until "
+                f"the storage answers, or restart rank {self._rank}",
+                rank=self._rank,
+            )
+        opened = self._in_time(partial(self._opener, self._target), "open the storage")
+        self._storage = WatchedStorage(opened, self._vitals)
+        return self._storage
+
+    def checkpoint(self, go: LoadGo) -> Checkpoint:
+        """Returns the checkpoint that every rank loads.
+
+        Args:
+            go: Which.
+
+        Raises:
+            DeadlineError: It takes longer than `plan_timeout_s`.
+            CheckpointError: It can't be read.
+        """
+        self._vitals.enter("opening")
+        storage = self._storage or self.open()
+        read = partial(checkpoint_from, storage, go.kind, go.slot, go.record)
+        return self._in_time(read, "read what is stored")
+
+    def fill(
+        self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
+    ) -> tuple[int, int]:  # fmt: skip
+        """Puts everything that is wanted into place.
+
+        Args:
+            checkpoint: What is stored.
+            work: What is wanted.
+            read_plan: Of `work.wanted`.
+
+        Returns:
+            Bytes that were needed, and bytes that were read.
+
+        Raises:
+            DeadlineError: It takes longer than `read_timeout_s`.
+            CheckpointError: It can't be read, or does not fit.
+        """
+        storage, table, options = self._storage or self.open(), checkpoint.table, self._options
+        self._vitals.enter("reading", read_plan.bytes_needed)
+        end_s = time.monotonic() + options.read_timeout_s
+
+        def chunks() -> ReadStats:
+            return read_chunks(storage, table, read_plan, work.wanted, work.sink, options=options)
+
+        stats = self._read(chunks, end_s)
+        needed, read = stats.bytes_needed, stats.bytes_read
+        opaque = [(chunk, partial(work.place_item, chunk)) for chunk in stats.opaque]
+        transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
+        for batch in _batches(table, [*opaque, *work.objects]):
+
+            def items(batch: Sequence[_Item] = batch) -> list[bytes]:
+                return [
+                    read_item(storage, table, chunk, verify=options.verify, transforms=transforms)
+                    for chunk, _ in batch
+                ]
+
+            for (chunk, take), data in zip(batch, self._read(items, end_s), strict=True):
+                read += int(table.item_bytes[chunk])
+                with naming(table, chunk):
+                    take(data)
+        needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
+        work.finish()
+        return needed, read
+
+    def _in_time(self, work: Callable[[], T], what: str) -> T:
+        timeout_s = self._options.plan_timeout_s
+        overdue = partial(
+            self._vitals.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self._rank
+        )
+        return run_within(work, timeout_s, self._vitals.stop, overdue)
+
+    def _read(self, work: Callable[[], T], end_s: float) -> T:
+        """Returns what a read gives; one that is given up is remembered until it ends."""
+        mark = object()
+        under_way = {mark}
+
+        def marked() -> T:
+            try:
+                return work()
+            finally:
+                with _ended:
+                    under_way.clear()
+                    _hung.discard(mark)
+                    _ended.notify_all()
+
+        overdue = partial(
+            self._vitals.overdue, "read its share", "LoadOptions.read_timeout_s",
+            self._options.read_timeout_s, self._rank,
+        )  # fmt: skip
+        try:
+            return run_within(marked, end_s - time.monotonic(), self._vitals.stop, overdue)
+        finally:
+            with _ended:
+                _hung.update(under_way)
+
+
+_Item = tuple[int, Callable[[bytes], None]]
+
+
+def _batches(table: ChunkTable, items: Sequence[_Item]) -> Iterator[list[_Item]]:
+    """Cuts objects into runs of about `BATCH_BYTES`, so that few threads read them."""
+    batch: list[_Item] = []
+    num_bytes = 0
+    for item in items:
+        batch.append(item)
+        num_bytes += int(table.item_bytes[item[0]])
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

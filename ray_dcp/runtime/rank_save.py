@@ -1,0 +1,285 @@
+"""What one rank does in a save: generators of requests that take replies.
+
+They know neither torch nor Ray; `rank` has the load, and what carries the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, ParticipantError
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.columns import encode
+from ray_dcp.plan.values import Columns
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    OpKey,
+    Refused,
+    Reply,
+    Request,
+    SaveGo,
+    SaveJoin,
+    SaveOutcome,
+    SaveReceipt,
+    SaveStaged,
+    TakeOver,
+    Target,
+)
+from ray_dcp.protocol.save_errors import replaced_since
+from ray_dcp.protocol.verdict import located
+from ray_dcp.protocol.vote import Fenced, Lost, Won
+from ray_dcp.runtime.outcome import settle
+from ray_dcp.runtime.publishing import republish
+from ray_dcp.runtime.telling import attempt, naming, refusal
+from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.threads import Stop, run_within
+from ray_dcp.transfer.writer import write_part
+
+__all__ = ["Captured", "await_outcome", "join_save", "save_rank"]
+
+Opener = Callable[[Target], Storage]
+
+
+class Captured(Protocol):
+    """What a rank holds; `ray_dcp.seam.capture.Capture` is one."""
+
+    @property
+    def columns(self) -> Columns:
+        """One row an item."""
+        ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know."""
+        ...
+
+    def source(self, row: int, /) -> memoryview:
+        """Returns the C-order bytes of a fixed item."""
+        ...
+
+    def deferred(self, row: int, /) -> bytes:
+        """Returns the serialised bytes of a deferred item."""
+        ...
+
+
+def save_rank(
+    key: OpKey,
+    *,
+    rank: int,
+    world_size: int,
+    target: Target,
+    options: SaveOptions,
+    capture: Callable[[], Captured],
+    opener: Opener = open_storage,
+    vitals: Vitals | None = None,
+) -> Generator[Request, Reply, SaveOutcome]:
+    """Returns the part of one rank in a save.
+
+    Args:
+        key: The operation.
+        rank: This rank.
+        world_size: Number of ranks.
+        target: Where to save.
+        options: How.
+        capture: Makes the local plan; called once, at the start.
+        opener: What opens the storage.
+        vitals: Where it notes how far it is, and is told to stop.
+
+    Returns:
+        A generator that ends with the outcome; its warnings are those of this rank as well.
+
+    Raises:
+        CheckpointError: The save failed, on this rank or on another: the same error on all.
+        CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+    """
+    vitals = vitals or Vitals()
+    go, captured = yield from join_save(
+        key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
+        vitals=vitals,
+    )  # fmt: skip
+
+    def write() -> tuple[FileReceipt, ...]:
+        return write_part(
+            WatchedStorage(opener(target), vitals), go.plan, go.attempt,
+            source=captured.source, deferred=captured.deferred, options=options,
+        )  # fmt: skip
+
+    def write_in_time() -> tuple[FileReceipt, ...]:
+        timeout_s = options.write_timeout_s
+        overdue = partial(
+            vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
+        )
+        return run_within(write, timeout_s, vitals.stop, overdue)
+
+    vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
+    files, error = attempt(write_in_time, "writing", rank)
+    receipt = SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error)
+    outcome = yield from await_outcome(
+        receipt, target, opener, timeout_s=options.commit_timeout_s, vitals=vitals
+    )
+    vitals.over = True
+    warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
+    return replace(outcome, warnings=tuple(warnings))
+
+
+def join_save(
+    key: OpKey,
+    *,
+    rank: int,
+    world_size: int,
+    target: Target,
+    options: SaveOptions,
+    capture: Callable[[], Captured],
+    staged: bool = False,
+    vitals: Vitals | None = None,
+) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
+    """Returns the first half of a rank's save: what it is to write, and what it captured.
+
+    Args:
+        key: The operation.
+        rank: This rank.
+        world_size: Number of ranks.
+        target: Where to save.
+        options: How.
+        capture: Makes the local plan; called once, at the start.
+        staged: Whether stagers write the bytes.
+        vitals: Where it notes how far it is.
+
+    Raises:
+        CheckpointError: The save failed, on this rank or on another: the same error on all.
+    """
+    vitals = vitals or Vitals()
+    vitals.begin(key)
+    vitals.enter("capturing")
+    captured, error = attempt(capture, "capturing the state dict", rank)
+    columns = b""
+    if captured is not None:
+        encoded, error = attempt(lambda: encode(captured.columns), "encoding the plan", rank)
+        columns = encoded or b""
+    vitals.enter("waiting")
+    with naming(target.url):
+        go = yield SaveJoin(key, rank, world_size, target, options, columns, error, staged)
+        if not isinstance(go, SaveGo) or captured is None:
+            raise refusal(go, rank)
+    return go, captured
+
+
+def await_outcome(
+    receipt: SaveReceipt | SaveStaged,
+    target: Target,
+    opener: Opener = open_storage,
+    *,
+    hand_over: Callable[[TakeOver], None] | None = None,
+    timeout_s: float | None = None,
+    vitals: Vitals | None = None,
+) -> Generator[Request, Reply, SaveOutcome]:
+    """Returns how a rank's save ended, from the coordinator or else from the storage.
+
+    Args:
+        receipt: What this rank tells last.
+        target: Where it was saved.
+        opener: What opens the storage.
+        hand_over: Gives staged bytes to another stager.
+        timeout_s: How long the storage may take to tell the outcome when the coordinator is
+            gone, in seconds; `SaveOptions.commit_timeout_s` by default.
+        vitals: Tells that the coordinator is gone, and where this rank notes how far it is.
+
+    Raises:
+        CheckpointError: The save failed.
+        CommitUnknownError: Neither coordinator nor storage say whether it was committed.
+    """
+    rank, attempt_id = receipt.rank, receipt.attempt
+    vitals = vitals or Vitals()
+    vitals.enter("waiting")
+    ask = partial(
+        _settled, attempt_id=attempt_id, rank=rank, target=target, opener=opener,
+        timeout_s=SaveOptions().commit_timeout_s if timeout_s is None else timeout_s,
+    )  # fmt: skip
+    if vitals.abandoned is not None:
+        return ask(vitals.abandoned)
+    try:
+        outcome = yield receipt
+        while isinstance(outcome, TakeOver) and hand_over is not None:
+            _, error = attempt(partial(hand_over, outcome), "handing over staged bytes", rank)
+            outcome = yield SaveStaged(
+                receipt.key, rank, attempt_id, receipt.epoch, outcome.incarnation, error
+            )
+    except CheckpointError as unanswered:
+        outcome = ask(unanswered)
+    # Why InternalError: a coordinator that contradicted itself may have committed, or still may.
+    if isinstance(outcome, Refused) and isinstance(
+        outcome.error, CommitUnknownError | InternalError
+    ):
+        outcome = ask(refusal(outcome, rank))
+    if not isinstance(outcome, SaveOutcome):
+        raise refusal(outcome, rank)
+    return outcome
+
+
+def _settled(
+    unanswered: CheckpointError,
+    *,
+    attempt_id: str,
+    rank: int,
+    target: Target,
+    opener: Opener,
+    timeout_s: float,
+) -> SaveOutcome:
+    """Returns the outcome that the storage knows, when the coordinator does not tell it."""
+    unanswered = located(unanswered, target.url)
+
+    def overdue() -> CommitUnknownError:
+        return CommitUnknownError(
+            f"Nobody said whether attempt {attempt_id} was committed: the storage did not answer "
+            f"within SaveOptions.commit_timeout_s={timeout_s:g} s, and no coordinator did "
+            f"({unanswered.message}). Ask ray_dcp.outcome({target.url!r}, {attempt_id!r}) when the "
+            f"storage answers again",
+            attempt=attempt_id,
+            checkpoint_id=target.url,
+            rank=rank,
+        )
+
+    look = partial(_look, unanswered, attempt_id, rank, target, opener)
+    return run_within(look, timeout_s, Stop(), overdue, unwind_s=0.0)
+
+
+def _look(
+    unanswered: CheckpointError, attempt_id: str, rank: int, target: Target, opener: Opener
+) -> SaveOutcome:
+    reason = f"rank {rank} has no answer: {type(unanswered).__name__}"
+    decision = settle(target, attempt_id, reason=reason, rank=rank, opener=opener)
+    match decision:
+        case Won():
+            warning = f"The coordinator did not confirm the commit, but it stands: {unanswered}"
+            # Why rank 0: one is enough, and each would decode the whole chunk table.
+            if rank == 0:
+                with suppress(CheckpointError):
+                    republish(opener(target), target.url)
+            return SaveOutcome(attempt_id, decision.slot, decision.record, (warning,))
+        case Lost():
+            raise replaced_since(attempt_id, decision, target.url, rank)
+        case Fenced() if not isinstance(unanswered, CommitUnknownError):
+            raise unanswered
+        case Fenced():
+            raise ParticipantError(
+                f"The save failed: attempt {attempt_id} was declared failed in slot "
+                f"{decision.slot} after no coordinator knew its outcome. Save again. "
+                f"({unanswered.message})",
+                checkpoint_id=target.url,
+                rank=rank,
+            )
+    if isinstance(unanswered, CommitUnknownError):
+        raise unanswered
+    raise CommitUnknownError(
+        f"Nobody said whether attempt {attempt_id} was committed: {unanswered.message}. Ask "
+        f"ray_dcp.outcome({target.url!r}, {attempt_id!r}) later",
+        attempt=attempt_id,
+        checkpoint_id=target.url,
+        rank=rank,
+    )

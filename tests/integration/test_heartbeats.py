@@ -1,0 +1,322 @@
+"""Slow, frozen, killed and cancelled, under real Ray: who hangs is named, and nobody else hangs.
+
+Rank 0 and 1 are threads of the test, rank 2 where it must be hit is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+
+from ray_dcp.errors import (
+    CheckpointError,
+    DeadlineError,
+    ParticipantError,
+    SaveCancelledError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import SaveOutcome, Target
+from ray_dcp.runtime.outcome import outcome
+from ray_dcp.runtime.rank import drive, load_rank, save_rank
+from ray_dcp.runtime.session import Session
+from ray_dcp.store.opening import open_storage
+from tests.gated_storage import Gate
+from tests.numpy_ranks import NumpyCapture, NumpyWork, load_and_check, state_of
+from tests.polling import eventually
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+REPOSITORY = Path(__file__).parents[2]
+
+QUICK = 2.0
+"""A heartbeat timeout that a test can wait for, in seconds."""
+
+SECONDS = 10.0
+"""What everybody is told within, far below each phase's own deadline."""
+
+
+def try_save(session, path, opener=open_storage, heartbeat_s=60.0, **options):
+    """Saves on one rank; returns what came of it and how long it took, in seconds."""
+    options = SaveOptions(heartbeat_timeout_s=heartbeat_s, **options)
+    rank, world_size = session.rank, session.world_size
+    begin_s = time.monotonic()
+    try:
+        with session.activity(heartbeat_s) as activity:
+            came = drive(
+                save_rank(
+                    activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
+                    options=options, opener=opener, vitals=activity.vitals,
+                    capture=lambda: NumpyCapture(state_of(1), rank, world_size),
+                ),
+                activity.call,
+            )  # fmt: skip
+    except CheckpointError as error:
+        came = error
+    return came, time.monotonic() - begin_s
+
+
+def try_load(session, path, opener=open_storage, heartbeat_s=60.0):
+    """Loads on one rank; returns what came of it."""
+    rank, world_size = session.rank, session.world_size
+    try:
+        with session.activity(heartbeat_s) as activity:
+            return drive(
+                load_rank(
+                    activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
+                    options=LoadOptions(heartbeat_timeout_s=heartbeat_s), opener=opener,
+                    plan=lambda c: NumpyWork(c, state_of(1), rank, world_size),
+                    vitals=activity.vitals,
+                ),
+                activity.call,
+            )  # fmt: skip
+    except CheckpointError as error:
+        return error
+
+
+@ray.remote(num_cpus=0)
+class Other:
+    """The last rank, in a process that may be hit when its bytes begin to be written."""
+
+    def ready(self, name: str, rank: int, world_size: int) -> int:
+        self.session = Session(name, rank, world_size)
+        self.session.greet()
+        return os.getpid()
+
+    def save(self, path: str, blow: int, heartbeat_s: float):
+        gate = Gate(on_arrival=lambda: os.kill(os.getpid(), blow))
+        if blow == signal.SIGSTOP:
+            gate.open()
+        return try_save(self.session, path, gate.opener, heartbeat_s)
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@contextmanager
+def ranks(num_here: int, *, world_size: int | None = None):
+    """Gives the sessions of ranks that are threads of this process."""
+    name = f"test-{secrets.token_hex(4)}"
+    world_size = world_size or num_here
+    sessions = [Session(name, rank, world_size) for rank in range(num_here)]
+    try:
+        yield sessions
+    finally:
+        for each in sessions:
+            each.close()
+
+
+def no_parts(path) -> bool:
+    return not [entry.key for entry in open_storage(str(path)).list() if ".distcp" in entry.key]
+
+
+def test_a_rank_that_freezes_is_blamed_after_its_silence_and_told_the_same_when_it_thaws(
+    threads, tmp_path
+):
+    with ranks(2, world_size=3) as sessions:
+        other = Other.remote()
+        pid = ray.get(other.ready.remote(sessions[0].name, 2, 3))
+        frozen = other.save.remote(str(tmp_path), signal.SIGSTOP, QUICK)
+        saves = [
+            threads.submit(try_save, each, str(tmp_path), heartbeat_s=QUICK) for each in sessions
+        ]
+        told = [save.result(60) for save in saves]
+        os.kill(pid, signal.SIGCONT)
+        thawed, _ = ray.get(frozen, timeout=60)
+    for error, seconds in told:
+        assert type(error) is DeadlineError
+        assert error.rank == 2
+        assert f"pid {pid} on" in error.message
+        assert "frozen" in error.message
+        assert QUICK <= seconds < SECONDS
+    assert str(thawed) == str(told[0][0])
+
+
+def test_a_rank_that_is_slow_but_beats_is_waited_for(threads, tmp_path):
+    gate, path, heartbeat_s = Gate(), str(tmp_path), 2 * QUICK
+    with ranks(2) as sessions:
+        slow = threads.submit(try_save, sessions[1], path, gate.opener, heartbeat_s=heartbeat_s)
+        fast = threads.submit(try_save, sessions[0], path, heartbeat_s=heartbeat_s)
+        assert eventually(lambda: gate.reached.is_set() or fast.done(), 60)
+        assert not fast.done(), fast.result()
+        assert not eventually(lambda: fast.done() or slow.done(), 1.5 * heartbeat_s)
+        gate.open()
+        assert isinstance(fast.result(60)[0], SaveOutcome)
+        assert isinstance(slow.result(60)[0], SaveOutcome)
+    load_and_check(state_of(1), 2, str(tmp_path))
+
+
+def test_a_deadline_tells_what_the_rank_that_was_missed_was_at(threads, tmp_path):
+    gate = Gate()
+    with ranks(2) as sessions:
+        slow = threads.submit(try_save, sessions[1], str(tmp_path), gate.opener, write_timeout_s=4)
+        fast = threads.submit(try_save, sessions[0], str(tmp_path), write_timeout_s=4)
+        try:
+            error, seconds = fast.result(60)
+            stuck, stuck_s = slow.result(60)
+        finally:
+            gate.open()
+    assert type(error) is DeadlineError
+    assert f"rank 1 (pid {os.getpid()} on " in error.message
+    assert "last wrote 0.0 of" in error.message
+    # The rank itself hangs in its storage, and yet it is told what the others are.
+    assert type(stuck) is DeadlineError
+    assert max(seconds, stuck_s) < 4 + SECONDS
+
+
+@pytest.mark.parametrize("when", ["joining", "writing"])
+def test_ranks_give_a_frozen_coordinator_up_and_settle(threads, tmp_path, when):
+    path = str(tmp_path / "c")
+    gate = Gate()
+    with ranks(3 if when == "joining" else 2) as sessions:
+        pid = sessions[0].coordinator_info()["pid"]
+        saves = [
+            threads.submit(try_save, each, path, gate.opener, heartbeat_s=QUICK)
+            for each in sessions[:2]
+        ]
+        if when == "writing":
+            assert gate.reached.wait(60)
+        else:
+            assert eventually(lambda: sessions[2].coordinator_info()["active"], 60)
+        os.kill(pid, signal.SIGSTOP)
+        gate.open()
+        try:
+            told = [save.result(60) for save in saves]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        for error, seconds in told:
+            assert type(error) is DeadlineError, error
+            assert "frozen" in error.message
+            assert seconds < 2 * SECONDS
+        # It thaws, and can't commit what was settled.
+        if when == "writing":
+            assert outcome(path, attempts_at(path)[0]) == "aborted"
+            saves = [threads.submit(try_save, each, path) for each in sessions]
+            assert all(isinstance(save.result(60)[0], SaveOutcome) for save in saves)
+
+
+def attempts_at(path) -> list[str]:
+    """Returns the attempts that records at a place name."""
+    from ray_dcp.format.manifest import decode_record, record_key
+
+    storage = open_storage(path)
+    keys = [entry.key for entry in storage.list("manifest-")]
+    assert record_key(1) in keys
+    return [decode_record(storage.read(key)).attempt for key in sorted(keys)]
+
+
+def test_a_killed_coordinator_ends_a_save_in_seconds_for_ranks_that_write(threads, tmp_path):
+    gate = Gate()
+    with ranks(2) as sessions:
+        pid = sessions[0].coordinator_info()["pid"]
+        saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
+        assert gate.reached.wait(60)
+        # The first beat has come, and with it the call that sees the coordinator die.
+        assert eventually(lambda: all(each._heart._heard for each in sessions), 60)
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        told = [save.result(60)[0] for save in saves]
+        ended_s = time.monotonic() - killed_s
+        gate.open()
+    assert all(isinstance(error, ParticipantError) for error in told), told
+    assert all(str(tmp_path) in str(error) for error in told)
+    assert ended_s < SECONDS
+    print(f"told {ended_s:.2f} s after the kill")
+
+
+def test_a_killed_rank_ends_a_save_in_seconds_for_ranks_that_write(threads, tmp_path):
+    gate = Gate()
+    with ranks(2, world_size=3) as sessions:
+        other = Other.remote()
+        pid = ray.get(other.ready.remote(sessions[0].name, 2, 3))
+        ended = other.save.remote(str(tmp_path), signal.SIGKILL, 60.0)
+        saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(ended, timeout=60)
+        killed_s = time.monotonic()
+        told = [save.result(60)[0] for save in saves]
+        ended_s = time.monotonic() - killed_s
+        gate.open()
+    assert all(type(error) is ParticipantError and error.rank == 2 for error in told), told
+    assert f"pid {pid}" in told[0].message
+    assert ended_s < SECONDS
+    assert no_parts(tmp_path)
+    print(f"told {ended_s:.2f} s after the kill")
+
+
+def test_a_load_whose_coordinator_is_killed_ends_in_seconds(threads, tmp_path):
+    gate = Gate()
+    with ranks(2) as sessions:
+        saves = [threads.submit(try_save, each, str(tmp_path)) for each in sessions]
+        assert all(isinstance(save.result(60)[0], SaveOutcome) for save in saves)
+        pid = sessions[0].coordinator_info()["pid"]
+        loads = [threads.submit(try_load, each, str(tmp_path), gate.opener) for each in sessions]
+        assert gate.reached.wait(60)
+        assert eventually(lambda: all(each._heart._heard for each in sessions), 60)
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        told = [load.result(60) for load in loads]
+        assert time.monotonic() - killed_s < SECONDS
+        gate.open()
+    assert all(isinstance(error, ParticipantError) for error in told), told
+    load_and_check(state_of(1), 2, str(tmp_path))
+
+
+def test_a_save_is_cancelled_on_all_ranks_from_any_of_them_until_it_is_committed(threads, tmp_path):
+    gate = Gate()
+    with ranks(2) as sessions:
+        saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
+        assert gate.reached.wait(60)
+        (key,) = sessions[0].coordinator_info()["active"]
+        assert sessions[1].cancel(key, "not needed any more")
+        assert sessions[0].cancel(key, "not needed any more")
+        told = [save.result(60) for save in saves]
+        gate.open()
+        for error, _ in told:
+            assert type(error) is SaveCancelledError
+            assert "not needed any more" in error.message
+        assert eventually(lambda: no_parts(tmp_path), 20)
+        saves = [threads.submit(try_save, each, str(tmp_path)) for each in sessions]
+        assert all(isinstance(save.result(60)[0], SaveOutcome) for save in saves)
+        assert not sessions[0].cancel(sessions[0].next_key().__class__(key.session, 1), "late")
+    load_and_check(state_of(1), 2, str(tmp_path))
+
+
+def test_ctrl_c_on_one_rank_cancels_the_save_on_the_others(threads, tmp_path, ray_session):
+    gate = Gate()
+    with ranks(2, world_size=3) as sessions:
+        arguments = [ray_session, sessions[0].name, "2", "3", str(tmp_path)]
+        rank = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.interrupted_rank", *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+        try:
+            assert rank.stdout.readline() == "ready\n"
+            saves = [
+                threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions
+            ]
+            said, _ = rank.communicate("go\n", timeout=60)
+            told = [save.result(60) for save in saves]
+        finally:
+            gate.open()
+            rank.kill()
+            rank.communicate(timeout=30)
+    assert said == "interrupted\n"
+    for error, seconds in told:
+        assert type(error) is SaveCancelledError
+        assert "KeyboardInterrupt on rank 2" in error.message
+        assert seconds < 2 * SECONDS
+    assert eventually(lambda: no_parts(tmp_path), 20)

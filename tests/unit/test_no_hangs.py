@@ -1,0 +1,477 @@
+"""Nothing waits for ever: storages that hang, ranks that stop, and a Ctrl-C, without Ray."""
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from ray_dcp.errors import (
+    CommitUnknownError,
+    DeadlineError,
+    ParticipantError,
+    SaveCancelledError,
+    StorageError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.commands import BuildCommit, CreateRecord
+from ray_dcp.protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
+from ray_dcp.runtime.inline import InlineSession, run_ranks
+from ray_dcp.runtime.outcome import outcome
+from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.rank import drive, load_rank, save_rank
+from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.transfer.threads import Stop, run_within
+from tests.gated_storage import Gate
+from tests.numpy_ranks import (
+    NumpyCapture,
+    NumpyWork,
+    load_and_check,
+    load_ranks,
+    loads_whole,
+    save,
+    save_ranks,
+    state_of,
+)
+from tests.polling import eventually
+
+PATIENCE_S = 20.0
+"""Far more than any wait here takes, in seconds."""
+
+
+@pytest.fixture
+def url(request):
+    """A place in memory of this test alone."""
+    url = f"memory://{request.node.name.replace('[', '-').replace(']', '')}"
+    MemoryStorage(url.removeprefix("memory://")).delete(keys(url))
+    return url
+
+
+@pytest.fixture
+def gate():
+    """Makes gates, and opens them all in the end."""
+    gates = []
+
+    def make(*arguments, **named):
+        gates.append(Gate(*arguments, **named))
+        return gates[-1]
+
+    yield make
+    for each in gates:
+        each.open()
+
+
+def keys(url):
+    return [entry.key for entry in MemoryStorage(url.removeprefix("memory://")).list()]
+
+
+def one_save(url, session, *, opener=None, state=None, **options):
+    """Saves alone, as `ray_dcp.save` does."""
+    more = {} if opener is None else {"opener": opener}
+    with session.activity(60.0) as activity:
+        return drive(
+            save_rank(
+                activity.next_key(), rank=0, world_size=1, target=Target(url),
+                options=SaveOptions(**options), vitals=activity.vitals,
+                capture=lambda: NumpyCapture(state or state_of(1), 0, 1), **more,
+            ),
+            activity.call,
+        )  # fmt: skip
+
+
+def one_load(url, session, *, opener, **options):
+    with session.activity(60.0) as activity:
+        return drive(
+            load_rank(
+                activity.next_key(), rank=0, world_size=1, target=Target(url),
+                options=LoadOptions(**options), opener=opener, vitals=activity.vitals,
+                plan=lambda c: NumpyWork(c, state_of(1), 0, 1),
+            ),
+            activity.call,
+        )  # fmt: skip
+
+
+# Ranks, in virtual time
+
+
+@pytest.mark.parametrize("step", [SaveReceipt, SaveJoin])
+def test_a_rank_that_freezes_is_blamed_by_its_silence_once_it_takes_part(url, step):
+    save(state_of(1), 2, url)
+    results = run_ranks(
+        save_ranks(state_of(2), 3, url, options=SaveOptions(heartbeat_timeout_s=7.0)),
+        fate=lambda r: "freeze" if r.rank == 1 and isinstance(r, step) else "live",
+    )
+    assert [result.ended for result in results] == [True, False, True]
+    for index in (0, 2):
+        assert type(results[index].error) is DeadlineError
+        assert results[index].error.rank == 1
+        silent = "every 7 s" in results[index].error.message
+        assert silent == (step is SaveReceipt)
+    assert loads_whole(url, [state_of(1), state_of(2)]) == 0
+
+
+def test_a_frozen_rank_is_blamed_while_another_is_slow(url):
+    fates = {1: "freeze", 2: "slow"}
+    results = run_ranks(
+        save_ranks(state_of(2), 3, url, options=SaveOptions(heartbeat_timeout_s=7.0)),
+        fate=lambda r: fates.get(r.rank, "live") if isinstance(r, SaveReceipt) else "live",
+    )
+    assert results[0].error.rank == 1
+    assert set(results[0].error.failures) == {1}
+
+
+def test_a_rank_that_beats_and_never_writes_is_blamed_at_the_deadline_only(url):
+    results = run_ranks(
+        save_ranks(state_of(2), 3, url, options=SaveOptions(heartbeat_timeout_s=7.0)),
+        fate=lambda r: "slow" if r.rank == 1 and isinstance(r, SaveReceipt) else "live",
+    )
+    assert "write its part within 3600 s" in results[0].error.message
+
+
+def test_a_frozen_rank_ends_a_load_long_before_its_deadline(url):
+    save(state_of(1), 2, url)
+    ranks, _ = load_ranks(state_of(1), 3, url, options=LoadOptions(heartbeat_timeout_s=7.0))
+    results = run_ranks(
+        ranks, fate=lambda r: "freeze" if r.rank == 2 and isinstance(r, LoadDone) else "live"
+    )
+    assert "every 7 s" in results[0].error.message
+    assert results[0].error.rank == 2
+
+
+# Storages that hang
+
+
+def test_a_write_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, gate):
+    begin_s = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"write its part within 0\.5 s") as caught:
+        one_save(url, InlineSession(), opener=gate().opener, write_timeout_s=0.5)
+    assert time.monotonic() - begin_s < PATIENCE_S
+    assert caught.value.key.startswith("__0_0.")
+    assert f"it is at {caught.value.key}" in caught.value.message
+    assert loads_whole(url, [state_of(1)]) is None
+
+
+def writers():
+    """Returns the threads of this test that still write or read."""
+    return [each for each in threading.enumerate() if "_Run" in repr(getattr(each, "_target", ""))]
+
+
+def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, gate):
+    held = gate()
+    with pytest.raises(DeadlineError):
+        one_save(url, InlineSession(), opener=held.opener, write_timeout_s=0.5)
+    assert writers()
+    held.open()
+    assert eventually(lambda: not writers(), PATIENCE_S)
+    assert not [key for key in keys(url) if key.endswith(".distcp")]
+
+
+def test_a_read_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, gate):
+    save(state_of(1), 1, url)
+    held = gate()
+    with pytest.raises(DeadlineError, match=r"read its share within 0\.5 s") as caught:
+        one_load(url, InlineSession(), opener=held.opener, read_timeout_s=0.5)
+    assert caught.value.key.startswith("__0_0.")
+    # What it reads could still be written into tensors, so nobody may load meanwhile.
+    with pytest.raises(ParticipantError, match="hang in the storage"):
+        one_load(url, InlineSession(), opener=Gate("nothing").opener, plan_timeout_s=0.1)
+    held.open()
+    load_and_check(state_of(1), 1, url)
+
+
+def test_a_checkpoint_whose_table_can_not_be_read_is_given_up_at_the_deadline(url, gate):
+    save(state_of(1), 1, url)
+    with pytest.raises(DeadlineError, match=r"read what is stored within 0\.5 s") as caught:
+        one_load(url, InlineSession(), opener=gate("chunks.*").opener, plan_timeout_s=0.5)
+    assert caught.value.key.startswith("chunks.")
+
+
+def test_a_commit_that_hangs_is_outvoted_by_its_rank_and_loses_when_it_comes_back(url, gate):
+    held = gate("manifest-*")
+    session = InlineSession(performer=partial(perform, opener=held.opener))
+    with pytest.raises(ParticipantError, match="was declared failed in slot 1"):
+        one_save(url, session, commit_timeout_s=0.5)
+    held.open()
+    assert eventually(lambda: session._shell.coordination.active == (), PATIENCE_S)
+    assert loads_whole(url, [state_of(1)]) is None
+
+
+def test_a_commit_that_hangs_for_coordinator_and_rank_is_unknown_and_ends_when_it_comes_back(
+    url, gate
+):
+    held = gate("manifest-*")
+    session = InlineSession(performer=partial(perform, opener=held.opener))
+    with pytest.raises(CommitUnknownError) as caught:
+        one_save(url, session, opener=held.opener, commit_timeout_s=0.5)
+    attempt = caught.value.attempt
+    assert outcome(url, attempt) == "open"
+    held.open()
+    assert eventually(lambda: session._shell.coordination.active == (), PATIENCE_S)
+    assert outcome(url, attempt) in ("committed", "aborted")
+    stands = loads_whole(url, [state_of(1)]) == 0
+    assert stands == (outcome(url, attempt) == "committed")
+
+
+def test_a_task_that_hangs_before_the_commit_fails_the_save_at_its_deadline(url, gate):
+    held = gate("chunks.*")
+    session = InlineSession(performer=partial(perform, opener=held.opener))
+    with pytest.raises(DeadlineError, match="table to end within"):
+        one_save(url, session, commit_timeout_s=0.5)
+    # The next save of this session is not in its way.
+    held.open()
+    one_save(url, session)
+    load_and_check(state_of(1), 1, url)
+
+
+def test_a_rank_without_coordinator_does_not_wait_for_a_storage_that_hangs(url, gate):
+    held = gate("manifest-*")
+    session = InlineSession()
+
+    def call(request):
+        if isinstance(request, SaveReceipt):
+            raise ParticipantError("the coordinator is gone")
+        return session.call(request)
+
+    (rank,) = save_ranks(
+        state_of(1), 1, url, opener=held.opener, options=SaveOptions(commit_timeout_s=0.5)
+    )
+    begin_s = time.monotonic()
+    with pytest.raises(CommitUnknownError, match="the storage did not answer within") as caught:
+        drive(rank, call)
+    assert time.monotonic() - begin_s < PATIENCE_S
+    assert "ray_dcp.outcome" in caught.value.message
+    assert url in str(caught.value)
+
+
+# A coordinator that is given up
+
+
+def test_a_rank_whose_coordinator_is_given_up_while_it_writes_asks_the_storage_at_once(url, gate):
+    held, vitals, session = gate(), Vitals(), InlineSession()
+    asked = []
+
+    def call(request):
+        asked.append(request)
+        return session.call(request)
+
+    (rank,) = save_ranks(state_of(1), 1, url, opener=held.opener, vitals=vitals)
+
+    def give_up():
+        held.reached.wait(PATIENCE_S)
+        vitals.abandon(ParticipantError("the coordinator died"))
+        held.open()
+
+    threading.Thread(target=give_up, daemon=True).start()
+    with pytest.raises(ParticipantError, match="the coordinator died") as caught:
+        drive(rank, call)
+    assert [type(request) for request in asked] == [SaveJoin]
+    assert caught.value.checkpoint_id == url
+    assert keys(url) == ["manifest-00000001.json"]
+
+
+def test_a_load_whose_coordinator_is_given_up_while_it_reads_says_so(url, gate):
+    save(state_of(1), 1, url)
+    held, vitals = gate(), Vitals()
+    ranks, _ = load_ranks(state_of(1), 1, url, opener=held.opener, vitals=vitals)
+
+    def give_up():
+        held.reached.wait(PATIENCE_S)
+        vitals.abandon(ParticipantError("the coordinator died"))
+        held.open()
+
+    threading.Thread(target=give_up, daemon=True).start()
+    with pytest.raises(ParticipantError, match="the coordinator died"):
+        drive(ranks[0], InlineSession().call)
+
+
+# Ctrl-C and cancel
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(url, gate):
+    save(state_of(1), 1, url)
+    before = {key for key in keys(url) if key.endswith(".distcp")}
+    held = gate(on_arrival=interrupt)
+    session = InlineSession()
+    with pytest.raises(KeyboardInterrupt):
+        one_save(url, session, opener=held.opener, state=state_of(2))
+    held.open()
+    assert eventually(lambda: not writers(), PATIENCE_S)
+    assert {key for key in keys(url) if key.endswith(".distcp")} == before
+    assert session._shell.coordination.active == ()
+    assert loads_whole(url, [state_of(1), state_of(2)]) == 0
+    records = [key for key in keys(url) if key.startswith("manifest-")]
+    assert len(records) == 2, "the attempt is declared failed"
+
+
+def test_ctrl_c_in_the_middle_of_the_commit_waits_for_its_end(url, gate):
+    held = gate("manifest-*", on_arrival=interrupt)
+    threading.Timer(0.3, held.open).start()
+    session = InlineSession(performer=partial(perform, opener=held.opener))
+    with pytest.raises(KeyboardInterrupt):
+        one_save(url, session)
+    assert session._shell.coordination.active == ()
+    assert loads_whole(url, [state_of(1)]) == 0
+    assert ".metadata" in keys(url)
+
+
+def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
+    held, session = gate(), InlineSession()
+    came = []
+
+    def run():
+        try:
+            one_save(url, session, opener=held.opener)
+        except SaveCancelledError as error:
+            came.append(error)
+
+    saving = threading.Thread(target=run)
+    saving.start()
+    assert held.reached.wait(PATIENCE_S)
+    assert session.cancel(OpKey("inline", 0), "enough")
+    assert session.cancel(OpKey("inline", 0), "enough")
+    saving.join(PATIENCE_S)
+    assert "enough" in came[0].message
+    held.open()
+    assert eventually(lambda: not [k for k in keys(url) if k.endswith(".distcp")], PATIENCE_S)
+    one_save(url, session)
+    assert not session.cancel(OpKey("inline", 1), "too late")
+    load_and_check(state_of(1), 1, url)
+
+
+# Work in threads that may hang
+
+
+def test_work_gives_what_it_returns_and_raises_what_it_raised():
+    assert run_within(lambda: 7, 10.0, Stop(), TimeoutError) == 7
+    with pytest.raises(StorageError, match="full"):
+        run_within(partial(throw, StorageError("full")), 10.0, Stop(), TimeoutError)
+
+
+def throw(error):
+    raise error
+
+
+def test_work_that_is_asked_to_stop_raises_why_and_not_what_became_of_it():
+    stop, begun = Stop(), threading.Event()
+
+    def work():
+        begun.set()
+        stop.wait(PATIENCE_S)
+        raise StorageError("torn")
+
+    threading.Thread(
+        target=lambda: begun.wait(PATIENCE_S) and stop.because(ParticipantError("elsewhere"))
+    ).start()
+    with pytest.raises(ParticipantError, match="elsewhere"):
+        run_within(work, PATIENCE_S, stop, TimeoutError)
+
+
+def test_work_that_ended_before_it_was_stopped_counts():
+    stop = Stop()
+
+    def work():
+        stop.because(ParticipantError("elsewhere"))
+        return 7
+
+    assert run_within(work, PATIENCE_S, stop, TimeoutError) == 7
+
+
+def test_overdue_work_is_left_and_asked_to_stop():
+    stop, ended = Stop(), threading.Event()
+
+    def work():
+        stop.wait(PATIENCE_S)
+        ended.set()
+
+    with pytest.raises(DeadlineError, match="too long"):
+        run_within(work, 0.05, stop, lambda: DeadlineError("too long"), unwind_s=0.0)
+    assert ended.wait(PATIENCE_S)
+
+
+def test_a_watched_storage_tells_what_is_moved_and_where_it_is(url, gate):
+    held, vitals = gate("x"), Vitals()
+    vitals.enter("writing", 10)
+    storage = WatchedStorage(held.opener(Target(url)), vitals)
+    storage.write("y", b"12345")
+    assert storage.read("y") == b"12345"
+    writing = threading.Thread(target=storage.write, args=("x", b"1"))
+    writing.start()
+    assert held.reached.wait(PATIENCE_S)
+    assert (vitals.doing.key, vitals.doing.done_bytes) == ("x", 5)
+    held.open()
+    writing.join(PATIENCE_S)
+    assert vitals.doing.key is None
+
+
+def test_a_watched_storage_begins_nothing_after_the_stop(url):
+    vitals = Vitals()
+    storage = WatchedStorage(MemoryStorage(url.removeprefix("memory://")), vitals)
+    writer = storage.open_writer("z")
+    writer.write(b"1")
+    vitals.stop.because(ParticipantError("elsewhere"))
+    for begin in (
+        partial(writer.write, b"2"), writer.commit, partial(storage.write, "y", b""),
+        partial(storage.read, "y"), partial(storage.open_writer, "y"), storage.list,
+        partial(storage.read_into, "y", 0, memoryview(bytearray(1))),
+    ):  # fmt: skip
+        with pytest.raises(SaveCancelledError, match="elsewhere"):
+            begin()
+    writer.abort()
+    assert keys(url) == []
+
+
+def test_what_a_watched_storage_reads_after_the_stop_is_not_handed_on(url, gate):
+    held, vitals = gate("x"), Vitals()
+    MemoryStorage(url.removeprefix("memory://")).write("x", b"1")
+    storage = WatchedStorage(held.opener(Target(url)), vitals)
+
+    def stop():
+        held.reached.wait(PATIENCE_S)
+        vitals.stop.because(ParticipantError("elsewhere"))
+        held.open()
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(SaveCancelledError, match="elsewhere"):
+        storage.read_into("x", 0, memoryview(bytearray(1)))
+
+
+def test_the_next_save_of_one_call_is_not_stopped_by_the_one_before():
+    vitals = Vitals()
+    vitals.begin(OpKey("run", 3))
+    vitals.abandon(ParticipantError("gone"))
+    vitals.begin(OpKey("run", 5))
+    assert not vitals.stop.asked
+    assert vitals.abandoned is None
+    assert (vitals.doing.first_seq, vitals.doing.last_seq) == (3, 5)
+
+
+def test_the_tasks_that_hang_do_not_keep_others_from_being_done(url, gate):
+    held = gate("chunks.*")
+    hung = InlineSession(performer=partial(perform, opener=held.opener))
+    for _ in range(20):
+        with pytest.raises(DeadlineError):
+            one_save(url, hung, commit_timeout_s=0.05)
+    assert not hung._shell.tasks
+    one_save(url, InlineSession())
+
+
+def test_no_commit_is_built_after_a_cancel():
+    performed = []
+
+    def performer(task):
+        performed.append(type(task))
+        return perform(task)
+
+    session = InlineSession(performer=performer)
+    session.cancel(OpKey("inline", 0), "early")
+    with pytest.raises(SaveCancelledError):
+        one_save("memory://cancelled-early", session)
+    assert BuildCommit not in performed
+    assert CreateRecord not in performed

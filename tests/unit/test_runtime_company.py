@@ -1,0 +1,80 @@
+"""Ranks that come to a session in two ways are told, instead of waiting for each other."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from ray_dcp.errors import RankDisagreementError
+from ray_dcp.runtime import hooks
+from ray_dcp.runtime.company import announced, connects, leaves_connect, meet
+
+QUICK_S = 0.05
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def store(request):
+    if request.param == "hash":
+        return HashStore()
+    return TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
+
+
+def test_ranks_of_a_group_meet(store):
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(meet, store, [2, 5, 7], rank, QUICK_S) for rank in (2, 5, 7)]
+        assert [wait.result(20) for wait in waits] == [None] * 3
+
+
+def test_a_rank_whose_company_uses_connect_is_told_and_so_is_the_next(store):
+    connects(store, 0)
+    for rank in (1, 2):
+        with pytest.raises(RankDisagreementError, match=r"rank 0 called ray_dcp\.connect"):
+            meet(store, [0, 1, 2], rank, QUICK_S)
+
+
+def test_a_rank_that_calls_connect_later_is_seen_too(store):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, store, [0, 1], 1, QUICK_S)
+        threading.Timer(3 * QUICK_S, connects, (store, 0)).start()
+        with pytest.raises(RankDisagreementError):
+            waiting.result(20)
+
+
+def test_a_rank_that_has_closed_its_session_comes_by_the_group(store):
+    connects(store, 0)
+    leaves_connect(store, 0)
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(meet, store, [0, 1], rank, QUICK_S) for rank in range(2)]
+        assert [wait.result(20) for wait in waits] == [None] * 2
+
+
+def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
+    monkeypatch.setattr(hooks, "job_place", lambda: (store, 0))
+    seen = []
+
+    def connect():
+        with announced():
+            seen.append(store.check(["ray_dcp/company/connect/0"]))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        connect()
+    assert seen == [True]
+    assert not store.check(["ray_dcp/company/connect/0"])
+
+
+def test_a_rank_that_is_only_late_is_waited_for(store):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, store, [0, 1], 1, QUICK_S)
+        with pytest.raises(TimeoutError):
+            waiting.result(4 * QUICK_S)
+        meet(store, [0, 1], 0, QUICK_S)
+        assert waiting.result(20) is None
+
+
+def test_without_a_store_nobody_is_asked():
+    meet(None, [0, 1], 0)
+    connects()
+    leaves_connect()
