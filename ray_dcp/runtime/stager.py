@@ -1,188 +1,329 @@
-"""The stager: one actor a node, which holds what ranks put into the object store and writes it.
+"""The stager: one actor a node, which holds what ranks hand over and writes it.
 
-It never pickles or unpickles a value: it gets bytes, and the plan says where they go. It keeps
-the node's byte budget, for Ray's object store neither refuses nor pushes back when it is full.
+It never pickles or unpickles a value: it gets bytes, and the plan says where they go. What it
+decides is in `ray_dcp.stage`; this is its thin shell. Calls are answered at once, whatever is being
+written: the event loop only looks things up, threads write.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-import threading
-import time
-from collections.abc import Mapping, Sequence
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.errors import InternalError
-from ray_dcp.options import SaveOptions
-from ray_dcp.plan.values import RankPlan
-from ray_dcp.protocol.messages import FileReceipt, Target
+from ray_dcp.errors import CheckpointError, InternalError, LimitError
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
-from ray_dcp.stage.budget import ByteBudget
-from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.writer import write_part
+from ray_dcp.stage.arena import Arena, free_memory_bytes
+from ray_dcp.stage.jobs import Channel
+from ray_dcp.stage.priority import step_behind
+from ray_dcp.stage.slots import SlotLedger
+from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.values import (
+    ArenaAddress,
+    Grant,
+    Slot,
+    StageKey,
+    StageOrder,
+    StageProgress,
+    StageReport,
+    StagingOptions,
+    Unknown,
+)
 
-__all__ = ["SHARE_OF_STORE", "Place", "Stager", "stager_of"]
+__all__ = ["SHARE_OF_MEMORY", "SHARE_OF_STORE", "Place", "Reporter", "Stager", "stager_of"]
 
-SHARE_OF_STORE = 0.7
-"""Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %."""
+SHARE_OF_MEMORY = 0.5
+"""Part of the memory that is free when it starts that staged bytes may take."""
 
-CONCURRENCY = {"ctl": 4, "io": 2}
-"""Calls at a time: control calls must not wait behind writes."""
+SHARE_OF_STORE = 0.35
+"""Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and gives
+memory back up to half a second late."""
+
+REPORT_TRIES = 8
+"""How often a report is told that nobody answers: over about half a minute."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Whom a stager tells what became of each file."""
+
+    actor: Any
+    """Handle of a Ray actor."""
+    method: str
+    """Its method that takes a `StageReport`. May be called twice with the same."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an item's bytes are among the staged buffers."""
+    """How a node's staging memory is reached."""
 
-    buffer: int
-    start: int
-    num_bytes: int
+    stager: str
+    """Name of the stager, different for each process that ever was one."""
+    pid: int
+    arena: ArenaAddress | None
+    """None where there is no shared memory."""
+    store_window_bytes: int
+    """Longest window that may come as an object of the store."""
+
+
+@dataclass
+class _Rank:
+    caller: Caller
+    process: str
+    pidfd: int = -1
 
 
 class Stager:
-    """Holds and writes staged buffers.
+    """Holds and writes staged bytes.
 
     Args:
-        lease_s: It leaves after so many seconds without calls and reservations.
-        limit_bytes: Of the budget; by default `SHARE_OF_STORE` of the node's object store.
+        lease_s: It leaves after so many seconds without calls, ranks and work.
+        options: How to stage.
     """
 
-    def __init__(self, lease_s: float, limit_bytes: int | None = None) -> None:
-        self._node_id = ray.get_runtime_context().get_node_id()
-        self._budget = ByteBudget(limit_bytes or int(SHARE_OF_STORE * _store_bytes(self._node_id)))
-        self._lease_s = lease_s
-        self._lock = threading.Lock()
-        self._running = 0
-        self._holders: dict[str, Caller] = {}
-        self._last_call_s = time.monotonic()
+    def __init__(self, lease_s: float, options: StagingOptions) -> None:
+        self._loop = asyncio.get_running_loop()
         self._self = ray.get_runtime_context().current_actor
-        threading.Thread(target=self._watch, name="lease", daemon=True).start()
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._lease_s = lease_s
+        self._ranks: dict[str, _Rank] = {}
+        self._adopted: dict[tuple[int, int], Arena] = {}
+        self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
+        self._last_call_s = self._loop.time()
+        store_bytes = max(int(SHARE_OF_STORE * _store_bytes(self._node_id)), 1)
+        limit_bytes = options.limit_bytes or int(SHARE_OF_MEMORY * free_memory_bytes())
+        store = _channel(min(limit_bytes, store_bytes), options)
+        channels = {"store": store}
+        with suppress(LimitError):
+            channels["arena"] = _arena_channel(limit_bytes, options)
+        self._limit_bytes = limit_bytes
+        self._spool = Spool(channels, options, self._report)
+        arena = channels["arena"].arena if "arena" in channels else None
+        self._place = Place(
+            f"{stager_name(self._node_id)}#{secrets.token_hex(6)}",
+            os.getpid(),
+            arena.address if arena is not None else None,
+            store.slot_bytes,
+        )
+        self._tasks = {self._loop.create_task(self._watch())}
 
-    @ray.method(concurrency_group="ctl")
-    def ping(self) -> bool:
+    async def ping(self) -> bool:
         """Returns True: the stager lives."""
-        self._touch(0)
-        return True
+        return self._touch()
 
-    @ray.method(concurrency_group="ctl")
-    def info(self) -> dict[str, Any]:
-        """Returns `node_id`, `pid`, `limit_bytes` and `reserved_bytes`."""
-        self._touch(0)
+    async def info(self) -> dict[str, Any]:
+        """Returns `stager`, `node_id`, `pid`, `limit_bytes`, `used_bytes`, `ranks`, `active`."""
+        self._touch()
         return {
+            "stager": self._place.stager,
             "node_id": self._node_id,
             "pid": os.getpid(),
-            "limit_bytes": self._budget.limit_bytes,
-            "reserved_bytes": self._budget.reserved_bytes,
+            "limit_bytes": self._limit_bytes,
+            "used_bytes": self._spool.used_bytes(),
+            "ranks": sorted(self._ranks),
+            "active": self._spool.num_active(),
         }
 
-    @ray.method(concurrency_group="ctl")
-    def reserve(self, reservation: str, num_bytes: int, caller: Caller | None = None) -> bool:
-        """Returns whether so many bytes may be put into the node's object store now.
+    async def place(self) -> Place:
+        """Returns how its memory is reached."""
+        self._touch()
+        return self._place
+
+    async def enter(self, name: str, process: str, caller: Caller, pid: int | None) -> None:
+        """Takes that a rank is there: while it lives the stager stays, and it sees it die.
 
         Args:
-            reservation: Made up by the caller; the same one again is the same reservation.
-            num_bytes: How many.
-            caller: Who asks; what it holds comes back when it dies.
-
-        Raises:
-            LimitError: They will never fit.
+            name: Of the rank on this node; a process that comes under it replaces another one.
+            process: Names its process.
+            caller: Who it is for Ray.
+            pid: Its process id, if both are in one process namespace.
         """
-        self._touch(0)
-        granted = self._budget.reserve(reservation, num_bytes)
-        if granted and caller is not None:
-            self._holders[reservation] = caller
-        return granted
+        self._touch()
+        before = self._ranks.pop(name, None)
+        if before is not None:
+            self._unwatch(before)
+            if before.process != process:
+                self._spool.process_died(before.process)
+        rank = self._ranks[name] = _Rank(caller, process)
+        if pid is not None:
+            # Suppressed: then Ray's tables tell, a second later.
+            with suppress(AttributeError, OSError):
+                rank.pidfd = os.pidfd_open(pid)
+                self._loop.add_reader(rank.pidfd, self._ended, name, process)
 
-    @ray.method(concurrency_group="ctl")
-    def release(self, reservation: str) -> None:
-        """Gives a reservation back; one that is not known is fine."""
-        self._touch(0)
-        self._holders.pop(reservation, None)
-        self._budget.release(reservation)
+    async def leave(self, name: str, process: str) -> None:
+        """Takes that a rank will not call again."""
+        self._touch()
+        self._ended(name, process)
 
-    @ray.method(concurrency_group="io")
-    def write_part(
+    async def warm(self, name: str, num_bytes: int) -> tuple[int, ...]:
+        """Returns the slots that a rank will get first, when their memory has been touched."""
+        self._touch()
+        if self._place.arena is None:
+            return ()
+        slots = self._spool.expect(name, num_bytes)
+        for slot in slots:
+            await self._loop.run_in_executor(self._warming, self._spool.warm, slot)
+        return tuple(slots)
+
+    async def pulse(self) -> tuple[str, dict[StageKey, tuple[int, int]]]:
+        """Returns its name, and for each key bytes written and bytes in all."""
+        self._touch()
+        return self._place.stager, self._spool.paces()
+
+    async def begin(
+        self, stager: str, order: StageOrder, reporter: Reporter | None
+    ) -> Grant | Unknown:
+        """Returns the first slots of what a rank will hand over. See `Spool.begin`."""
+        self._touch()
+        if stager != self._place.stager:
+            return Unknown("stager")
+        return self._spool.begin(order, reporter)
+
+    async def more(self, key: StageKey, have: int) -> Grant | Unknown:
+        """Returns further slots when there are some. See `Spool.more`."""
+        self._touch()
+        return await asyncio.wrap_future(self._spool.more(key, have))
+
+    async def deliver(self, key: StageKey, window: int, refs: list[Any] | None = None) -> None:
+        """Takes that a window is full.
+
+        Args:
+            key: Whose.
+            window: Which.
+            refs: The object of the store that holds its bytes (uint8 array), if one does.
+        """
+        self._touch()
+        data = None if refs is None else _adopted(window, await refs[0])
+        self._spool.deliver(key, window, data)
+
+    async def seal(self, key: StageKey) -> bool | Unknown:
+        """Returns when the rank may go on. See `Spool.seal`."""
+        self._touch()
+        return await asyncio.wrap_future(self._spool.seal(key))
+
+    async def adopt(
         self,
-        rank_plan: RankPlan,
-        attempt: str,
-        target: Target,
-        buffers: Sequence[Any],
-        places: Mapping[int, Place],
-        options: SaveOptions,
-    ) -> tuple[FileReceipt, ...]:
-        """Writes one rank's part from staged buffers, without copying them.
-
-        Args:
-            rank_plan: What to write.
-            attempt: Id of the attempt.
-            target: Where to.
-            buffers: References to uint8 arrays of one dimension in the object store.
-            places: For each row of the rank's `Columns` where its bytes are.
-            options: Of the save.
-
-        Returns:
-            A receipt for each file.
+        stager: str,
+        order: StageOrder,
+        reporter: Reporter | None,
+        address: ArenaAddress,
+        slots: tuple[Slot, ...],
+    ) -> bool | Unknown:
+        """Takes over what a rank had handed over to a stager that died. See `Spool.adopt`.
 
         Raises:
-            CheckpointError: As `ray_dcp.transfer.writer.write_part`.
+            LimitError: The memory can't be opened from here.
         """
-        self._touch(1)
-        try:
-            views = [_adopted(index, array) for index, array in enumerate(ray.get(list(buffers)))]
+        self._touch()
+        if stager != self._place.stager:
+            return Unknown("stager")
+        arena = self._adopted.get(address.identity)
+        if arena is None:
+            arena = self._adopted[address.identity] = Arena.open(address)
+        return self._spool.adopt(order, reporter, arena, slots)
 
-            def source(row: int) -> memoryview:
-                place = places[row]
-                return views[place.buffer][place.start : place.start + place.num_bytes]
+    async def progress(self, key: StageKey) -> StageProgress | None:
+        """Returns how far it is; None when it does not know the key."""
+        self._touch()
+        return self._spool.progress(key)
 
-            return write_part(
-                open_storage(target),
-                rank_plan,
-                attempt,
-                source=source,
-                deferred=source,
-                options=options,
-            )
-        finally:
-            self._touch(-1)
+    async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
+        """Gives up. See `Spool.cancel`."""
+        self._touch()
+        self._spool.cancel(key, by_rank=by_rank)
 
-    def _touch(self, running: int) -> None:
-        with self._lock:
-            self._running += running
-            self._last_call_s = time.monotonic()
+    async def release(self, key: StageKey) -> None:
+        """Forgets a key, whose outcome is known. See `Spool.release`."""
+        self._touch()
+        self._spool.release(key)
 
-    def _idle_s(self) -> float:
-        with self._lock:
-            busy = self._running or self._budget.reserved_bytes
-            return 0.0 if busy else time.monotonic() - self._last_call_s
+    def _touch(self) -> bool:
+        self._last_call_s = self._loop.time()
+        return True
 
-    def _watch(self) -> None:
+    # Ranks that die, and the stager's own end
+
+    def _ended(self, name: str, process: str) -> None:
+        rank = self._ranks.get(name)
+        if rank is not None and rank.process == process:
+            del self._ranks[name]
+            self._unwatch(rank)
+        self._spool.process_died(process)
+        self._last_call_s = self._loop.time()
+
+    def _unwatch(self, rank: _Rank) -> None:
+        if rank.pidfd >= 0:
+            self._loop.remove_reader(rank.pidfd)
+            os.close(rank.pidfd)
+            rank.pidfd = -1
+
+    async def _watch(self) -> None:
         while True:
-            threading.Event().wait(min(1.0, self._lease_s / 4))
-            self._release_for_the_dead()
-            if self._idle_s() >= self._lease_s:
+            await asyncio.sleep(min(1.0, self._lease_s / 4))
+            if not self._spool.num_adopted():
+                while self._adopted:
+                    self._adopted.popitem()[1].close()
+            unseen = {name: rank for name, rank in self._ranks.items() if rank.pidfd < 0}
+            if unseen:
+                callers = {rank.caller for rank in unseen.values()}
+                # Suppressed: Ray's tables did not answer; they are asked again.
+                with suppress(CheckpointError, RayError):
+                    dead = await asyncio.to_thread(hooks.gone, callers)
+                    for name, rank in unseen.items():
+                        if rank.caller in dead:
+                            self._ended(name, rank.process)
+            idle_s = self._loop.time() - self._last_call_s
+            if not self._ranks and not self._spool.num_active() and idle_s >= self._lease_s:
                 ray.kill(self._self, no_restart=True)
 
-    def _release_for_the_dead(self) -> None:
-        holders = dict(self._holders)
-        # Why not while one writes: what the dead rank staged may be what is written.
-        if not holders or self._running:
-            return
-        dead = hooks.gone(set(holders.values()))
-        for reservation, caller in holders.items():
-            if caller in dead:
-                self._holders.pop(reservation, None)
-                self._budget.release(reservation)
+    # Reports
+
+    def _report(self, reporter: Reporter | None, report: StageReport) -> None:
+        """Tells a report, in a thread of the spool; returns when it was answered, or given up."""
+        if reporter is not None:
+            asyncio.run_coroutine_threadsafe(self._tell(reporter, report), self._loop).result()
+
+    async def _tell(self, reporter: Reporter, report: StageReport) -> None:
+        error: Exception | None = None
+        for attempt in range(REPORT_TRIES):
+            try:
+                await getattr(reporter.actor, reporter.method).remote(report)
+            except RayTaskError as exc:
+                error = exc
+                if attempt >= 1:
+                    break
+            except (RayError, OSError) as exc:
+                error = exc
+            else:
+                return
+            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
+        logger.warning(
+            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
+            report.file, report.key, type(error).__name__, error,
+        )  # fmt: skip
 
 
 def stager_of(
-    node_id: str, *, namespace: str = NAMESPACE, lease_s: float, limit_bytes: int | None = None
+    node_id: str,
+    *,
+    namespace: str = NAMESPACE,
+    lease_s: float,
+    options: StagingOptions | None = None,
 ) -> Any:
     """Returns the handle of a node's stager, after making it if there is none.
 
@@ -190,10 +331,9 @@ def stager_of(
         node_id: Ray's hex id of the node.
         namespace: Ray namespace to look in.
         lease_s: See `Stager`; counts when the actor is made.
-        limit_bytes: See `Stager`; counts when the actor is made.
+        options: See `Stager`; counts when the actor is made.
     """
-    with_groups: Any = ray.remote(concurrency_groups=CONCURRENCY)  # type: ignore[call-overload]
-    actor = with_groups(Stager).options(
+    actor = ray.remote(Stager).options(
         name=stager_name(node_id),
         namespace=namespace,
         lifetime="detached",
@@ -202,13 +342,24 @@ def stager_of(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    return actor.remote(check_lease(lease_s), limit_bytes)
+    return actor.remote(check_lease(lease_s), options or StagingOptions())
 
 
-def _adopted(index: int, array: Any) -> memoryview:
+def _channel(limit_bytes: int, options: StagingOptions) -> Channel:
+    slot_bytes = options.window_bytes_within(limit_bytes)
+    return Channel(slot_bytes, SlotLedger(max(limit_bytes // slot_bytes, 1)))
+
+
+def _arena_channel(limit_bytes: int, options: StagingOptions) -> Channel:
+    channel = _channel(limit_bytes, options)
+    channel.arena = Arena.create(channel.ledger.num_slots, channel.slot_bytes)
+    return channel
+
+
+def _adopted(window: int, array: Any) -> memoryview:
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
         raise InternalError(
-            f"Expected staged buffer {index} to be a uint8 array of one dimension, but found "
+            f"Expected window {window} to be a uint8 array of one dimension, but found "
             f"{type(array).__name__}. Please report this"
         )
     return memoryview(array)  # type: ignore[arg-type]

@@ -8,8 +8,7 @@ written slice by slice, while a slice is still in the processor's cache. Reading
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -21,30 +20,26 @@ from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
 from ray_dcp.transfer.pieces import Pieces, Run, contradiction, pieces_of
 from ray_dcp.transfer.published import Region, same_file_is_published
+from ray_dcp.transfer.sources import (
+    BytesLike,
+    Deferred,
+    ItemPieces,
+    ManySource,
+    PieceSource,
+    Source,
+)
 from ray_dcp.transfer.threads import Stop, run_tasks
 
-__all__ = ["BytesLike", "Deferred", "ManySource", "Source", "write_file", "write_part"]
-
-BytesLike = bytes | bytearray | memoryview
-
-
-@runtime_checkable
-class ManySource(Protocol):
-    """A source that gives the bytes of many small items for less than one by one."""
-
-    def __call__(self, row: int, /) -> memoryview:
-        """Returns the bytes of one item."""
-        ...
-
-    def many(self, rows: Sequence[int], /) -> Sequence[memoryview]:
-        """Returns the bytes of each item."""
-        ...
-
-
-Source = Callable[[int], memoryview] | ManySource
-"""Row of the rank's `Columns` → all C-order bytes of the item (uint8, one dimension)."""
-Deferred = Callable[[int], BytesLike]
-"""Row of the rank's `Columns` → what `torch.save` makes of the item."""
+__all__ = [
+    "BytesLike",
+    "Deferred",
+    "ManySource",
+    "PieceSource",
+    "Source",
+    "write_file",
+    "write_part",
+    "write_pieces",
+]
 
 _PACK_BYTES = 2 << 20
 """Small tensors are joined up to this length before they go to the storage."""
@@ -128,6 +123,30 @@ def write_file(
     return _write_file(storage, file_plan, attempt, source, deferred, options, Stop())
 
 
+def write_pieces(
+    storage: Storage,
+    file_plan: FilePlan,
+    attempt: str,
+    source: PieceSource,
+    *,
+    options: SaveOptions,
+) -> FileReceipt:
+    """Writes one part file from staged pieces, publishes it, and returns its receipt.
+
+    Args:
+        storage: Where to.
+        file_plan: What to write.
+        attempt: Id of the attempt, put into the key.
+        source: Gives the bytes; may wait for them.
+        options: `sync_files` and `direct_io` count.
+
+    Raises:
+        CheckpointError: As `write_file`.
+        Exception: Whatever `source` raised.
+    """
+    return _write(storage, file_plan, attempt, lambda key: source, options, Stop())
+
+
 def _write_file(
     storage: Storage,
     plan: FilePlan,
@@ -137,13 +156,27 @@ def _write_file(
     options: SaveOptions,
     stop: Stop,
 ) -> FileReceipt:
+    def pieces(key: str) -> PieceSource:
+        return ItemPieces(plan, key, source, deferred)
+
+    return _write(storage, plan, attempt, pieces, options, stop)
+
+
+def _write(
+    storage: Storage,
+    plan: FilePlan,
+    attempt: str,
+    pieces: Callable[[str], PieceSource],
+    options: SaveOptions,
+    stop: Stop,
+) -> FileReceipt:
     key = plan.key.replace("{attempt}", attempt)
     writer: PartWriter | None = None
     try:
         writer = storage.open_writer(key, sync=options.sync_files, direct=options.direct_io)
-        file = _File(writer, plan, key, stop)
-        file.write_fixed(source)
-        places = tuple(file.write_deferred(row, deferred) for row in plan.deferred.tolist())
+        file = _File(writer, plan, key, pieces(key), stop)
+        file.write_fixed()
+        places = tuple(file.write_deferred(index) for index in range(len(plan.deferred)))
         file.flush()
         receipt = file.receipt(places)
         file.commit(storage, receipt)
@@ -159,39 +192,42 @@ def _write_file(
 class _File:
     """A part file while it is written: where it ends, what is still to go out, its checksums."""
 
-    def __init__(self, writer: PartWriter, plan: FilePlan, key: str, stop: Stop) -> None:
+    def __init__(
+        self, writer: PartWriter, plan: FilePlan, key: str, source: PieceSource, stop: Stop
+    ) -> None:
         self._writer = writer
         self._plan = plan
         self._key = key
+        self._source = source
         self._stop = stop
         self._pack: list[BytesLike] = []
         self._end = 0
         self._flushed = 0
-        self._item_row = -1
-        self._item = memoryview(b"")
         self._checks = array("Q")
         self._deferred_regions: list[Region] = []
 
-    def write_fixed(self, source: Source) -> None:
+    def write_fixed(self) -> None:
         """Writes the header and all planned pieces."""
         self._append(self._plan.header)
         pieces = pieces_of(self._plan, self._key, small_bytes=_SMALL_BYTES, pack_bytes=_PACK_BYTES)
         for run in pieces.runs:
             if run.is_large:
-                self._write_large(pieces, run.first, source)
+                self._write_large(pieces, run.first)
             else:
-                self._pack_small(pieces, run, source)
+                self._pack_small(pieces, run)
             if self._end - self._flushed >= _PACK_BYTES // 2:
                 self.flush()
         self._append(bytes(pieces.last_gap))
 
-    def write_deferred(self, row: int, deferred: Deferred) -> DeferredPlace:
+    def write_deferred(self, index: int) -> DeferredPlace:
         """Writes one deferred item at the next aligned place; returns that place."""
-        data = self._checked(deferred(row), row)
+        piece = len(self._plan.row) + index
+        num_bytes = self._source.num_bytes(piece)
         self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
-        place = DeferredPlace(row, self._end, len(data), block_bytes_for(len(data)))
-        self._deferred_regions.append(Region(self._end, len(data), place.block_bytes))
-        self._write_payload(data, place.block_bytes)
+        row = int(self._plan.deferred[index])
+        place = DeferredPlace(row, self._end, num_bytes, block_bytes_for(num_bytes))
+        self._deferred_regions.append(Region(self._end, num_bytes, place.block_bytes))
+        self._write_payload(self._source.parts(piece), num_bytes, place.block_bytes)
         return place
 
     def flush(self) -> None:
@@ -207,6 +243,7 @@ class _File:
             if len(whole):
                 self._writer.write(whole)
         self._flushed = self._end
+        self._source.written(self._end)
 
     def receipt(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
         """Returns what is to be told of the finished file."""
@@ -238,7 +275,7 @@ class _File:
                     key=self._key,
                 ) from exc
 
-    def _pack_small(self, pieces: Pieces, run: Run, source: Source) -> None:
+    def _pack_small(self, pieces: Pieces, run: Run) -> None:
         """Packs pieces with their frames.
 
         Why all in one loop: this is the path of small tensors, and a call costs as much as what
@@ -246,10 +283,8 @@ class _File:
         """
         which = slice(run.first, run.stop)
         add, add_check = self._pack.append, self._checks.append
-        for item, row, start, num_bytes, block_bytes, gap, header, footer in zip(
-            self._items(pieces.row[which], source),
-            pieces.row[which],
-            pieces.start[which],
+        for payload, num_bytes, block_bytes, gap, header, footer in zip(
+            self._source.small(run.first, run.stop),
             pieces.num_bytes[which],
             pieces.block_bytes[which],
             pieces.gap[which],
@@ -257,9 +292,6 @@ class _File:
             pieces.footer[which],
             strict=True,
         ):
-            payload = item
-            if len(item) != num_bytes or start:
-                payload = self._part_of(item, row, start, num_bytes)
             if 0 < num_bytes <= block_bytes:
                 add_check(block_check(payload))
             else:
@@ -271,63 +303,35 @@ class _File:
             add(footer)
             self._end += gap + len(header) + num_bytes + len(footer)
 
-    def _items(self, rows: Sequence[int], source: Source) -> Iterator[memoryview]:
-        if isinstance(source, ManySource) and len(rows) > 1:
-            return map(self._checked, source.many(rows), rows)
-        return (self._item_of(row, source) for row in rows)
-
-    def _item_of(self, row: int, source: Source) -> memoryview:
-        """Returns an item's bytes; pieces of one item mostly follow each other."""
-        if row != self._item_row:
-            self._item_row, self._item = row, self._checked(source(row), row)
-        return self._item
-
-    def _write_large(self, pieces: Pieces, index: int, source: Source) -> None:
-        row = pieces.row[index]
-        item = self._item_of(row, source)
-        payload = self._part_of(item, row, pieces.start[index], pieces.num_bytes[index])
+    def _write_large(self, pieces: Pieces, index: int) -> None:
         self._append(bytes(pieces.gap[index]))
         self._append(pieces.header[index])
-        self._write_payload(payload, pieces.block_bytes[index])
+        parts = self._source.parts(index)
+        self._write_payload(parts, pieces.num_bytes[index], pieces.block_bytes[index])
         self._append(pieces.footer[index])
 
-    def _part_of(self, item: memoryview, row: int, start: int, num_bytes: int) -> memoryview:
-        part = item[start : start + num_bytes]
-        if len(part) != num_bytes:
-            raise contradiction(
-                f"bytes [{start}, {start + num_bytes}) of row {row}",
-                f"an item of {len(item)} bytes",
-                self._key,
-            )
-        return part
-
-    def _write_payload(self, payload: memoryview, block_bytes: int) -> None:
-        if len(payload) <= _SMALL_BYTES:
-            self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
-            self._append(payload)
+    def _write_payload(self, parts: Iterable[memoryview], num_bytes: int, block_bytes: int) -> None:
+        if num_bytes <= _SMALL_BYTES:
+            for payload in parts:
+                self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
+                self._append(payload)
             return
         self.flush()
+        end = self._end + num_bytes
         step = max(_SLICE_BYTES // block_bytes, 1) * block_bytes
-        for start in range(0, len(payload), step):
-            part = payload[start : start + step]
-            self._checks.frombytes(block_checks(part, block_bytes).tobytes())
-            self._writer.write(part)
-            self._end += len(part)
-            self.flush()
+        for payload in parts:
+            for start in range(0, len(payload), step):
+                part = payload[start : start + step]
+                self._checks.frombytes(block_checks(part, block_bytes).tobytes())
+                self._writer.write(part)
+                self._end += len(part)
+                self.flush()
+        if self._end != end:
+            raise contradiction(f"a piece up to byte {end}", f"one up to {self._end}", self._key)
 
     def _append(self, data: BytesLike) -> None:
         self._pack.append(data)
         self._end += len(data)
-
-    def _checked(self, data: BytesLike, row: int) -> memoryview:
-        view = memoryview(data)
-        if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
-            raise contradiction(
-                f"flat bytes of row {row}",
-                f"{view.ndim} dimensions of {view.itemsize} bytes",
-                self._key,
-            )
-        return view
 
     def _fixed_regions(self) -> list[Region]:
         plan = self._plan

@@ -1,4 +1,4 @@
-"""The stager actor under real Ray: one a node, adopting buffers, keeping its budget, leaving."""
+"""Staging under real Ray: bytes are written as the rank would, whoever is killed; nothing stays."""
 
 from __future__ import annotations
 
@@ -7,111 +7,377 @@ import secrets
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
-from ray_dcp.errors import LimitError
+from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.rank_plan import rank_plan
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime import hooks
-from ray_dcp.runtime.stager import Place, stager_of
-from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.writer import write_part
+from ray_dcp.runtime import staging_link
+from ray_dcp.runtime.stager import SHARE_OF_MEMORY, Reporter, stager_of
+from ray_dcp.runtime.staging import RankStaging
+from ray_dcp.stage.arena import free_memory_bytes
+from ray_dcp.stage.values import StageKey, StagingOptions
 from tests.polling import eventually, lives
+from tests.staged import MIB, Share, same_files, scribbled, share
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
+SMALL = StagingOptions(limit_bytes=64 * MIB)
+
+
+class Book:
+    """Notes reports; answers once it may."""
+
+    def __init__(self, answers: bool = True) -> None:
+        self.reports: list[Any] = []
+        self.answers = answers
+
+    async def take(self, report) -> None:
+        import asyncio
+
+        self.reports.append(report)
+        while not self.answers:
+            await asyncio.sleep(0.01)
+
+    async def told(self) -> list[Any]:
+        return self.reports
+
+    async def answer(self) -> None:
+        self.answers = True
+
 
 @pytest.fixture
-def node_id() -> str:
-    return ray.get_runtime_context().get_node_id()
+def namespace():
+    """A namespace of its own, whose stagers end with the test."""
+    name = f"t{secrets.token_hex(4)}"
+    yield name
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == name:
+            ray.kill(ray.get_actor(actor["name"], name))
 
 
 @pytest.fixture
-def stager(node_id):
-    """A stager of its own, in a namespace of its own."""
-    handle = stager_of(node_id, namespace=f"t{secrets.token_hex(4)}", lease_s=60, limit_bytes=100)
-    yield handle
-    ray.kill(handle)
+def book():
+    actor = ray.remote(num_cpus=0)(Book).remote()
+    yield actor
+    ray.kill(actor)
 
 
-def test_a_node_has_one_stager_and_it_knows_its_node_and_its_budget(node_id):
-    namespace = f"t{secrets.token_hex(4)}"
-    handles = [stager_of(node_id, namespace=namespace, lease_s=60) for _ in range(2)]
-    one, other = ray.get([handle.info.remote() for handle in handles])
-    ray.kill(handles[0])
-    assert one["pid"] == other["pid"]
-    assert one["node_id"] == node_id
-    assert 0.69 * (256 << 20) < one["limit_bytes"] <= 0.7 * (256 << 20)
+@pytest.fixture
+def stuck_book():
+    """A book that answers nothing before it is told to: staged bytes have to stay."""
+    actor = ray.remote(num_cpus=0)(Book).remote(False)
+    yield actor
+    ray.kill(actor)
 
 
-def test_what_it_writes_from_staged_buffers_is_what_a_rank_would_write(stager, tmp_path: Path):
-    big = np.arange(300_000, dtype=np.float32)
-    small = np.arange(7, dtype=np.int64)
-    builder = ColumnsBuilder()
-    builder.tensor("big", "float32", big.shape)
-    builder.tensor("small", "int64", small.shape)
-    builder.object("note")
-    part = rank_plan(make_plan([builder.build()]), 0)
-    items = [big.tobytes(), small.tobytes(), b"pickled on the rank"]
-    joined = np.frombuffer(b"".join(items[1:]), dtype=np.uint8)
-    places = {
-        0: Place(0, 0, big.nbytes),
-        1: Place(1, 0, small.nbytes),
-        2: Place(1, small.nbytes, len(items[2])),
-    }
-    buffers = [ray.put(big.view(np.uint8)), ray.put(joined)]
-    options = SaveOptions()
-    ours, theirs = Target(str(tmp_path / "rank")), Target(str(tmp_path / "stager"))
-    expected = write_part(
-        open_storage(ours), part, "a1",
-        source=lambda row: memoryview(items[row]), deferred=lambda row: items[row],
-        options=options,
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Target, Target]:
+    return Target(str(tmp_path / "stager")), Target(str(tmp_path / "rank"))
+
+
+def opened(namespace: str, options: StagingOptions = SMALL, name: str = "rank 0") -> RankStaging:
+    return RankStaging.open(name, namespace=namespace, lease_s=60, options=options)
+
+
+def staged(staging: RankStaging, what: Share, target: Target, actor=None, save="s", **options):
+    return staging.stage(
+        StageKey(save, 0, "a1"), what.plan, what.items, target=target,
+        options=SaveOptions(**options), reporter=None if actor is None else Reporter(actor, "take"),
     )  # fmt: skip
-    staged = ray.get(
-        stager.write_part.remote(part, "a1", theirs, buffers, places, options), timeout=60
-    )
-    assert [receipt.digest for receipt in staged] == [receipt.digest for receipt in expected]
-    assert open_storage(theirs).list() == open_storage(ours).list()
-    for entry in open_storage(ours).list():
-        assert open_storage(theirs).read(entry.key) == open_storage(ours).read(entry.key)
 
 
-def test_reservations_stay_under_the_limit_and_may_be_asked_for_twice(stager):
-    assert ray.get(stager.reserve.remote("a", 60))
-    assert ray.get(stager.reserve.remote("a", 60))
-    assert not ray.get(stager.reserve.remote("b", 60))
-    with pytest.raises(LimitError):
-        ray.get(stager.reserve.remote("c", 101))
-    ray.get([stager.release.remote("a"), stager.release.remote("a")])
-    assert ray.get(stager.reserve.remote("b", 60))
-    assert ray.get(stager.info.remote())["reserved_bytes"] == 60
+def told(book, number: int) -> list[Any]:
+    assert eventually(lambda: len(ray.get(book.told.remote())) >= number, 60)
+    return ray.get(book.told.remote())
+
+
+def arenas() -> list[str]:
+    """Returns who has staging memory open."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if "memfd:ray_dcp" in os.readlink(link):
+                found.append(str(link))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
+    one, other = (opened(namespace, StagingOptions(), name) for name in ("a", "b"))
+    info = one.info()
+    assert info["pid"] == other.info()["pid"]
+    assert info["node_id"] == ray.get_runtime_context().get_node_id()
+    assert info["channel"] == "arena"
+    assert 0 < info["limit_bytes"] < 2 * SHARE_OF_MEMORY * free_memory_bytes()
+    assert set(one.info()["ranks"]) == {"a", "b"}
+    other.close()
+    assert eventually(lambda: one.info()["ranks"] == ["a"], 20)
+    one.close()
+
+
+def test_the_state_may_change_as_soon_as_it_is_staged(namespace, book, places):
+    what = share([9 * MIB, 100, 0, 300_000] * 3, [b"pickled on the rank"], part_bytes=12 * MIB)
+    expected = what.written(places[1])
+    staging = opened(namespace)
+    handle = staged(staging, what, places[0], book)
+    scribbled(what)()
+    reports = told(book, len(expected))
+    digests = {report.file: report.receipt.digest for report in reports}
+    assert digests == {receipt.file: receipt.digest for receipt in expected}
+    assert same_files(*places)
+    assert handle.num_bytes == what.num_bytes
+    assert handle.progress().written_bytes == what.num_bytes
+    assert eventually(lambda: staging.info()["used_bytes"] == 0, 20)
+    handle.release()
+    assert eventually(lambda: handle.progress() is None, 20)
+    staging.close()
+
+
+def test_a_state_of_300_mb_goes_through_a_budget_of_64_mb(namespace, places):
+    what = share([30 * MIB] * 9 + [3 * MIB] * 8, part_bytes=1 << 30)
+    staging = opened(namespace, StagingOptions(limit_bytes=64_000_000))
+    info = staging.info()
+    handle = staged(staging, what, places[0])
+    assert info["limit_bytes"] == 64_000_000
+    address = staging.link().arena.address
+    assert address.num_slots * address.slot_bytes <= 64_000_000
+    assert handle.progress().is_sealed
+    what.written(places[1])
+    assert eventually(lambda: same_files(*places), 60)
+    staging.close()
+
+
+def test_where_memory_cannot_be_shared_bytes_go_through_the_store(
+    namespace, book, places, monkeypatch
+):
+    monkeypatch.setattr(staging_link, "_mapped", lambda place: (None, -1))
+    what = share([20 * MIB] * 8 + [70], [b"note"])
+    what.written(places[1])
+    staging = opened(namespace, StagingOptions())
+    assert staging.info()["channel"] == "store"
+    staged(staging, what, places[0], book)
+    told(book, 1)
+    assert same_files(*places)
+    assert eventually(lambda: staging.info()["used_bytes"] == 0, 20)
+    from ray._private.worker import global_worker
+
+    folder = Path(global_worker.node.get_session_dir_path())
+    assert folder.is_dir()
+    assert not [f for d in folder.glob("ray_spilled_objects*") for f in d.rglob("*") if f.is_file()]
+    staging.close()
 
 
 @ray.remote(num_cpus=0)
-class Holder:
-    def reserve(self, stager) -> int:
-        assert ray.get(stager.reserve.remote("mine", 60, hooks.this_caller(os.getpid())))
+class Victim:
+    """A rank in a process of its own."""
+
+    def __init__(self, namespace: str) -> None:
+        self.staging = opened(namespace)
+
+    def pid(self) -> int:
         return os.getpid()
 
+    def stage(self, sizes, target, book) -> int:
+        staged(self.staging, share(sizes, part_bytes=9 * MIB), target, book)
+        return os.getpid()
 
-def test_what_a_dead_rank_reserved_comes_back(stager):
-    holder = Holder.remote()
-    os.kill(ray.get(holder.reserve.remote(stager)), signal.SIGKILL)
-    assert eventually(lambda: ray.get(stager.info.remote())["reserved_bytes"] == 0, 20)
+    def stage_and_die(self, sizes, target, book) -> None:
+        what = share(sizes)
+        real, calls = what.items.source, []
+
+        def source(row):
+            calls.append(row)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(row)
+
+        what.items.source = source
+        staged(self.staging, what, target, book)
 
 
-def test_an_idle_stager_leaves_but_not_while_bytes_are_reserved(node_id):
-    handle = stager_of(node_id, namespace=f"t{secrets.token_hex(4)}", lease_s=1.0)
-    pid = ray.get(handle.info.remote())["pid"]
-    ray.get(handle.reserve.remote("a", 10))
+def test_a_rank_killed_after_staging_is_not_missed(namespace, book, places):
+    sizes = [8 * MIB] * 5
+    victim = Victim.remote(namespace)
+    os.kill(ray.get(victim.stage.remote(sizes, places[0], book), timeout=60), signal.SIGKILL)
+    share(sizes, part_bytes=9 * MIB).written(places[1])
+    reports = told(book, 5)
+    assert all(report.receipt for report in reports)
+    assert same_files(*places)
+    stager = opened(namespace)
+    assert eventually(lambda: stager.info()["ranks"] == ["rank 0"], 20)
+    stager.close()
+
+
+def test_a_rank_killed_while_it_stages_leaves_nothing(namespace, book, places):
+    victim = Victim.remote(namespace)
+    watcher = opened(namespace, name="watcher")
+    victim.stage_and_die.remote([12 * MIB] * 5, places[0], book)
+    (report,) = told(book, 1)
+    assert isinstance(report.error, ParticipantError)
+    assert eventually(lambda: watcher.info()["used_bytes"] == 0, 20)
+    assert eventually(lambda: watcher.info()["ranks"] == ["watcher"], 20)
+    assert not list(Path(places[0].url).rglob("*"))
+    watcher.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_bytes_of_a_dead_or_frozen_stager_are_handed_to_a_new_one(
+    how, namespace, stuck_book, places
+):
+    what = share([8 * MIB] * 3 + [70, 0], [b"note"], part_bytes=9 * MIB)
+    what.written(places[1])
+    staging = opened(namespace)
+    handle = staged(staging, what, places[0], stuck_book)
+    told(stuck_book, 1)
+    scribbled(what)()
+    name, pid = handle.stager_name, staging.info()["pid"]
+    os.kill(pid, how)
+    for file in Path(places[0].url).glob("*"):
+        file.unlink()  # as if it had never got so far
+    ray.get(stuck_book.answer.remote())
+    handle.hand_over()
+    assert not lives(pid)
+    assert handle.stager_name != name
+    assert handle.key.incarnation == 1
+    assert eventually(lambda: same_files(*places), 60)
+    assert eventually(lambda: handle.progress().written_bytes == what.num_bytes, 20)
+    assert all(report.receipt for report in handle.progress().reports)
+    again = share([5 * MIB], seed=1)
+    staged(staging, again, Target(places[0].url + "-next"), save="next")
+    again.written(Target(places[1].url + "-next"))
+    assert eventually(
+        lambda: same_files(Target(places[0].url + "-next"), Target(places[1].url + "-next")), 60
+    )
+    staging.close()
+
+
+def test_only_files_without_a_receipt_are_handed_over(namespace, stuck_book, places):
+    what = share([8 * MIB] * 3, part_bytes=9 * MIB)
+    staging = opened(namespace)
+    handle = staged(staging, what, places[0], stuck_book)
+    told(stuck_book, 1)
+    os.kill(staging.info()["pid"], signal.SIGKILL)
+    ray.get(stuck_book.answer.remote())
+    handle.hand_over(files=[1], incarnation=5)
+    assert eventually(lambda: len(handle.progress().reports) == 1, 30)
+    (report,) = handle.progress().reports
+    assert (report.key.incarnation, report.file) == (5, 1)
+    assert report.receipt is not None
+    staging.close()
+
+
+def test_the_stager_of_another_node_gets_the_bytes_through_the_store(
+    namespace, stuck_book, book, places
+):
+    what = share([20 * MIB] * 3 + [70])
+    what.written(places[1])
+    staging = opened(namespace)
+    handle = staged(staging, what, places[0], stuck_book)
+    told(stuck_book, 1)
+    scribbled(what)()
+    for file in Path(places[0].url).glob("*"):
+        file.unlink()  # as if the first one were slow
+    node_id = ray.get_runtime_context().get_node_id()
+    other = stager_of(node_id, namespace=namespace + "-other", lease_s=60)
+    handle.hand_over(other)
+    assert eventually(lambda: same_files(*places), 60)
+    ray.get(stuck_book.answer.remote())
+    staging.close()
+    ray.kill(other)
+
+
+def test_a_stager_killed_while_a_rank_stages_is_replaced(namespace, places):
+    what = share([12 * MIB] * 8)
+    what.written(places[1])
+    staging = opened(namespace)
+    pid = staging.info()["pid"]
+    real, calls = what.items.source, []
+
+    def source(row):
+        calls.append(row)
+        if len(calls) == 4:
+            os.kill(pid, signal.SIGKILL)
+        return real(row)
+
+    what.items.source = source  # asked for while the rank copies
+    handle = staged(staging, what, places[0])
+    assert handle.key.incarnation >= 1
+    assert eventually(lambda: same_files(*places), 60)
+    staging.close()
+
+
+def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_book, places):
+    before = set(os.listdir("/dev/shm"))
+    victim = Victim.remote(namespace)
+    pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=60)
+    watcher = opened(namespace, name="watcher")
+    stager = watcher.info()["pid"]
+    assert any(f"/proc/{pid}/" in path for path in arenas())
+    watcher.close()
+    del watcher
+    for one in (pid, stager):
+        os.kill(one, signal.SIGKILL)
+    assert eventually(lambda: not lives(pid) and not lives(stager), 20)
+    assert not [path for path in arenas() if f"/proc/{pid}/" in path or f"/{stager}/" in path]
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "dcp" in name]
+
+
+def test_a_capture_that_fails_gives_everything_back(namespace, places):
+    what = share([12 * MIB] * 4)
+    staging = opened(namespace)
+
+    def source(row):
+        if row == 2:
+            raise ValueError("this tensor is gone")
+        return np.zeros(12 * MIB, np.uint8).data
+
+    what.items.source = source
+    with pytest.raises(ValueError, match="this tensor is gone"):
+        staged(staging, what, places[0])
+    assert eventually(lambda: staging.info()["used_bytes"] == 0, 20)
+    assert not list(Path(places[0].url).rglob("*"))
+    staging.close()
+
+
+def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
+    staging = opened(namespace)
+    staging.warm(40 * MIB).result(60)
+    fields = Path(f"/proc/{staging.info()['pid']}/status").read_text()
+    shared_kb = int(fields.split("RssShmem:")[1].split()[0])
+    assert shared_kb >= 40 * 1024
+    handle = staged(staging, share([10 * MIB]), places[0])
+    assert eventually(lambda: handle.progress().reports, 30)
+    staging.close()
+
+
+def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):
+    victim = Victim.remote(namespace)
+    rank = ray.get(victim.pid.remote(), timeout=60)
+    node_id = ray.get_runtime_context().get_node_id()
+    other = f"{namespace}-lease"
+    staging = RankStaging.open("r", namespace=other, lease_s=1.0)
+    pid = staging.info()["pid"]
     started_s = time.monotonic()
     assert eventually(lambda: time.monotonic() - started_s > 3, 10)
     assert lives(pid)
-    ray.get(handle.release.remote("a"))
+    staging.close()
     assert eventually(lambda: not lives(pid), 20)
+    assert lives(rank)
+    with pytest.raises(ValueError, match="Failed to look up"):
+        ray.get_actor(f"ray_dcp:1:stager:{node_id}", other)
+
+
+def test_a_window_that_the_store_of_another_node_does_not_take_is_refused(namespace, places):
+    staging = opened(namespace, StagingOptions(limit_bytes=8 * MIB))
+    link = staging.link()
+    what = share([MIB])
+    order = what.order(StageKey("s", 0, "a1"), places[0], 64 * MIB)
+    with pytest.raises(LimitError, match="window"):
+        link.call("begin", link.stager, order, None, timeout_s=30)
+    staging.close()

@@ -1,0 +1,137 @@
+"""Copies a rank's items into staging memory, window by window.
+
+Where the bytes of a device come from another place than host memory, a `Filler` of one's own copies
+them: on a side stream, into slots that were registered with the device's driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ray_dcp.errors import InternalError
+from ray_dcp.stage.layout import StagingLayout
+from ray_dcp.transfer.sources import ManySource, Source
+
+__all__ = ["Filler", "HostFiller", "fill_window"]
+
+_SMALL_BYTES = 64 << 10
+_MOST_JOINED = 4096
+"""Small items that are asked for at once."""
+
+
+class Filler(Protocol):
+    """Copies the bytes of items. Called by one thread, in the order of the layout."""
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        """Begins to copy an item's bytes from `start` on into `target` (uint8[n])."""
+        ...
+
+    def fill_many(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    ) -> None:
+        """Begins to copy parts of small items, one behind the other: mostly whole items."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when everything that was begun is in its place."""
+        ...
+
+
+class HostFiller:
+    """Copies from memory of this process.
+
+    Args:
+        source: As for `ray_dcp.transfer.writer.write_part`.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._row = -1
+        self._item = memoryview(b"")
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        """See `Filler.fill`."""
+        if row != self._row:
+            # Why kept: a tensor that is not contiguous is copied each time it is asked for.
+            self._row, self._item = row, self._source(row)
+        part = self._item[start : start + len(target)]
+        if len(part) != len(target):
+            raise InternalError(
+                f"expected bytes [{start}, {start + len(target)}) of row {row}, found an item of "
+                f"{len(self._item)} bytes; please report this"
+            )
+        # Why numpy: unlike an assignment to a memoryview it lets other threads run meanwhile.
+        np.copyto(target, np.frombuffer(part, dtype=np.uint8))
+
+    def fill_many(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    ) -> None:
+        """See `Filler.fill_many`."""
+        source = self._source
+        if isinstance(source, ManySource):
+            items = source.many(rows)
+        else:
+            items = [source(row) for row in rows]
+        joined = b"".join(items)
+        # Whole items, if the lengths agree: none is shorter than the part that is wanted of it.
+        if len(joined) != len(target) or any(starts):
+            cuts = zip(items, starts, lengths, strict=True)
+            joined = b"".join(item[start : start + length] for item, start, length in cuts)
+        if len(joined) != len(target):
+            raise InternalError(
+                f"expected {len(target)} bytes in {len(rows)} items, found {len(joined)}; please "
+                f"report this"
+            )
+        np.copyto(target, np.frombuffer(joined, dtype=np.uint8))
+
+    def finish(self) -> None:
+        """Does nothing: a copy has ended when its call returns."""
+
+
+def fill_window(
+    layout: StagingLayout,
+    window: int,
+    target: np.ndarray,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+) -> None:
+    """Fills one window; returns when all its bytes are there.
+
+    Args:
+        layout: Where they go.
+        window: Which one.
+        target: uint8[window bytes].
+        filler: Copies the fixed items.
+        deferred: Gives a deferred item's bytes.
+    """
+    low, high = layout.window_first[window : window + 2].tolist()
+    own = slice(low, high)
+    row, offset = layout.row[own].tolist(), layout.offset[own].tolist()
+    length, start = layout.num_bytes[own].tolist(), layout.source_start[own].tolist()
+    first = 0
+    for stop in _run_ends(layout, own):
+        begin, end = offset[first], offset[stop - 1] + length[stop - 1]
+        if stop - first > 1:
+            run = slice(first, stop)
+            filler.fill_many(row[run], start[run], length[run], target[begin:end])
+        elif layout.is_deferred[low + first]:
+            data = deferred(row[first])
+            part = memoryview(data)[start[first] : start[first] + length[first]]
+            np.copyto(target[begin:end], np.frombuffer(part, dtype=np.uint8))
+        else:
+            filler.fill(row[first], start[first], target[begin:end])
+        first = stop
+    filler.finish()
+
+
+def _run_ends(layout: StagingLayout, own: slice) -> list[int]:
+    """Returns where each run of segments ends that are copied together: small fixed items."""
+    length, offset = layout.num_bytes[own], layout.offset[own]
+    alone = (length >= _SMALL_BYTES) | layout.is_deferred[own]
+    number = np.arange(len(length))
+    ends = alone[1:] | alone[:-1] | (offset[1:] != offset[:-1] + length[:-1])
+    ends |= number[1:] % _MOST_JOINED == 0
+    return [*(np.flatnonzero(ends) + 1).tolist(), len(length)]

@@ -1,0 +1,183 @@
+"""What rank and stager tell each other about staged bytes, as frozen values.
+
+Nothing here needs torch or ray to be unpickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.values import RankPlan
+from ray_dcp.protocol.messages import FileReceipt, Target
+
+__all__ = [
+    "ArenaAddress",
+    "Grant",
+    "Slot",
+    "StageKey",
+    "StageOrder",
+    "StageProgress",
+    "StageReport",
+    "StagingOptions",
+    "Unknown",
+]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingOptions:
+    """How a node stages.
+
+    Raises:
+        InvalidRequestError: A field has a value that it can't have.
+
+    Example:
+        >>> StagingOptions(limit_bytes=64 << 20).window_bytes_within(64 << 20)
+        16777216
+    """
+
+    limit_bytes: int | None = None
+    """Most bytes that all ranks of a node may have staged at a time; by default half of the
+    memory that is free when the stager starts."""
+    window_bytes: int = 64 * MIB
+    """Unit of handing over and of reuse; smaller under a small limit."""
+    num_writers: int = 4
+    """How many part files a node writes at a time."""
+    nice: int = 5
+    """How far the stager's writing steps behind training for the processors: 0 to 19."""
+    io_priority: Literal["normal", "low", "idle"] = "low"
+    """The same for the disk, where the kernel's I/O scheduler knows priorities."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "limit_bytes": self.limit_bytes is None or self.limit_bytes >= _LEAST_LIMIT,
+            "window_bytes": self.window_bytes >= _LEAST_WINDOW,
+            "num_writers": self.num_writers >= 1,
+            "nice": 0 <= self.nice <= 19,
+            "io_priority": self.io_priority in ("normal", "low", "idle"),
+        }
+        wrong = [name for name, is_right in checks.items() if not is_right]
+        if wrong:
+            raise InvalidRequestError(
+                f"StagingOptions.{wrong[0]} can't be {getattr(self, wrong[0])!r}: expected "
+                f"limit_bytes of at least {_LEAST_LIMIT}, window_bytes of at least "
+                f"{_LEAST_WINDOW}, num_writers of at least 1, nice from 0 to 19, and io_priority "
+                f"normal, low or idle",
+                key=wrong[0],
+            )
+
+    def window_bytes_within(self, limit_bytes: int) -> int:
+        """Returns the length of a window: a whole number of MiB, at least four in the limit."""
+        return max(min(self.window_bytes, limit_bytes // _LEAST_WINDOWS) // MIB * MIB, 2 * MIB)
+
+
+_LEAST_WINDOWS = 4
+"""A rank fills one window while others are written."""
+_LEAST_WINDOW = 2 * MIB
+"""A window must take a checksum block (1 MiB) wherever it begins."""
+_LEAST_LIMIT = _LEAST_WINDOW * _LEAST_WINDOWS
+
+
+@dataclass(frozen=True)
+class StageKey:
+    """One rank's share of one attempt, as one stager has it."""
+
+    save: str
+    """Whatever the caller calls the save; unique for the life of the stager."""
+    rank: int
+    attempt: str
+    incarnation: int = 0
+    """Rises each time the share is handed over again."""
+
+
+@dataclass(frozen=True)
+class ArenaAddress:
+    """Where another process of this machine finds a stager's shared memory."""
+
+    pid: int
+    """A process that has it open."""
+    fd: int
+    """Its descriptor there."""
+    identity: tuple[int, int]
+    """Device and inode: what is found under pid and descriptor must be this."""
+    num_slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One window's place in an arena."""
+
+    index: int
+    generation: int
+    """How often the slot had been granted: tells whether it holds this window still."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Places for a job's next windows; more follow when there is room."""
+
+    slots: tuple[Slot, ...]
+    freed: tuple[int, ...] = ()
+    """Windows that were written and whose places were given to others: all of them so far."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The stager can't do it: it lacks the plan, or the job, or is another one than was meant."""
+
+    what: Literal["plan", "job", "stager"]
+
+
+@dataclass(frozen=True)
+class StageOrder:
+    """Rank → stager: I shall hand over these bytes; write them."""
+
+    key: StageKey
+    owner: str
+    """The rank's name on the node: it gets back the memory that it used before."""
+    process: str
+    """Names the rank's process: what dies."""
+    plan_id: bytes
+    """`plan_digest` of the plan."""
+    plan: RankPlan | None
+    """What to write; None when the stager should know it."""
+    deferred_bytes: tuple[tuple[int, ...], ...]
+    """For each file the lengths of its deferred items."""
+    target: Target
+    options: SaveOptions
+    channel: Literal["arena", "store"]
+    """Whether windows lie in the stager's arena, or come as objects of Ray's store."""
+    window_bytes: int
+    """Length of a window."""
+    files: tuple[int, ...] | None = None
+    """Positions in `plan.files` of those to write; None for all."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Stager → whoever collects receipts: what became of one part file. May come twice."""
+
+    key: StageKey
+    file: int
+    """`FilePlan.file`."""
+    receipt: FileReceipt | None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """How far a stager is with one key."""
+
+    key: StageKey
+    num_bytes: int
+    """Bytes to write, without frames."""
+    written_bytes: int
+    is_sealed: bool
+    """The stager holds all bytes: the rank may go on."""
+    reports: tuple[StageReport, ...]
+    """All so far, whether or not they could be delivered."""

@@ -1,0 +1,146 @@
+"""What a writer gets its bytes from: items that are whole in memory, or pieces as they were staged.
+
+Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from ray_dcp.plan.values import FilePlan
+from ray_dcp.transfer.pieces import contradiction
+
+__all__ = ["BytesLike", "Deferred", "ItemPieces", "ManySource", "PieceSource", "Source"]
+
+BytesLike = bytes | bytearray | memoryview
+
+
+@runtime_checkable
+class ManySource(Protocol):
+    """A source that gives the bytes of many small items for less than one by one."""
+
+    def __call__(self, row: int, /) -> memoryview:
+        """Returns the bytes of one item."""
+        ...
+
+    def many(self, rows: Sequence[int], /) -> Sequence[memoryview]:
+        """Returns the bytes of each item."""
+        ...
+
+
+Source = Callable[[int], memoryview] | ManySource
+"""Row of the rank's `Columns` → all C-order bytes of the item (uint8, one dimension)."""
+Deferred = Callable[[int], BytesLike]
+"""Row of the rank's `Columns` → what `torch.save` makes of the item."""
+
+
+class PieceSource(Protocol):
+    """The bytes of one file as they were staged: piece by piece, in the order of the file.
+
+    Pieces are numbered as in the `FilePlan`, deferred items after the fixed ones.
+    """
+
+    def small(self, first: int, stop: int) -> Iterable[memoryview]:
+        """Returns the bytes of consecutive pieces of at most 128 KiB, whole."""
+        ...
+
+    def parts(self, piece: int) -> Iterable[memoryview]:
+        """Returns the bytes of a piece, in parts; each but the last is whole checksum blocks.
+
+        Each is used before the next one is asked for.
+        """
+        ...
+
+    def num_bytes(self, piece: int) -> int:
+        """Returns the length of a piece."""
+        ...
+
+    def written(self, end: int) -> None:
+        """Takes that the storage has all bytes before this place in the file."""
+        ...
+
+
+class ItemPieces:
+    """The `PieceSource` of items that are whole in memory.
+
+    Args:
+        plan: Of the file.
+        key: Of the file, for messages.
+        source: Gives the items.
+        deferred: Gives the deferred items.
+    """
+
+    def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
+        self._key = key
+        self._source = source
+        self._deferred = deferred
+        self._row = [*plan.row.tolist(), *plan.deferred.tolist()]
+        self._start = plan.source_start.tolist()
+        self._num_bytes = plan.payload_bytes.tolist()
+        self._item_row = -1
+        self._item = memoryview(b"")
+        self._data: tuple[int, memoryview] | None = None
+
+    def small(self, first: int, stop: int) -> Iterator[memoryview]:
+        """See `PieceSource.small`."""
+        rows = self._row[first:stop]
+        for index, item in enumerate(self._items(rows), first):
+            num_bytes, start = self._num_bytes[index], self._start[index]
+            whole = len(item) == num_bytes and not start
+            yield item if whole else self._part_of(item, self._row[index], start, num_bytes)
+
+    def parts(self, piece: int) -> Sequence[memoryview]:
+        """See `PieceSource.parts`."""
+        if piece >= len(self._start):
+            (_, data), self._data = self._deferred_item(piece), None
+            return (data,)
+        row = self._row[piece]
+        return (self._part_of(self._item_of(row), row, self._start[piece], self._num_bytes[piece]),)
+
+    def num_bytes(self, piece: int) -> int:
+        """See `PieceSource.num_bytes`."""
+        if piece >= len(self._start):
+            return len(self._deferred_item(piece)[1])
+        num_bytes: int = self._num_bytes[piece]
+        return num_bytes
+
+    def written(self, end: int) -> None:
+        """Does nothing: the items stay where they are."""
+
+    def _items(self, rows: Sequence[int]) -> Iterator[memoryview]:
+        if isinstance(self._source, ManySource) and len(rows) > 1:
+            return map(self._checked, self._source.many(rows), rows)
+        return map(self._item_of, rows)
+
+    def _item_of(self, row: int) -> memoryview:
+        """Returns an item's bytes; pieces of one item mostly follow each other."""
+        if row != self._item_row:
+            self._item_row, self._item = row, self._checked(self._source(row), row)
+        return self._item
+
+    def _deferred_item(self, piece: int) -> tuple[int, memoryview]:
+        if self._data is None or self._data[0] != piece:
+            row = self._row[piece]
+            self._data = (piece, self._checked(self._deferred(row), row))
+        return self._data
+
+    def _part_of(self, item: memoryview, row: int, start: int, num_bytes: int) -> memoryview:
+        part = item[start : start + num_bytes]
+        if len(part) != num_bytes:
+            raise contradiction(
+                f"bytes [{start}, {start + num_bytes}) of row {row}",
+                f"an item of {len(item)} bytes",
+                self._key,
+            )
+        return part
+
+    def _checked(self, data: BytesLike, row: int) -> memoryview:
+        view = memoryview(data)
+        if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
+            raise contradiction(
+                f"flat bytes of row {row}",
+                f"{view.ndim} dimensions of {view.itemsize} bytes",
+                self._key,
+            )
+        return view

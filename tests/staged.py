@@ -1,0 +1,166 @@
+"""States to stage, their plans, and what a rank would write of them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.global_plan import make_plan
+from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.values import Columns, RankPlan
+from ray_dcp.protocol.messages import FileReceipt, Target
+from ray_dcp.stage.filling import HostFiller, fill_window
+from ray_dcp.stage.jobs import Channel
+from ray_dcp.stage.layout import plan_digest
+from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.values import StageKey, StageOrder
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.writer import write_part
+
+MIB = 1 << 20
+
+
+@dataclass
+class Items:
+    """Implements `Captured` on arrays and bytes."""
+
+    columns: Columns
+    values: list[Any]
+    warnings: tuple[str, ...] = ()
+
+    def source(self, row: int) -> memoryview:
+        return memoryview(self.values[row].reshape(-1).view(np.uint8))
+
+    def deferred(self, row: int) -> bytes:
+        return self.values[row]
+
+
+@dataclass
+class Share:
+    """One rank's share: what it holds, and what it is to write."""
+
+    items: Items
+    plan: RankPlan
+    num_bytes: int
+
+    def written(self, target: Target, **options: Any) -> tuple[FileReceipt, ...]:
+        """Writes it as a rank does in a synchronous save."""
+        return write_part(
+            open_storage(target), self.plan, "a1",
+            source=self.items.source, deferred=self.items.deferred,
+            options=SaveOptions(**options),
+        )  # fmt: skip
+
+    def order(self, key: StageKey, target: Target, window_bytes: int, **more: Any) -> StageOrder:
+        lengths = tuple(
+            tuple(len(self.items.deferred(row)) for row in file.deferred.tolist())
+            for file in self.plan.files
+        )
+        fields = {
+            "owner": "rank 0", "process": "p0", "plan_id": plan_digest(self.plan),
+            "plan": self.plan, "deferred_bytes": lengths, "target": target,
+            "options": SaveOptions(), "channel": "arena", "window_bytes": window_bytes,
+        }  # fmt: skip
+        return StageOrder(key, **{**fields, **more})
+
+
+def share(
+    sizes: list[int],
+    deferred: list[bytes] = (),
+    *,
+    container: str = "torch_save",
+    part_bytes: int = 1 << 30,
+    seed: int = 0,
+) -> Share:
+    """Returns a share of uint8 tensors of these lengths and objects of these bytes."""
+    generator = np.random.default_rng(seed)
+    builder = ColumnsBuilder()
+    values: list[Any] = []
+    for index, size in enumerate(sizes):
+        values.append(generator.integers(0, 256, size, dtype=np.uint8))
+        builder.tensor(f"t{index:05d}", "uint8", (size,))
+    for index, data in enumerate(deferred):
+        values.append(data)
+        builder.object(f"o{index}")
+    columns = builder.build()
+    plan = make_plan([columns], container=container, part_bytes=part_bytes)
+    return Share(Items(columns, values), rank_plan(plan, 0), sum(sizes) + sum(map(len, deferred)))
+
+
+def same_files(one: Target, other: Target) -> bool:
+    """Returns whether two places hold the same keys and bytes, and at least one key."""
+    a, b = open_storage(one), open_storage(other)
+    keys = [entry.key for entry in a.list()]
+    return (
+        bool(keys)
+        and keys == [entry.key for entry in b.list()]
+        and all(a.read(key) == b.read(key) for key in keys)
+    )
+
+
+@dataclass
+class Rank:
+    """A rank that hands a share to a spool in this process, step by step."""
+
+    spool: Spool
+    channel: Channel
+    share: Share
+    order: StageOrder
+    reporter: Any = None
+    slots: list[Any] = field(default_factory=list)
+    next_window: int = 0
+
+    def begin(self) -> Rank:
+        self.slots = list(self.spool.begin(self.order, self.reporter).slots)
+        return self
+
+    def fill(self, *, deliver: bool = True) -> None:
+        """Fills the next window, after waiting for its slot."""
+        from ray_dcp.stage.layout import lay_out_windows
+
+        layout = lay_out_windows(
+            self.share.plan, self.order.deferred_bytes, self.order.window_bytes
+        )
+        window = self.next_window
+        while window >= len(self.slots):
+            self.slots += self.spool.more(self.order.key, len(self.slots)).result(30).slots
+        into = self.channel.arena.slot_array(self.slots[window].index)
+        items = self.share.items
+        fill_window(
+            layout, window, into[: layout.used_bytes[window]], HostFiller(items.source),
+            items.deferred,
+        )  # fmt: skip
+        self.next_window += 1
+        if deliver:
+            self.spool.deliver(self.order.key, window)
+
+    @property
+    def num_windows(self) -> int:
+        from ray_dcp.stage.layout import lay_out_windows
+
+        return lay_out_windows(
+            self.share.plan, self.order.deferred_bytes, self.order.window_bytes
+        ).num_windows
+
+    def stage(self) -> None:
+        """Hands over everything and waits until it may go on."""
+        self.begin()
+        for _ in range(self.num_windows):
+            self.fill()
+        assert self.spool.seal(self.order.key).result(30) is True
+
+
+def scribbled(share: Share) -> Callable[[], None]:
+    """Returns what changes every byte of a share's tensors in place."""
+
+    def change() -> None:
+        for value in share.items.values:
+            if isinstance(value, np.ndarray):
+                value ^= 0xFF
+
+    return change

@@ -1,0 +1,190 @@
+"""Shared memory is one for all who open it, has no name, and goes with the last of them."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_dcp.errors import InvalidRequestError, LimitError
+from ray_dcp.stage.arena import Arena, free_memory_bytes
+from ray_dcp.stage.priority import step_behind
+from ray_dcp.stage.values import Slot, StagingOptions
+from tests.polling import eventually
+
+PAGE = 4096
+
+
+def test_what_one_writes_the_other_reads_and_slots_do_not_overlap():
+    arena = Arena.create(3, 2 * PAGE)
+    other = Arena.open(arena.address)
+    for index in range(3):
+        arena.slot(index)[:] = bytes([index + 1]) * 2 * PAGE
+        arena.mark(Slot(index, 7 + index))
+    for index in range(3):
+        assert bytes(other.slot(index)) == bytes([index + 1]) * 2 * PAGE
+        assert other.holds(Slot(index, 7 + index))
+        assert not other.holds(Slot(index, 8 + index))
+        assert other.slot_array(index).__array_interface__["data"][0] % PAGE == 0
+    other.slot_array(1)[5] = 99
+    assert arena.slot(1)[5] == 99
+
+
+def test_generations_have_room_for_any_number_of_slots():
+    arena = Arena.create(1000, PAGE)
+    arena.slot(0)[:] = b"x" * PAGE
+    arena.mark(Slot(999, 3))
+    assert bytes(arena.slot(0)) == b"x" * PAGE
+    assert arena.holds(Slot(999, 3))
+
+
+def test_touching_makes_pages_present_and_changes_nothing():
+    arena = Arena.create(2, 16 * PAGE)
+    arena.slot(0)[:] = b"y" * 16 * PAGE
+    before = os.fstat(arena.address.fd).st_blocks * 512
+    arena.touch(0)
+    arena.touch(1)
+    assert bytes(arena.slot(0)) == b"y" * 16 * PAGE
+    assert os.fstat(arena.address.fd).st_blocks * 512 >= before + 16 * PAGE
+    assert not any(arena.slot(1))
+
+
+def test_another_file_under_that_descriptor_is_refused(tmp_path: Path):
+    arena = Arena.create(1, PAGE)
+    with (tmp_path / "file").open("wb") as file:
+        wrong = replace(arena.address, fd=file.fileno())
+        with pytest.raises(LimitError, match="another file"):
+            Arena.open(wrong)
+    with pytest.raises(LimitError, match="can't be opened"):
+        Arena.open(replace(arena.address, fd=9999))
+    with pytest.raises(LimitError, match="can't be opened"):
+        Arena.open(replace(arena.address, pid=2**22 - 3))
+
+
+@pytest.mark.parametrize(("slots", "length"), [(0, PAGE), (1, 0), (1, 100)])
+def test_odd_sizes_are_refused(slots, length):
+    with pytest.raises(InvalidRequestError):
+        Arena.create(slots, length)
+
+
+def test_an_address_space_that_is_too_small_says_what_to_do(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    fds = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(LimitError, match="limit_bytes"):
+        Arena.create(2, PAGE)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_views_stay_good_after_it_is_closed():
+    arena = Arena.create(1, PAGE)
+    view = arena.slot(0)
+    view[:3] = b"abc"
+    fd = arena.address.fd
+    arena.close()
+    arena.close()
+    assert bytes(view[:3]) == b"abc"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+CHILD = """
+import sys
+from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.values import Slot
+arena = Arena.create(2, 1 << 20)
+arena.slot(1)[:5] = b"hello"
+print(arena.address.pid, arena.address.fd, *arena.address.identity, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_survives_the_one_who_made_it_and_not_the_last_one():
+    from ray_dcp.stage.values import ArenaAddress
+
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pid, fd, device, inode = map(int, child.stdout.readline().split())
+    before = set(os.listdir("/dev/shm"))
+    arena = Arena.open(ArenaAddress(pid, fd, (device, inode), 2, 1 << 20))
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    assert bytes(arena.slot(1)[:5]) == b"hello"
+    again = Arena.open(arena.address)
+    assert bytes(again.slot(1)[:5]) == b"hello"
+    assert set(os.listdir("/dev/shm")) <= before
+    arena.close()
+    again.close()
+    gc.collect()
+    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+             if os.path.lexists(f"/proc/self/fd/{name}")]  # fmt: skip
+    assert not [link for link in links if "memfd:ray_dcp" in link]
+
+
+def test_what_is_free_is_between_nothing_and_the_machine():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < free_memory_bytes() <= total
+
+
+def test_a_container_with_less_memory_counts(monkeypatch, tmp_path):
+    from ray_dcp.stage import arena
+
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    monkeypatch.setattr(arena, "_cgroup", lambda: str(tmp_path))
+    assert free_memory_bytes() == 600_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory_bytes() > 600_000
+
+
+def test_only_the_calling_thread_steps_behind():
+    found = {}
+
+    def run() -> None:
+        step_behind(7, "idle")
+        step_behind(3, "low")
+        found["nice"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found["nice"] == max(before, 7)
+    assert os.getpriority(os.PRIO_PROCESS, os.getpid()) == before
+
+
+def test_windows_fit_the_limit_four_times():
+    options = StagingOptions()
+    assert options.window_bytes_within(64_000_000) == 15 << 20
+    assert options.window_bytes_within(1 << 40) == 64 << 20
+    assert options.window_bytes_within(8 << 20) == 2 << 20
+
+
+@pytest.mark.parametrize("wrong", [
+    {"limit_bytes": (8 << 20) - 1}, {"window_bytes": 1 << 20}, {"num_writers": 0}, {"nice": 20},
+    {"nice": -1}, {"io_priority": "high"},
+])  # fmt: skip
+def test_options_that_can_not_be_are_refused(wrong):
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        StagingOptions(**wrong)
+
+
+def test_numpy_sees_the_same_bytes():
+    arena = Arena.create(1, PAGE)
+    arena.slot_array(0)[:] = np.arange(PAGE, dtype=np.uint8)
+    assert eventually(lambda: arena.slot(0)[255] == 255, 1)

@@ -1,0 +1,345 @@
+"""A spool writes what ranks hand over as they would, within its budget, whatever ends when."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import Target
+from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.jobs import Channel
+from ray_dcp.stage.slots import SlotLedger
+from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.values import StageKey, StagingOptions, Unknown
+from tests.polling import eventually
+from tests.staged import MIB, Rank, Share, same_files, scribbled, share
+
+SLOT = 2 * MIB
+
+
+class Node:
+    """A spool with an arena of a few slots, and what it reported."""
+
+    def __init__(self, num_slots: int, opener=None) -> None:
+        self.arena = Arena.create(num_slots, SLOT)
+        self.channel = Channel(SLOT, SlotLedger(num_slots), self.arena)
+        self.reports = []
+        self.may_report = threading.Event()
+        self.may_report.set()
+        more = {} if opener is None else {"opener": opener}
+        self.spool = Spool({"arena": self.channel}, StagingOptions(), self.take, **more)
+
+    def take(self, reporter, report) -> None:
+        self.may_report.wait(30)
+        self.reports.append(report)
+
+    def rank(self, what: Share, target: Target, save: str = "s", **order) -> Rank:
+        made = what.order(StageKey(save, 0, "a1"), target, SLOT, **order)
+        return Rank(self.spool, self.channel, what, made)
+
+    def idle(self) -> bool:
+        return eventually(lambda: self.spool.num_active() == 0 and not self.spool.used_bytes(), 20)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Target, Target]:
+    return Target(str(tmp_path / "spool")), Target(str(tmp_path / "rank"))
+
+
+MIXED = [5 * MIB + 123, 7, 0, 100_000, 3 * MIB, 64 << 10, 1, 4096, 2 * MIB, 70_001, 0]
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+@pytest.mark.parametrize("num_slots", [4, 40])
+def test_it_writes_the_bytes_that_the_rank_would_have_written(container, num_slots, places):
+    what = share(MIXED * 3, [b"pickled", b"", os.urandom(3 * MIB)], container=container,
+                 part_bytes=9 * MIB)  # fmt: skip
+    expected = what.written(places[1])
+    node = Node(num_slots)
+    rank = node.rank(what, places[0])
+    rank.stage()
+    scribbled(what)()
+    assert node.idle()
+    assert same_files(*places)
+    found = {report.file: report.receipt for report in node.reports}
+    assert [found[r.file].digest for r in expected] == [r.digest for r in expected]
+    assert [found[r.file].deferred for r in expected] == [r.deferred for r in expected]
+
+
+def test_it_begins_to_write_with_the_first_window(places):
+    what = share([6 * MIB])
+    node = Node(8)
+    rank = node.rank(what, places[0]).begin()
+    rank.fill()
+    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes > MIB, 20)
+    assert not node.spool.progress(rank.order.key).is_sealed
+    assert node.spool.progress(rank.order.key).num_bytes == 6 * MIB
+
+
+def test_a_state_larger_than_the_budget_goes_through_and_the_rank_waits_for_its_last_file(places):
+    what = share([3 * MIB] * 10)
+    node = Node(4)
+    node.may_report.clear()
+    rank = node.rank(what, places[0]).begin()
+    for _ in range(rank.num_windows):
+        rank.fill()
+    waiting = node.spool.seal(rank.order.key)
+    assert eventually(lambda: node.spool.progress(rank.order.key).reports, 20)
+    assert not waiting.done()
+    node.may_report.set()
+    assert waiting.result(20) is True
+    what.written(places[1])
+    assert node.idle()
+    assert same_files(*places)
+
+
+def test_bytes_stay_until_the_report_is_taken_also_when_another_save_waits_for_room(places):
+    what = share([3 * MIB])
+    node = Node(2)
+    node.may_report.clear()
+    first = node.rank(what, places[0])
+    first.stage()
+    assert eventually(lambda: node.spool.progress(first.order.key).reports, 20)
+    second = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
+    waiting = node.spool.more(second.order.key, 0)
+    assert not waiting.done()
+    assert node.spool.used_bytes() == 2 * SLOT
+    assert all(node.arena.holds(slot) for slot in first.slots)
+    node.may_report.set()
+    assert waiting.result(20).slots
+    assert not all(node.arena.holds(slot) for slot in first.slots)
+
+
+def test_two_saves_that_overlap_share_no_slot(places):
+    node = Node(8)
+    one = node.rank(share([3 * MIB]), places[0])
+    one.begin()
+    two = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
+    assert {slot.index for slot in one.slots}.isdisjoint(slot.index for slot in two.slots)
+
+
+def test_a_rank_gets_its_own_slots_again(places):
+    node = Node(8)
+    used = []
+    for number in range(3):
+        rank = node.rank(share([5 * MIB]), Target(f"{places[0].url}{number}"), save=str(number))
+        rank.stage()
+        used.append({slot.index for slot in rank.slots})
+        assert node.idle()
+        other = node.rank(share([MIB]), Target(f"{places[1].url}{number}"), save=f"o{number}",
+                          owner="rank 1")  # fmt: skip
+        other.stage()
+        assert node.idle()
+    assert used[0] == used[1] == used[2]
+
+
+def test_a_rank_that_dies_in_the_middle_is_reported_and_its_slots_come_back(places):
+    what = share([3 * MIB] * 2)
+    node = Node(8)
+    rank = node.rank(what, places[0]).begin()
+    rank.fill()
+    node.spool.process_died("p0")
+    assert node.idle()
+    assert [type(report.error) for report in node.reports] == [ParticipantError]
+    assert not list(Path(places[0].url).rglob("*"))
+
+
+def test_a_rank_that_dies_when_all_is_delivered_is_not_missed(places):
+    what = share([3 * MIB] * 2)
+    what.written(places[1])
+    node = Node(8)
+    rank = node.rank(what, places[0]).begin()
+    for _ in range(rank.num_windows):
+        rank.fill()
+    node.spool.process_died("p0")
+    assert node.idle()
+    assert same_files(*places)
+
+
+def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling_them(places):
+    node = Node(8)
+    rank = node.rank(share([5 * MIB]), places[0]).begin()
+    rank.fill()
+    node.spool.cancel(rank.order.key)
+    with pytest.raises(SaveCancelledError):
+        node.spool.more(rank.order.key, 9).result(20)
+    with pytest.raises(SaveCancelledError):
+        node.spool.seal(rank.order.key).result(20)
+    assert eventually(lambda: not list(Path(places[0].url).glob("*")), 20)
+    # The first window was delivered, the rank may still fill the two others.
+    assert eventually(lambda: node.spool.used_bytes() == 2 * SLOT, 20)
+    assert not node.channel.ledger.grants()
+    node.spool.cancel(rank.order.key, by_rank=True)
+    assert node.idle()
+    assert node.reports == []
+
+
+def test_a_storage_that_fails_is_reported_and_all_slots_come_back(places):
+    def refuse(target):
+        raise StorageError("no space left")
+
+    node = Node(4, opener=refuse)
+    rank = node.rank(share([3 * MIB] * 6), places[0])
+    rank.stage()
+    assert node.idle()
+    assert [report.error.message for report in node.reports] == ["no space left"]
+
+
+def test_any_number_of_ranks_gets_through_the_smallest_budget(places):
+    node = Node(4)
+    shares = [share([3 * MIB] * 3 + [500] * 40, seed=n, part_bytes=4 * MIB) for n in range(6)]
+    ranks = [
+        node.rank(what, Target(f"{places[0].url}{n}"), save=str(n), owner=str(n), process=str(n))
+        for n, what in enumerate(shares)
+    ]
+    threads = [threading.Thread(target=rank.stage, daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert node.idle()
+    for n, what in enumerate(shares):
+        what.written(Target(f"{places[1].url}{n}"))
+        assert same_files(Target(f"{places[0].url}{n}"), Target(f"{places[1].url}{n}"))
+
+
+def test_what_a_dead_stager_held_is_written_by_the_next_one(places):
+    what = share([3 * MIB] * 2 + [70], [b"note"])
+    what.written(places[1])
+    dead = Node(8, opener=lambda target: threading.Event().wait(60))
+    rank = dead.rank(what, places[0])
+    rank.stage()
+    scribbled(what)()
+    mine = Arena.open(dead.arena.address)
+    node = Node(4)
+    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
+    assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
+    assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
+    assert eventually(lambda: node.reports, 20)
+    assert same_files(*places)
+    assert node.spool.num_adopted() == 0
+
+
+def test_adopted_bytes_that_were_overwritten_are_an_error_and_no_file(places):
+    what = share([3 * MIB] * 2)
+    dead = Node(8, opener=lambda target: threading.Event().wait(60))
+    rank = dead.rank(what, places[0])
+    rank.stage()
+    slot = rank.slots[-1]
+    dead.arena.mark(type(slot)(slot.index, slot.generation + 1))
+    node = Node(4)
+    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
+    node.spool.adopt(order, None, dead.arena, tuple(rank.slots))
+    assert eventually(lambda: node.reports, 20)
+    assert isinstance(node.reports[0].error, ParticipantError)
+    assert not list(Path(places[0].url).rglob("*"))
+
+
+def test_only_the_files_that_are_asked_for_are_written_again(places):
+    what = share([3 * MIB] * 4, part_bytes=3 * MIB)
+    dead = Node(8, opener=lambda target: threading.Event().wait(60))
+    rank = dead.rank(what, places[0])
+    rank.stage()
+    node = Node(4)
+    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT, files=(1, 3))
+    node.spool.adopt(order, None, dead.arena, tuple(rank.slots))
+    assert eventually(lambda: len(node.reports) == 2, 20)
+    assert {report.file for report in node.reports} == {1, 3}
+    assert eventually(lambda: len(list(Path(places[0].url).glob("*"))) == 2, 20)
+
+
+def test_the_same_order_twice_is_one_job_and_a_plan_is_sent_once(places):
+    what = share([MIB])
+    node = Node(4)
+    rank = node.rank(what, places[0]).begin()
+    assert node.spool.begin(rank.order, None).slots == tuple(rank.slots)
+    assert node.spool.used_bytes() == SLOT
+    without = what.order(StageKey("t", 0, "a1"), places[0], SLOT, plan=None)
+    assert node.spool.begin(without, None).slots
+    other = share([2 * MIB]).order(StageKey("u", 0, "a1"), places[0], SLOT, plan=None)
+    assert node.spool.begin(other, None) == Unknown("plan")
+
+
+def test_what_is_not_known_is_said_or_ignored(places):
+    node = Node(4)
+    key = StageKey("s", 0, "a1")
+    assert node.spool.more(key, 0).result(1) == Unknown("job")
+    assert node.spool.seal(key).result(1) == Unknown("job")
+    assert node.spool.progress(key) is None
+    node.spool.deliver(key, 0)
+    node.spool.cancel(key)
+    node.spool.release(key)
+    with pytest.raises(LimitError, match="windows of at most 0 bytes in the store"):
+        node.spool.begin(share([1]).order(key, places[0], SLOT, channel="store"), None)
+
+
+def test_reports_stay_until_they_are_released(places):
+    node = Node(4)
+    rank = node.rank(share([MIB]), places[0])
+    rank.stage()
+    assert node.idle()
+    progress = node.spool.progress(rank.order.key)
+    assert progress.written_bytes == progress.num_bytes == MIB
+    assert progress.reports == tuple(node.reports)
+    node.spool.release(rank.order.key)
+    assert node.spool.progress(rank.order.key) is None
+
+
+def test_release_in_the_middle_gives_up(places):
+    node = Node(4, opener=lambda target: threading.Event().wait(60))
+    rank = node.rank(share([MIB]), places[0])
+    rank.begin()
+    node.spool.release(rank.order.key)
+    with pytest.raises(SaveCancelledError):
+        node.spool.seal(rank.order.key).result(20)
+    node.spool.cancel(rank.order.key, by_rank=True)
+    assert node.spool.used_bytes() == 0
+
+
+def test_windows_that_come_as_objects_are_counted_and_let_go(places):
+    what = share([3 * MIB] * 4)
+    what.written(places[1])
+    reports = []
+    ledger = SlotLedger(2)
+    spool = Spool(
+        {"store": Channel(SLOT, ledger)}, StagingOptions(), lambda _, r: reports.append(r)
+    )
+    order = what.order(StageKey("s", 0, "a1"), places[0], SLOT, channel="store")
+    grant = spool.begin(order, None)
+    slots, held, most = list(grant.slots), {}, 0
+    from ray_dcp.stage.filling import HostFiller, fill_window
+    from ray_dcp.stage.layout import lay_out_windows
+
+    layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
+    for window in range(layout.num_windows):
+        while window >= len(slots):
+            grant = spool.more(order.key, len(slots)).result(20)
+            slots += grant.slots
+            for freed in grant.freed:
+                held.pop(freed, None)
+        import numpy as np
+
+        held[window] = np.empty(layout.used_bytes[window], np.uint8)
+        fill_window(layout, window, held[window], HostFiller(what.items.source), bytes)
+        most = max(most, len(held))
+        spool.deliver(order.key, window, memoryview(held[window]))
+    assert spool.seal(order.key).result(20)
+    assert eventually(lambda: reports and not ledger.num_used, 20)
+    assert most <= 2
+    assert same_files(*places)
+
+
+def test_no_data_is_lost_when_files_are_not_synced_or_direct(places):
+    what = share(MIXED)
+    what.written(places[1])
+    node = Node(8)
+    options = SaveOptions(sync_files=False, direct_io=False, num_threads=1)
+    node.rank(what, places[0], options=options).stage()
+    assert node.idle()
+    assert same_files(*places)
