@@ -1,4 +1,4 @@
-"""`save`, `load` and DCP's older forms of them: from a call of the user to the path it takes.
+"""`save`, `load`, `load_newest` and DCP's older forms: from a user's call to the path it takes.
 
 What is decided here is only which path, session and options; the work is in `runtime` and `seam`.
 """
@@ -11,16 +11,24 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from ray_dcp.asynchronous import run_async_save
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.operations import CheckpointId, StateDict, run_load, run_save, session_for
+from ray_dcp.handle import SaveHandle
+from ray_dcp.loading import run_load, run_load_newest
+from ray_dcp.operations import CheckpointId, StateDict, run_save, session_for
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime.newest import StepRange
+from ray_dcp.seam.arguments import check_planner
 from ray_dcp.seam.decision import FOREIGN
 from ray_dcp.seam.paths import decide_load, decide_save
 from ray_dcp.seam.report import LoadReport
+from ray_dcp.store.opening import open_storage
 
-__all__ = ["load", "load_state_dict", "save", "save_state_dict"]
+__all__ = ["async_save", "load", "load_newest", "load_state_dict", "save", "save_state_dict"]
 
 
 def save(
@@ -83,6 +91,77 @@ def save(
     return run_save(
         decision, session, state_dict, options, checkpoint_id, use_collectives=use_collectives
     )
+
+
+def async_save(
+    state_dict: StateDict,
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType | None = None,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    options: SaveOptions | None = None,
+) -> SaveHandle:
+    """Saves a state dict over all ranks in the background, and returns once its bytes are copied.
+
+    All ranks of the group call it with the same arguments. When it returns the state may change:
+    each rank's bytes are staged. In a job with Ray they are held by a stager of the node, and from
+    then on the save survives the death of its ranks and of the driver; a process that is alone
+    holds them itself. The checkpoint exists when the handle says so, and not before.
+
+    What goes wrong with the save is told by the handle, the same on every rank; a failed save
+    does not stop training. Without `async_stager` the handle is staged when it is returned.
+
+    Args:
+        state_dict: As for `save`.
+        checkpoint_id: As for `save`.
+        storage_writer: As for `save`. One that is an `AsyncStager` and not taken at its word
+            stages as well, as in DCP.
+        planner: As for `save`; its hooks run before this returns.
+        process_group: As for `save`.
+        async_checkpointer_type: Accepted for DCP's sake: the writer is always another process
+            where there is one, and a thread where there is none.
+        async_stager: Stages instead of ray_dcp, by DCP's protocol. What it returns is then saved
+            from this process: such a save does not survive it.
+        no_dist: As for `save`.
+        use_collectives: As for `save`.
+        options: See `SaveOptions`; `max_pending` and `when_full` are for asynchronous saves.
+
+    Returns:
+        A future of DCP's `Metadata`, and an `AsyncSaveResponse`; see `SaveHandle`.
+
+    Raises:
+        InvalidRequestError: The call is wrong.
+        ParticipantError: No session can be made.
+
+    Example:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     weight = torch.ones(2, 3)
+        ...     handle = ray_dcp.async_save({"w": weight}, checkpoint_id=f"{root}/step-1")
+        ...     _ = weight.zero_()  # training goes on
+        ...     metadata = handle.result()
+        ...     ray_dcp.open(f"{root}/step-1")["w"][0].tolist()
+        [1.0, 1.0, 1.0]
+
+    Source: `torch/distributed/checkpoint/state_dict_saver.py`, `async_save`.
+    """
+    if async_stager is not None and not isinstance(async_stager, AsyncStager):
+        raise InvalidRequestError(
+            f"Expected async_stager to be an AsyncStager with stage, synchronize_staging, close "
+            f"and should_synchronize_after_execute, but found {type(async_stager).__name__}",
+            key="async_stager",
+        )
+    decision = decide_save(planner, storage_writer, checkpoint_id)
+    session = session_for(process_group, no_dist)
+    return run_async_save(
+        decision, session, state_dict, options, checkpoint_id,
+        stager=async_stager, use_collectives=use_collectives,
+    )  # fmt: skip
 
 
 def save_state_dict(
@@ -175,6 +254,89 @@ def load(
     return run_load(
         decision, session_for(process_group, no_dist), state_dict, options, checkpoint_id
     )
+
+
+def load_newest(
+    state_dict: StateDict,
+    run: CheckpointId,
+    *,
+    at_most: int | None = None,
+    newer_than: int | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Loads the newest checkpoint of a run that can be loaded, in place, as `load` does.
+
+    All ranks of the group call it. A run is a directory of step folders, as `step-1000` and
+    `epoch=2-step=500`: the number at the end of a folder's name is its step, and the highest is
+    the newest. Folders without a number, and those inside of step folders, are not looked at.
+
+    The newest committed one is tried first. When it is damaged (a file is missing or cut off, a
+    checksum does not match, a record can't be read), the next older one is loaded into the same
+    targets instead, on all ranks the same: one rank that fails is enough. A warning names each
+    damaged one, and the report names every step that was passed over.
+
+    An older checkpoint does not help against a state dict that does not fit, objects that
+    `LoadOptions.weights_only` refuses, a storage that fails, a rank that died or a deadline:
+    these are raised at once.
+
+    Args:
+        state_dict: What to fill, as for `load`. A damaged checkpoint may have been read in part
+            before an older one overwrites it; values that the older one lacks can't be left as
+            they are then (`LoadOptions.allow_partial_load`), which is an error.
+        run: Path, `file://` or `memory://` URL of the directory.
+        at_most: Load this step or an older one: to go back to before a bad stretch of training.
+        newer_than: Load no step up to this one: for who waits for the next.
+        planner: As for `load`. It is set up again for each checkpoint that is tried.
+        process_group: As for `load`.
+        no_dist: As for `load`.
+        options: As for `load`. With `verify="never"` damage inside of files is not seen.
+
+    Returns:
+        As `load`, with `checkpoint_id`, `step` and `skipped`.
+
+    Raises:
+        CheckpointNotFoundError: No step is committed: there is nothing to resume from. The
+            message says what is there.
+        DamagedCheckpointError: Every committed step is damaged. The state dict may hold parts of
+            what was tried.
+        MissingKeyError: As for `load`; or an older step lacks what a damaged one overwrote.
+        CheckpointError: As `load` does, with a note on each step that was skipped before.
+
+    Complexity:
+        One listing of all files of the run by one rank, and one load for each step tried.
+
+    Example:
+        >>> import pathlib, tempfile, torch, ray_dcp, warnings
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     for step in (9, 10):
+        ...         state = {"w": torch.full((1000,), step)}
+        ...         _ = ray_dcp.save(state, checkpoint_id=f"{run}/step-{step}")
+        ...     (data,) = pathlib.Path(run, "step-10").glob("*.distcp")
+        ...     data.unlink()
+        ...     with warnings.catch_warnings(record=True) as told:
+        ...         warnings.simplefilter("always")
+        ...         report = ray_dcp.load_newest(state, run)
+        >>> report.step, state["w"][0].item(), len(report.damaged), len(told)
+        (9, 9, 1, 1)
+    """
+    check_planner(planner, LoadPlanner)
+    report = run_load_newest(
+        session := session_for(process_group, no_dist), state_dict, options or LoadOptions(),
+        open_storage(run).url, planner, StepRange(at_most=at_most, newer_than=newer_than),
+    )  # fmt: skip
+    # Why only now: a warning can be an error, and the other ranks must not wait for this one.
+    if session.rank == 0:
+        for path, error in report.damaged:
+            warnings.warn(
+                f"Loaded {report.checkpoint_id} instead of the newer {path}, which is damaged: "
+                f"{error}. Look at it with `ray-dcp verify {path}`",
+                UserWarning,
+                stacklevel=2,
+            )
+    return report
 
 
 def load_state_dict(

@@ -21,8 +21,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ray_dcp.errors import CheckpointError
+from ray_dcp.format.manifest import Verdict
 from ray_dcp.plan.values import GlobalPlan, RankPlan
-from ray_dcp.protocol.messages import FileReceipt, OpKey, Reply, Request, Target
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Reply,
+    Request,
+    SaveStaged,
+    Target,
+)
 
 __all__ = [
     "Answer",
@@ -38,6 +48,7 @@ __all__ = [
     "Failed",
     "Finished",
     "MakePlan",
+    "Overtaken",
     "Perform",
     "Planned",
     "PublishMetadata",
@@ -91,6 +102,8 @@ class BuildCommit:
     """Highest slot in use at planning."""
     replaced_metadata: str | None
     """Digest of the foreign `.metadata` that stood at planning."""
+    decided: tuple[Verdict, ...] = ()
+    """`RecordsRead.decided`."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +166,15 @@ class CollectReplaced:
 
     target: Target
     keys: tuple[str, ...]
+    """In the order in which they are deleted."""
 
 
 @dataclass(frozen=True)
 class ReadCheckpoint:
-    """Find the checkpoint that a load is to read. Result: `CheckpointRead`."""
+    """Find the checkpoint that a load is to read. Result: `CheckpointRead`.
+
+    Where its `.metadata` is missing or older, it is published again, if that works.
+    """
 
     target: Target
 
@@ -187,8 +204,13 @@ class RecordsRead:
     foreign_metadata: str | None
     """Hex digest of a `.metadata` that is not ours."""
     replaced: tuple[str, ...]
-    """Keys that nothing references once another checkpoint has replaced this one."""
+    """Keys that nothing references once another checkpoint has replaced this one: what any other
+    attempt left, and the records. In the order in which to delete them."""
     warnings: tuple[str, ...] = ()
+    decided: tuple[Verdict, ...] = ()
+    """What the next commit says of attempts whose records it makes superfluous."""
+    create_if_absent: bool = True
+    """A record has one winner; else whoever writes last wins, and only this save may write."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,10 +236,30 @@ class CommitBuilt:
 
 
 @dataclass(frozen=True)
+class Overtaken:
+    """A commit or delete in a higher slot than that of a record: it decides what stands.
+
+    Slots below the one that decides become free again, so that an attempt which lay still for
+    long may create its record in one of them. Such a record was never in force.
+    """
+
+    slot: int
+    """Of the record that decides."""
+    attempt: str
+    """Of that record."""
+    was_committed: bool
+    """The attempt of the lower record was in force before, as the one that decides says."""
+    is_delete: bool = False
+    """What decides is a delete: nothing stands."""
+
+
+@dataclass(frozen=True)
 class RecordCreated:
     """The record is durable in its slot, and this call put it there."""
 
     slot: int
+    overtaken: Overtaken | None = None
+    """None when no higher slot decides."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +271,9 @@ class SlotTaken:
     """The attempt that the record names."""
     is_abort: bool
     record: bytes
+    is_delete: bool = False
+    overtaken: Overtaken | None = None
+    """None when no higher slot decides."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +288,7 @@ class Published:
     """`.metadata` was dealt with."""
 
     superseded: bool = False
-    """A higher commit stands, and nothing was done."""
+    """A higher commit or delete decides, and nothing was done."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +371,13 @@ def step_of(request: Request) -> str:
         request: Any request.
 
     Returns:
-        A name that differs between the requests that one rank sends for one operation.
+        A name that differs between the requests that one rank sends for one operation, and that
+        stagers send for it.
     """
+    match request:
+        case PartsWritten():
+            files = ",".join(str(receipt.file) for receipt in request.files)
+            return f"PartsWritten {request.incarnation}: {files or 'failed'}"
+        case PartsHeld() | SaveStaged():
+            return f"{type(request).__name__} {request.incarnation}"
     return type(request).__name__

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from ray_dcp.errors import (
     CheckpointError,
-    CommitUnknownError,
     InternalError,
-    InvalidRequestError,
     ParticipantError,
 )
+from ray_dcp.protocol.attendance import Attendance
+from ray_dcp.protocol.beats import Beat
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
 from ray_dcp.protocol.exchange import ExchangeMachine
+from ray_dcp.protocol.forgotten import Early, Forgotten, trim
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
     Exchange,
@@ -22,14 +23,20 @@ from ray_dcp.protocol.messages import (
     LoadJoin,
     LoadReady,
     OpKey,
+    PartsHeld,
+    PartsWritten,
     Refused,
+    Reply,
     Request,
     SaveJoin,
     SaveReceipt,
+    SaveStaged,
 )
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.save import SaveMachine
-from ray_dcp.protocol.verdict import Opening, lost_rank
+from ray_dcp.protocol.staged_save import StagedSaveMachine, admit
+from ray_dcp.protocol.strays import check_world, unknown, unknown_operation, went_ahead
+from ray_dcp.protocol.verdict import lost_rank
 
 __all__ = ["Coordination"]
 
@@ -38,11 +45,7 @@ MEMORY = 16
 answered; their plans and receipts are not kept."""
 
 SESSIONS = 1024
-"""Sessions of which it is remembered how far they were and which ranks they lost; operations of
-which it is remembered that ranks began them with an earlier coordinator."""
-
-GAPS = 1024
-"""Operations of a session that may end, and be forgotten, before one with a lower number begins."""
+"""Sessions of which it is remembered how far they were and which ranks they lost."""
 
 Machine = SaveMachine | LoadMachine | ExchangeMachine
 
@@ -57,6 +60,8 @@ class Coordination:
         epoch: Number of this coordinator's life: higher after each restart.
         new_attempt: Makes up an attempt id that no other save ever had, of letters, digits
             and `-`: it becomes part of file names.
+        clock: Seconds in which this process could listen (`beats.AwakeClock`): by it silence is
+            measured. Deadlines are the business of whoever carries out `Arm`.
 
     Example:
         >>> from ray_dcp.options import LoadOptions
@@ -67,22 +72,31 @@ class Coordination:
         ['Arm', 'Perform']
     """
 
-    def __init__(self, *, epoch: int, new_attempt: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        new_attempt: Callable[[], str],
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.epoch = epoch
+        self._attendance = Attendance(clock)
         self._new_attempt = new_attempt
         self._active: dict[OpKey, Machine] = {}
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
-        self._forgotten: OrderedDict[str, _Forgotten] = OrderedDict()
+        self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
-        self._ahead: OrderedDict[OpKey, dict[int, ParticipantError]] = OrderedDict()
+        self._early = Early()
 
-    def receive(self, request: Request) -> Commands:
+    def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
         """Takes what a rank says.
 
         The same request again gets the same answer, as long as the operation is remembered.
 
         Args:
             request: As it came.
+            beats_s: Silence after which this rank is frozen, in seconds: it will beat until the
+                operation is over. None: it will not, and is only missed at deadlines.
 
         Returns:
             What to do now.
@@ -93,7 +107,9 @@ class Coordination:
                 receipt of an attempt that this coordinator does not know.
         """
         lost = self._lost.get(request.key.session, {})
-        lost.pop(request.rank, None)
+        if not isinstance(request, PartsHeld | PartsWritten):  # these say nothing of the rank
+            lost.pop(request.rank, None)
+            self._attendance.came(request, beats_s)
         machine = self._active.get(request.key) or self._finished.get(request.key)
         if machine is not None and machine.is_ahead(request):
             return self._pass_by(machine, request)
@@ -102,10 +118,42 @@ class Coordination:
         machine = self._begin(request)
         commands = machine.receive(request)
         self._active[request.key] = machine
-        lost = {**lost, **self._ahead.pop(request.key, {})}
-        if lost:
-            commands += machine.lost(lost)
+        gone, cancelled = self._early.take(request.key)
+        if cancelled is not None and isinstance(machine, SaveMachine):
+            commands += machine.cancel(cancelled)
+        commands += machine.lost({**lost, **gone})
         return self._after(machine, commands)
+
+    def hear(self, beat: Beat) -> None:
+        """Takes a beat: its rank lives, and is so far."""
+        self._attendance.hear(beat)
+
+    def place(self, session: str, rank: int, place: str) -> None:
+        """Takes where a rank is, for messages: `"pid 12 on node-3"`."""
+        self._attendance.place(session, rank, place)
+
+    def listen(self) -> Commands:
+        """Looks who has been silent for too long, and fails what needs him.
+
+        To be called about every second. A rank that speaks again is told the outcome.
+        """
+        commands: Commands = ()
+        for key, machine in list(self._active.items()):
+            silent = self._attendance.silent(key)
+            if silent:
+                commands += self._after(machine, machine.lost(silent))
+        return commands
+
+    @property
+    def next_silence_s(self) -> float | None:
+        """When, by the clock, `listen` could find somebody silent; None when it could not."""
+        due = [
+            at_s
+            for key, machine in self._active.items()
+            for rank, at_s in self._attendance.due_s(key).items()
+            if machine.misses(rank)
+        ]
+        return min(due, default=None)
 
     def performed(self, key: OpKey, task: Task, result: Result) -> Commands:
         """Takes what came of a task.
@@ -150,24 +198,129 @@ class Coordination:
         """
         errors = {rank: lost_rank(rank, reason) for rank in ranks}
         self._lost.setdefault(session, {}).update(errors)
-        _trim(self._lost, SESSIONS)
+        trim(self._lost, SESSIONS)
         commands: Commands = ()
         for key, machine in list(self._active.items()):
             if key.session == session:
                 commands += self._after(machine, machine.lost(errors))
         return commands
 
+    def stager_lost(self, stager: str, reason: str) -> Commands:
+        """Takes that a stager died or froze: others take over, or saves that need it fail.
+
+        Args:
+            stager: `PartsHeld.stager`.
+            reason: How it is known, for the error.
+        """
+        commands: Commands = ()
+        for machine in list(self._active.values()):
+            if isinstance(machine, StagedSaveMachine):
+                commands += self._after(machine, machine.stager_lost(stager, reason))
+        return commands
+
+    def stagers(self) -> dict[str, dict[OpKey, float]]:
+        """Returns the stagers whose bytes are awaited: for each save its patience, in seconds."""
+        found: dict[str, dict[OpKey, float]] = {}
+        for key, machine in self._active.items():
+            if isinstance(machine, StagedSaveMachine):
+                for stager in machine.holders:
+                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
+        return found
+
+    def stager_heard(
+        self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
+    ) -> Commands:
+        """Takes how far a stager is.
+
+        Args:
+            paces: For each save and rank bytes written and bytes in all.
+            now_s: Seconds that never go back, always of one clock.
+        """
+        commands: Commands = ()
+        for key, by_rank in paces.items():
+            machine = self._active.get(key)
+            if isinstance(machine, StagedSaveMachine):
+                commands += self._after(machine, machine.heard(by_rank, now_s))
+        return commands
+
+    def lags(self, key: OpKey, rank: int, reason: str) -> Commands:
+        """Takes that a rank's stager is much slower than the others: another is to help.
+
+        Args:
+            key: Which save.
+            rank: Whose bytes it writes.
+            reason: What was seen, for the report.
+        """
+        machine = self._active.get(key)
+        if not isinstance(machine, StagedSaveMachine):
+            return ()
+        return self._after(machine, machine.lags(rank, reason))
+
     def cancel(self, key: OpKey, reason: str) -> Commands:
         """Takes the wish to cancel a save; too late when its commit has begun.
+
+        One that nobody has joined yet fails as soon as somebody does.
 
         Args:
             key: Which save.
             reason: Who wants it, for the error.
         """
         machine = self._active.get(key)
+        if machine is None and not self._is_over(key):
+            self._early.cancel(key, reason)
         if not isinstance(machine, SaveMachine):
             return ()
         return self._after(machine, machine.cancel(reason))
+
+    def is_cancelled(self, key: OpKey) -> bool:
+        """Returns whether a save fails, or failed, because it was cancelled."""
+        machine = self._active.get(key) or self._finished.get(key)
+        if machine is None:
+            return self._early.is_cancelled(key)
+        return isinstance(machine, SaveMachine) and machine.is_cancelled
+
+    def withdraw(self, key: OpKey, rank: int, reason: str) -> Commands:
+        """Takes that a rank leaves an operation before its end: it will not go on with it.
+
+        A save is cancelled, as nothing is lost by that; of another operation, only what needs
+        this rank fails.
+
+        Args:
+            key: Which operation.
+            rank: Who.
+            reason: Why, for the error.
+        """
+        commands = self.cancel(key, f"rank {rank} left it: {reason}")
+        machine = self._active.get(key)
+        if machine is None and not self._is_over(key):
+            self._early.lose(key, rank, lost_rank(rank, reason))
+        if machine is None or isinstance(machine, SaveMachine):
+            return commands
+        return self._after(machine, machine.lost({rank: lost_rank(rank, reason)}))
+
+    def works(self, key: OpKey, rank: int) -> Commands:
+        """Takes that a rank does its share of an operation, as it asks how that goes on.
+
+        One that never joined it here did so at a coordinator that is gone: it fails for all.
+
+        Args:
+            key: Which operation.
+            rank: Who.
+        """
+        machine = self._active.get(key)
+        if machine is None and not self._is_over(key):
+            self._early.lose(key, rank, went_ahead(key, rank))
+        if machine is None or not machine.awaits(rank):
+            return ()
+        return self._after(machine, machine.lost({rank: went_ahead(key, rank)}))
+
+    def outcome(self, key: OpKey) -> Reply | None:
+        """Returns what every rank is told in the end, once that is known; None before.
+
+        A refusal for an operation that is not known: it began with an earlier coordinator.
+        """
+        machine = self._active.get(key) or self._finished.get(key)
+        return Refused(unknown_operation(key)) if machine is None else machine.outcome
 
     @property
     def active(self) -> tuple[OpKey, ...]:
@@ -175,22 +328,32 @@ class Coordination:
         return tuple(self._active)
 
     def _begin(self, request: Request) -> Machine:
+        machine = self._machine_for(request)
+        machine.tell_of = partial(self._attendance.tell, machine.key)
+        return machine
+
+    def _machine_for(self, request: Request) -> Machine:
         if self._has_forgotten(request.key):
-            raise _unknown(request, "it ended long ago")
+            raise unknown(request, "it ended long ago")
         match request:
             case SaveJoin():
-                _check_world(request)
-                return SaveMachine(request, epoch=self.epoch, new_attempt=self._new_attempt)
+                check_world(request)
+                machine = StagedSaveMachine if request.staged else SaveMachine
+                return machine(request, epoch=self.epoch, new_attempt=self._new_attempt)
             case LoadJoin():
-                _check_world(request)
+                check_world(request)
                 return LoadMachine(request)
             case Exchange():
-                _check_world(request)
+                check_world(request)
                 return ExchangeMachine(request)
-            case SaveReceipt() | LoadReady() | LoadDone():
-                self._ahead.setdefault(request.key, {})[request.rank] = _went_ahead(request)
-                _trim(self._ahead, SESSIONS)
-                raise _unknown(request, "this coordinator was restarted since")
+            case PartsHeld() | PartsWritten():
+                raise unknown(request, "this coordinator was restarted since")
+            case SaveReceipt() | SaveStaged() | LoadReady() | LoadDone():
+                self._early.lose(key := request.key, request.rank, went_ahead(key, request.rank))
+                raise unknown(request, "this coordinator was restarted since")
+
+    def _is_over(self, key: OpKey) -> bool:
+        return key in self._finished or self._has_forgotten(key)
 
     def _has_forgotten(self, key: OpKey) -> bool:
         forgotten = self._forgotten.get(key.session)
@@ -198,77 +361,40 @@ class Coordination:
 
     def _pass_by(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
-        refused = Refused(_unknown(request, "this coordinator was restarted since"))
+        refused = Refused(unknown(request, "this coordinator was restarted since"))
         answer = Answer(request.key, request.rank, step_of(request), refused)
-        lost = machine.lost({request.rank: _went_ahead(request)})
+        lost = machine.lost({request.rank: went_ahead(request.key, request.rank)})
         return (answer, *self._after(machine, lost))
 
     def _after(self, machine: Machine, commands: Commands) -> Commands:
         if machine.over and self._active.pop(machine.key, None) is not None:
             self._finished[machine.key] = machine
+            self._attendance.ended(machine.key)
             while len(self._finished) > MEMORY:
                 key, _ = self._finished.popitem(last=False)
-                self._forgotten.setdefault(key.session, _Forgotten()).add(key.seq)
-                _trim(self._forgotten, SESSIONS)
+                self._forgotten.setdefault(key.session, Forgotten()).add(key.seq)
+                trim(self._forgotten, SESSIONS)
+        if isinstance(machine, StagedSaveMachine):
+            commands += self._let_in(machine.key.session)
         return commands
 
-
-class _Forgotten:
-    """Operations of a session that ended and are not remembered.
-
-    Why not just the highest: keys are named before they are used, and an operation that goes on
-    in the background may come after many that were named later.
-    """
-
-    def __init__(self) -> None:
-        self._below = 0
-        self._others: set[int] = set()
-
-    def __contains__(self, seq: int) -> bool:
-        return seq < self._below or seq in self._others
-
-    def add(self, seq: int) -> None:
-        self._others.add(seq)
-        if len(self._others) > GAPS:
-            self._below = max(self._below, min(self._others))
-        while self._below in self._others:
-            self._others.remove(self._below)
-            self._below += 1
-
-
-def _trim(memory: OrderedDict[Any, Any], length: int) -> None:
-    while len(memory) > length:
-        memory.popitem(last=False)
-
-
-def _check_world(request: Opening) -> None:
-    if request.world_size < 1 or not 0 <= request.rank < request.world_size:
-        raise InvalidRequestError(
-            f"Expected a rank from 0 to world size - 1, but found rank {request.rank} of "
-            f"{request.world_size}. Give each rank its number in the group",
-            rank=request.rank,
-        )
-
-
-def _went_ahead(request: Request) -> ParticipantError:
-    return ParticipantError(
-        f"The coordinator was restarted during operation {request.key.seq} of session "
-        f"{request.key.session!r}: rank {request.rank} had begun it before, and will not join "
-        f"again. Call again",
-        rank=request.rank,
-    )
-
-
-def _unknown(request: Request, why: str) -> CheckpointError:
-    message = (
-        f"Operation {request.key.seq} of session {request.key.session!r}, to which rank "
-        f"{request.rank} sent {type(request).__name__}, is not known here: {why}"
-    )
-    if isinstance(request, SaveReceipt):
-        return CommitUnknownError(
-            f"{message}. The storage tells whether attempt {request.attempt} was committed: ask "
-            f"ray_dcp.outcome(path, {request.attempt!r})",
-            attempt=request.attempt,
-            rank=request.rank,
-        )
-    return ParticipantError(f"{message}. Call again", rank=request.rank)
+    def _let_in(self, session: str) -> Commands:
+        """Begins the asynchronous saves of a session that may begin."""
+        staged = [
+            machine
+            for key, machine in self._active.items()
+            if key.session == session and isinstance(machine, StagedSaveMachine)
+        ]
+        under_way = [machine for machine in staged if machine.is_under_way]
+        for machine in staged:
+            if machine.is_queued:
+                match admit(machine, under_way):
+                    case "begin":
+                        return self._after(machine, machine.let_in())
+                    case StagedSaveMachine() as replaced:
+                        why = f"operation {machine.key.seq} replaced it (when_full='replace')"
+                        return self._after(replaced, replaced.cancel(why))
+                    case CheckpointError() as error:
+                        return self._after(machine, machine.refuse(error))
+                return ()
+        return ()

@@ -18,6 +18,7 @@ __all__ = [
     "DeferredPlace",
     "Exchange",
     "Exchanged",
+    "Fenceable",
     "FileReceipt",
     "LoadDone",
     "LoadGo",
@@ -25,7 +26,10 @@ __all__ = [
     "LoadOutcome",
     "LoadProceed",
     "LoadReady",
+    "Noted",
     "OpKey",
+    "PartsHeld",
+    "PartsWritten",
     "Refused",
     "Reply",
     "Request",
@@ -33,6 +37,8 @@ __all__ = [
     "SaveJoin",
     "SaveOutcome",
     "SaveReceipt",
+    "SaveStaged",
+    "TakeOver",
     "Target",
 ]
 
@@ -71,6 +77,8 @@ class SaveJoin:
     """`ray_dcp.plan.columns.encode` of the rank's `Columns`; empty when `error` is set."""
     error: CheckpointError | None = None
     """Why this rank can't take part; fails the save on every rank."""
+    staged: bool = False
+    """Whether stagers write the bytes, while the ranks go on: an asynchronous save."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,79 @@ class SaveReceipt:
     epoch: int
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class PartsHeld:
+    """Stager → coordinator: I hold a rank's bytes, and write them whatever becomes of it.
+
+    Sent before the rank is told that it may go on. Reply: `Noted`.
+    """
+
+    key: OpKey
+    rank: int
+    """Whose bytes."""
+    attempt: str
+    epoch: int
+    stager: str
+    """Name of this stager, different for each process that ever was one."""
+    incarnation: int = 0
+    """How many stagers held these bytes before."""
+
+
+@dataclass(frozen=True)
+class PartsWritten:
+    """Stager → coordinator: these part files of a rank are durable, or one failed.
+
+    Reply: `Noted`. The same file may be told of by several stagers, with equal bytes.
+    """
+
+    key: OpKey
+    rank: int
+    """Whose bytes."""
+    attempt: str
+    epoch: int
+    stager: str
+    incarnation: int
+    files: tuple[FileReceipt, ...] = ()
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class SaveStaged:
+    """Rank → coordinator: my bytes are staged, or staging failed; tell me how it ends.
+
+    Reply: `SaveOutcome`, or `TakeOver` when another stager has to hold the bytes.
+    """
+
+    key: OpKey
+    rank: int
+    attempt: str
+    epoch: int
+    incarnation: int = 0
+    """Of the stager that holds the bytes now."""
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Coordinator → stager: I know. Nothing more is awaited for what was told."""
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """Coordinator → rank: hand the bytes of these files to another stager, and say so again."""
+
+    incarnation: int
+    """Of the stager that is to hold them."""
+    files: tuple[int, ...]
+    """Files of the plan without a receipt."""
+    reason: str
+    """What became of the one before, in words."""
+    lost: bool
+    """The one before is dead or frozen: it is not to be asked again. Else it only lags."""
+    helpers: tuple[str, ...] = ()
+    """Stagers that have nothing else to write of this save."""
 
 
 @dataclass(frozen=True)
@@ -224,5 +305,28 @@ class Refused:
     error: CheckpointError
 
 
-Request = SaveJoin | SaveReceipt | LoadJoin | LoadReady | LoadDone | Exchange
-Reply = SaveGo | SaveOutcome | LoadGo | LoadProceed | LoadOutcome | Exchanged | Refused
+Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
+"""What names the attempt that it is about."""
+
+Request = (
+    SaveJoin
+    | SaveReceipt
+    | SaveStaged
+    | PartsHeld
+    | PartsWritten
+    | LoadJoin
+    | LoadReady
+    | LoadDone
+    | Exchange
+)
+Reply = (
+    SaveGo
+    | SaveOutcome
+    | TakeOver
+    | Noted
+    | LoadGo
+    | LoadProceed
+    | LoadOutcome
+    | Exchanged
+    | Refused
+)

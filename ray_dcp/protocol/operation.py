@@ -11,12 +11,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
+from ray_dcp.errors import (
+    CheckpointError,
+    InternalError,
+    ParticipantError,
+    RankDisagreementError,
+)
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, Result, Task, step_of
 from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
 from ray_dcp.protocol.verdict import Opening, deadline, disagreement, identity
 
-__all__ = ["GRACE_S", "Commands", "Operation", "Roll"]
+__all__ = ["GRACE_S", "LOST_GRACE_S", "Commands", "Operation", "Roll"]
 
 GRACE_S = 5.0
 """How long an operation that must fail waits for the errors of the other ranks, in seconds.
@@ -24,6 +29,10 @@ GRACE_S = 5.0
 *Why* not none: what fails one rank (a full disk, a bad option) often fails them all, and the user
 should see that. *Why* not the whole deadline: nobody should wait an hour to learn of a failure.
 """
+
+LOST_GRACE_S = 0.5
+"""The same after ranks died or froze, in seconds: just so long that those which died together are
+named together. Their end says little of what the others will report."""
 
 STORY_LENGTH = 64
 
@@ -73,6 +82,7 @@ class Operation(ABC):
         key: Which operation.
         phase: Where it stands, for messages and timers.
         over: Nothing is left to be done; only late requests are still answered.
+        tell_of: Says what is known of a rank that is missing, in words.
     """
 
     def __init__(self, first: Opening) -> None:
@@ -80,8 +90,11 @@ class Operation(ABC):
         self.world_size = first.world_size
         self.phase = "joining"
         self.over = False
+        self.tell_of: Callable[[int], str] = lambda _: ""
         self._first = _compact(first)
         self._openings: dict[int, Opening] = {}
+        self._differing: dict[int, Opening] = {}
+        self._lost: set[int] = set()
         self._waiting: dict[tuple[int, str], None] = {}
         self._given: dict[tuple[int, str], Reply] = {}
         self._outcome: Reply | None = None
@@ -91,6 +104,11 @@ class Operation(ABC):
         self._pending: Task | None = None
         self._abandoned: list[Task] = []
         self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+
+    @property
+    def outcome(self) -> Reply | None:
+        """What all ranks are told in the end, once that is fixed."""
+        return self._outcome
 
     # Events
 
@@ -115,8 +133,7 @@ class Operation(ABC):
             if error is not None and not self._have_disagreed():
                 if self.phase != "joining":
                     raise error
-                self._waiting[request.rank, step_of(request)] = None
-                return self._refuse_all(error)
+                return self._differ(request, error)
         at = (request.rank, step_of(request))
         reply = self._given.get(at) or self._outcome
         if reply is not None:
@@ -131,7 +148,11 @@ class Operation(ABC):
         It joined at a coordinator that is gone, and will not join again.
         """
         opening = isinstance(request, SaveJoin | LoadJoin | Exchange)
-        return self.phase == "joining" and not opening and request.rank not in self._roll.came
+        return not opening and self.awaits(request.rank)
+
+    def awaits(self, rank: int) -> bool:
+        """Returns whether a rank has not joined yet."""
+        return self.phase == "joining" and rank not in self._roll.came
 
     def performed(self, task: Task, result: Result) -> Commands:
         """Takes the result of a task; that of a task given up on is dropped.
@@ -164,11 +185,20 @@ class Operation(ABC):
         self._tell("expired")
         return self._on_expired()
 
+    def misses(self, rank: int) -> bool:
+        """Returns whether it would make a difference that a rank is lost."""
+        concerns = 0 <= rank < self.world_size and rank not in self._lost
+        return concerns and not self.over and self._outcome is None
+
     def lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Takes that ranks died, by rank with the error of each."""
-        errors = {rank: error for rank, error in errors.items() if 0 <= rank < self.world_size}
-        if self.over or self._outcome is not None or not errors:
+        """Takes that ranks died, froze or left, by rank with the error of each.
+
+        One that speaks after that is told the outcome like the others, but does not count.
+        """
+        errors = {rank: error for rank, error in errors.items() if self.misses(rank)}
+        if not errors:
             return ()
+        self._lost.update(errors)
         self._tell(f"lost {sorted(errors)}")
         return self._on_lost(errors)
 
@@ -186,17 +216,22 @@ class Operation(ABC):
 
     @abstractmethod
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        """Takes that ranks died, while there is no outcome."""
+        """Takes that ranks died, froze or left, while there is no outcome."""
 
     def _refuse_all(self, error: CheckpointError) -> Commands:
         """Fails the operation before anything is at stake."""
+        if self._differing and isinstance(error, RankDisagreementError):
+            error = disagreement(self.key, {**self._openings, **self._differing})
         return (*self._conclude(Refused(error)), *self._end("failed"))
 
     # What the ranks say
 
     def _objection(self, request: Opening) -> RankDisagreementError | None:
+        differing = self._differing.get(request.rank)
+        if differing is not None and _content(differing) == _content(_compact(request)):
+            return None
         if identity(request) != identity(self._first):
-            openings = {self._first.rank: self._first, **self._openings}
+            openings = {self._first.rank: self._first, **self._openings, **self._differing}
             if request.rank in openings:
                 return _two_calls(request, "another call")
             return disagreement(self.key, {**openings, request.rank: request})
@@ -211,6 +246,16 @@ class Operation(ABC):
         if known is not None and _content(known) != _content(_compact(request)):
             return _two_calls(request, "other content")
         return None
+
+    def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
+        """Takes a call that is not the others'; waits a moment for who else differs."""
+        self._tell(f"{step_of(request)} of rank {request.rank} (differs)")
+        self._waiting[request.rank, step_of(request)] = None
+        if error.rank is not None:  # one rank is at fault, by itself
+            return self._refuse_all(error)
+        self._differing[request.rank] = _compact(request)
+        self._roll.note(request.rank, error)
+        return self._wait(GRACE_S) if self._roll.missing else self._refuse_all(error)
 
     def _have_disagreed(self) -> bool:
         """Whether the ranks were told that they differ: who comes late is told just that."""
@@ -262,6 +307,7 @@ class Operation(ABC):
         self.over = True
         self._given.clear()
         self._openings.clear()
+        self._differing.clear()
         return [Disarm(self.key)]
 
     def _arm(self, after_s: float) -> Arm:
@@ -272,7 +318,8 @@ class Operation(ABC):
         """Waits for the ranks that are missing: to the deadline, or after an error a moment."""
         if self._roll.errors and not self._grace:
             self._grace = True
-            return (self._arm(GRACE_S),)
+            lost = all(isinstance(error, ParticipantError) for error in self._roll.errors.values())
+            return (self._arm(LOST_GRACE_S if lost else GRACE_S),)
         return () if self._armed == self.phase else (self._arm(after_s),)
 
     def _perform(self, task: Task) -> Perform:
@@ -295,7 +342,7 @@ class Operation(ABC):
         """Blames the missing ranks, unless the wait was only for other ranks' errors."""
         missing = self._roll.missing
         if missing and not self._grace:
-            self._roll.blame(deadline(self.key, missing, what, after_s, way_out))
+            self._roll.blame(deadline(self.key, missing, what, after_s, way_out, self.tell_of))
 
     # What is told of it
 

@@ -9,7 +9,7 @@
 | building | `CommitBuilt` | write the table |
 | table | `Finished` | create the manifest |
 | record | the vote | *committed*: publish `.metadata` |
-| publishing | `Published` | delete what was replaced |
+| publishing | `Published` | delete what other attempts left, and their records |
 | collecting | `Finished` | `SaveOutcome` to every rank: done |
 | aborting | the vote | `Refused` to every rank: delete what was written |
 | cleaning | `Finished` | failed |
@@ -26,12 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ray_dcp.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    InternalError,
-    SaveCancelledError,
-)
+from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, SaveCancelledError
 from ray_dcp.plan.values import GlobalPlan
 from ray_dcp.protocol.commands import (
     BuildCommit,
@@ -53,6 +48,7 @@ from ray_dcp.protocol.commands import (
     WriteTable,
 )
 from ray_dcp.protocol.messages import (
+    Fenceable,
     FileReceipt,
     Refused,
     Reply,
@@ -64,11 +60,13 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.save_errors import (
+    REPLACED_SINCE,
     disagreeing_values,
     fenced_off,
     lost_race,
     no_overwrite,
     other_attempt,
+    overtaken,
     slow,
     undecided,
     warning,
@@ -88,6 +86,9 @@ class SaveMachine(Operation):
         first: The first join; hand it to `receive` as well.
         epoch: Of the coordinator.
         new_attempt: Makes up an attempt id that no other save ever had.
+
+    Attributes:
+        is_cancelled: It fails, or failed, because of `cancel`.
     """
 
     def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
@@ -105,6 +106,7 @@ class SaveMachine(Operation):
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
         self._error: CheckpointError | None = None
+        self.is_cancelled = False
         self._warnings: list[str] = []
 
     def cancel(self, reason: str) -> Commands:
@@ -118,6 +120,7 @@ class SaveMachine(Operation):
         """
         if self.over or self._error is not None or self._vote.at_stake:
             return ()
+        self.is_cancelled = True
         return self._fail(
             SaveCancelledError(f"The save was cancelled: {reason}", checkpoint_id=self._target.url)
         )
@@ -162,8 +165,12 @@ class SaveMachine(Operation):
                 (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
             ):
                 return self._advance(self._vote.tell(result))
+            case "publishing", Published(superseded=True):
+                # Why nothing is collected: who came later does it, and `.metadata` is his.
+                self._warnings.append(REPLACED_SINCE)
+                return self._done()
             case "publishing", Published():
-                return self._collect() if not result.superseded else self._done()
+                return self._collect()
             case "publishing", Failed():
                 # Why nothing is collected: the `.metadata` that still stands may name those files.
                 what = ".metadata could not be published, so stock DCP does not see it"
@@ -172,7 +179,7 @@ class SaveMachine(Operation):
             case "collecting", Finished():
                 return self._done()
             case "collecting", Failed():
-                what = "files of the one that it replaced could not be deleted"
+                what = "files that it replaced could not all be deleted (the next save does it)"
                 self._warnings.append(warning(what, result))
                 return self._done()
             case "cleaning", (Finished() | Failed()):
@@ -254,7 +261,7 @@ class SaveMachine(Operation):
 
     # Writing
 
-    def _check_fence(self, receipt: SaveReceipt) -> None:
+    def _check_fence(self, receipt: Fenceable) -> None:
         if (receipt.attempt, receipt.epoch) != (self._attempt, self._epoch):
             raise other_attempt(receipt, self._attempt, self._epoch, self._target.url)
         if not 0 <= receipt.rank < self.world_size:
@@ -275,6 +282,7 @@ class SaveMachine(Operation):
             tuple(self._receipts),
             self._seen.last_slot,
             self._seen.foreign_metadata,
+            self._seen.decided,
         )
         return self._step("building", task, self._options.commit_timeout_s)
 
@@ -290,8 +298,8 @@ class SaveMachine(Operation):
             case Fenced() if self.phase == "record":
                 return self._clean(fenced_off(self._vote, step))
             case Fenced():
-                return self._clean(self._cause())
-            case Open() if self.phase == "record":
+                return self._clean(overtaken(self._cause(), self._vote))
+            case Open() if self.phase == "record" and self._seen.create_if_absent:
                 return self._abort(step.error)
             case Open():
                 return self._leave_open(step.error)
@@ -341,7 +349,8 @@ class SaveMachine(Operation):
         return self._step("aborting", task, self._options.commit_timeout_s)
 
     def _leave_open(self, error: CheckpointError) -> Commands:
-        """Ends a save whose abort record could not be created."""
+        """Ends a save whose abort record could not be created, or would be no obstacle."""
+        self._error = self._error or error
         if self._vote.at_stake:
             return (*self._conclude(self._undecided()), *self._finish())
         # No manifest was ever tried, so none will come: this failure is final all the same.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 from ray_dcp.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
@@ -10,19 +13,29 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.protocol.commands import Failed
-from ray_dcp.protocol.messages import SaveReceipt
+from ray_dcp.protocol.messages import Fenceable
 from ray_dcp.protocol.vote import Fenced, Lost, Vote
 
 __all__ = [
+    "REPLACED_SINCE",
     "disagreeing_values",
     "fenced_off",
     "lost_race",
     "no_overwrite",
     "other_attempt",
+    "overtaken",
+    "replaced_since",
     "slow",
     "undecided",
     "warning",
 ]
+
+
+REPLACED_SINCE = (
+    "The checkpoint was committed, but it does not stand any more: another save of the same "
+    "checkpoint id, or a delete, came right after. Only one save at a time should have an id"
+)
+"""The warning of a save that was overtaken after its commit."""
 
 
 def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
@@ -60,12 +73,55 @@ def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
         vote: On the attempt.
         lost: Its decision.
     """
+    if lost.is_delete:
+        return CheckpointExistsError(
+            f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but the checkpoint "
+            f"id was deleted in it meanwhile. Save again",
+            checkpoint_id=vote.target.url,
+        )
     return CheckpointExistsError(
         f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but another save of "
         f"the same checkpoint id (attempt {lost.attempt}) was committed in it first. Only one "
         f"save at a time can have an id",
         checkpoint_id=vote.target.url,
     )
+
+
+def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointExistsError:
+    """Returns the error of a rank that learns of the commit when it does not stand any more.
+
+    Args:
+        attempt: Of the rank.
+        lost: What came after it.
+        url: Of the target.
+        rank: Which.
+    """
+    what = "deleted" if lost.is_delete else f"saved again (attempt {lost.attempt})"
+    return CheckpointExistsError(
+        f"Attempt {attempt} was committed, but this rank learned it late: the checkpoint id was "
+        f"{what} in slot {lost.slot} since. Only one save at a time can have an id",
+        checkpoint_id=url,
+        rank=rank,
+    )
+
+
+def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
+    """Returns the error of a save that failed, with a note when another one came before it.
+
+    Args:
+        cause: Why it failed; not changed.
+        vote: That fenced it off.
+    """
+    if vote.met is None:
+        return cause
+    told = copy.copy(cause)
+    what = "the id was deleted" if vote.met.is_delete else f"attempt {vote.met.attempt} committed"
+    note = (
+        f"While attempt {vote.attempt} ran, {what} in slot {vote.met.slot}, which removes files of "
+        f"all other attempts. Only one save at a time can have an id"
+    )
+    told.__notes__ = [*getattr(cause, "__notes__", ()), note]
+    return told
 
 
 def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:
@@ -98,7 +154,7 @@ def undecided(vote: Vote, cause: str) -> CommitUnknownError:
     )
 
 
-def other_attempt(receipt: SaveReceipt, attempt: str, epoch: int, url: str) -> CommitUnknownError:
+def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> CommitUnknownError:
     """Returns the error of a receipt for another attempt than the one that runs.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import groupby
 
@@ -22,12 +22,16 @@ __all__ = [
     "blame",
     "combine",
     "deadline",
+    "describe",
     "disagreement",
     "identity",
     "located",
     "lost_rank",
     "name_ranks",
 ]
+
+MOST_TOLD = 16
+"""Missing ranks of which an error tells all that is known; the others are only named."""
 
 Opening = SaveJoin | LoadJoin | Exchange
 """A request with which a rank begins an operation."""
@@ -128,7 +132,12 @@ def _failure(error: CheckpointError, rank: int) -> tuple[BaseException, tracebac
 
 
 def deadline(
-    key: OpKey, ranks: Iterable[int], what: str, after_s: float, way_out: str
+    key: OpKey,
+    ranks: Iterable[int],
+    what: str,
+    after_s: float,
+    way_out: str,
+    tell: Callable[[int], str] = lambda _: "",
 ) -> dict[int, CheckpointError]:
     """Returns the error of ranks that were awaited in vain, by rank: one for all of them.
 
@@ -138,11 +147,15 @@ def deadline(
         what: What they had to do: `"join the save"`.
         after_s: The deadline that ran out, in seconds.
         way_out: Which option to raise.
+        tell: What is known of a rank, in words; empty when nothing is.
     """
     missing = sorted(ranks)
+    known = [told for told in map(tell, missing[:MOST_TOLD]) if told]
+    more = f"; and {len(missing) - MOST_TOLD} more" if len(missing) > MOST_TOLD else ""
+    facts = f": {'; '.join(known)}{more}" if known else ""
     error = DeadlineError(
         f"Expected every rank to {what} within {after_s:g} s, but {name_ranks(missing)} did not "
-        f"(operation {key.seq} of session {key.session!r}). Look at the log of "
+        f"(operation {key.seq} of session {key.session!r}){facts}. Look at the log of "
         f"{name_ranks(missing)}: dead, stuck, or on another code path; {way_out} if merely slow",
         rank=missing[0] if len(missing) == 1 else None,
     )
@@ -185,7 +198,8 @@ def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreemen
     """
     by_call: dict[str, list[int]] = {}
     for rank, request in sorted(openings.items()):
-        by_call.setdefault(_describe(request), []).append(rank)
+        call = f"{describe(request)}, world size {request.world_size}"
+        by_call.setdefault(call, []).append(rank)
     calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in by_call.items())
     return RankDisagreementError(
         f"Expected all ranks to make the same call as operation {key.seq} of session "
@@ -194,15 +208,19 @@ def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreemen
     )
 
 
-def _describe(request: Opening) -> str:
+def describe(request: Opening) -> str:
+    """Returns what a rank called, as a person would say it.
+
+    Args:
+        request: How the rank begins it.
+    """
     match request:
         case SaveJoin():
-            call = f"save to {request.target.url}{_chosen(request.options)}"
+            return f"save to {request.target.url}{_chosen(request.options)}"
         case LoadJoin():
-            call = f"load from {request.target.url}{_chosen(request.options)}"
+            return f"load from {request.target.url}{_chosen(request.options)}"
         case Exchange():
-            call = f"exchange {request.tag!r}"
-    return f"{call}, world size {request.world_size}"
+            return f"exchange {request.tag!r}"
 
 
 def _chosen(options: SaveOptions | LoadOptions) -> str:

@@ -25,6 +25,9 @@ __all__ = ["call_actor"]
 MOST_REPEATS = 20
 """How often a call is repeated when the actor can't be reached or has to be made again."""
 
+LOOK_S = 0.5
+"""How often a call that waits looks whether that is still of use, in seconds."""
+
 _PAUSE_S = (0.05, 2.0)
 
 T = TypeVar("T")
@@ -37,6 +40,7 @@ def call_actor(
     *,
     timeout_s: float,
     rank: int | None = None,
+    given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
 ) -> Any:
     """Returns what an actor answers; repeats the call when the actor died or was out of reach.
 
@@ -48,17 +52,22 @@ def call_actor(
         send: Starts the call on a handle, and returns the reference of the answer.
         timeout_s: For everything, repeats included, in seconds.
         rank: The calling rank, for errors.
+        given_up: Asked about every second, and when the actor was out of reach: why it is of no
+            use to wait any longer. Its argument tells whether it was ever out of reach.
 
     Raises:
         DeadlineError: No answer in time.
         ParticipantError: The actor died and can't be made again, or the cluster is gone.
-        CheckpointError: What the actor raised.
+        CheckpointError: What the actor raised, or `given_up` returned.
     """
     end_s = time.monotonic() + timeout_s
-    fresh = False
+    failed = fresh = False
+    last: Exception = TimeoutError()
     for attempt in range(MOST_REPEATS):
         try:
-            return ray.get(send(handle(fresh)), timeout=max(0.0, end_s - time.monotonic()))
+            answer = send(handle(fresh))
+            _await(answer, end_s, lambda: given_up(failed))  # noqa: B023 - called at once
+            return ray.get(answer, timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
             raise DeadlineError(
                 f"Expected {who} to answer within {timeout_s:g} s, but it did not. Look whether "
@@ -70,11 +79,27 @@ def call_actor(
         except (ActorUnavailableError, ActorDiedError) as error:
             # A dead actor is made again; one that restarts keeps its handle.
             fresh = isinstance(error, ActorDiedError)
-            last: Exception = error
+            failed, last = True, error
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
             raise _out_of_reach(error, who, rank) from error
         _pause(attempt, end_s)
     raise _out_of_reach(last, who, rank) from last
+
+
+def _await(answer: Any, end_s: float, given_up: Callable[[], CheckpointError | None]) -> None:
+    """Returns when there is an answer or time is over.
+
+    Raises:
+        CheckpointError: What `given_up` returned meanwhile.
+    """
+    while True:
+        reason = given_up()
+        if reason is not None:
+            raise reason
+        left_s = end_s - time.monotonic()
+        done, _ = ray.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
+        if done or left_s <= 0:
+            return
 
 
 def _pause(attempt: int, end_s: float) -> None:

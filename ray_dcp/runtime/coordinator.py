@@ -10,32 +10,45 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Coroutine, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 
 from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
+from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.protocol.messages import Noted, OpKey, Refused, Reply, Request
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, coordinator_name
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.roster import Roster
+from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
+from ray_dcp.stage.values import StageReport
 
 __all__ = ["Coordinator", "coordinator_of"]
 
-WATCH_S = 1.0
+WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
+
+LISTEN_S = 1.0
+"""How often to look who has been silent for too long, in seconds."""
+
+MOST_CALLS = 1_000_000
+"""Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
+more ranks than that the last one to join would never be heard."""
 
 QUIET_WATCH_S = 5.0
 """The same while no operation runs; one that begins is looked at at once."""
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Waiting = tuple[OpKey, int, str]
 
 
@@ -51,12 +64,16 @@ class Coordinator:
             is there and nobody called for so long, in seconds.
     """
 
-    def __init__(self, name: str, lease_s: float) -> None:
+    def __init__(self, name: str, lease_s: float, namespace: str = NAMESPACE) -> None:
         self._name = name
         self._lease_s = lease_s
         # Why not in a thread: nothing else runs before the constructor returns.
         self.epoch = hooks.next_epoch(name)
-        self._coordination = Coordination(epoch=self.epoch, new_attempt=new_attempt)
+        self._loop = asyncio.get_running_loop()
+        self._awake = AwakeClock(self._loop.time, LISTEN_S)
+        self._coordination = Coordination(
+            epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
+        )
         self._meeting = Meeting(lambda: secrets.token_hex(6))
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -65,11 +82,16 @@ class Coordinator:
         self._called = asyncio.Event()
         self._performing = 0
         self._entering = 0
-        self._loop = asyncio.get_running_loop()
+        self._stagers = StagerWatch(self._coordination, self._carry_out, namespace)
+        self._watching: dict[OpKey, asyncio.Future[Reply]] = {}
         self._all_met: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
+        actor_id = ray.get_runtime_context().get_actor_id() or ""
+        me = hooks.this_caller(os.getpid())
+        self._heard = BeatHeard(actor_id, hooks.life_of(actor_id).num_restarts, str(me))
         self._start(self._watch())
+        self._start(self._listen())
 
     async def info(self) -> dict[str, Any]:
         """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
@@ -119,7 +141,9 @@ class Coordinator:
         self._all_met.set_result(dispute)
         self._all_met = self._loop.create_future()
 
-    async def call(self, request: Request, caller: Caller | None = None) -> Reply:
+    async def call(
+        self, request: Request, caller: Caller | None = None, beats_s: float | None = None
+    ) -> Reply:
         """Returns the reply to a request, when it has one.
 
         The same request may come any number of times, also while the first one waits.
@@ -127,16 +151,17 @@ class Coordinator:
         Args:
             request: What the rank says.
             caller: Who the rank is for Ray; without it, nobody sees it die.
+            beats_s: See `Coordination.receive`.
         """
         self._last_call_s = self._loop.time()
         self._called.set()
         if caller is not None:
-            self._roster.add(request.key.session, request.rank, caller)
+            self._meet(request.key.session, request.rank, caller)
         at = (request.key, request.rank, step_of(request))
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._waiting.setdefault(at, []).append(future)
         try:
-            self._carry_out(self._coordination.receive(request))
+            self._carry_out(self._coordination.receive(request, beats_s=beats_s))
         except CheckpointError as error:
             self._forget(at, future)
             return Refused(error)
@@ -156,12 +181,56 @@ class Coordinator:
         """
         self._last_call_s = self._loop.time()
         self._called.set()
-        self._roster.add(session, rank, caller)
+        self._meet(session, rank, caller)
+
+    async def beat(self, beat: Beat) -> BeatHeard:
+        """Takes that a rank lives and how far it is; answers at once."""
+        self._coordination.hear(beat)
+        return self._heard
+
+    async def watch(self, key: OpKey, rank: int) -> Reply:
+        """Returns the outcome of an operation as soon as it is known.
+
+        For a rank that moves bytes and would ask for it only when it is done.
+
+        Args:
+            key: Which operation. One that is not known was begun with an earlier coordinator.
+            rank: Who does its share.
+        """
+        self._carry_out(self._coordination.works(key, rank))
+        outcome = self._coordination.outcome(key)
+        if outcome is not None:
+            return outcome
+        future = self._watching.setdefault(key, self._loop.create_future())
+        return await asyncio.shield(future)
+
+    async def take_report(self, report: StageReport) -> bool:
+        """Takes what became of a file that a stager wrote; returns whether the save still needs it.
+
+        Args:
+            report: May come twice.
+        """
+        return isinstance(await self.call(parts_written(report)), Noted)
+
+    async def cancel(self, key: OpKey, reason: str) -> bool:
+        """Cancels a save; returns whether that was still possible, also when asked again."""
+        self._called.set()
+        self._carry_out(self._coordination.cancel(key, reason))
+        return self._coordination.is_cancelled(key)
+
+    async def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
+        """Takes that a rank leaves an operation before its end."""
+        self._called.set()
+        self._carry_out(self._coordination.withdraw(key, rank, reason))
 
     async def leave(self, session: str, rank: int) -> None:
         """Takes that a rank has closed its session and will not call again."""
         self._roster.remove(session, rank)
         self._called.set()
+
+    def _meet(self, session: str, rank: int, caller: Caller) -> None:
+        self._roster.add(session, rank, caller)
+        self._coordination.place(session, rank, str(caller))
 
     def _forget(self, at: Waiting, future: asyncio.Future[Reply]) -> None:
         futures = self._waiting.get(at, [])
@@ -187,6 +256,10 @@ class Coordinator:
                     )
                 case Disarm():
                     self._disarm(command.key)
+        for key in [*self._watching]:
+            outcome = self._coordination.outcome(key)
+            if outcome is not None:
+                self._watching.pop(key).set_result(outcome)
 
     def _answer(self, answer: Answer) -> None:
         for future in self._waiting.pop((answer.key, answer.rank, answer.step), []):
@@ -204,12 +277,26 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await asyncio.to_thread(perform, command.task)
+            result = await self._in_thread(partial(perform, command.task))
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._give_up(command.key, error)
         finally:
             self._performing -= 1
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Returns what work gives that may hang for ever: in a thread of its own.
+
+        Why not asyncio.to_thread: a few tasks that hang would fill its pool.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            result = work()
+            self._loop.call_soon_threadsafe(future.set_result, result)
+
+        threading.Thread(target=run, daemon=True).start()
+        return await future
 
     def _give_up(self, key: OpKey, error: Exception) -> None:
         """Refuses all who wait for an operation that contradicted itself."""
@@ -233,14 +320,25 @@ class Coordinator:
 
     # Life and death
 
+    async def _listen(self) -> None:
+        """Looks for ranks that are silent. Apart from `_watch`, which may wait for Ray's tables."""
+        while True:
+            await asyncio.sleep(LISTEN_S)
+            self._awake.tick()
+            try:
+                self._carry_out(self._coordination.listen())
+            except CheckpointError as error:
+                logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
+
     async def _watch(self) -> None:
         while True:
             await self._pause()
             try:
                 for session, rank, caller in await self._roster.take_dead():
-                    reason = f"Ray says that its process (pid {caller.pid}) has ended"
+                    reason = f"Ray says that its process ({caller}) has ended"
                     self._carry_out(self._coordination.lost(session, [rank], reason))
                 await self._roster.keep()
+                await self._stagers.look()
             except CheckpointError as error:
                 # Why go on: deadlines and leases work without this look.
                 logger.warning("Ranks that die are only seen at deadlines: %s", error)
@@ -287,6 +385,7 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         get_if_exists=True,
         max_restarts=-1,
         max_task_retries=0,
+        max_concurrency=MOST_CALLS,
         num_cpus=0,
     )
-    return actor.remote(name, check_lease(lease_s))
+    return actor.remote(name, check_lease(lease_s), namespace)

@@ -14,6 +14,7 @@ from typing import Any
 from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import hooks, registry
 from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address
+from ray_dcp.runtime.company import meet
 from ray_dcp.runtime.own_ray import OwnRay, start_own_ray
 from ray_dcp.runtime.session import Session
 
@@ -39,6 +40,7 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
 
     Raises:
         InvalidRequestError: This process is not in the group.
+        RankDisagreementError: Another rank uses `connect`.
         ParticipantError: Some rank can't come to the session's Ray.
     """
     import torch.distributed as dist
@@ -54,6 +56,9 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
     group = dist.group.WORLD if process_group is None else process_group
     known, session = registry.of_group(group)
     if not known:
+        if process_group is None:
+            ranks = dist.get_process_group_ranks(group)
+            meet(hooks.job_store(), ranks, dist.get_rank())
         session = _make(dist, group, lease_s)
         registry.set_group(group, session)
     return session

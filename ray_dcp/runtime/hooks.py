@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import platform
 import signal
 import sys
 import threading
@@ -24,9 +25,13 @@ __all__ = [
     "TESTED",
     "Caller",
     "ClusterUse",
+    "Life",
     "gone",
     "has_ray_client",
+    "id_of",
+    "job_place",
     "job_store",
+    "life_of",
     "local_token",
     "loopback_addresses",
     "next_epoch",
@@ -53,6 +58,11 @@ class Caller:
     id: str
     """Hex id of the rank's actor, or of the job whose driver it is."""
     pid: int
+    node: str = ""
+    """Name of its machine, for messages."""
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.node}" if self.node else f"pid {self.pid}"
 
 
 def _private(what: str, use: Callable[[], T]) -> T:
@@ -119,8 +129,42 @@ def this_caller(pid: int) -> Caller:
     context = ray.get_runtime_context()
     actor = context.get_actor_id()
     if actor is not None:
-        return Caller("actor", actor, pid)
-    return Caller("job", context.get_job_id(), pid)
+        return Caller("actor", actor, pid, platform.node())
+    return Caller("job", context.get_job_id(), pid, platform.node())
+
+
+@dataclass(frozen=True)
+class Life:
+    """What Ray's tables say of an actor."""
+
+    num_restarts: int = -1
+    """How often it was started anew; -1 when it is dead for good, or not known. Rises within
+    milliseconds after its process has ended, long before the next one answers."""
+    is_running: bool = False
+    """Its process is up, and not just being started."""
+
+
+def life_of(actor_id: str) -> Life:
+    """Returns what Ray's tables say of an actor. Blocks for about a millisecond.
+
+    Args:
+        actor_id: Hex id.
+    """
+
+    def use() -> Life:
+        from ray._private import state
+
+        entry = state.actors(actor_id=actor_id)
+        if not entry or entry["State"] == "DEAD":
+            return Life()
+        return Life(entry["NumRestarts"], entry["State"] == "ALIVE")
+
+    return _private("the table of actors", use)
+
+
+def id_of(actor: Any) -> str:
+    """Returns the hex id of an actor, by its handle."""
+    return _private("the id of an actor", lambda: str(actor._actor_id.hex()))
 
 
 def gone(callers: Iterable[Caller]) -> set[Caller]:
@@ -239,6 +283,14 @@ def signal_handlers_kept() -> Iterator[None]:
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+
+
+def job_place() -> tuple[Any, int | None]:
+    """Returns the store of torch's default process group and this rank in it, if there is one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None, None
+    return job_store(), distributed.get_rank()
 
 
 def job_store() -> Any:

@@ -10,33 +10,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from ray_dcp.errors import CheckpointError, InternalError
-from ray_dcp.protocol.commands import (
-    Answer,
-    Arm,
-    Command,
-    Disarm,
-    Perform,
-    Result,
-    Task,
-    step_of,
-)
+from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
+from ray_dcp.protocol.commands import Perform, Result, step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request
+from ray_dcp.protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
+from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.shell import Performer, Shell, Time
+from ray_dcp.runtime.vitals import Vitals
 
 __all__ = ["Fate", "InlineSession", "RankResult", "run_ranks"]
 
 T = TypeVar("T")
-Performer = Callable[[Task], Result]
 Waiting = tuple[OpKey, int, str]
 
-Fate = Literal["live", "twice", "freeze", "die"]
-"""What becomes of a request and its rank: it arrives; it arrives twice; it is lost and its rank
-never goes on; the same, and the coordination is told that the rank died."""
+Fate = Literal["live", "twice", "slow", "freeze", "die"]
+"""What becomes of a request and its rank: it arrives; it arrives twice; it is never sent, but the
+rank lives and beats; the same, but the rank does not beat; the same, and the coordination is told
+that the rank died."""
+
+HEARTBEAT_S = 60.0
+"""Silence that is allowed to a rank whose options don't say, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,68 +61,11 @@ class RankResult(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-class _Shell:
-    """Carries out the commands of a coordination, one at a time and in virtual time.
-
-    Attributes:
-        answers: Given and not yet taken, oldest first.
-        tasks: To be performed, oldest first.
-    """
-
-    def __init__(self, coordination: Coordination, performer: Performer) -> None:
-        self.coordination = coordination
-        self.answers: list[Answer] = []
-        self.tasks: list[Perform] = []
-        self._performer = performer
-        self._now_s = 0.0
-        self._timers: dict[OpKey, tuple[float, str]] = {}
-
-    def receive(self, request: Request) -> Refused | None:
-        """Hands over a request; returns the reply to this very call when it is refused."""
-        try:
-            self._carry_out(self.coordination.receive(request))
-        except CheckpointError as error:
-            return Refused(error)
-        return None
-
-    def lose(self, request: Request) -> None:
-        """Tells that the rank of a request died."""
-        session, reason = request.key.session, f"it died before {step_of(request)}"
-        self._carry_out(self.coordination.lost(session, [request.rank], reason))
-
-    def perform(self, index: int) -> None:
-        """Performs a task that waits."""
-        todo = self.tasks.pop(index)
-        result = self._performer(todo.task)
-        self._carry_out(self.coordination.performed(todo.key, todo.task, result))
-
-    def expire(self) -> bool:
-        """Lets the time pass to the next deadline; returns false when there is none."""
-        if not self._timers:
-            return False
-        key, (at_s, phase) = min(self._timers.items(), key=lambda item: item[1][0])
-        del self._timers[key]
-        self._now_s = at_s
-        self._carry_out(self.coordination.expired(key, phase))
-        return True
-
-    def _carry_out(self, commands: Sequence[Command]) -> None:
-        for command in commands:
-            match command:
-                case Answer():
-                    self.answers.append(command)
-                case Perform():
-                    self.tasks.append(command)
-                case Arm():
-                    self._timers[command.key] = (self._now_s + command.after_s, command.phase)
-                case Disarm():
-                    self._timers.pop(command.key, None)
-
-
 class InlineSession:
     """The session of a process that is alone: world size 1, no Ray.
 
-    Calls from several threads come one after the other.
+    Calls from several threads come one after the other. Tasks have the deadlines of their phases,
+    in real time: one that hangs in the storage is left to itself, and ends the call.
 
     Args:
         name: Of the session.
@@ -138,8 +81,12 @@ class InlineSession:
 
     def __init__(self, name: str = "inline", *, performer: Performer = perform) -> None:
         self.name = name
-        self._shell = _Shell(Coordination(epoch=1, new_attempt=new_attempt), performer)
-        self._lock = threading.Lock()
+        self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), performer)
+        self._performer = performer
+        self._lock = threading.RLock()
+        self._quiet = threading.Condition(self._lock)
+        self._under_way: set[Future[Result]] = set()
+        self._vitals: set[Vitals] = set()
         self._next_seq = 0
 
     def next_key(self) -> OpKey:
@@ -148,11 +95,48 @@ class InlineSession:
             self._next_seq += 1
             return OpKey(self.name, self._next_seq - 1)
 
-    def call(self, request: Request) -> Reply:
+    def activity(
+        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
+    ) -> Activity:  # fmt: skip
+        """Returns what a call of the user uses this session through; see `Session.activity`."""
+        return Activity(self, timeout_s, next_key)
+
+    def cancel(self, key: OpKey, reason: str) -> bool:
+        """Cancels a save; returns whether that was still possible. See `Session.cancel`."""
+        with self._lock:
+            cancelled = self._shell.cancel(key, reason)
+            for vitals in self._vitals:
+                if cancelled and vitals.key == key:
+                    vitals.stop.because(SaveCancelledError(f"The save was cancelled: {reason}"))
+            self._work_off()
+            return cancelled
+
+    def begins(self, vitals: Vitals, timeout_s: float) -> None:
+        """Notes a call of the user."""
+        with self._lock:
+            self._vitals.add(vitals)
+
+    def ends(self, vitals: Vitals) -> None:
+        """Notes its end."""
+        with self._lock:
+            self._vitals.discard(vitals)
+
+    def gave_up(self, key: OpKey) -> None:
+        """Does nothing: there never is another coordinator."""
+
+    def withdraw(self, key: OpKey, reason: str) -> None:
+        """Ends an operation that its caller has left, and waits a moment until that is done."""
+        with self._lock:
+            self._shell.withdraw(key, self.rank, reason)
+            self._work_off()
+            self._quiet.wait_for(lambda: not self._under_way, LEAVING_S)
+
+    def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
         """Returns the reply to a request, when all that it leads to is done.
 
         Args:
             request: Of rank 0 in a world of 1.
+            beats_s: Ignored: nobody listens but this process itself.
 
         Raises:
             InternalError: No reply came.
@@ -160,8 +144,7 @@ class InlineSession:
         with self._lock:
             shell = self._shell
             refused = shell.receive(request)
-            while shell.tasks:
-                shell.perform(0)
+            self._work_off()
             answers, shell.answers = shell.answers, []
         at = (request.key, request.rank, step_of(request))
         for answer in answers:
@@ -173,6 +156,49 @@ class InlineSession:
             f"Expected a reply to {step_of(request)}, but none came: a session of one process "
             f"takes rank 0 of world size 1"
         )
+
+    def _work_off(self) -> None:
+        """Does all tasks, each until its phase's deadline."""
+        shell = self._shell
+        while shell.tasks:
+            todo = shell.tasks.pop(0)
+            done: Future[Result] = Future()
+            try:
+                self._start(todo, done)
+                result = done.result(shell.due_s(todo.key))
+            except FutureTimeoutError:
+                done.add_done_callback(partial(self._came_late, todo))
+                shell.expire_one(todo.key)
+            except BaseException:
+                # Why: the caller was interrupted, and the task goes on.
+                done.add_done_callback(partial(self._came_late, todo))
+                raise
+            else:
+                shell.performed(todo, result)
+
+    def _start(self, todo: Perform, done: Future[Result]) -> None:
+        self._under_way.add(done)
+
+        def run() -> None:
+            try:
+                result = self._performer(todo.task)
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+            with self._lock:
+                self._under_way.discard(done)
+                self._quiet.notify_all()
+
+        # Why a thread: one that hangs in the kernel can't be ended, but it can be left.
+        threading.Thread(target=run, daemon=True).start()
+
+    def _came_late(self, todo: Perform, done: Future[Result]) -> None:
+        """Takes the result of a task that its caller did not wait for."""
+        if done.exception() is None:
+            with self._lock:
+                self._shell.performed(todo, done.result())
+                self._work_off()
 
 
 def run_ranks(
@@ -206,16 +232,18 @@ def run_ranks(
     Raises:
         InternalError: A rank waits, and nothing will ever happen.
     """
+    time = None
     if coordination is None:
-        coordination = Coordination(epoch=1, new_attempt=new_attempt)
-    world = _World(ranks, _Shell(coordination, performer), fate or (lambda _: "live"))
+        time = Time()
+        coordination = Coordination(epoch=1, new_attempt=new_attempt, clock=time)
+    world = _World(ranks, Shell(coordination, performer, time), fate or (lambda _: "live"))
     world.run(choose or (lambda _: 0), crash_at)
     return world.results
 
 
 class _World:
     def __init__(
-        self, ranks: Sequence[Generator[Request, Reply, Any]], shell: _Shell, fate: Any
+        self, ranks: Sequence[Generator[Request, Reply, Any]], shell: Shell, fate: Any
     ) -> None:
         self.results: list[RankResult[Any]] = [RankResult(ended=False) for _ in ranks]
         self._ranks = ranks
@@ -224,6 +252,7 @@ class _World:
         self._ready: list[tuple[int, Reply | None]] = [(index, None) for index in range(len(ranks))]
         self._mail: list[tuple[int | None, Request]] = []
         self._waiting: dict[Waiting, int] = {}
+        self._beats_s: dict[tuple[str, int], float] = {}
 
     def run(self, choose: Callable[[int], int], crash_at: int | None) -> None:
         touched = 0
@@ -232,7 +261,7 @@ class _World:
             if not events:
                 if not self._waiting:
                     return
-                if not self._shell.expire():
+                if not self._shell.expire([(*who, s) for who, s in self._beats_s.items()]):
                     raise InternalError(
                         f"Nothing will ever happen, but there wait {sorted(self._waiting, key=str)}"
                     )
@@ -274,16 +303,21 @@ class _World:
     def _deliver(self, index: int) -> None:
         which, request = self._mail.pop(index)
         at = (request.key, request.rank, step_of(request))
+        who = (request.key.session, request.rank)
+        if isinstance(request, SaveJoin | LoadJoin):
+            self._beats_s[who] = request.options.heartbeat_timeout_s
         if which is not None:
             fate = self._fate(request)
             if fate == "die":
                 self._shell.lose(request)
             if fate in ("die", "freeze"):
+                self._beats_s.pop(who, None)
+            if fate in ("die", "freeze", "slow"):
                 return
             self._waiting[at] = which
             if fate == "twice":
                 self._mail.append((None, request))
-        refused = self._shell.receive(request)
+        refused = self._shell.receive(request, self._beats_s.get(who, HEARTBEAT_S))
         if refused is not None and which is not None:
             del self._waiting[at]
             self._ready.append((which, refused))

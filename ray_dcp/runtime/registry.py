@@ -62,6 +62,9 @@ def set_group(group: Any, session: Session | None) -> None:
 def forget(session: Session) -> None:
     """Drops a session that was closed."""
     if _explicit and _explicit[0] is session:
+        from ray_dcp.runtime.company import leaves_connect
+
+        leaves_connect()
         _explicit.clear()
 
 

@@ -13,35 +13,28 @@ import os
 import secrets
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from ray_dcp.errors import DeadlineError, InvalidRequestError
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import (
-    Exchange,
-    LoadDone,
-    LoadJoin,
-    LoadReady,
-    OpKey,
-    Reply,
-    Request,
-    SaveJoin,
-    SaveReceipt,
+from ray_dcp.errors import (
+    CheckpointError,
+    DeadlineError,
+    InvalidRequestError,
+    ParticipantError,
 )
+from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Reply, Request, SaveJoin
 from ray_dcp.runtime import registry
+from ray_dcp.runtime.activity import LEAVING_S, Activity
+from ray_dcp.runtime.connect_check import check_connect
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease
+from ray_dcp.runtime.patience import MARGIN_S, Patience
+from ray_dcp.runtime.vitals import Vitals
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.staging import RankStaging
 
 __all__ = ["Session", "connect", "current_session"]
-
-MARGIN_S = 120.0
-"""How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
-coordinator knows who is missing, so its error is the better one."""
-
-_PLAN_PHASES = 3
-"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks come,
-the storage is looked at, the plan is made."""
-_COMMIT_PHASES = 5
-"""Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 
 
 class Session:
@@ -74,15 +67,20 @@ class Session:
         self.world_size = world_size
         self.closed = False
         self._actor = actor or name
-        self._namespace = namespace
+        self.namespace = namespace
         self._lease_s = check_lease(lease_s)
         self._lock = threading.Lock()
+        self._staging: RankStaging | None = None
+        self._staging_lock = threading.Lock()
         self._next_seq = 0
         self._handle: Any = None
         from ray_dcp.runtime import hooks
 
         self._caller = hooks.this_caller(os.getpid())
-        self._options: dict[OpKey, SaveOptions | LoadOptions] = {}
+        self._patience = Patience()
+        from ray_dcp.runtime.heart import Heart
+
+        self._heart = Heart(self._reach, self.name, rank, self._who)
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
@@ -100,22 +98,115 @@ class Session:
             self._next_seq += 1
             return OpKey(self.name, self._next_seq - 1)
 
-    def call(self, request: Request) -> Reply:
+    def activity(
+        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
+    ) -> Activity:  # fmt: skip
+        """Returns what a call of the user uses this session through: a context manager.
+
+        While it is entered this rank beats, and notices a coordinator that does not answer.
+
+        Args:
+            timeout_s: `heartbeat_timeout_s` of that call, in seconds.
+            next_key: Names its operations, when that is not to be `next_key` of this session.
+        """
+        return Activity(self, timeout_s, next_key)
+
+    def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
         """Returns the coordinator's reply to a request.
 
         Args:
             request: Of this rank, with a key of this session.
+            beats_s: Silence, in seconds, after which the coordinator may blame this rank: it is in
+                an activity, and beats. None: it does not.
 
         Raises:
-            DeadlineError: The coordinator did not answer, `MARGIN_S` after its own deadline.
+            DeadlineError: The coordinator is frozen, or did not answer `MARGIN_S` after its own
+                deadline.
+            ParticipantError: The coordinator is out of reach, or died and knows no more what the
+                request is about.
+            InvalidRequestError: The session was closed.
+        """
+        self._check_open()
+        outlives_restart = isinstance(request, SaveJoin | LoadJoin | Exchange)
+        try:
+            reply: Reply = self._ask(
+                lambda actor: actor.call.remote(request, self._caller, beats_s),
+                self._patience.of(request),
+                lambda failed: self._heart.given_up(failed, outlives_restart),
+            )
+        except ParticipantError:
+            self.gave_up(request.key)
+            raise
+        return reply
+
+    def cancel(self, key: OpKey, reason: str) -> bool:
+        """Fails a save on all ranks with `SaveCancelledError`, unless its commit has begun.
+
+        May be called from any thread and any rank, and again.
+
+        Args:
+            key: Which save.
+            reason: Who wants it, for the error.
+
+        Returns:
+            Whether it was still possible; the same when asked again.
+
+        Raises:
             ParticipantError: The coordinator is out of reach.
             InvalidRequestError: The session was closed.
         """
         self._check_open()
-        reply: Reply = self._ask(
-            lambda actor: actor.call.remote(request, self._caller), self._patience_s(request)
-        )
-        return reply
+        cancelled: bool = self._ask(lambda actor: actor.cancel.remote(key, reason), MARGIN_S)
+        return cancelled
+
+    # For asynchronous saves
+
+    def staging(self) -> RankStaging:
+        """Returns this rank's place at its node's stager, made on first use.
+
+        Raises:
+            ParticipantError: No stager starts.
+        """
+        from ray_dcp.runtime.staging import RankStaging
+
+        self._check_open()
+        with self._staging_lock:
+            if self._staging is None:
+                self._staging = RankStaging.open(
+                    f"{self.name}:{self.rank}", namespace=self.namespace, lease_s=self._lease_s
+                )
+            return self._staging
+
+    def coordinator(self) -> Any:
+        """Returns the handle of the coordinator."""
+        return self._reach(False)
+
+    # For an activity
+
+    def begins(self, vitals: Vitals, timeout_s: float) -> None:
+        """Begins to beat for a call of the user."""
+        self._heart.add(vitals, timeout_s)
+
+    def ends(self, vitals: Vitals) -> None:
+        """Ends that."""
+        self._heart.remove(vitals)
+
+    def gave_up(self, key: OpKey) -> None:
+        """Tells the next coordinator that this rank began an operation with the one before.
+
+        *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
+        Waits for nothing and never raises.
+        """
+        with suppress(Exception):
+            self._reach(False).watch.remote(key, self.rank)
+
+    def withdraw(self, key: OpKey, reason: str) -> None:
+        """Tells that this rank leaves an operation before its end.
+
+        Raises:
+            ParticipantError: The coordinator is out of reach; the others see a silent rank.
+        """
+        self._ask(lambda actor: actor.withdraw.remote(key, self.rank, reason), LEAVING_S)
 
     def coordinator_info(self) -> dict[str, Any]:
         """Returns what the coordinator says of itself: `epoch`, `pid`, `node_id`, `active`."""
@@ -163,14 +254,27 @@ class Session:
         registry.forget(self)
         import ray
 
+        if self._staging is not None and ray.is_initialized():
+            self._staging.close()
         if self._handle is not None and ray.is_initialized():
             self._handle.leave.remote(self.name, self.rank)
 
-    def _ask(self, send: Any, timeout_s: float) -> Any:
+    @property
+    def _who(self) -> str:
+        return f"the coordinator of session {self._actor!r}"
+
+    def _ask(
+        self,
+        send: Any,
+        timeout_s: float,
+        given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
+    ) -> Any:
         from ray_dcp.runtime.call import call_actor
 
-        who = f"the coordinator of session {self._actor!r}"
-        return call_actor(who, self._reach, send, timeout_s=timeout_s, rank=self.rank)
+        return call_actor(
+            self._who, self._reach, send,
+            timeout_s=timeout_s, rank=self.rank, given_up=given_up,
+        )  # fmt: skip
 
     def _reach(self, fresh: bool) -> Any:
         from ray_dcp.runtime.coordinator import coordinator_of
@@ -178,7 +282,7 @@ class Session:
         with self._lock:
             if fresh or self._handle is None:
                 self._handle = coordinator_of(
-                    self._actor, namespace=self._namespace, lease_s=self._lease_s
+                    self._actor, namespace=self.namespace, lease_s=self._lease_s
                 )
             return self._handle
 
@@ -189,24 +293,6 @@ class Session:
                 f"the one that ray_dcp.connect returned before",
                 rank=self.rank,
             )
-
-    def _patience_s(self, request: Request) -> float:
-        """Returns how long the coordinator may take before it is the one that is missing."""
-        match request:
-            case SaveJoin(options=options) | LoadJoin(options=options):
-                self._options = {request.key: options, **dict([*self._options.items()][-16:])}
-                return _PLAN_PHASES * options.plan_timeout_s + MARGIN_S
-            case SaveReceipt():
-                save = self._options.get(request.key)
-                save = save if isinstance(save, SaveOptions) else SaveOptions()
-                commit_s = _COMMIT_PHASES * save.commit_timeout_s
-                return save.write_timeout_s + commit_s + MARGIN_S
-            case LoadReady() | LoadDone():
-                load = self._options.get(request.key)
-                load = load if isinstance(load, LoadOptions) else LoadOptions()
-                return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
-            case Exchange():
-                return request.timeout_s + MARGIN_S
 
 
 def connect(
@@ -240,9 +326,10 @@ def connect(
             open session from another `connect`.
         ParticipantError: The cluster can't be reached, or a rank did not come.
     """
-    _check_connect(rank, world_size, name, timeout_s)
+    check_connect(rank, world_size, name, timeout_s)
     check_lease(lease_s)
     from ray_dcp.runtime.attach import attach_named
+    from ray_dcp.runtime.company import announced
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -252,7 +339,8 @@ def connect(
         )
     shared = name or f"alone-{secrets.token_hex(6)}"
     place = Session(shared, rank, world_size, namespace=namespace, lease_s=lease_s)
-    generation = place.enter(secrets.token_hex(8), timeout_s)
+    with announced():
+        generation = place.enter(secrets.token_hex(8), timeout_s)
     session = Session(
         f"{shared}/{generation}",
         rank,
@@ -305,37 +393,3 @@ def _may_have_company() -> bool:
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     )
     return grouped or "ray" in sys.modules
-
-
-def _check_connect(rank: int, world_size: int, name: str | None, timeout_s: float) -> None:
-    numbers = (rank, world_size)
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not (
-        0 <= rank < world_size
-    ):
-        raise InvalidRequestError(
-            f"Expected a rank from 0 to world_size - 1, but found rank={rank!r}, "
-            f"world_size={world_size!r}. Give each process its own number",
-            key="rank",
-        )
-    if name is None and world_size > 1:
-        raise InvalidRequestError(
-            f"Expected a name that the {world_size} ranks share, but found none. Give "
-            f"connect(name=...), the same on every rank",
-            key="name",
-        )
-    if name is not None and (not isinstance(name, str) or not name):
-        raise InvalidRequestError(
-            f"Expected name to be a string of at least one character, but found {name!r}",
-            key="name",
-        )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise InvalidRequestError(
-            f"Expected timeout_s to be a number of seconds above 0, but found {timeout_s!r}",
-            key="timeout_s",
-        )
-    open_session = registry.explicit()
-    if open_session is not None:
-        raise InvalidRequestError(
-            f"Expected one connect at a time, but {open_session!r} is open. Close it first",
-            rank=rank,
-        )

@@ -1,0 +1,352 @@
+"""Carries out `async_save`: stages in the caller's thread, and goes on in one of its own.
+
+What the caller waits for is the capture, one exchange with the coordinator and one copy of the
+bytes. Everything after that belongs to a thread of this process, and to the stager that holds the
+bytes: when there is one, the save goes on without this process too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+
+from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.handle import SaveHandle, SaveReport
+from ray_dcp.operations import (
+    CheckpointId,
+    RankSession,
+    StateDict,
+    capture_of,
+    run_save,
+    target_of,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
+from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.keeping import Keeping, keeping_of
+from ray_dcp.runtime.rank import drive
+from ray_dcp.runtime.rank_save import join_save
+from ray_dcp.seam.decision import FOREIGN, Decision
+from ray_dcp.seam.lazy_metadata import CommittedMetadata
+from ray_dcp.seam.state import stateful_to_state_dict
+
+__all__ = ["run_async_save"]
+
+RESERVED_KEYS = 12
+"""Operations that a save through plug-ins may need; all ranks reserve as many, in the order of
+their calls, and use them when the bytes are staged."""
+
+logger = logging.getLogger(__name__)
+
+
+def run_async_save(
+    decision: Decision,
+    session: RankSession,
+    state_dict: StateDict,
+    options: SaveOptions | None,
+    checkpoint_id: CheckpointId | None,
+    *,
+    stager: AsyncStager | None = None,
+    use_collectives: bool = True,
+) -> SaveHandle:
+    """Stages on this rank and returns the handle of the save that goes on.
+
+    Args:
+        decision: Which path, with what planner, storage and options.
+        session: Of this rank.
+        state_dict: As given to `async_save`.
+        options: As given there; the decision's are added.
+        checkpoint_id: As given there.
+        stager: As given there.
+        use_collectives: For foreign storages.
+
+    Raises:
+        CheckpointError: The session can't be used. What fails later is told by the handle.
+        Exception: What a stager of the user's raised.
+    """
+    options = decision.apply(options or SaveOptions())
+    name = decision.target.url if decision.target is not None else str(checkpoint_id)
+    handle = SaveHandle(name)
+    own_stager = None
+    if stager is None and decision.path == FOREIGN:
+        given = decision.storage
+        if isinstance(given, AsyncStager):
+            stager = given
+        else:
+            stager = own_stager = DefaultStager(StagingOptions(False, False, False, False))
+    if stager is None:
+        native = _NativeSave(handle, decision, session, options)
+        native.begin(state_dict)
+        return handle
+    staged = _StagedByUser(handle, decision, session, options, checkpoint_id, stager)
+    staged.use_collectives = use_collectives
+    staged.owned = own_stager is not None
+    staged.begin(state_dict)
+    return handle
+
+
+class _Save:
+    """One save on this rank: what its handle asks, and its thread."""
+
+    def __init__(
+        self, handle: SaveHandle, decision: Decision, session: RankSession, options: SaveOptions
+    ) -> None:
+        self._handle = handle
+        self._decision = decision
+        self._session = session
+        self._options = options
+        self._seconds: dict[str, float] = {}
+        self._bytes_staged = 0
+        self._attempt: str | None = None
+        self._staging = ""
+        handle._run_by(self)
+
+    def cancel(self) -> bool:
+        """Asks the coordinator to fail the save."""
+        return False
+
+    def progress(self) -> tuple[int, int]:
+        """Returns bytes written and bytes in all, of this rank."""
+        return 0, 0
+
+    def report(self) -> SaveReport:
+        """Returns what was done so far."""
+        return SaveReport(
+            path=self._decision.path,
+            staging=self._staging,
+            attempt=self._attempt,
+            seconds=dict(self._seconds),
+            bytes_staged=self._bytes_staged,
+            takeovers=self._takeovers(),
+        )
+
+    def _takeovers(self) -> int:
+        return 0
+
+    def _timed(self, phase: str, begin_s: float) -> float:
+        now_s = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now_s - begin_s
+        return now_s
+
+    def _go_on(self, finish: Callable[[], Metadata]) -> None:
+        """Runs the rest in a thread of its own, which ends the handle."""
+
+        def run() -> None:
+            begin_s = time.perf_counter()
+            metadata, error = None, None
+            try:
+                metadata = finish()
+            except BaseException as exc:  # noqa: BLE001 - the handle tells it
+                error = exc
+            self._timed("write", begin_s)
+            _running.discard(self)
+            self._handle._end(metadata, error)
+
+        # Why a daemon: the interpreter must not wait for ever; `_drain` waits with a deadline.
+        thread = threading.Thread(target=run, name=f"ray_dcp save {self._handle.checkpoint_id}")
+        thread.daemon = True
+        _running.add(self)
+        _drain_at_exit()
+        thread.start()
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until the save has ended; says so if it has not."""
+        wait([self._handle.upload_completion], timeout_s)
+        if not self._handle.done():
+            logger.error(
+                "The asynchronous save to %s has not ended after %g s and is left; ask "
+                "ray_dcp.outcome(%r, %r) what became of it",
+                self._handle.checkpoint_id, timeout_s, self._handle.checkpoint_id, self._attempt,
+            )  # fmt: skip
+        self._handle._tell_if_unseen()
+
+
+class _NativeSave(_Save):
+    """A save whose bytes ray_dcp stages itself."""
+
+    _keeping: Keeping | None = None
+    _key: OpKey | None = None
+
+    def cancel(self) -> bool:
+        """See `_Save.cancel`."""
+        if self._key is None:
+            return False
+        return self._session.cancel(self._key, "SaveHandle.cancel was called")
+
+    def progress(self) -> tuple[int, int]:
+        """See `_Save.progress`."""
+        return (0, 0) if self._keeping is None else self._keeping.progress()
+
+    def _takeovers(self) -> int:
+        return 0 if self._keeping is None else self._keeping.takeovers
+
+    def begin(self, state_dict: StateDict) -> None:
+        """Stages the state, in the caller's thread."""
+        with ExitStack() as stack:
+            activity = stack.enter_context(
+                self._session.activity(self._options.heartbeat_timeout_s)
+            )
+            try:
+                finish = self._stage(activity, state_dict)
+            except CheckpointError as error:
+                self._handle._end(None, error)
+                return
+            # The rank beats on until the save has ended.
+            rest = stack.pop_all()
+
+        def finish_all() -> Metadata:
+            with rest:
+                return finish()
+
+        self._go_on(finish_all)
+
+    def _stage(self, session: Activity, state_dict: StateDict) -> Callable[[], Metadata]:
+        target, options, vitals = target_of(self._decision), self._options, session.vitals
+        now_s = time.perf_counter()
+        take = capture_of(self._decision, session, state_dict, options)
+        now_s = self._timed("capture", now_s)
+        keeping = self._keeping = keeping_of(self._session)
+        self._staging = keeping.kind
+        self._key = session.next_key()
+        join = join_save(
+            self._key, rank=session.rank, world_size=session.world_size, target=target,
+            options=options, capture=take, staged=keeping.survives, vitals=vitals,
+        )  # fmt: skip
+        go, captured = drive(join, session.call)
+        self._attempt = go.attempt
+        now_s = self._timed("plan", now_s)
+        error = keeping.stage(self._key, go, captured, target, options, vitals)
+        self._bytes_staged = keeping.num_bytes
+        self._timed("stage", now_s)
+        self._handle._is_staged(error)
+        noted = (*captured.warnings, *go.warnings)
+
+        def finish() -> Metadata:
+            try:
+                outcome: SaveOutcome = drive(keeping.finish(), session.call)
+                vitals.over = True
+            finally:
+                keeping.release()
+            if session.rank == 0:
+                for warning in dict.fromkeys([*noted, *outcome.warnings]):
+                    warnings.warn(warning, UserWarning, stacklevel=2)
+            return CommittedMetadata.of(target, outcome)
+
+        return finish
+
+
+class _StagedByUser(_Save):
+    """A save of what an `AsyncStager` of DCP's protocol gives, through any path."""
+
+    use_collectives = True
+    owned = False
+
+    def __init__(
+        self,
+        handle: SaveHandle,
+        decision: Decision,
+        session: RankSession,
+        options: SaveOptions,
+        checkpoint_id: CheckpointId | None,
+        stager: AsyncStager,
+    ) -> None:
+        super().__init__(handle, decision, session, options)
+        self._checkpoint_id = checkpoint_id
+        self._stager = stager
+        self._staging = type(stager).__name__
+
+    def begin(self, state_dict: StateDict) -> None:
+        """Stages the state as DCP does, in the caller's thread or the stager's."""
+        session = _Reserved(self._session)
+        begin_s = time.perf_counter()
+        try:
+            staged = self._stager.stage(stateful_to_state_dict(state_dict))
+        except BaseException:
+            self._close()
+            raise
+        if isinstance(staged, Future):
+            staged.add_done_callback(self._staged)
+        else:
+            self._timed("stage", begin_s)
+
+        def finish() -> Metadata:
+            try:
+                state = staged.result() if isinstance(staged, Future) else staged
+                return run_save(
+                    self._decision, session, state, self._options, self._checkpoint_id,
+                    stateful=False, use_collectives=self.use_collectives,
+                )  # fmt: skip
+            finally:
+                self._close()
+
+        self._go_on(finish)
+        if not isinstance(staged, Future):
+            if self._stager.should_synchronize_after_execute:
+                self._stager.synchronize_staging()
+            self._handle._is_staged()
+
+    def _staged(self, staged: Future[Any]) -> None:
+        self._handle._is_staged(staged.exception())
+
+    def _close(self) -> None:
+        if self.owned:
+            self._stager.close()
+
+
+class _Reserved:
+    """A session whose next operations are named already: in the order of the users' calls."""
+
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._keys = iter([session.next_key() for _ in range(RESERVED_KEYS)])
+        self.rank = session.rank
+        self.world_size = session.world_size
+
+    def next_key(self) -> OpKey:
+        """Returns the key of the next operation."""
+        key = next(self._keys, None)
+        if key is None:
+            raise InternalError(f"A save needed more than {RESERVED_KEYS} operations")
+        return key
+
+    def call(self, request: Request) -> Reply:
+        """Returns the coordinator's reply."""
+        return self._session.call(request)
+
+    def activity(
+        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
+    ) -> Activity:  # fmt: skip
+        """Returns what the save uses the session through."""
+        return self._session.activity(timeout_s, next_key or self.next_key)
+
+    def cancel(self, key: OpKey, reason: str) -> bool:
+        """Fails a save on all ranks; returns whether that was still possible."""
+        return self._session.cancel(key, reason)
+
+
+# --- the end of the process ---------------------------------------------------------------------
+
+_running: set[_Save] = set()
+_at_exit = threading.Lock()
+
+
+def _drain_at_exit() -> None:
+    # Why so late: handlers run in reverse order, and Ray's own ends the connection.
+    if _at_exit.acquire(blocking=False):
+        atexit.register(_drain)
+
+
+def _drain() -> None:
+    """Waits for the saves that are under way, as long as their own deadlines allow."""
+    for save in list(_running):
+        save.drain(save._options.write_timeout_s + save._options.commit_timeout_s)

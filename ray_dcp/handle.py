@@ -1,0 +1,231 @@
+"""`SaveHandle`: what `async_save` returns, a future of the committed checkpoint's metadata."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
+
+__all__ = ["SaveHandle", "SaveProgress", "SaveReport"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """How far this rank's share of a save is."""
+
+    phase: str
+    """`"staging"`, `"writing"`, `"committed"` or `"failed"`."""
+    bytes_written: int
+    """Bytes of this rank's part files that are written, at most `bytes_total`."""
+    bytes_total: int
+    """Bytes that this rank writes; 0 until that is planned."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one save did on this rank."""
+
+    path: str
+    """`"native"`, `"planner hooks"` or `"foreign storage"`: which promises hold."""
+    staging: str
+    """Where the bytes were kept while training went on: `"stager"` (they survive this process),
+    `"process"` (they do not), or the class of the stager that was given."""
+    attempt: str | None
+    """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each phase took: `capture`, `plan`, `stage` (together the stall), `write`
+    (until all ranks' bytes are durable and committed)."""
+    bytes_staged: int = 0
+    """Bytes that this rank copied."""
+    takeovers: int = 0
+    """How often another stager had to take this rank's bytes over."""
+
+
+class SaveHandle(Future[Metadata], AsyncSaveResponse):
+    """A save that goes on in the background.
+
+    It is a `concurrent.futures.Future` of DCP's `Metadata`, done when every rank's bytes are
+    durable and the checkpoint is committed, or when the save failed: with the same outcome on all
+    ranks. It also has the two futures of DCP's `AsyncSaveResponse`. Made by
+    `ray_dcp.async_save`, not by users.
+
+    Args:
+        checkpoint_id: Path or URL, for messages.
+
+    Attributes:
+        checkpoint_id: As given.
+        staging_completion: Done when the state dict may change again.
+        upload_completion: Done when this future is, with the same result.
+
+    Example:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     handle = ray_dcp.async_save({"w": torch.ones(2)}, checkpoint_id=f"{root}/step-1")
+        ...     handle.staged()  # from here on training may go on
+        ...     sorted(handle.committed().state_dict_metadata)
+        ['w']
+    """
+
+    def __init__(self, checkpoint_id: str) -> None:
+        Future.__init__(self)
+        self.checkpoint_id = checkpoint_id
+        self.staging_completion: Future[None] = Future()
+        self.upload_completion: Future[Any] = Future()
+        self._source: _Source | None = None
+        self._looked_at = False
+        self._cancelled = threading.Event()
+        self.set_running_or_notify_cancel()
+
+    def staged(self, timeout_s: float | None = None) -> None:
+        """Returns when the state dict may change again: its bytes are copied.
+
+        Args:
+            timeout_s: How long to wait, in seconds; for ever if None.
+
+        Raises:
+            DeadlineError: It took longer.
+            CheckpointError: Staging failed on this rank.
+        """
+        self._wait_for(self.staging_completion, timeout_s, "be staged")
+
+    def committed(self, timeout_s: float | None = None) -> Metadata:
+        """Returns the metadata when the checkpoint is committed; like `result` with our errors.
+
+        Args:
+            timeout_s: How long to wait, in seconds; for ever if None.
+
+        Raises:
+            DeadlineError: It took longer; the save goes on.
+            CheckpointError: The save failed, on this rank or another.
+        """
+        self._looked_at = True
+        metadata: Metadata = self._wait_for(self, timeout_s, "be committed")
+        return metadata
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """See `concurrent.futures.Future.result`; raises what the save raised."""
+        self._looked_at = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `concurrent.futures.Future.exception`."""
+        self._looked_at = True
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[Metadata]], Any]) -> None:
+        """See `concurrent.futures.Future.add_done_callback`."""
+        self._looked_at = True
+        super().add_done_callback(fn)
+
+    def cancel(self) -> bool:
+        """Asks to fail the save on all ranks with `SaveCancelledError`.
+
+        Returns:
+            Whether it was still possible: False once its commit has begun. Either way this
+            future tells how it ended.
+        """
+        if self.done() or self._source is None:
+            return False
+        return self._source.cancel()
+
+    def cancelled(self) -> bool:
+        """Returns whether the save ended because it was cancelled."""
+        return self.done() and isinstance(super().exception(), SaveCancelledError)
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far this rank's share is."""
+        written, total = self._source.progress() if self._source else (0, 0)
+        if self.done():
+            failed = super().exception() is not None
+            return SaveProgress(*(("failed", written) if failed else ("committed", total)), total)
+        phase = "writing" if self.staging_completion.done() else "staging"
+        return SaveProgress(phase, written, total)
+
+    def report(self) -> SaveReport:
+        """Returns what this rank did so far: phases, seconds and bytes."""
+        if self._source is None:
+            return SaveReport(path="", staging="", attempt=None)
+        return self._source.report()
+
+    # AsyncSaveResponse is a dataclass, equal by its fields; a future is only equal to itself.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = Future.__repr__
+
+    # For `asynchronous`, which carries it out.
+
+    def _run_by(self, source: _Source) -> None:
+        self._source = source
+
+    def _is_staged(self, error: BaseException | None = None) -> None:
+        if self.staging_completion.done():
+            return
+        if error is None:
+            self.staging_completion.set_result(None)
+        else:
+            self.staging_completion.set_exception(error)
+
+    def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
+        if error is None and metadata is not None:
+            self._is_staged()
+            self.set_result(metadata)
+            self.upload_completion.set_result(metadata)
+            return
+        error = error or CheckpointError("the save ended without a result. Please report this")
+        self._is_staged(error)
+        self.set_exception(error)
+        self.upload_completion.set_exception(error)
+
+    def _wait_for(self, future: Future[Any], timeout_s: float | None, what: str) -> Any:
+        try:
+            return Future.result(future, timeout_s)
+        except TimeoutError as exc:
+            if future.done():
+                raise
+            raise DeadlineError(
+                f"Expected the save to {what} within {timeout_s:g} s, but it was not. It goes "
+                f"on: wait longer, or look at SaveHandle.progress",
+                checkpoint_id=self.checkpoint_id,
+            ) from exc
+
+    def _tell_if_unseen(self) -> None:
+        """Logs a failure that nobody has asked for."""
+        if not self.done() or self._looked_at or self.upload_completion is None:
+            return
+        error = super().exception()
+        if error is not None:
+            self._looked_at = True
+            logger.error(
+                "The asynchronous save to %s failed, and nobody asked its handle: %s: %s",
+                self.checkpoint_id, type(error).__name__, error,
+            )  # fmt: skip
+
+    def __del__(self) -> None:
+        self._tell_if_unseen()
+
+
+class _Source(Protocol):
+    """What a handle asks; `asynchronous.AsyncSave` is one."""
+
+    def cancel(self) -> bool:
+        """See `SaveHandle.cancel`."""
+        ...
+
+    def progress(self) -> tuple[int, int]:
+        """Returns bytes written and bytes in all."""
+        ...
+
+    def report(self) -> SaveReport:
+        """See `SaveHandle.report`."""
+        ...

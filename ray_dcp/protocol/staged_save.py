@@ -1,0 +1,386 @@
+"""The save machine whose bytes are written by stagers, while the ranks train on.
+
+It differs from `SaveMachine` in the phase "writing" alone. A rank's part is done when each of its
+files has a receipt, whoever wrote it:
+
+| event | then |
+|---|---|
+| `PartsHeld` | from now on the rank may die |
+| `PartsWritten` | receipts; the last one of the last rank ends the phase |
+| `SaveStaged` | the rank waits for the outcome, or to be asked for its bytes once more |
+| a rank is lost | nothing, if a living stager holds its bytes |
+| a stager is lost or lags | the rank hands its unwritten files to another: `TakeOver` |
+
+Before it plans it waits in the phase "queued" until `Coordination` lets it in, which counts the
+asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
+
+*Invariant*: a file is what its first receipt says; a second writer of it writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InternalError,
+    ParticipantError,
+    SaveSkippedError,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.commands import Answer, Command, Planned, Result, step_of
+from ray_dcp.protocol.lagging import Pace, laggards
+from ray_dcp.protocol.messages import (
+    Noted,
+    PartsHeld,
+    PartsWritten,
+    Request,
+    SaveJoin,
+    SaveReceipt,
+    SaveStaged,
+    TakeOver,
+)
+from ray_dcp.protocol.operation import Commands
+from ray_dcp.protocol.save import SaveMachine
+from ray_dcp.protocol.verdict import combine
+
+__all__ = ["StagedSaveMachine", "admit"]
+
+
+class StagedSaveMachine(SaveMachine):
+    """One asynchronous save of all ranks of a session.
+
+    Args:
+        first: The first join; hand it to `receive` as well.
+        epoch: Of the coordinator.
+        new_attempt: Makes up an attempt id that no other save ever had.
+    """
+
+    def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
+        super().__init__(first, epoch=epoch, new_attempt=new_attempt)
+        self._left: dict[int, set[int]] = {}
+        self._digests: dict[int, bytes] = {}
+        self._held: dict[int, PartsHeld] = {}
+        self._unheld: dict[int, tuple[str, bool]] = {}
+        self._staged: dict[int, SaveStaged] = {}
+        self._dead: dict[int, CheckpointError] = {}
+        self._paces: dict[int, tuple[int, int]] = {}
+        self._done_s: dict[int, float] = {}
+        self._began_s: float | None = None
+        self._helped: set[int] = set()
+
+    def receive(self, request: Request) -> Commands:
+        """See `Operation.receive`; what is of another attempt or epoch is refused first."""
+        if isinstance(request, SaveStaged | PartsHeld | PartsWritten):
+            self._check_fence(request)
+        return super().receive(request)
+
+    def stager_lost(self, stager: str, reason: str) -> Commands:
+        """Takes that a stager died or froze.
+
+        Args:
+            stager: `PartsHeld.stager`.
+            reason: How it is known, for the error.
+
+        Returns:
+            What to do now: ranks that live are asked to hand their bytes to another stager;
+            where the rank is dead as well, the save fails.
+        """
+        if self.phase != "writing":
+            return ()
+        self._tell(f"lost stager {stager}")
+        ranks = [rank for rank, held in self._held.items() if held.stager == stager]
+        return self._hand_over([rank for rank in ranks if self._left[rank]], reason, lost=True)
+
+    def lags(self, rank: int, reason: str) -> Commands:
+        """Takes that a rank's stager is much slower than the others.
+
+        Args:
+            rank: Whose bytes it holds.
+            reason: What was seen, for the report.
+
+        Returns:
+            What to do now; nothing when the rank is dead: its slow stager has the only copy.
+        """
+        ready = self.phase == "writing" and rank in self._staged and rank not in self._dead
+        if not ready or not self._left[rank] or rank in self._unheld:
+            return ()
+        return self._hand_over([rank], reason, lost=False)
+
+    def heard(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
+        """Takes how far stagers are, and helps those that are much slower than the others.
+
+        Args:
+            paces: Bytes written and bytes in all, by rank.
+            now_s: Seconds that never go back, of the coordinator's clock.
+        """
+        if self.phase != "writing":
+            return ()
+        if self._began_s is None:
+            self._began_s = now_s
+        self._paces.update(paces)
+        elapsed_s = now_s - self._began_s
+        for rank, left in self._left.items():
+            if not left:
+                self._done_s.setdefault(rank, elapsed_s)
+        found = laggards(
+            {
+                rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank))
+                for rank in self._left
+            },
+            elapsed_s,
+        )
+        commands: Commands = ()
+        for rank, reason in found.items():
+            if rank not in self._helped:
+                self._helped.add(rank)
+                commands += self.lags(rank, reason)
+        return commands
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """The stagers that hold bytes which nobody has written yet."""
+        if self.phase != "writing":
+            return frozenset()
+        return frozenset(held.stager for rank, held in self._held.items() if self._left[rank])
+
+    # The queue
+
+    @property
+    def is_queued(self) -> bool:
+        """Every rank has joined, and nothing else has happened."""
+        return self.phase == "queued"
+
+    @property
+    def is_under_way(self) -> bool:
+        """It was let in and has not ended: it may hold a copy of the state."""
+        return not self.over and self.phase not in ("joining", "queued")
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Nothing of it is known to be written, and nothing of it can be committed."""
+        begun = bool(self._receipts) or self._error is not None or self._outcome is not None
+        return self.phase in ("reading", "planning", "writing") and not begun
+
+    @property
+    def options(self) -> SaveOptions:
+        """How it is to be saved."""
+        return self._options
+
+    @property
+    def url(self) -> str:
+        """Where it is saved."""
+        return self._target.url
+
+    def let_in(self) -> Commands:
+        """Takes that it may begin."""
+        return super()._joined()
+
+    def refuse(self, error: CheckpointError) -> Commands:
+        """Takes that it may not begin.
+
+        Args:
+            error: Why, for all ranks.
+        """
+        return self._refuse_all(error)
+
+    # Events
+
+    def _on_request(self, request: Request) -> Commands:
+        match self.phase, request:
+            case "writing", PartsHeld():
+                return self._take_hold(request)
+            case "writing", PartsWritten():
+                return self._take_written(request)
+            case "writing", SaveStaged():
+                return self._take_staged(request)
+            case "writing", SaveReceipt():
+                # A rank that found no stager has written its part itself.
+                self._left[request.rank].clear()
+            case (("aborting" | "cleaning"), (PartsHeld() | PartsWritten() | SaveStaged())):
+                # The save fails already; who asks is told when that is decided.
+                self._waiting[request.rank, step_of(request)] = None
+                return ()
+            case (
+                ("building" | "table" | "record" | "publishing" | "collecting"),
+                (PartsHeld() | PartsWritten()),
+            ):
+                return self._noted(request)
+            case (("building" | "table" | "record" | "publishing" | "collecting"), SaveStaged()):
+                self._waiting[request.rank, step_of(request)] = None
+                return ()
+        return super()._on_request(request)
+
+    def _on_result(self, result: Result) -> Commands:
+        if self.phase == "planning" and isinstance(result, Planned):
+            self._left = {
+                rank: {file.file for file in part.files} for rank, part in enumerate(result.parts)
+            }
+        return super()._on_result(result)
+
+    def _joined(self) -> Commands:
+        if self._roll.missing or self._roll.errors:
+            return super()._joined()
+        self._to("queued")
+        return ()
+
+    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
+        if self.phase == "queued":
+            return self._refuse_all(combine(errors, self._target.url))
+        if self.phase != "writing":
+            return super()._on_lost(errors)
+        needed: dict[int, CheckpointError] = {}
+        for rank, error in errors.items():
+            self._dead[rank] = error
+            if rank not in self._held or rank in self._unheld:
+                needed[rank] = error
+        return super()._on_lost(needed)
+
+    # Writing
+
+    def _take_hold(self, held: PartsHeld) -> Commands:
+        known = self._held.get(held.rank)
+        if known is None or held.incarnation > known.incarnation:
+            self._held[held.rank] = held
+            self._unheld.pop(held.rank, None)
+        return self._noted(held)
+
+    def _take_written(self, written: PartsWritten) -> Commands:
+        rank = written.rank
+        if written.error is not None:
+            held = self._held.get(rank)
+            if held is not None and held.incarnation > written.incarnation:
+                return self._noted(written)  # another stager has taken over
+            self._roll.note(rank, written.error)
+            return (*self._noted(written), *self._received())
+        for receipt in written.files:
+            if receipt.file in self._left[rank]:
+                self._left[rank].discard(receipt.file)
+                self._digests[receipt.file] = receipt.digest
+                self._receipts.append(receipt)
+            elif self._digests.get(receipt.file) != receipt.digest:
+                error = InternalError(
+                    f"Expected stager {written.stager} to write a file of rank {rank}, with the "
+                    f"bytes that another stager wrote, but found other ones. Please report this",
+                    key=receipt.key,
+                    rank=rank,
+                )
+                self._roll.note(rank, error)
+        return (*self._noted(written), *self._check_done(rank))
+
+    def _take_staged(self, staged: SaveStaged) -> Commands:
+        rank = staged.rank
+        self._tell(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
+        self._waiting[rank, step_of(staged)] = None
+        self._dead.pop(rank, None)
+        self._staged[rank] = staged
+        if staged.error is not None:
+            self._roll.note(rank, staged.error)
+            return self._received()
+        if rank in self._unheld and staged.incarnation <= self._incarnation(rank):
+            return self._ask_again(rank)
+        return self._check_done(rank)
+
+    def _check_done(self, rank: int) -> Commands:
+        """Goes on when nothing of a rank is missing any more."""
+        known = rank in self._held or rank in self._staged
+        if not self._left[rank] and known and rank not in self._roll.came:
+            self._tell(f"part of rank {rank} is written")
+            self._roll.note(rank, None)
+            return self._received()
+        return self._received() if self._roll.errors else ()
+
+    def _hand_over(self, ranks: list[int], reason: str, *, lost: bool) -> Commands:
+        gone: dict[int, CheckpointError] = {}
+        commands: Commands = ()
+        for rank in ranks:
+            if rank in self._dead:
+                gone[rank] = _both_gone(rank, len(self._left[rank]), reason)
+                continue
+            self._unheld[rank] = (reason, lost)
+            if rank in self._staged:
+                commands += self._ask_again(rank)
+        return commands + (super()._on_lost(gone) if gone else ())
+
+    def _ask_again(self, rank: int) -> Commands:
+        """Answers the rank's call: it is to find another stager."""
+        staged = self._staged[rank]
+        at = (rank, step_of(staged))
+        if at not in self._waiting:
+            return ()
+        reason, lost = self._unheld[rank]
+        files = tuple(sorted(self._left[rank]))
+        del self._waiting[at]
+        helpers = () if lost else self._helpers()
+        reply = self._given[at] = TakeOver(
+            self._incarnation(rank) + 1, files, reason, lost, helpers
+        )
+        return (Answer(self.key, rank, at[1], reply),)
+
+    def _helpers(self) -> tuple[str, ...]:
+        """The stagers that have nothing of this save left to write."""
+        busy = self.holders
+        return tuple(dict.fromkeys(h.stager for h in self._held.values() if h.stager not in busy))
+
+    def _incarnation(self, rank: int) -> int:
+        held = self._held.get(rank)
+        return -1 if held is None else held.incarnation
+
+    def _noted(self, request: Request) -> Commands:
+        at = (request.rank, step_of(request))
+        reply = self._given[at] = Noted()
+        return (Answer(self.key, request.rank, at[1], reply),)
+
+    def _end(self, phase: str) -> list[Command]:
+        self._left.clear()
+        self._digests.clear()
+        self._held.clear()
+        self._unheld.clear()
+        self._staged.clear()
+        return super()._end(phase)
+
+
+def admit(
+    queued: StagedSaveMachine, under_way: Sequence[StagedSaveMachine]
+) -> StagedSaveMachine | CheckpointError | Literal["begin", "wait"]:
+    """Returns what becomes of the first save of a session's queue.
+
+    Args:
+        queued: That save.
+        under_way: The session's saves that were let in and have not ended, oldest first.
+
+    Returns:
+        `"begin"`, `"wait"`, the save that is to be cancelled first, or why it is refused.
+    """
+    for other in under_way:
+        if other.url == queued.url and queued.options.max_pending > 1:
+            return CheckpointExistsError(
+                f"Expected one save at a time of an id, but operation {other.key.seq} of this "
+                f"session is saving to {queued.url}. Wait for its handle, or save under another "
+                f"id",
+                checkpoint_id=queued.url,
+            )
+    if len(under_way) < queued.options.max_pending:
+        return "begin"
+    if queued.options.when_full == "skip":
+        return SaveSkippedError(
+            f"The save was skipped, as {len(under_way)} are under way "
+            f"(SaveOptions.max_pending={queued.options.max_pending}, when_full='skip')",
+            checkpoint_id=queued.url,
+        )
+    if queued.options.when_full == "replace":
+        for other in reversed(under_way):
+            if other.is_replaceable:
+                return other
+    return "wait"
+
+
+def _both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
+    return ParticipantError(
+        f"Expected a stager to write the bytes of rank {rank}, but it was lost with {num_files} "
+        f"files unwritten ({reason}), and so was the rank, which could have given them again. "
+        f"Save again",
+        rank=rank,
+    )

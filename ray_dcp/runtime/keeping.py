@@ -1,0 +1,231 @@
+"""Where the bytes of an asynchronous save are while training goes on, seen from its rank.
+
+In a job with Ray a stager of the node keeps them (`stager_keeping`); a process that is alone keeps
+them itself, in memory that it does not train with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    OpKey,
+    Reply,
+    Request,
+    SaveGo,
+    SaveOutcome,
+    SaveReceipt,
+    Target,
+)
+from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.runtime.rank_save import Captured, await_outcome
+from ray_dcp.runtime.telling import attempt
+from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.stage.private_memory import Lease, PrivateMemory
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.threads import run_tasks, run_within
+from ray_dcp.transfer.writer import ManySource, write_part
+
+__all__ = ["Keeping", "ProcessKeeping", "keeping_of"]
+
+Finish = Generator[Request, Reply, SaveOutcome]
+
+
+class Keeping(Protocol):
+    """The staged bytes of one rank's save."""
+
+    kind: str
+    """`SaveReport.staging`."""
+    survives: bool
+    """The save goes on when this process dies."""
+    num_bytes: int
+    """Bytes that were copied."""
+    takeovers: int
+    """How often they were handed to another stager."""
+
+    def stage(
+        self,
+        key: OpKey,
+        go: SaveGo,
+        captured: Captured,
+        target: Target,
+        options: SaveOptions,
+        vitals: Vitals,
+    ) -> CheckpointError | None:
+        """Copies what this rank writes; when it returns, the state may change.
+
+        Returns:
+            Why it failed: `finish` tells the other ranks, which fail as well.
+        """
+        ...
+
+    def finish(self) -> Finish:
+        """Returns what this rank still has to say and to do, until the save has ended."""
+        ...
+
+    def progress(self) -> tuple[int, int]:
+        """Returns bytes written and bytes in all."""
+        ...
+
+    def release(self) -> None:
+        """Gives the memory back; the save has ended."""
+        ...
+
+
+def keeping_of(session: Any) -> Keeping:
+    """Returns where a session's rank keeps its bytes.
+
+    Args:
+        session: Of this rank: a `Session`, or an `InlineSession` for a process that is alone.
+    """
+    if isinstance(session, InlineSession):
+        return ProcessKeeping(session.rank)
+    # Why here: a process that is alone has no need of Ray.
+    from ray_dcp.runtime.stager_keeping import StagerKeeping
+
+    return StagerKeeping(session)
+
+
+_memory = PrivateMemory()
+
+
+class ProcessKeeping:
+    """Keeps the bytes in this process: training goes on, but the save dies with the process.
+
+    Args:
+        rank: Of this process.
+        opener: What opens the storage.
+    """
+
+    kind = "process"
+    survives = False
+    takeovers = 0
+
+    def __init__(self, rank: int, opener: Callable[[Target], Any] = open_storage) -> None:
+        self._rank = rank
+        self.num_bytes = 0
+        self._opener = opener
+        self._lease: Lease | None = None
+        self._ended = False
+        self._vitals: Vitals | None = None
+        self._total = 0
+        self._finish: Callable[[], Finish] | None = None
+
+    def stage(
+        self,
+        key: OpKey,
+        go: SaveGo,
+        captured: Captured,
+        target: Target,
+        options: SaveOptions,
+        vitals: Vitals,
+    ) -> CheckpointError | None:
+        """See `Keeping.stage`."""
+        rank = self._rank
+        copy, error = attempt(partial(self._copy, go, captured), "staging", rank)
+
+        def write() -> tuple[FileReceipt, ...]:
+            if copy is None or error is not None:
+                raise error or CheckpointError("nothing was staged", rank=rank)
+            source, deferred = copy
+            return write_part(
+                WatchedStorage(self._opener(target), vitals), go.plan, go.attempt,
+                source=source, deferred=deferred, options=options,
+            )  # fmt: skip
+
+        def finish() -> Finish:
+            vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
+            timeout_s = options.write_timeout_s
+            late = partial(
+                vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
+            )
+            in_time = partial(run_within, write, timeout_s, vitals.stop, late)
+            files, failed = attempt(in_time, "writing", rank)
+            self._ended = failed is None
+            receipt = SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error or failed)
+            return (
+                yield from await_outcome(
+                    receipt, target, self._opener,
+                    timeout_s=options.commit_timeout_s, vitals=vitals,
+                )
+            )  # fmt: skip
+
+        self._finish = finish
+        self._vitals = vitals
+        return error
+
+    def finish(self) -> Finish:
+        """See `Keeping.finish`."""
+        if self._finish is None:
+            raise CheckpointError("finish comes after stage. Please report this")
+        return self._finish()
+
+    def progress(self) -> tuple[int, int]:
+        """See `Keeping.progress`."""
+        if self._ended or self._vitals is None:
+            return self._total, self._total
+        doing = self._vitals.doing
+        return (min(doing.done_bytes, self._total) if doing.phase == "writing" else 0), self._total
+
+    def release(self) -> None:
+        """See `Keeping.release`."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def _copy(
+        self, go: SaveGo, captured: Captured
+    ) -> tuple[Callable[[int], memoryview], Callable[[int], bytes]]:
+        """Copies every item of the plan, whole: a process that is alone writes all of each."""
+        files = go.plan.files
+        rows = sorted({row for file in files for row in file.row.tolist()})
+        many = captured.source
+        views = many.many(rows) if isinstance(many, ManySource) else [many(row) for row in rows]
+        ends = np.cumsum([len(view) for view in views], dtype=np.int64)
+        self.num_bytes = self._total = int(ends[-1]) if rows else 0
+        try:
+            self._lease = _memory.lease(self.num_bytes)
+        except MemoryError as exc:
+            raise LimitError(
+                f"Expected {self.num_bytes} bytes of memory for a copy of the state, but {exc}. "
+                f"Save synchronously, or with fewer saves pending"
+            ) from exc
+        memory = np.frombuffer(self._lease.view, dtype=np.uint8)
+        starts = (ends - [len(view) for view in views]).tolist()
+        places = dict(zip(rows, zip(starts, ends.tolist(), strict=True), strict=True))
+
+        def copy(part: tuple[int, int]) -> None:
+            for index in range(*part):
+                target = memory[starts[index] : ends[index]]
+                np.copyto(target, np.frombuffer(views[index], dtype=np.uint8))
+
+        run_tasks(_shares(ends), copy, _COPY_THREADS)
+        deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
+        whole = self._lease.view
+
+        def source(row: int) -> memoryview:
+            start, end = places[row]
+            return whole[start:end]
+
+        return source, deferred.__getitem__
+
+
+_COPY_THREADS = 2
+
+
+def _shares(ends: np.ndarray) -> list[tuple[int, int]]:
+    """Returns ranges of items of about equal bytes, one for each thread that copies."""
+    if not len(ends):
+        return []
+    bounds = [0]
+    for share in range(1, _COPY_THREADS):
+        bounds.append(int(np.searchsorted(ends, int(ends[-1]) * share // _COPY_THREADS)))
+    bounds.append(len(ends))
+    return [(low, high) for low, high in pairwise(bounds) if low < high]

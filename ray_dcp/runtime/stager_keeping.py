@@ -1,0 +1,152 @@
+"""A rank's bytes in the hands of its node's stager, who writes them even when the rank is gone."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import OpKey, PartsHeld, SaveGo, SaveStaged, TakeOver, Target
+from ray_dcp.runtime.rank_save import Captured, await_outcome
+from ray_dcp.runtime.staging import Reporter, Staged
+from ray_dcp.runtime.telling import attempt
+from ray_dcp.runtime.vitals import Vitals
+from ray_dcp.stage.values import StageKey
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.keeping import Finish
+    from ray_dcp.runtime.session import Session
+
+__all__ = ["StagerKeeping", "key_of", "name_of"]
+
+REPORT_METHOD = "take_report"
+"""Method of the coordinator that takes `StageReport`s."""
+
+
+def name_of(key: OpKey, epoch: int) -> str:
+    """Returns what a stager calls a save: enough to tell a coordinator which it is.
+
+    Args:
+        key: The operation.
+        epoch: Of the coordinator that planned it.
+
+    Example:
+        >>> key_of(name_of(OpKey("run/1", 7), 2))
+        (OpKey(session='run/1', seq=7), 2)
+    """
+    return f"{epoch}:{key.seq}:{key.session}"
+
+
+def key_of(name: str) -> tuple[OpKey, int]:
+    """Returns the operation and the epoch that `name_of` made a name of."""
+    epoch, seq, session = name.split(":", 2)
+    return OpKey(session, int(seq)), int(epoch)
+
+
+class StagerKeeping:
+    """Keeps the bytes with the stager of this rank's node.
+
+    Args:
+        session: Of this rank.
+    """
+
+    kind = "stager"
+    survives = True
+
+    def __init__(self, session: Session) -> None:
+        self.num_bytes = 0
+        self.takeovers = 0
+        self._incarnation = 0
+        self._session = session
+        self._staged: Staged | None = None
+        self._finish: SaveStaged | None = None
+        self._target = Target("")
+        self._commit_timeout_s: float | None = None
+        self._vitals: Vitals | None = None
+        self._last: tuple[int, int] = (0, 0)
+
+    def stage(
+        self,
+        key: OpKey,
+        go: SaveGo,
+        captured: Captured,
+        target: Target,
+        options: SaveOptions,
+        vitals: Vitals,
+    ) -> CheckpointError | None:
+        """See `Keeping.stage`."""
+        rank = self._session.rank
+        error: CheckpointError | None = None
+        if go.plan.files:
+            hand_in = partial(self._hand_in, key, go, captured, target, options)
+            _, error = attempt(hand_in, "staging", rank)
+        self._target = target
+        self._commit_timeout_s = options.commit_timeout_s
+        self._vitals = vitals
+        self._finish = SaveStaged(key, rank, go.attempt, go.epoch, self._incarnation, error)
+        return error
+
+    def finish(self) -> Finish:
+        """See `Keeping.finish`."""
+        if self._finish is None:
+            raise CheckpointError("finish comes after stage. Please report this")
+        return await_outcome(
+            self._finish, self._target, hand_over=self._hand_over,
+            timeout_s=self._commit_timeout_s, vitals=self._vitals,
+        )  # fmt: skip
+
+    def progress(self) -> tuple[int, int]:
+        """See `Keeping.progress`."""
+        found = None if self._staged is None else self._staged.progress()
+        if found is not None:
+            self._last = (found.written_bytes, found.num_bytes)
+        return self._last
+
+    def release(self) -> None:
+        """See `Keeping.release`."""
+        if self._staged is not None:
+            self._staged.release()
+
+    def _hand_in(
+        self, key: OpKey, go: SaveGo, captured: Captured, target: Target, options: SaveOptions
+    ) -> None:
+        session = self._session
+        staged = self._staged = session.staging().stage(
+            StageKey(name_of(key, go.epoch), session.rank, go.attempt),
+            go.plan, captured, target=target, options=options,
+            reporter=Reporter(session.coordinator(), REPORT_METHOD),
+        )  # fmt: skip
+        self.num_bytes = staged.num_bytes
+        self._last = (0, staged.num_bytes)
+        self._incarnation = staged.key.incarnation
+        self._tell(key, go.attempt, go.epoch, self._incarnation)
+
+    def _hand_over(self, asked: TakeOver) -> None:
+        if self._staged is None or self._finish is None:
+            raise CheckpointError("nothing is staged that could be handed over")
+        helper = None if asked.lost else self._helper(asked.helpers)
+        self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation)
+        self.takeovers += 1
+        last = self._finish
+        self._tell(last.key, last.attempt, last.epoch, asked.incarnation)
+
+    def _helper(self, names: tuple[str, ...]) -> Any:
+        """Returns the handle of one of the stagers that are done, another one for each rank."""
+        for turn in range(len(names)):
+            name, _, _ = names[(self._session.rank + turn) % len(names)].partition("#")
+            with suppress(ValueError):
+                return ray.get_actor(name, namespace=self._session.namespace)
+        raise CheckpointError("no stager that has ended its own part is there any more")
+
+    def _tell(self, key: OpKey, attempt_id: str, epoch: int, incarnation: int) -> None:
+        """Tells the coordinator who holds the bytes; only then may the rank die."""
+        if self._staged is None:
+            return
+        stager = self._staged.stager_name
+        session = self._session
+        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)
+        session.call(held)

@@ -1,0 +1,172 @@
+"""What ranks do with asynchronous saves in tests; importable on the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import ray_dcp
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.session import current_session
+from tests.attempts import Attempt, attempt
+
+LARGE_BYTES = 192 << 20
+"""What one rank writes where something must happen in the middle of it."""
+
+HELD: dict[str, Any] = {}
+
+
+def mixed_state(step: int) -> dict[str, Any]:
+    """Returns a state of every kind of value, all of which carry the step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rank = dist.get_rank()
+    base = torch.arange(24, dtype=torch.float32).reshape(6, 4) + step
+    tied = torch.full((5, 3), float(step))
+    return {
+        "own": {f"rank{rank}": torch.full((7,), step, dtype=torch.int32)},
+        "sharded": distribute_tensor(base.clone(), mesh, [Shard(0)]),
+        "replicated": distribute_tensor(base.clone(), mesh, [Replicate()]),
+        "scalar": distribute_tensor(torch.tensor(float(step)), mesh, [Replicate()]),
+        "transposed": base.clone().t(),
+        "bf16": torch.full((3,), step, dtype=torch.bfloat16),
+        "flags": torch.tensor([bool(step % 2), True]),
+        "empty": torch.zeros(0, 3),
+        "tied": tied,
+        "tied_too": tied,
+        "view": tied[1:3],
+        "step": step,
+        "log": [step] * 3,
+    }
+
+
+def change(state: dict[str, Any]) -> None:
+    """Changes every value of a state in place."""
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            local.copy_(torch.zeros_like(local))
+        elif isinstance(value, dict):
+            change(value)
+        elif isinstance(value, list):
+            value.clear()
+
+
+def mixed_is(path: str, step: int) -> bool:
+    """Returns whether what stands loads as the whole state of one step."""
+    expected, loaded = mixed_state(step), mixed_state(0)
+    ray_dcp.load(loaded, checkpoint_id=path)
+    return _equal(loaded, expected)
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return all(_equal(found[name], value) for name, value in expected.items())
+    if isinstance(expected, torch.Tensor):
+        local = [v.full_tensor() if hasattr(v, "full_tensor") else v for v in (found, expected)]
+        return torch.equal(*local)
+    return bool(found == expected)
+
+
+def save_and_change(path: str, step: int, **options: Any) -> Attempt:
+    """Saves, changes the state at once, and waits for the commit."""
+
+    def save() -> Any:
+        state = mixed_state(step)
+        handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
+        handle.staged(60)
+        change(state)
+        assert isinstance(handle, Future)
+        assert isinstance(handle, AsyncSaveResponse)
+        metadata = handle.committed(120)
+        assert handle.upload_completion.result(0) is metadata
+        assert handle.progress.phase == "committed"
+        return handle.report()
+
+    return attempt(save)
+
+
+def large_state(step: int, num_bytes: int = LARGE_BYTES) -> dict[str, Any]:
+    """Returns a tensor that only this rank has, full of the step."""
+    return {f"large{dist.get_rank()}": torch.full((num_bytes // 4,), float(step)), "step": step}
+
+
+def begin_large(path: str, step: int, **options: Any) -> str:
+    """Begins a large save and keeps its handle; returns its attempt."""
+    options = {"part_bytes": 16 << 20, "num_threads": 1, **options}
+    handle = ray_dcp.async_save(
+        large_state(step), checkpoint_id=path, options=SaveOptions(**options)
+    )
+    HELD["handle"] = handle
+    handle.staged(60)
+    attempt_id = handle.report().attempt
+    assert attempt_id is not None
+    return attempt_id
+
+
+def begin_large_and_die(path: str, step: int, *victims: int) -> str:
+    """Begins a large save; some ranks are killed as soon as their bytes are staged."""
+    found = begin_large(path, step)
+    Path(f"{path}.attempt").write_text(found)
+    if dist.get_rank() in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+
+def begin_large_and_signal_stager(path: str, step: int, number: int, **options: Any) -> Attempt:
+    """Begins a large save and signals the node's stager from rank 0; waits for the outcome."""
+
+    def save() -> Any:
+        pid = current_session().staging().info()["pid"]
+        begin_large(path, step, **options)
+        if dist.get_rank() == 0:
+            os.kill(pid, number)
+        return HELD["handle"].committed(120) and HELD["handle"].report()
+
+    return attempt(save)
+
+
+def begin_large_and_cancel(path: str, step: int, by: int) -> Attempt:
+    """Begins a large save, which one rank cancels."""
+
+    def save() -> Any:
+        begin_large(path, step)
+        if dist.get_rank() == by:
+            assert HELD["handle"].cancel()
+        return HELD["handle"].committed(60)
+
+    return attempt(save)
+
+
+def large_is(path: str, step: int, world_size: int) -> bool:
+    """Returns whether what stands is the whole large state of one step."""
+    names = {f"large{rank}": torch.zeros(LARGE_BYTES // 4) for rank in range(world_size)}
+    state: dict[str, Any] = {**names, "step": 0}
+    ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state["step"] == step and all(bool((state[name] == step).all()) for name in names)
+
+
+def stager_facts() -> dict[str, Any]:
+    """Returns what this rank's stager says of itself."""
+    return current_session().staging().info()
+
+
+def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
+    """Begins two large saves right after each other; returns how each ended."""
+    handles = [
+        ray_dcp.async_save(
+            large_state(step),
+            checkpoint_id=f"{path}-{step}",
+            options=SaveOptions(when_full=when_full, max_pending=max_pending),
+        )
+        for step in (1, 2)
+    ]
+    return [type(handle.exception(120)).__name__ for handle in handles]

@@ -1,0 +1,123 @@
+"""Asynchronous saves on real ranks: whole, survived, taken over, cancelled; and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as stock
+
+import ray_dcp
+from ray_dcp.errors import ParticipantError, SaveCancelledError
+from ray_dcp.runtime.workers import WorkerGroup
+from tests import async_programs as programs
+from tests.attempts import one_error
+from tests.polling import eventually, lives
+
+
+@pytest.fixture(scope="module")
+def ranks(ray_session):
+    with WorkerGroup(2, run_timeout_s=180, release_s=10) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def whole_group(ranks):
+    if ranks.world_size != 2:
+        ranks.resize(2)
+
+
+def committed(path: Path, attempt: str) -> bool:
+    return eventually(lambda: ray_dcp.outcome(path, attempt) == "committed", 60)
+
+
+def test_a_state_that_changes_right_after_staging_is_saved_as_it_was(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    for step in (1, 2):
+        came = ranks.run(programs.save_and_change, path, step)
+        assert [one.error for one in came] == [None, None]
+        assert came[0].value.staging == "stager"
+        assert came[0].value.path == "native"
+        assert ranks.run(programs.mixed_is, path, step) == [True, True]
+    assert ray_dcp.verify(path).ok
+
+
+def test_stock_dcp_reads_an_asynchronous_save(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    assert [one.error for one in ranks.run(programs.save_and_change, path, 3)] == [None, None]
+    import torch
+
+    state = {"sharded": torch.zeros(6, 4), "step": 0, "bf16": torch.zeros(3, dtype=torch.bfloat16)}
+    stock.load(state, checkpoint_id=path)
+    assert state["step"] == 3
+    assert torch.equal(state["sharded"], torch.arange(24.0).reshape(6, 4) + 3)
+
+
+@pytest.mark.parametrize("victims", [(1,), (0,), (0, 1)], ids=["rank 1", "rank 0", "all ranks"])
+def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims):
+    path = tmp_path / "c"
+    with pytest.raises(ParticipantError):
+        ranks.run(programs.begin_large_and_die, str(path), 5, *victims)
+    assert committed(path, Path(f"{path}.attempt").read_text())
+    ranks.resize(2)
+    assert programs.large_is(str(path), 5, 2)
+    assert ray_dcp.verify(path).ok
+
+
+def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_path):
+    path = tmp_path / "c"
+    before = ranks.run(programs.stager_facts)[0]
+    came = ranks.run(programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL))
+    assert [one.error for one in came] == [None, None]
+    assert sum(one.value.takeovers for one in came) >= 1
+    assert programs.large_is(str(path), 6, 2)
+    after = ranks.run(programs.stager_facts)[0]
+    assert after["pid"] != before["pid"]
+    assert not lives(before["pid"])
+
+
+def test_a_stager_that_freezes_has_its_files_written_by_another(ranks, tmp_path):
+    path = tmp_path / "c"
+    before = ranks.run(programs.stager_facts)[0]
+    came = ranks.run(
+        partial(
+            programs.begin_large_and_signal_stager, str(path), 7, int(signal.SIGSTOP),
+            heartbeat_timeout_s=3.0,
+        )
+    )  # fmt: skip
+    assert [one.error for one in came] == [None, None]
+    assert programs.large_is(str(path), 7, 2)
+    assert not lives(before["pid"])
+
+
+def test_a_cancelled_save_fails_on_all_ranks_and_leaves_what_stood(ranks, tmp_path):
+    path = tmp_path / "c"
+    ranks.run(programs.save_and_change, str(path), 1)
+    came = ranks.run(programs.begin_large_and_cancel, str(path), 2, 1)
+    one_error(came, SaveCancelledError, "cancel")
+    assert ranks.run(programs.mixed_is, str(path), 1) == [True, True]
+
+
+@pytest.mark.parametrize("max_pending", [1, 2])
+def test_a_second_save_waits_or_goes_along(ranks, tmp_path, max_pending):
+    came = ranks.run(programs.save_twice, str(tmp_path / "c"), "wait", max_pending)
+    assert came == [["NoneType", "NoneType"]] * 2
+
+
+def test_a_second_save_is_skipped_on_all_ranks_or_on_none(ranks, tmp_path):
+    first, second = ranks.run(programs.save_twice, str(tmp_path / "c"), "skip", 1)
+    assert first == second
+    assert first[0] == "NoneType"
+    # Whether the first one has ended by then is for the disk to say.
+    assert first[1] in ("NoneType", "SaveSkippedError")
+
+
+def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks, tmp_path):
+    shm = set(os.listdir("/dev/shm"))
+    came = ranks.run(programs.save_and_change, str(tmp_path / "c"), 1)
+    assert [one.error for one in came] == [None, None]
+    assert eventually(lambda: ranks.run(programs.stager_facts)[0]["used_bytes"] == 0, 20)
+    assert eventually(lambda: set(os.listdir("/dev/shm")) <= shm, 20)

@@ -1,0 +1,309 @@
+"""`async_save` in a process that is alone: bytes copied, training goes on, the handle tells."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    DeadlineError,
+    InvalidRequestError,
+    SaveCancelledError,
+    StorageError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime import keeping
+from ray_dcp.store.opening import open_storage
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def state_of(step: int) -> dict[str, Any]:
+    tied = torch.full((4, 3), float(step))
+    return {
+        "w": torch.arange(12.0).reshape(3, 4) + step,
+        "t": (torch.arange(12.0).reshape(3, 4) + step).t(),
+        "scalar": torch.tensor(float(step)),
+        "bf16": torch.full((5,), step, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 2),
+        "tied": tied,
+        "tied_too": tied,
+        "nested": {"log": [step, step], "step": step},
+    }
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    state = state_of(0)
+    ray_dcp.load(state, checkpoint_id=path)
+    return state
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    expected = state_of(step)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[name], value), name
+    assert state["nested"] == expected["nested"]
+
+
+def spoil(state: dict[str, Any]) -> None:
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    state["nested"]["log"].clear()
+    state["nested"]["step"] = -1
+
+
+class Gate:
+    """A storage opener whose files wait to be written until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def __call__(self, target: Any) -> Any:
+        assert self.open.wait(60)
+        return open_storage(target)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate()
+    make = keeping.ProcessKeeping
+    monkeypatch.setattr(keeping, "ProcessKeeping", lambda rank: make(rank, gate))
+    yield gate
+    gate.open.set()
+
+
+def test_what_changes_after_staging_is_saved_as_it_was(gate, tmp_path):
+    state = state_of(3)
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "c")
+    handle.staged(10)
+    spoil(state)
+    gate.open.set()
+    handle.committed(60)
+    assert_is(loaded(tmp_path / "c"), 3)
+
+
+def test_a_handle_is_both_of_what_dcp_returns(gate, tmp_path):
+    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
+    assert isinstance(handle, Future)
+    assert isinstance(handle, AsyncSaveResponse)
+    assert handle.staging_completion.done()
+    assert not handle.upload_completion.done()
+    assert not handle.done()
+    assert handle.running()
+    assert handle.progress.phase == "writing"
+    assert len({handle, handle}) == 1
+    gate.open.set()
+    metadata = handle.result(60)
+    assert handle.upload_completion.result(0) is metadata
+    assert sorted(metadata.state_dict_metadata)[:2] == ["bf16", "nested.log"]
+    assert handle.progress == ray_dcp.SaveProgress("committed", *[handle.progress.bytes_total] * 2)
+
+
+def test_its_report_tells_the_path_the_phases_and_the_bytes(tmp_path):
+    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
+    handle.committed(60)
+    report = handle.report()
+    assert (report.path, report.staging, report.takeovers) == ("native", "process", 0)
+    assert {"capture", "plan", "stage", "write"} <= set(report.seconds)
+    state = state_of(1)
+    expected = sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    assert report.bytes_staged == expected
+    assert ray_dcp.outcome(tmp_path / "c", report.attempt) == "committed"
+
+
+def test_a_failed_save_is_told_by_the_handle_and_leaves_what_stood(tmp_path):
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
+    handle = ray_dcp.async_save(
+        state_of(2), checkpoint_id=tmp_path / "c", options=SaveOptions(overwrite=False)
+    )
+    with pytest.raises(CheckpointExistsError):
+        handle.result(60)
+    with pytest.raises(CheckpointExistsError):
+        handle.upload_completion.result(0)
+    assert handle.progress.phase == "failed"
+    assert_is(loaded(tmp_path / "c"), 1)
+
+
+def test_a_state_that_can_not_be_saved_fails_the_handle_and_its_staging(tmp_path):
+    handle = ray_dcp.async_save({"x": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(UnsupportedValueError):
+        handle.staged(10)
+    with pytest.raises(UnsupportedValueError):
+        handle.committed(10)
+
+
+def test_a_storage_that_fails_later_fails_the_handle_only(tmp_path, monkeypatch):
+    def broken(target):
+        raise StorageError("the disk is gone", key="x")
+
+    make = keeping.ProcessKeeping
+    monkeypatch.setattr(keeping, "ProcessKeeping", lambda rank: make(rank, broken))
+    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
+    handle.staged(10)
+    with pytest.raises(StorageError, match="disk is gone"):
+        handle.committed(60)
+
+
+def test_waiting_has_a_deadline_and_the_save_goes_on(gate, tmp_path):
+    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
+    with pytest.raises(DeadlineError, match="goes on"):
+        handle.committed(0.01)
+    gate.open.set()
+    handle.committed(60)
+    assert_is(loaded(tmp_path / "c"), 1)
+
+
+def test_a_cancelled_save_ends_so_and_leaves_what_stood(gate, tmp_path):
+    gate.open.set()
+    ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c").committed(60)
+    gate.open.clear()
+    handle = ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "c")
+    assert handle.cancel()
+    gate.open.set()
+    with pytest.raises(SaveCancelledError):
+        handle.committed(60)
+    assert handle.cancelled()
+    assert not handle.cancel()
+    assert_is(loaded(tmp_path / "c"), 1)
+
+
+def test_memory_of_one_save_is_not_used_by_another_that_overlaps(gate, tmp_path):
+    first = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "a")
+    second = ray_dcp.async_save(state_of(2), checkpoint_id=tmp_path / "b")
+    gate.open.set()
+    first.committed(60)
+    second.committed(60)
+    assert_is(loaded(tmp_path / "a"), 1)
+    assert_is(loaded(tmp_path / "b"), 2)
+
+
+def test_an_unseen_failure_is_logged(tmp_path, caplog):
+    handle = ray_dcp.async_save({"x": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "c")
+    with caplog.at_level(logging.ERROR, logger="ray_dcp"):
+        del handle
+        gc.collect()
+    assert "nobody asked" in caplog.text
+    assert str(tmp_path / "c") in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DefaultStager(StagingOptions(False, False, False, False)),
+        lambda: DefaultStager(StagingOptions(False, False, True, False)),
+        lambda: BlockingAsyncStager(cache_staged_state_dict=False),
+    ],
+    ids=["blocking", "in the background", "deprecated"],
+)
+def test_stagers_of_dcp_are_used_and_stay_open(make, tmp_path):
+    stager = make()
+    for step in (1, 2):
+        handle = ray_dcp.async_save(
+            state_of(step), checkpoint_id=tmp_path / "c", async_stager=stager
+        )
+        handle.staged(60)
+        handle.result(60)
+        assert handle.report().staging == type(stager).__name__
+        assert_is(loaded(tmp_path / "c"), step)
+    stager.close()
+
+
+class CountingStager(BlockingAsyncStager):
+    """Counts its calls."""
+
+    def __init__(self, synchronize: bool) -> None:
+        super().__init__()
+        self._synchronize_after_execute = synchronize
+        self.calls: list[str] = []
+
+    def stage(self, state_dict):
+        self.calls.append("stage")
+        return super().stage(state_dict)
+
+    def synchronize_staging(self):
+        self.calls.append("synchronize")
+
+
+@pytest.mark.parametrize("synchronize", [True, False])
+def test_staging_is_synchronized_when_the_stager_asks_for_it(synchronize, tmp_path):
+    stager = CountingStager(synchronize)
+    handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c", async_stager=stager)
+    handle.result(60)
+    assert stager.calls == ["stage", "synchronize"][: 1 + synchronize]
+
+
+class ForeignWriter(stock.FileSystemWriter):
+    """A subclass of DCP's writer, which ray_dcp does not take at its word."""
+
+
+def test_a_writer_of_another_kind_stages_and_writes_as_in_dcp(tmp_path):
+    state = state_of(4)
+    handle = ray_dcp.async_save(state, storage_writer=ForeignWriter(tmp_path / "c"))
+    handle.staged(60)
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    handle.result(60)
+    assert handle.report().path == "foreign storage"
+    found = {"w": torch.zeros(3, 4)}
+    ray_dcp.load(found, checkpoint_id=tmp_path / "c")
+    assert torch.equal(found["w"], state_of(4)["w"])
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_dcps_writer_is_taken_at_its_word(kind, tmp_path):
+    handle = ray_dcp.async_save(
+        state_of(5),
+        storage_writer=stock.FileSystemWriter(tmp_path / "c"),
+        async_checkpointer_type=kind,
+    )
+    handle.result(60)
+    assert handle.report().path == "native"
+    assert_is(loaded(tmp_path / "c"), 5)
+
+
+def test_something_that_is_no_stager_is_refused(tmp_path):
+    with pytest.raises(InvalidRequestError, match="AsyncStager"):
+        ray_dcp.async_save({}, checkpoint_id=tmp_path / "c", async_stager=object())
+
+
+SCRIPT = """
+import sys, torch, ray_dcp
+ray_dcp.async_save({"w": torch.full((2_000_000,), 7.0)}, checkpoint_id=sys.argv[1])
+"""
+
+
+def test_a_script_that_ends_at_once_has_saved(tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "c")],
+        check=True, cwd=REPOSITORY, timeout=120,
+    )  # fmt: skip
+    found = {"w": torch.zeros(2_000_000)}
+    ray_dcp.load(found, checkpoint_id=tmp_path / "c")
+    assert bool((found["w"] == 7).all())
+
+
+def test_a_script_that_ends_says_that_a_save_failed(tmp_path):
+    script = SCRIPT.replace('"w": torch', '"x": torch.empty(3, device="meta"), "w": torch')
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "c")],
+        check=True, cwd=REPOSITORY, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "nobody asked" in ended.stderr

@@ -1,0 +1,442 @@
+"""The machine of asynchronous saves, fed by hand: no storage, no ranks, no stagers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    DeadlineError,
+    InternalError,
+    ParticipantError,
+    SaveCancelledError,
+    SaveSkippedError,
+    StorageError,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.values import FilePlan, RankPlan
+from ray_dcp.protocol.commands import (
+    Answer,
+    BuildCommit,
+    Finished,
+    MakePlan,
+    Published,
+    ReadRecords,
+    RecordCreated,
+)
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    Noted,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Refused,
+    SaveGo,
+    SaveJoin,
+    SaveOutcome,
+    SaveStaged,
+    TakeOver,
+    Target,
+)
+from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
+
+FILES_OF_A_RANK = 2
+
+
+def staged_plan(world_size):
+    """Returns a plan in which rank r writes the files 2 r and 2 r + 1."""
+    found = planned(world_size)
+    parts = tuple(
+        RankPlan(rank, "torch_save", tuple(file_plan(FILES_OF_A_RANK * rank + i) for i in range(2)))
+        for rank in range(world_size)
+    )
+    return replace(found, parts=parts)
+
+
+def file_plan(file):
+    ints = np.zeros(0, np.int64)
+    return FilePlan(
+        file, f"__{file}.{{attempt}}.distcp", b"", 0, (), ints, ints, ints, ints, ints, ints,
+        ints, ints, ints, ints, ints, ints,
+    )  # fmt: skip
+
+
+class StagedPlay(Play):
+    """A `Play` whose saves are asynchronous, with a stager `s<rank>` for each rank."""
+
+    def join_staged(self, rank, *, key=KEY, options=None, target=TARGET, error=None):
+        options = options or self.options
+        return self.send(
+            SaveJoin(key, rank, self.world_size, target, options, b"c", error, staged=True)
+        )
+
+    def held(self, rank, *, key=KEY, incarnation=0, stager=None, attempt="a1", epoch=1):
+        stager = stager or f"s{rank}"
+        return self.send(PartsHeld(key, rank, attempt, epoch, stager, incarnation))
+
+    def written(self, rank, *files, key=KEY, incarnation=0, error=None, attempt="a1"):
+        receipts = tuple(file if isinstance(file, FileReceipt) else of_file(file) for file in files)
+        stager = f"s{rank}.{incarnation}"
+        return self.send(PartsWritten(key, rank, attempt, 1, stager, incarnation, receipts, error))
+
+    def staged(self, rank, *, key=KEY, incarnation=0, error=None, attempt="a1"):
+        return self.send(SaveStaged(key, rank, attempt, 1, incarnation, error))
+
+    def lose_stager(self, stager):
+        return self._take(self.coordination.stager_lost(stager, "it died"))
+
+    def lag(self, rank, key=KEY):
+        commands = self.coordination.lags(key, rank, "it is slow")
+        self._take(commands)
+        return commands
+
+    def cancel(self):
+        self._take(self.coordination.cancel(KEY, "the user wants it"))
+
+    def end_abort(self, *, expire=False):
+        """Ends the abort record, and what is deleted then."""
+        if expire:
+            self.expire()
+        self.done(RecordCreated(1))
+        self.done(Finished())
+
+    def finish(self):
+        """Ends all tasks from the chunk table on."""
+        for result in (Finished(), RecordCreated(1), Published(), Finished()):
+            if self.todo and not isinstance(self.task, ReadRecords):
+                self.done(result)
+
+    def reply(self, rank, step, key=KEY):
+        return next(
+            (
+                command.reply
+                for command in reversed(self.commands)
+                if isinstance(command, Answer)
+                and (command.key, command.rank, command.step) == (key, rank, step)
+            ),
+            None,
+        )
+
+    def to_writing(self, *, key=KEY, options=None, target=TARGET):
+        for rank in range(self.world_size):
+            self.join_staged(rank, key=key, options=options, target=target)
+        self.done(NOTHING)
+        self.done(staged_plan(self.world_size))
+
+    def to_staged(self, **changed):
+        self.to_writing(**changed)
+        key = changed.get("key", KEY)
+        for rank in range(self.world_size):
+            assert self.held(rank, key=key) == Noted()
+            assert self.staged(rank, key=key) is None
+
+    def write_all(self, *, ranks=None, key=KEY, incarnation=0, attempt="a1"):
+        for rank in range(self.world_size) if ranks is None else ranks:
+            for file in (2 * rank, 2 * rank + 1):
+                noted = self.written(rank, file, key=key, incarnation=incarnation, attempt=attempt)
+                assert noted == Noted()
+
+
+def of_file(file, digest=bytes(16)):
+    return replace(receipt_file(file), digest=digest)
+
+
+@pytest.fixture
+def play():
+    return StagedPlay()
+
+
+def commit(play):
+    """Carries a save whose files are all written to its end; returns what it committed."""
+    task = play.done(BUILT)
+    assert isinstance(task, BuildCommit)
+    play.finish()
+    return task
+
+
+def test_it_commits_when_every_file_has_a_receipt_whoever_wrote_it(play):
+    play.to_staged()
+    play.written(0, 0, 1)
+    play.written(1, 3)
+    assert not play.todo
+    play.written(1, 2)
+    task = commit(play)
+    assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
+    for rank in range(2):
+        assert isinstance(play.reply(rank, "SaveStaged 0"), SaveOutcome)
+
+
+def test_receipts_may_come_before_the_rank_says_that_it_is_staged(play):
+    play.to_writing()
+    for rank in range(2):
+        play.held(rank)
+    play.write_all()
+    assert isinstance(play.task, BuildCommit)
+    assert play.staged(0) is None
+    commit(play)
+    assert isinstance(play.reply(0, "SaveStaged 0"), SaveOutcome)
+    assert isinstance(play.staged(1), SaveOutcome)
+
+
+def test_a_rank_that_dies_after_its_bytes_are_held_does_not_matter(play):
+    play.to_staged()
+    play.lose(0, 1)
+    play.write_all()
+    commit(play)
+    assert play.coordination.active == ()
+
+
+def test_a_rank_that_dies_before_its_bytes_are_held_fails_the_save(play):
+    play.to_writing()
+    play.held(0)
+    play.staged(0)
+    play.lose(1)
+    play.end_abort(expire=True)
+    error = play.reply(0, "SaveStaged 0").error
+    assert isinstance(error, ParticipantError)
+    assert error.rank == 1
+
+
+def test_a_file_told_of_twice_counts_once(play):
+    play.to_staged()
+    play.write_all()
+    assert play.written(0, 0, incarnation=1) == Noted()
+    task = commit(play)
+    assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
+
+
+def test_two_writers_of_one_file_with_other_bytes_fail_the_save(play):
+    play.to_staged()
+    play.written(0, 0)
+    play.written(0, of_file(0, b"x" * 16), incarnation=1)
+    play.end_abort(expire=True)
+    assert isinstance(play.reply(0, "SaveStaged 0").error, InternalError)
+
+
+def test_an_error_of_a_stager_fails_the_save_on_all_ranks_with_its_rank(play):
+    play.to_staged()
+    assert play.written(1, error=StorageError("the disk is full", key="__2")) == Noted()
+    play.end_abort(expire=True)
+    for rank in range(2):
+        error = play.reply(rank, "SaveStaged 0").error
+        assert isinstance(error, StorageError)
+        assert error.rank == 1
+
+
+def test_staging_that_failed_on_one_rank_fails_the_save_on_all(play):
+    play.to_writing()
+    play.held(0)
+    play.staged(0)
+    play.staged(1, error=StorageError("no memory"))
+    play.end_abort(expire=True)
+    assert [play.reply(r, "SaveStaged 0").error.rank for r in range(2)] == [1, 1]
+
+
+def test_a_stager_of_a_failed_save_is_told_so(play):
+    play.to_staged()
+    play.cancel()
+    play.end_abort()
+    assert isinstance(play.written(0, 0), Refused)
+
+
+def test_a_lost_stager_makes_its_living_rank_hand_its_unwritten_files_over(play):
+    play.to_staged()
+    play.written(0, 1)
+    play.lose_stager("s0")
+    asked = play.reply(0, "SaveStaged 0")
+    assert asked == TakeOver(1, (0,), "it died", lost=True)
+    assert play.held(0, incarnation=1, stager="t0") == Noted()
+    assert play.staged(0, incarnation=1) is None
+    play.written(0, 0, incarnation=1)
+    play.write_all(ranks=[1])
+    commit(play)
+    assert isinstance(play.reply(0, "SaveStaged 1"), SaveOutcome)
+
+
+def test_a_rank_that_was_not_waiting_yet_is_asked_when_it_comes(play):
+    play.to_writing()
+    play.held(0)
+    play.lose_stager("s0")
+    assert play.staged(0) == TakeOver(1, (0, 1), "it died", lost=True)
+
+
+def test_a_stager_that_is_lost_after_its_rank_fails_the_save(play):
+    play.to_staged()
+    play.lose(0)
+    play.lose_stager("s0")
+    play.end_abort(expire=True)
+    error = play.reply(1, "SaveStaged 0").error
+    assert isinstance(error, ParticipantError)
+    assert error.rank == 0
+    assert "2 files unwritten" in error.message
+
+
+def test_a_rank_that_is_lost_after_its_stager_fails_the_save(play):
+    play.to_staged()
+    play.lose_stager("s0")
+    play.lose(0)
+    play.end_abort(expire=True)
+    assert play.reply(1, "SaveStaged 0").error.rank == 0
+
+
+def test_a_lost_stager_that_has_written_everything_does_not_matter(play):
+    play.to_staged()
+    play.write_all(ranks=[0])
+    play.lose_stager("s0")
+    play.write_all(ranks=[1])
+    commit(play)
+    assert isinstance(play.reply(0, "SaveStaged 0"), SaveOutcome)
+
+
+def test_a_stager_that_lags_is_helped_and_whoever_is_first_counts(play):
+    play.to_staged()
+    play.write_all(ranks=[1])
+    play.lag(0)
+    assert play.reply(0, "SaveStaged 0").lost is False
+    play.held(0, incarnation=1, stager="s1")
+    play.staged(0, incarnation=1)
+    play.written(0, 0)
+    play.written(0, 0, incarnation=1)
+    play.written(0, 1, incarnation=1)
+    task = commit(play)
+    assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
+
+
+def test_an_error_of_a_stager_that_was_overtaken_does_not_matter(play):
+    play.to_staged()
+    play.lag(0)
+    play.held(0, incarnation=1, stager="s1")
+    play.staged(0, incarnation=1)
+    assert play.written(0, error=StorageError("late")) == Noted()
+    play.write_all(incarnation=1)
+    commit(play)
+
+
+def test_nobody_is_asked_to_help_twice_or_for_a_dead_rank(play):
+    play.to_staged()
+    play.lose(0)
+    assert play.lag(0) == ()
+    assert len(play.lag(1)) == 1
+    assert play.lag(1) == ()
+
+
+def test_what_is_of_another_attempt_or_epoch_is_refused(play):
+    play.to_staged()
+    with pytest.raises(CommitUnknownError, match="a9"):
+        play.written(0, 0, attempt="a9")
+    with pytest.raises(CommitUnknownError, match="epoch 7"):
+        play.held(0, epoch=7)
+    play.write_all()
+    commit(play)
+
+
+def test_a_stager_of_a_coordinator_that_is_gone_is_told_that_nothing_is_known(play):
+    with pytest.raises(CommitUnknownError, match="restarted"):
+        play.written(0, 0)
+
+
+def test_files_that_nobody_writes_are_blamed_on_their_ranks_at_the_deadline(play):
+    play.to_staged()
+    play.write_all(ranks=[1])
+    play.expire()
+    play.end_abort()
+    error = play.reply(1, "SaveStaged 0").error
+    assert isinstance(error, DeadlineError)
+    assert error.rank == 0
+
+
+def test_a_rank_without_files_is_done_when_it_says_so():
+    play = StagedPlay(world_size=1)
+    play.join_staged(0)
+    play.done(NOTHING)
+    play.done(planned(1))
+    assert not play.todo
+    play.staged(0)
+    commit(play)
+
+
+# --- the queue ----------------------------------------------------------------------------------
+
+SECOND = OpKey("run", 1)
+ELSEWHERE = Target("memory://other")
+
+
+def join_second(play, **options):
+    for rank in range(play.world_size):
+        play.join_staged(rank, key=SECOND, options=SaveOptions(**options), target=ELSEWHERE)
+
+
+def test_a_save_waits_until_the_one_before_has_ended(play):
+    play.to_staged()
+    join_second(play)
+    assert not play.todo
+    assert play.reply(0, "SaveJoin", key=SECOND) is None
+    play.write_all()
+    commit(play)
+    assert isinstance(play.task, ReadRecords)
+    play.done(NOTHING)
+    play.done(staged_plan(2))
+    assert isinstance(play.reply(0, "SaveJoin", key=SECOND), SaveGo)
+
+
+def test_two_saves_are_under_way_when_two_are_allowed(play):
+    play.to_staged()
+    join_second(play, max_pending=2)
+    assert isinstance(play.task, ReadRecords)
+
+
+def test_a_save_is_skipped_on_all_ranks_or_on_none(play):
+    play.to_staged()
+    join_second(play, when_full="skip")
+    for rank in range(2):
+        assert isinstance(play.reply(rank, "SaveJoin", key=SECOND).error, SaveSkippedError)
+    play.write_all()
+    commit(play)
+
+
+def test_a_save_replaces_one_of_which_nothing_is_written(play):
+    play.to_staged()
+    join_second(play, when_full="replace")
+    play.end_abort()
+    assert isinstance(play.reply(0, "SaveStaged 0").error, SaveCancelledError)
+    assert isinstance(play.task, ReadRecords)
+
+
+def test_a_save_does_not_replace_one_that_has_begun_to_be_written(play):
+    play.to_staged()
+    play.written(0, 0)
+    join_second(play, when_full="replace")
+    assert not play.todo
+    play.write_all()
+    commit(play)
+    assert isinstance(play.task, ReadRecords)
+
+
+def test_two_saves_of_one_id_are_not_under_way_at_once(play):
+    play.to_staged()
+    for rank in range(2):
+        play.join_staged(rank, key=SECOND, options=SaveOptions(max_pending=2))
+    error = play.reply(1, "SaveJoin", key=SECOND).error
+    assert isinstance(error, CheckpointExistsError)
+    assert "operation 0" in error.message
+
+
+def test_a_queued_save_whose_rank_dies_fails_at_once(play):
+    play.to_staged()
+    join_second(play)
+    play.lose(1)
+    assert isinstance(play.reply(0, "SaveJoin", key=SECOND).error, ParticipantError)
+
+
+def test_a_failed_save_makes_room(play):
+    play.to_staged()
+    join_second(play)
+    play.written(0, error=StorageError("full"))
+    play.end_abort(expire=True)
+    assert isinstance(play.task, ReadRecords)
+    play.done(NOTHING)
+    assert isinstance(play.task, MakePlan)
