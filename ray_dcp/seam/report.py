@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+
 __all__ = ["LoadReport"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What `ray_dcp.load` did on this rank.
+    """What `ray_dcp.load` or `ray_dcp.load_newest` did on this rank.
 
     Example:
         >>> report = LoadReport(loaded=("w",), missing=(), unexpected=("b",), cast=())
@@ -32,7 +34,24 @@ class LoadReport:
     """Bytes that all ranks read from storage."""
     path: str = "native"
     """Which way it went: `"native"`, `"planner hooks"` (a user's planner ran) or
-    `"foreign storage"` (a third party's reader; no checksums, and only this field is known)."""
+    `"foreign storage"` (a third party's reader; no checksums, and only this field and
+    `checkpoint_id` are known)."""
+    checkpoint_id: str | None = None
+    """Path or URL that was loaded; None when only a third party's reader knows."""
+    step: int | None = None
+    """Step that was loaded, as `load_newest` read it off the folder's name; None for `load`."""
+    skipped: tuple[tuple[str, CheckpointError], ...] = ()
+    """`(path or URL, why)` of newer steps that `load_newest` did not load, newest first: a
+    `CheckpointNotFoundError` where none is committed, else what is damaged. Equal on all ranks."""
+
+    @property
+    def damaged(self) -> tuple[tuple[str, CheckpointError], ...]:
+        """Those of `skipped` that were committed and can't be loaded."""
+        return tuple(
+            (path, error)
+            for path, error in self.skipped
+            if not isinstance(error, CheckpointNotFoundError)
+        )
 
     @property
     def missing_keys(self) -> list[str]:

@@ -5,6 +5,7 @@ All functions raise plain `OSError`; `local` and `local_writer` give them their 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -27,7 +28,10 @@ _NAME_MAX = 255
 _NO_LINKS = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 )
-
+# What kernels and filesystems without `RENAME_NOREPLACE` answer to it; EPERM is that of sandboxes.
+_NO_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
 
 _MOST_TRIES = 100
 """How often a directory is made again that a collector removes while it is empty."""
@@ -143,11 +147,35 @@ def _link(temp: str, path: str) -> None:
     except OSError as exc:
         if exc.errno not in _NO_LINKS:
             raise
-        # Careful: without hard links the name is claimed empty first, and a reader may see it
-        # so for a moment. Still exactly one caller wins.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
-        os.rename(temp, path)
+        _rename_to_free(temp, path)
         return
     # Suppressed: the file has its name, and what is left is no more than a second one.
     with suppress(OSError):
         os.unlink(temp)
+
+
+def _rename_to_free(temp: str, path: str) -> None:
+    """Renames where there are no hard links, if the new name is free."""
+    try:
+        _rename_noreplace(temp, path)
+    except OSError as exc:
+        if exc.errno not in _NO_FLAGS:
+            raise
+        # Careful: here the name is claimed empty first, and a reader may see it so: for a moment,
+        # or for good when this process dies. Still exactly one caller wins.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
+        os.rename(temp, path)
+
+
+def _rename_noreplace(temp: str, path: str) -> None:
+    """Linux's `renameat2` with `RENAME_NOREPLACE`: vfat, exfat, cifs and ntfs3 have it.
+
+    Source: renameat2(2); not in Python's `os`.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+    old, new = os.fsencode(temp), os.fsencode(path)
+    if call(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)

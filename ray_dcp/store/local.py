@@ -16,6 +16,7 @@ from ray_dcp.store.durable import publish, sync_directory, write_all
 from ray_dcp.store.local_writer import LocalWriter, open_temp
 from ray_dcp.store.open_files import OpenFiles, open_regular
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range, os_failure
+from ray_dcp.store.probing import creates_if_absent
 from ray_dcp.store.storage import Entry, PartWriter, StorageTraits
 
 __all__ = ["LocalStorage"]
@@ -53,8 +54,19 @@ class LocalStorage:
 
     @property
     def traits(self) -> StorageTraits:
-        """Creates if absent (by link), shared, and durable if so chosen."""
-        return StorageTraits(create_if_absent=True, durable=self._durable, shared=True)
+        """Shared, and durable if so chosen; whether it creates if absent is tried when asked.
+
+        See `ray_dcp.store.probing`: the first who asks in a process writes hidden files beside or
+        in the directory for a moment. Readers have no reason to ask.
+
+        Raises:
+            StorageError: It could not be tried; not for a directory that is merely read-only.
+        """
+        try:
+            creates = creates_if_absent(self._root)
+        except OSError as exc:
+            raise os_failure(exc, "create a file in", "", self._root) from exc
+        return StorageTraits(create_if_absent=creates, durable=self._durable, shared=True)
 
     def close(self) -> None:
         """Closes the descriptors kept for reading; the storage stays usable."""
@@ -201,11 +213,12 @@ def _check_inside(path: str, root: str, key: str) -> None:
 
 
 def _unlink(path: str, root: str) -> bool:
-    """Removes a file; tells whether it was there."""
+    """Removes a file, and directories that are empty then; tells whether it was there."""
+    was_there = True
     try:
         os.unlink(path)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        was_there = False  # but its directory may be: that of a file that was never published
     except OSError as exc:
         if os.path.isdir(path) and not os.path.islink(path):
             return False  # a directory is no key
@@ -216,7 +229,7 @@ def _unlink(path: str, root: str) -> bool:
         while len(directory) > len(root):
             os.rmdir(directory)
             directory = os.path.dirname(directory)
-    return True
+    return was_there
 
 
 def _read(fd: int, start: int, num_bytes: int | None) -> bytes:

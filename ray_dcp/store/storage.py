@@ -43,7 +43,9 @@ class StorageTraits:
     """What a storage can do; asked instead of its class."""
 
     create_if_absent: bool
-    """`write(create=True)` and `PartWriter.commit` have exactly one winner."""
+    """`write(create=True)` and `PartWriter.commit` have exactly one winner, whoever asks from
+    wherever. False where they look first and then write, or where that could not be tried: then a
+    save's coordinator alone decides (see `ray_dcp.runtime.outcome`)."""
     durable: bool
     """What was written survives a power cut."""
     shared: bool

@@ -89,19 +89,20 @@ def test_memory_as_aligned_as_the_file_is_written_without_a_copy(tmp_path, monke
     lengths = []
     real = local_writer._pwrite
     monkeypatch.setattr(
-        local_writer, "_pwrite", lambda fd, v, o: (lengths.append(len(v)), real(fd, v, o))[1]
-    )
+        local_writer, "_pwrite",
+        lambda fd, views, o: (lengths.append([len(v) for v in views]), real(fd, views, o))[1],
+    )  # fmt: skip
     writer = LocalStorage(tmp_path).open_writer("part")
     room = mmap.mmap(-1, 9 << 20)
     writer.write(b"h" * 100)
     writer.write(memoryview(room)[100:])
     writer.commit()
-    assert lengths == [4096, (9 << 20) - 4096, 0]
+    assert lengths == [[4096, (9 << 20) - 4096], [0]]
     assert os.path.getsize(tmp_path / "part") == 9 << 20
 
 
 def test_a_filesystem_that_refuses_direct_io_gets_buffered_io(tmp_path, monkeypatch):
-    real_open, real_pwrite = os.open, os.pwrite
+    real_open, real_pwritev = os.open, os.pwritev
     refused = []
 
     def refusing_open(path, flags, *args, **kwargs):
@@ -121,20 +122,38 @@ def test_a_filesystem_that_refuses_direct_io_gets_buffered_io(tmp_path, monkeypa
 
     monkeypatch.undo()
 
-    def refusing_pwrite(fd, view, offset):
+    def refusing_pwritev(fd, views, offset):
         import fcntl
 
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(fd)
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real_pwrite(fd, view, offset)
+        return real_pwritev(fd, views, offset)
 
-    monkeypatch.setattr(local_writer.os, "pwrite", refusing_pwrite)
+    monkeypatch.setattr(local_writer.os, "pwritev", refusing_pwritev)
     writer = LocalStorage(tmp_path).open_writer("late")
     writer.write(b"y" * 5_000_001)
     writer.commit()
     assert len(refused) == 2
     assert os.path.getsize(tmp_path / "late") == 5_000_001
+
+
+def test_what_the_system_writes_only_in_part_is_gone_on_with(tmp_path, monkeypatch):
+    real = os.pwritev
+
+    def a_part(fd, views, offset):
+        half = max(4096, len(views[0]) // 8192 * 4096)
+        return real(fd, [memoryview(views[0])[:half]], offset)
+
+    monkeypatch.setattr(local_writer.os, "pwritev", a_part)
+    data = os.urandom(3_000_000)
+    room = mmap.mmap(-1, 3_000_000)
+    room[:] = data
+    writer = LocalStorage(tmp_path).open_writer("part")
+    writer.write(b"h" * 4096)
+    writer.write(memoryview(room))
+    writer.commit()
+    assert (tmp_path / "part").read_bytes() == b"h" * 4096 + data
 
 
 @pytest.fixture

@@ -1,0 +1,211 @@
+"""Runs a load on the path that was decided for it, or the load of the newest step of a run.
+
+Public signatures and what they promise are in `entrypoints`; saves are in `operations`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+from ray_dcp.errors import CheckpointError, MissingKeyError
+from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
+from ray_dcp.options import LoadOptions
+from ray_dcp.protocol.messages import Reply, Request, Target
+from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.newest import StepRange, load_newest_rank
+from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
+from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
+from ray_dcp.seam.foreign import foreign_load
+from ray_dcp.seam.lazy_metadata import metadata_of
+from ray_dcp.seam.paths import decide_load
+from ray_dcp.seam.planner_load import targets_with_planner
+from ray_dcp.seam.report import LoadReport
+from ray_dcp.seam.targets import plan_targets
+from ray_dcp.transfer.opening import Checkpoint
+
+__all__ = ["run_load", "run_load_newest"]
+
+PLANNER_KEYS = 8
+"""Operations that a load planner of the user's may need to plan with all ranks."""
+
+LoadSteps = Generator[Request, Reply, LoadReport]
+
+
+def run_load(
+    decision: Decision,
+    session: RankSession,
+    state_dict: StateDict,
+    options: LoadOptions | None,
+    checkpoint_id: CheckpointId | None,
+    *,
+    coordinator_rank: int = 0,
+    stateful: bool = True,
+) -> LoadReport:
+    """Loads on this rank and reports.
+
+    Args:
+        decision: Which path, with what planner, storage and options.
+        session: Of this rank.
+        state_dict: As given to `load`; filled in place.
+        options: As given to `load`; the decision's are added.
+        checkpoint_id: As given to `load`; foreign storages are reset to it.
+        coordinator_rank: Where a third-party planner or storage decides.
+        stateful: Load into the state of top-level `Stateful` values.
+
+    Raises:
+        CheckpointError: As `load` does.
+    """
+    options = decision.apply(options or LoadOptions())
+    with session.activity(options.heartbeat_timeout_s) as activity:
+        steps = _load_steps(
+            decision, activity, state_dict, options, checkpoint_id,
+            coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
+        )  # fmt: skip
+        return drive(steps, activity.call)
+
+
+def run_load_newest(
+    session: RankSession,
+    state_dict: StateDict,
+    options: LoadOptions,
+    run: str,
+    planner: LoadPlanner | None,
+    steps: StepRange,
+) -> LoadReport:
+    """Loads the newest good checkpoint of a run on this rank and reports.
+
+    Args:
+        session: Of this rank.
+        state_dict: As given to `load_newest`; filled in place.
+        options: As given there.
+        run: Absolute path or URL.
+        planner: As given there.
+        steps: Which may be loaded.
+
+    Raises:
+        CheckpointError: As `load_newest` does.
+    """
+    overwritten: set[str] = set()
+    tried: list[str] = []
+
+    def load(checkpoint_id: str) -> LoadSteps:
+        decision = decide_load(planner, None, checkpoint_id)
+        chosen = decision.apply(options)
+        if tried:
+            # Why: a rank that still reads what another found damaged joins the next one late.
+            longer_s = chosen.plan_timeout_s + chosen.read_timeout_s
+            chosen = replace(chosen, plan_timeout_s=longer_s)
+        tried.append(checkpoint_id)
+        return _load_steps(
+            decision, activity, state_dict, chosen, checkpoint_id,
+            coordinator_rank=0, stateful=True, overwritten=overwritten,
+        )  # fmt: skip
+
+    with session.activity(options.heartbeat_timeout_s) as activity:
+        found = drive(
+            load_newest_rank(
+                activity.next_key(), rank=session.rank, world_size=session.world_size,
+                run=Target(run), steps=steps, timeout_s=options.plan_timeout_s, load=load,
+            ),
+            activity.call,
+        )  # fmt: skip
+    return replace(found.value, step=found.step, skipped=found.skipped)
+
+
+def _load_steps(
+    decision: Decision,
+    session: Activity,
+    state_dict: StateDict,
+    options: LoadOptions,
+    checkpoint_id: CheckpointId | None,
+    *,
+    coordinator_rank: int,
+    stateful: bool,
+    overwritten: set[str],
+) -> LoadSteps:
+    """Returns the part of this rank in one load.
+
+    Args:
+        decision: As for `run_load`.
+        session: As there.
+        state_dict: As there.
+        options: With the decision's.
+        checkpoint_id: As for `run_load`.
+        coordinator_rank: As there.
+        stateful: As there.
+        overwritten: FQNs that loads which failed before may have changed; this one must load
+            them all. Its own are added when it fails.
+    """
+    rank, world_size = session.rank, session.world_size
+    if decision.path == FOREIGN:
+        yield from foreign_load(
+            session.next_key, state_dict, decision.storage, decision.planner,
+            rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
+            timeout_s=options.read_timeout_s, coordinator_rank=coordinator_rank,
+            stateful=stateful,
+        )  # fmt: skip
+        return LoadReport(
+            loaded=(), missing=(), unexpected=(), cast=(), path=FOREIGN,
+            checkpoint_id=None if checkpoint_id is None else os.fspath(checkpoint_id),
+        )  # fmt: skip
+    target = target_of(decision)
+    works: list[Any] = []
+    # Why taken now: a rank that fails before its planner is called must not fall out of step.
+    num_keys = PLANNER_KEYS if decision.path == HOOKS else 0
+    planner_keys = iter([session.next_key() for _ in range(num_keys)])
+
+    def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
+        if decision.path == HOOKS:
+            work = yield from targets_with_planner(
+                planner_keys.__next__, state_dict, decision.planner, metadata_of(checkpoint),
+                checkpoint.table, rank=rank, world_size=world_size, options=options,
+                coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
+            )  # fmt: skip
+        else:
+            work = plan_targets(
+                state_dict, checkpoint.table, options=options,
+                flatten_state_dict=decision.flags.flatten_state_dict,
+                flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
+                stateful=stateful,
+            )  # fmt: skip
+        _check_replaces(work.loaded, overwritten)
+        works.append(work)
+        return work
+
+    try:
+        result: LoadResult = yield from load_rank(
+            session.next_key(), rank=rank, world_size=world_size, target=target,
+            options=options, plan=plan, vitals=session.vitals,
+        )  # fmt: skip
+    except CheckpointError:
+        overwritten.update(*(work.loaded for work in works))
+        raise
+    work = works[-1]
+    return LoadReport(
+        loaded=work.loaded,
+        missing=work.missing,
+        unexpected=work.unexpected,
+        cast=work.cast,
+        bytes_needed=result.outcome.bytes_needed,
+        bytes_read=result.outcome.bytes_read,
+        path=decision.path,
+        checkpoint_id=target.url,
+    )
+
+
+def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:
+    """Raises `MissingKeyError` when this load leaves what a failed one has changed."""
+    left = sorted(overwritten.difference(loaded)) if overwritten else []
+    if left:
+        raise MissingKeyError(
+            f"a newer checkpoint failed after it may have overwritten values that this one lacks, "
+            f"so that allow_partial_load can't leave them as they were: "
+            f"{', '.join(map(repr, left))}. Make the state dict anew and load the older checkpoint "
+            f"into it",
+            key=left[0],
+        )

@@ -1,0 +1,186 @@
+"""Loading, viewing and verifying a whole checkpoint write nothing, and need no right to write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import StorageError
+from ray_dcp.store.local import LocalStorage
+from tests import checkpoints
+
+READ = """
+import os, sys, torch, ray_dcp
+from ray_dcp.view.listing import list_checkpoints
+run, uid, writable = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def read(run):
+    path = f"{run}/step-2"
+    state = {"w": torch.zeros(3000)}
+    ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert (state["w"] == 2).all()
+    assert ray_dcp.load_newest(state, run, no_dist=True).step == 2
+    assert ray_dcp.load_newest(state, run, at_most=1, no_dist=True).step == 1
+    assert (state["w"] == 1).all()
+    assert float(ray_dcp.open(path)["w"][5]) == 2
+    assert ray_dcp.verify(path).ok
+    assert [item.state for item in list_checkpoints(run)] == ["committed", "committed"]
+    assert ray_dcp.outcome(path, "nobody") == "open"
+
+if uid:
+    # Why first another: the modules of the interpreter may be out of the other user's reach.
+    read(writable)
+    os.setgid(uid)
+    os.setuid(uid)
+read(run)
+path = f"{run}/step-2"
+try:
+    open(f"{run}/step-2/written", "w")
+except OSError:
+    pass
+else:
+    sys.exit("this directory can be written to: the test shows nothing")
+try:
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=path, no_dist=True)
+except ray_dcp.StorageError as error:
+    assert path in str(error), error
+else:
+    sys.exit("a save to a read-only place did not fail")
+"""
+
+
+def make_run(root, lose_metadata=True):
+    for step in (1, 2):
+        ray_dcp.save(
+            {"w": torch.full((3000,), float(step)), "n": step},
+            checkpoint_id=root / f"step-{step}", no_dist=True,
+        )  # fmt: skip
+    if lose_metadata:
+        # What a crash between commit and publication leaves, and no reader needs.
+        (root / "step-2" / ".metadata").unlink()
+
+
+def read_it(run, uid=0, writable=""):
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(run), str(uid), str(writable)],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def snapshot(root):
+    return {
+        path.relative_to(root): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def test_a_mount_that_is_read_only_can_be_read(tmp_path):
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "tmpfs", str(directory)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting is not permitted here")
+    try:
+        make_run(directory)
+        subprocess.run([mount, "-o", "remount,ro", str(directory)], check=True)
+        before = snapshot(directory)
+        read_it(directory)
+        assert snapshot(directory) == before
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_without_write_permission_can_read(tmp_path, tmp_path_factory):
+    writable = tmp_path_factory.mktemp("writable")
+    make_run(writable)
+    make_run(tmp_path)
+    for path in [tmp_path, *tmp_path.parents]:
+        if path.stat().st_mode & 0o005 != 0o005 and path.stat().st_uid == os.getuid():
+            path.chmod(path.stat().st_mode | 0o005)
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = snapshot(tmp_path)
+    read_it(tmp_path, uid=65534, writable=writable)
+    assert snapshot(tmp_path) == before
+
+
+class NoWrites(LocalStorage):
+    """Every attempt to write is an error of the test."""
+
+    @property
+    def traits(self):
+        raise AssertionError("a reader asked what it may write")
+
+    def _refuse(self, *_, **__):
+        raise AssertionError("a reader wrote")
+
+    write = open_writer = delete = _refuse
+
+
+@pytest.mark.parametrize("kind", ["torch_save", "safetensors", "stock", "damaged"])
+def test_readers_ask_for_no_write(tmp_path, monkeypatch, kind):
+    from ray_dcp.runtime import perform, rank
+    from ray_dcp.view import checkpoint_view, listing, runs, verify
+
+    path = tmp_path / "step-2"
+    if kind == "stock":
+        checkpoints.save_stock(path)
+    else:
+        checkpoints.save(path, container="safetensors" if kind == "safetensors" else "torch_save")
+    if kind == "damaged":
+        data = checkpoints.data_file(path)
+        checkpoints.flip(data, data.stat().st_size // 2)
+    opened = []
+
+    def open_without_writes(target):
+        opened.append(target)
+        return NoWrites(getattr(target, "url", target))
+
+    for module in (perform, rank, checkpoint_view, listing, runs, verify):
+        if hasattr(module, "open_storage"):
+            monkeypatch.setattr(module, "open_storage", open_without_writes)
+    # The defaults of arguments were taken when the functions were made.
+    monkeypatch.setattr(perform.perform, "__defaults__", (open_without_writes,))
+    monkeypatch.setitem(rank.load_rank.__kwdefaults__, "opener", open_without_writes)
+    state = checkpoints.state()
+    if kind == "damaged":
+        with pytest.raises(ray_dcp.DamagedCheckpointError):
+            ray_dcp.load_newest(state, tmp_path, no_dist=True)
+    else:
+        assert ray_dcp.load_newest(state, tmp_path, no_dist=True).step == 2
+        ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert len(opened) >= 3
+    assert "step" in ray_dcp.open(path)
+    ray_dcp.verify(path)
+    assert len(listing.list_checkpoints(tmp_path)) == 1
+    assert len(opened) >= 6
+
+
+def test_a_view_gives_arrays_that_are_no_window_on_the_file(tmp_path):
+    make_run(tmp_path, lose_metadata=False)
+    before = snapshot(tmp_path)
+    array = ray_dcp.open(tmp_path / "step-2")["w"][:]
+    assert isinstance(array, np.ndarray)
+    if array.flags.writeable:
+        array[:] = -1
+    assert snapshot(tmp_path) == before
+
+
+def test_a_save_to_a_place_that_only_looks_writable_fails_and_says_so(tmp_path):
+    with pytest.raises(StorageError, match="/proc"):
+        ray_dcp.save({"w": torch.ones(1)}, checkpoint_id="/proc/nowhere/step-1", no_dist=True)

@@ -1,0 +1,202 @@
+"""Whether a directory creates a name only if it is absent is tried, once for each filesystem."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from ray_dcp.errors import StorageError
+from ray_dcp.store import durable, probing
+from ray_dcp.store.durable import publish
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.testing.storage_conformance import StorageConformance
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(probing, "_KNOWN", {})
+
+
+def refuse(number):
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.fixture
+def no_links(monkeypatch):
+    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
+
+
+@pytest.fixture
+def no_flags(monkeypatch):
+    monkeypatch.setattr(durable, "_rename_noreplace", refuse(errno.EINVAL))
+
+
+@pytest.fixture
+def mounted_as(tmp_path_factory, monkeypatch):
+    """Says which kind of filesystem a directory lies on."""
+
+    def say(directory, kind):
+        device = os.stat(directory).st_dev
+        table = tmp_path_factory.mktemp("mounts") / "mountinfo"
+        table.write_text(
+            "22 1 0:5 / /proc rw - proc proc rw\n"
+            f"36 22 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {kind} x:y rw\n"
+        )
+        monkeypatch.setattr(probing, "_MOUNTS", str(table))
+
+    return say
+
+
+def creates(directory):
+    return LocalStorage(directory).traits.create_if_absent
+
+
+def test_a_directory_is_tried_once_and_nothing_stays_behind(tmp_path, monkeypatch):
+    tried = []
+    real = probing._tried
+    monkeypatch.setattr(probing, "_tried", lambda *at: tried.append(at[0]) or real(*at))
+    assert creates(tmp_path / "not" / "yet")
+    assert creates(tmp_path)
+    assert creates(tmp_path / "other")
+    assert tried == [str(tmp_path)]
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_hard_links_a_name_is_still_given_once_and_never_empty(
+    tmp_path, no_links, monkeypatch
+):
+    monkeypatch.setattr(os, "open", refuse(errno.EIO))  # what claims a name empty
+    first, second, name = (tmp_path / word for word in ("first", "second", "name"))
+    first.write_bytes(b"1")
+    second.write_bytes(b"2")
+    publish(str(first), str(name), create=True, sync=False)
+    with pytest.raises(FileExistsError):
+        publish(str(second), str(name), create=True, sync=False)
+    assert name.read_bytes() == b"1"
+    assert not first.exists()
+
+
+def test_without_hard_links_and_flags_a_name_is_claimed_first(tmp_path, no_links, no_flags):
+    first, second, name = (tmp_path / word for word in ("first", "second", "name"))
+    first.write_bytes(b"1")
+    second.write_bytes(b"2")
+    publish(str(first), str(name), create=True, sync=False)
+    with pytest.raises(FileExistsError):
+        publish(str(second), str(name), create=True, sync=False)
+    assert name.read_bytes() == b"1"
+
+
+def test_what_a_filesystem_refuses_for_another_reason_is_told(tmp_path, no_links, monkeypatch):
+    monkeypatch.setattr(durable, "_rename_noreplace", refuse(errno.ENOSPC))
+    (tmp_path / "a").write_bytes(b"1")
+    with pytest.raises(OSError, match="space") as told:
+        publish(str(tmp_path / "a"), str(tmp_path / "b"), create=True, sync=False)
+    assert told.value.errno == errno.ENOSPC
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_system_without_the_call_is_asked_for_the_claim(tmp_path, no_links, monkeypatch):
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
+    storage = LocalStorage(tmp_path)
+    storage.write("a", b"1", create=True)
+    with pytest.raises(StorageError, match="exists"):
+        storage.write("a", b"2", create=True)
+    assert storage.read("a") == b"1"
+
+
+@pytest.mark.parametrize("kind", ["vfat", "cifs", "fuseblk", "9p"])
+def test_a_kernel_filesystem_without_hard_links_creates_if_absent(
+    tmp_path, no_links, mounted_as, kind
+):
+    mounted_as(tmp_path, kind)
+    assert creates(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["fuse", "fuse.rclone"])
+def test_a_bridge_without_hard_links_is_not_believed(tmp_path, no_links, mounted_as, kind):
+    mounted_as(tmp_path, kind)
+    assert not creates(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_fuse_filesystem_with_hard_links_is(tmp_path, mounted_as):
+    mounted_as(tmp_path, "fuse.sshfs")
+    assert creates(tmp_path)
+
+
+@pytest.mark.parametrize("table", ["", "22 1 0:0 / / rw - ext4 x rw\n"])
+def test_an_unknown_filesystem_without_hard_links_is_not_believed(
+    tmp_path, tmp_path_factory, no_links, monkeypatch, table
+):
+    path = tmp_path_factory.mktemp("mounts") / "mountinfo"
+    path.write_text(table)
+    monkeypatch.setattr(probing, "_MOUNTS", str(path))
+    assert not creates(tmp_path)
+    monkeypatch.setattr(probing, "_MOUNTS", "/no/such/file")
+    probing._KNOWN.clear()
+    assert not creates(tmp_path)
+
+
+def test_a_filesystem_on_which_the_second_wins_too_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(probing, "publish", lambda temp, path, **_: os.replace(temp, path))
+    assert not creates(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_may_not_be_written_to_does_not_and_may_later(tmp_path, monkeypatch):
+    real = os.open
+    monkeypatch.setattr(os, "open", refuse(errno.EROFS))
+    assert not creates(tmp_path)
+    monkeypatch.setattr(os, "open", real)
+    assert creates(tmp_path)
+
+
+def test_what_could_not_be_tried_is_an_error_and_no_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", refuse(errno.ENOSPC))
+    with pytest.raises(StorageError, match=r"ENOSPC.*free space"):
+        creates(tmp_path)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A tmpfs of its own; skips where this user may not mount one."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "tmpfs", str(directory)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting is not permitted here")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_mount_that_is_read_only_is_asked_again_when_it_is_not(small_disk):
+    def remount(how):
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+
+    remount("ro")
+    assert not creates(small_disk / "run")
+    remount("rw")
+    assert creates(small_disk / "run")
+
+
+class TestLocalThatClaimsNames(StorageConformance):
+    """All promises without hard links and without RENAME_NOREPLACE."""
+
+    @pytest.fixture
+    def storage(self, tmp_path, no_links, no_flags):
+        return LocalStorage(tmp_path / "root")

@@ -1,0 +1,312 @@
+"""A storage that can't create a key only if it is absent: what a save there still promises."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from itertools import count
+
+import pytest
+
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    ParticipantError,
+    StorageError,
+)
+from ray_dcp.format.manifest import record_key
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.commands import (
+    CreateAbort,
+    CreateRecord,
+    ReadRecord,
+    ReadRecords,
+    RecordsRead,
+    SlotFree,
+    SlotTaken,
+)
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.messages import SaveReceipt, Target
+from ray_dcp.protocol.vote import Fenced, Open, Won
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.outcome import outcome, settle
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.store.faults import CrashError
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.testing.crashes import check_crashes
+from ray_dcp.testing.invariants import INVARIANTS, nothing_is_left
+from ray_dcp.testing.registry import registered_operations
+from ray_dcp.testing.storage_conformance import StorageConformance
+from ray_dcp.testing.unconditional_storage import UnconditionalStorage
+from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
+from tests.protocol_play import Play
+from tests.scripted_storage import ChangeScript
+
+OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)
+STATES = [OLD, NEW, NEXT]
+
+
+class TestUnconditional(StorageConformance):
+    @pytest.fixture
+    def storage(self, request):
+        return UnconditionalStorage(MemoryStorage(place_of(request)))
+
+
+def place_of(request):
+    return "unconditional-" + "".join(c if c.isalnum() else "-" for c in request.node.name)
+
+
+@pytest.fixture
+def place(request):
+    return MemoryStorage(place_of(request))
+
+
+def opener(place, **more):
+    return lambda _: UnconditionalStorage(place, **more)
+
+
+def save_without(place, state, world_size=2, *, opened=None, **more):
+    """Returns how each rank's save ended on a place that has no conditions."""
+    opened = opened or opener(place)
+    ranks = save_ranks(state, world_size, place.url, opener=opened, **more)
+    return run_ranks(ranks, performer=partial(perform, opener=opened))
+
+
+def clear(place):
+    place.delete([entry.key for entry in place.list()])
+
+
+def test_a_save_says_that_its_coordinator_alone_decides_and_loads(place):
+    for step, state in enumerate([OLD, NEW], 1):
+        results = save_without(place, state)
+        for result in results:
+            (warning,) = result.get().warnings
+            assert "coordinator alone decides" in warning
+            assert place.url in warning
+            assert result.get().slot == step
+        load_and_check(state, 3, place.url)
+    (with_conditions,) = save(NEXT, 1, place.url)
+    assert with_conditions.warnings == ()
+
+
+def test_overwrite_false_refuses_there_as_everywhere(place):
+    save_without(place, OLD)
+    refused = save_without(place, NEW, options=SaveOptions(overwrite=False))
+    assert {type(result.error) for result in refused} == {CheckpointExistsError}
+    assert loads_whole(place.url, STATES) == 0
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_crash_before_any_change_leaves_the_previous_or_the_new_checkpoint(place, overwrite):
+    previous = 0 if overwrite else None
+    found = []
+    for change in range(1000):
+        clear(place)
+        if overwrite:
+            save_without(place, OLD)
+        script = ChangeScript(change, stops=True)
+
+        def opened(_, script=script):
+            return script.wrap(UnconditionalStorage(place))
+
+        with contextlib.suppress(CrashError):
+            save_without(place, NEW, 3, opened=opened, options=SaveOptions(num_threads=1))
+        found.append(loads_whole(place.url, STATES))
+        save_without(place, NEXT, session="after")
+        assert loads_whole(place.url, STATES) == 2
+        if not script.hit:
+            break
+    commit = found.index(1)
+    assert found == [previous] * commit + [1] * (len(found) - commit)
+    assert commit >= 4
+
+
+@pytest.mark.parametrize("effect", ["before", "after", "broken"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_the_ranks_are_told_after_any_fault_is_what_stands(place, overwrite, effect):
+    previous = 0 if overwrite else None
+    told = set()
+    for change in range(1000):
+        clear(place)
+        if overwrite:
+            save_without(place, OLD)
+        lost = "after" if effect == "after" else "before"
+        script = ChangeScript(change, effect=lost, lasting=effect == "broken")
+
+        def opened(_, script=script):
+            return script.wrap(UnconditionalStorage(place))
+
+        results = save_without(place, NEW, 3, opened=opened)
+        (error,) = {type(result.error) for result in results}
+        allowed = {type(None): {1}, CommitUnknownError: {previous, 1}}.get(error, {previous})
+        assert loads_whole(place.url, STATES) in allowed
+        told.add(error)
+        if not script.hit:
+            break
+    assert type(None) in told
+    assert (CommitUnknownError in told) == (effect == "broken")
+
+
+@pytest.mark.parametrize("operation", registered_operations(), ids=str)
+def test_whatever_is_interrupted_leaves_a_whole_checkpoint(operation):
+    """All invariants but one: what an undecided attempt left is not collected by a later save.
+
+    Whether it is still at work can't be told where it can't be fenced off.
+    """
+    numbers = count()
+    kept = [invariant for invariant in INVARIANTS if invariant is not nothing_is_left]
+    reached = check_crashes(
+        operation,
+        storage=lambda: UnconditionalStorage(
+            MemoryStorage(f"unconditional-{operation}-{next(numbers)}")
+        ),
+        invariants=kept,
+        every=5,
+    )
+    assert sum(reached.stood.values()) == sum(reached.points.values()) > 4
+
+
+# two jobs at once: what the warning warns of
+
+
+def test_of_two_jobs_that_save_at_once_the_later_record_stands_and_loads_whole(place):
+    """Not protected: both are told of success. What stands is one of them, never a mixture."""
+    theirs = []
+
+    def other_job(key):
+        if key == record_key(1) and not theirs:
+            theirs.append(None)  # once: the other job puts this key as well
+            theirs[:] = save_without(place, NEXT, session="other")
+
+    ours = save_without(place, NEW, opened=opener(place, between=other_job))
+    assert {result.get().slot for result in (*ours, *theirs)} == {1}
+    assert place.read(record_key(1)) == ours[0].get().manifest
+    assert loads_whole(place.url, STATES) == 1
+
+
+def test_a_job_that_finds_another_record_after_its_own_lost(place):
+    started = []
+
+    class Slow(UnconditionalStorage):
+        """Writes its record, and another job that had looked before it does so as well."""
+
+        def write(self, key, data, *, create=False):
+            super().write(key, data, create=create)
+            if key == record_key(1):
+                started.append(key)
+                place.write(key, theirs)
+
+    (lone,) = save(OLD, 1, "memory://unconditional-lender")
+    theirs = lone.manifest
+    results = save_without(place, NEW, opened=lambda _: Slow(place))
+    assert started
+    assert {type(result.error) for result in results} == {CheckpointExistsError}
+    assert lone.attempt in str(results[0].error)
+
+
+# who may decide
+
+
+def test_what_is_read_at_planning_says_whether_a_record_has_one_winner(place):
+    task = ReadRecords(Target(place.url))
+    assert perform(task).create_if_absent
+    assert not perform(task, opener(place)).create_if_absent
+
+
+def test_a_record_that_stands_is_never_replaced(place):
+    (won,) = save_without(place, OLD, 1)
+    manifest = place.read(record_key(1))
+    late = perform(CreateAbort(Target(place.url), 1, "late", "why", None), opener(place))
+    assert isinstance(late, SlotTaken)
+    assert late.attempt == won.get().attempt
+    assert place.read(record_key(1)) == manifest
+
+
+def test_a_rank_without_its_coordinator_only_looks(place):
+    """The restarted coordinator knows nothing: with conditions the ranks would fence it off."""
+    restarted = Coordination(epoch=2, new_attempt=new_attempt)
+    before = place.list()
+
+    def to_the_next_life(generator):
+        request = next(generator)
+        while not isinstance(request, SaveReceipt):
+            request = generator.send((yield request))
+        asked.append(request.attempt)
+        try:
+            restarted.receive(request)
+        except CommitUnknownError as error:
+            generator.throw(error)
+
+    asked = []
+    ranks = save_ranks(NEW, 2, place.url, opener=opener(place))
+    results = run_ranks(
+        [to_the_next_life(rank) for rank in ranks], performer=partial(perform, opener=opener(place))
+    )
+    assert {type(result.error) for result in results} == {CommitUnknownError}
+    assert before == []
+    assert [entry.key for entry in place.list("manifest-")] == []
+    (attempt,) = set(asked)
+    assert outcome(place.url, attempt) == "open"
+    # The place is as good as new.
+    save_without(place, NEXT, session="after")
+    assert loads_whole(place.url, STATES) == 2
+
+
+def test_settle_tells_what_a_record_says_and_writes_none(place):
+    target = Target(place.url)
+    (won,) = save_without(place, OLD, 1)
+    attempt = won.get().attempt
+    opened = opener(place)
+
+    def ask(attempt):
+        return settle(target, attempt, reason="test", rank=0, opener=opened)
+
+    assert ask(attempt) == Won(1, won.get().manifest)
+    keys = place.list()
+    still_open = ask("nobody")
+    assert isinstance(still_open, Open)
+    assert "only the coordinator" in str(still_open.error)
+    assert place.list() == keys
+    perform(CreateAbort(target, 2, "aborted", "why", None), opened)
+    assert ask("aborted") == Fenced(2)
+
+
+def test_a_rank_whose_coordinator_died_says_that_the_outcome_is_unknown(place):
+    def dead(request):
+        raise ParticipantError("the coordinator died")
+
+    generator = next(iter(save_ranks(NEW, 1, place.url, opener=opener(place))))
+    performer = partial(perform, opener=opener(place))
+
+    def steps():
+        request = next(generator)
+        while not isinstance(request, SaveReceipt):
+            request = generator.send((yield request))
+        try:
+            dead(request)
+        except ParticipantError as error:
+            return generator.throw(error)
+
+    (result,) = run_ranks([steps()], performer=performer)
+    assert isinstance(result.error, CommitUnknownError)
+    assert place.list("manifest-") == []
+    with pytest.raises(CheckpointNotFoundError):
+        load_and_check(NEW, 1, place.url)
+
+
+@pytest.mark.parametrize("create_if_absent", [True, False])
+def test_a_commit_that_may_still_arrive_is_not_declared_failed(create_if_absent):
+    """An abort keeps a late manifest out only where a record is created if absent."""
+    play = Play()
+    play.to_record(RecordsRead(0, None, None, (), create_if_absent=create_if_absent))
+    while isinstance(play.task, CreateRecord):
+        play.fail(StorageError("the answer was lost"))
+        if isinstance(play.task, ReadRecord):
+            play.done(SlotFree(1))
+    assert isinstance(play.task, CreateAbort) == create_if_absent
+    if not create_if_absent:
+        assert play.task is None
+        errors = play.errors("SaveReceipt")
+        assert {type(error) for error in errors.values()} == {CommitUnknownError}
+        assert "the answer was lost" in str(errors[0])
