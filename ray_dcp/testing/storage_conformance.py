@@ -53,6 +53,15 @@ class StorageConformance(PartWriterConformance):
         expect(isinstance(storage.traits, StorageTraits), "traits are no StorageTraits")
         expect(isinstance(storage.open_writer("k"), PartWriter), "not a PartWriter")
 
+    def test_asking_what_it_can_do_leaves_nothing_behind(self, storage: Storage) -> None:
+        """`traits` are the same each time, and what was tried to know them is gone."""
+        first = storage.traits
+        expect_equal(storage.traits, first)
+        expect_keys(storage, [])
+        storage.write("a", b"1")
+        expect_equal(storage.traits, first)
+        expect_keys(storage, ["a"])
+
     # write and read
 
     @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])

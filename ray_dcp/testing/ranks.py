@@ -1,0 +1,203 @@
+"""Saves and loads by any number of ranks in one thread, without Ray; the ranks hold arrays.
+
+What a rank holds is in `array_states`. Which errors the ranks of one operation may be told together
+is in `one_outcome`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.errors import CheckpointError, CommitUnknownError
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome, Target
+from ray_dcp.runtime.inline import RankResult, run_ranks
+from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.rank import Captured, LoadResult, load_rank, save_rank
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
+from ray_dcp.testing.array_states import ArrayCapture, ArrayWork, State, same_value
+from ray_dcp.transfer.opening import Checkpoint
+
+__all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
+
+Opener = Callable[[Target], Storage]
+Capturing = Callable[[State, int, int], Captured]
+
+
+def save_ranks(
+    state: State,
+    world_size: int,
+    url: str,
+    *,
+    session: str = "save",
+    seq: int = 0,
+    options: SaveOptions | None = None,
+    states: Sequence[State] | None = None,
+    capture: Capturing = ArrayCapture,
+    opener: Opener = open_storage,
+) -> list[Generator[Request, Reply, SaveOutcome]]:
+    """Returns the generators of a save, for `run_ranks`.
+
+    Args:
+        state: What to save.
+        world_size: Number of ranks.
+        url: Where.
+        session: Of the ranks.
+        seq: Number of the operation in the session.
+        options: How.
+        states: Gives each rank a state of its own.
+        capture: From state, rank and world size to what a rank captures.
+        opener: What opens the storage.
+    """
+    return [
+        save_rank(
+            OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
+            options=options or SaveOptions(), opener=opener,
+            capture=partial(capture, states[rank] if states else state, rank, world_size),
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+
+
+def load_ranks(
+    like: State,
+    world_size: int,
+    url: str,
+    *,
+    session: str = "load",
+    seq: int = 0,
+    options: LoadOptions | None = None,
+    opener: Opener = open_storage,
+) -> tuple[list[Generator[Request, Reply, LoadResult]], list[ArrayWork]]:
+    """Returns the generators of a load, and the list that will hold each rank's work.
+
+    Args:
+        like: A state with the names, dtypes and shapes that are wanted.
+        world_size: Number of ranks.
+        url: Where.
+        session: Of the ranks.
+        seq: Number of the operation in the session.
+        options: How.
+        opener: What opens the storage.
+    """
+    works: list[Any] = [None] * world_size
+
+    def plan(checkpoint: Checkpoint, rank: int) -> ArrayWork:
+        works[rank] = ArrayWork(checkpoint, like, rank, world_size)
+        return works[rank]  # type: ignore[no-any-return]
+
+    ranks = [
+        load_rank(
+            OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
+            options=options or LoadOptions(), plan=partial(plan, rank=rank), opener=opener,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    return ranks, works
+
+
+@dataclass(frozen=True)
+class _Opener:
+    storage: Storage
+
+    def __call__(self, target: Target) -> Storage:
+        return self.storage
+
+
+def save_state(
+    storage: Storage,
+    state: State,
+    world_size: int = 2,
+    *,
+    session: str = "save",
+    options: SaveOptions | None = None,
+    states: Sequence[State] | None = None,
+    capture: Capturing = ArrayCapture,
+) -> SaveOutcome:
+    """Saves a state to a storage, by several ranks in this thread.
+
+    Args:
+        storage: Where; also one that `open_storage` does not know.
+        state: What to save.
+        world_size: Number of ranks.
+        session: Of the ranks.
+        options: How; by default with one thread.
+        states: Gives each rank a state of its own.
+        capture: From state, rank and world size to what a rank captures.
+
+    Raises:
+        CheckpointError: What the ranks were told.
+        AssertionError: They were told different things.
+    """
+    opener = _Opener(storage)
+    options = options or SaveOptions(num_threads=1)  # so that all calls come in one order
+    ranks = save_ranks(
+        state, world_size, storage.url, session=session, options=options, states=states,
+        capture=capture, opener=opener,
+    )  # fmt: skip
+    return one_outcome(run_ranks(ranks, performer=partial(perform, opener=opener)))
+
+
+def load_state(storage: Storage, like: State, world_size: int = 2) -> dict[str, Any]:
+    """Returns the state that stands in a storage, put together from what several ranks load.
+
+    Args:
+        storage: Where.
+        like: A state with the names, dtypes and shapes that are wanted.
+        world_size: Number of ranks.
+
+    Raises:
+        CheckpointError: It can't be loaded.
+        AssertionError: Ranks loaded different objects.
+    """
+    opener = _Opener(storage)
+    ranks, works = load_ranks(
+        like, world_size, storage.url, options=LoadOptions(num_threads=1), opener=opener
+    )
+    for result in run_ranks(ranks, performer=partial(perform, opener=opener)):
+        result.get()
+    whole: dict[str, Any] = {}
+    for name, value in like.items():
+        parts = [work.state[name] for work in works]
+        if not isinstance(value, np.ndarray):
+            if any(not same_value(parts[0], part) for part in parts):
+                raise AssertionError(f"ranks loaded different values of {name}: {parts}")
+            whole[name] = parts[0]
+            continue
+        whole[name] = np.full_like(value, 0)
+        for work, part in zip(works, parts, strict=True):
+            box = tuple(slice(o, o + s) for o, s in zip(work.boxes[name], part.shape, strict=True))
+            whole[name][box] = part
+    return whole
+
+
+def one_outcome(results: Sequence[RankResult[SaveOutcome]]) -> SaveOutcome:
+    """Returns what the ranks of one save were told together.
+
+    Args:
+        results: Of all ranks.
+
+    Raises:
+        CommitUnknownError: None was told of a commit, and one that it is unknown.
+        CheckpointError: All were told that it failed.
+        AssertionError: Some were told of a commit, and others that it failed.
+    """
+    unknown = [r.error for r in results if isinstance(r.error, CommitUnknownError)]
+    failed: list[CheckpointError] = [
+        r.error for r in results if r.error is not None and r.error not in unknown
+    ]
+    committed = [result for result in results if result.error is None]
+    if committed and failed:
+        raise AssertionError(
+            f"some ranks were told of a commit, and {len(failed)} that it failed: {failed[0]}"
+        )
+    for error in (*unknown, *failed):
+        if not committed:
+            raise error
+    return committed[0].get()

@@ -1,0 +1,147 @@
+"""Interrupts an operation at its n-th call of the operating system, for local directories.
+
+The functions of `os` that change or open files are replaced for the time of the operation, in the
+whole process. What the kernel itself may lose when the power is cut is not played.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from ray_dcp.store.faults import CrashError
+from ray_dcp.store.storage import Storage
+from ray_dcp.testing.interruptions import CRASHES, Interruption, Step, Variant
+
+__all__ = ["CALLS", "interrupted_system"]
+
+_WRITES = frozenset({"write", "pwrite", "writev", "pwritev"})
+"""Their second argument holds the bytes: one buffer, or several."""
+CALLS = (
+    "open", *sorted(_WRITES), "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "mkdir",
+    "posix_fallocate", "remove", "rename", "replace", "rmdir", "sendfile", "symlink", "truncate",
+    "unlink",
+)  # fmt: skip
+"""What is counted and interrupted: all functions of `os` that change or open files."""
+_PAGE = 4096
+_CHANGING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+@contextmanager
+def interrupted_system(
+    storage: Storage, at: int | None, variant: Variant
+) -> Iterator[tuple[Storage, Interruption]]:
+    """Interrupts the n-th call of the operating system; see `interruptions.Interrupt`.
+
+    Args:
+        storage: A `LocalStorage`; it is returned as it is.
+        at: Number of the call, from 0; None to count them only.
+        variant: What becomes of it. `refused` and `lost` give EIO, `broken` ENOSPC.
+
+    Example:
+        >>> import itertools, tempfile
+        >>> from ray_dcp.store.local import LocalStorage
+        >>> from ray_dcp.testing import check_crashes
+        >>> number = itertools.count()
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     reached = check_crashes(
+        ...         "save.first",
+        ...         storage=lambda: LocalStorage(f"{root}/{next(number)}/step-1"),
+        ...         interrupt=interrupted_system,
+        ...         variants=["torn"],
+        ...     )
+        >>> reached.points["torn"] >= 3
+        True
+    """
+    system = _System(at, variant)
+    with ExitStack() as stack:
+        for name in (name for name in CALLS if hasattr(os, name)):
+            stack.enter_context(mock.patch.object(os, name, system.replaced(name)))
+        yield storage, system
+
+
+class _System:
+    """Counts calls; implements `Interruption`."""
+
+    def __init__(self, at: int | None, variant: Variant) -> None:
+        self._at = at
+        self._variant = variant
+        self._steps: list[Step] = []
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """See `Interruption`."""
+        return tuple(self._steps)
+
+    @property
+    def stopped(self) -> bool:
+        """See `Interruption`."""
+        return self._stopped
+
+    def replaced(self, name: str) -> Callable[..., Any]:
+        """Returns what stands in for a function of `os`."""
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._stopped:
+                return _from_the_grave(name)
+            if not self._hits(_step(name, args)):
+                return real(*args, **kwargs)
+            return self._interrupt(name, real, args, kwargs)
+
+        return call
+
+    def _hits(self, step: Step) -> bool:
+        with self._lock:
+            number = len(self._steps)
+            self._steps.append(step)
+        if self._at is None:
+            return False
+        return number == self._at or (number > self._at and self._variant == "broken")
+
+    def _interrupt(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._variant in ("after", "lost"):
+            made = real(*args, **kwargs)
+            if name == "open":
+                os.close(made)
+        elif self._variant == "torn":
+            real(args[0], _first_half(name, args[1]), *args[2:], **kwargs)
+        if self._variant in CRASHES:
+            self._stopped = True
+            raise CrashError(f"the process died at {name} ({self._variant})")
+        number = errno.ENOSPC if self._variant == "broken" else errno.EIO
+        raise OSError(number, os.strerror(number))
+
+
+def _from_the_grave(name: str) -> None:
+    # Why: what only removes may be called while an object is dropped, where nothing can be raised.
+    if name not in ("unlink", "remove", "rmdir"):
+        raise CrashError(f"the process is dead, but called {name}")
+
+
+def _first_half(name: str, data: Any) -> Any:
+    """Returns about half of what was to be written."""
+    if not name.endswith("v"):
+        return _half(memoryview(data))
+    first, *rest = (memoryview(buffer) for buffer in data)
+    return [first, *rest[: len(rest) // 2]] if rest else [_half(first)]
+
+
+def _half(view: memoryview) -> memoryview:
+    # Why whole pages: direct I/O takes nothing else.
+    half = len(view) // 2
+    return view[: half // _PAGE * _PAGE or half]
+
+
+def _step(name: str, args: Any) -> Step:
+    changes = name not in ("fsync", "fdatasync")
+    if name == "open":
+        changes = bool(args[1] & _CHANGING_FLAGS)
+    return Step(name, str(args[0]), changes, writes=name in _WRITES and len(args[1]) > 0)

@@ -1,0 +1,207 @@
+"""Fault scripts: what can go wrong does, once and where it was scripted, or the test fails."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from ray_dcp.errors import DamagedCheckpointError, InternalError, InvalidRequestError, StorageError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import KeyExistsError
+from ray_dcp.testing import NEW, CrashError, Fault, FaultyStorage, Place, Script
+from ray_dcp.testing.array_states import same_state
+from ray_dcp.testing.ranks import load_state
+
+
+@pytest.fixture
+def memory(request):
+    storage = MemoryStorage(f"faults/{request.node.name.partition('[')[0]}")
+    yield storage
+    storage.delete([entry.key for entry in storage.list()])
+
+
+def test_a_fault_that_is_never_hit_fails_the_test(memory):
+    faults = [Fault(operation="read", key="a*"), Fault(operation="write", key="b", nth=2)]
+    told = r"read of 'a\*' \(call 1\), write of 'b' \(call 2\)"
+    with pytest.raises(InternalError, match=told), Script(faults) as script:
+        script.wrap(memory).write("b", b"1")
+
+
+def test_the_error_of_the_test_itself_is_not_hidden_by_a_fault_that_was_not_hit(memory):
+    with pytest.raises(ZeroDivisionError), Script([Fault(operation="read")]):
+        raise ZeroDivisionError
+
+
+def test_one_script_serves_all_storages_that_it_opens():
+    with Script([Fault(operation="write", nth=2)]) as script:
+        script.open("memory://faults/one").write("a", b"1")
+        with pytest.raises(StorageError, match="scripted"):
+            script.open(Target("memory://faults/two")).write("a", b"1")
+    assert [call.operation for call in script.calls] == ["write", "write"]
+    MemoryStorage("faults").delete(["one/a"])
+    assert MemoryStorage("faults/two").list() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (errno.EIO, r"could not publish memory://.*/a: \[EIO\] Input/output error; the device"),
+        (errno.ENOSPC, r"could not publish .*\[ENOSPC\] No space left on device; free space"),
+        ("503 Slow Down", r"could not publish .*/a: the storage answered 503 Slow Down"),
+        (None, r"scripted fault: commit of 'a' failed \(before\)"),
+        (StorageError("mine"), "mine"),
+    ],
+)
+def test_an_error_says_what_a_storage_would_say(memory, error, told):
+    storage = FaultyStorage(memory, [Fault(operation="commit", error=error)])
+    with pytest.raises(StorageError, match=told):
+        storage.open_writer("a").commit()
+    assert memory.list() == []
+
+
+def test_an_errno_that_means_a_taken_key_is_told_as_such(memory):
+    storage = FaultyStorage(memory, [Fault(operation="commit", error=errno.EEXIST)])
+    with pytest.raises(KeyExistsError):
+        storage.open_writer("a").commit()
+
+
+def test_a_fault_may_last_some_calls_or_for_ever(memory):
+    faults = [
+        Fault(operation="write", key="a", times=2),
+        Fault(operation="write", key="b", times=None),
+    ]
+    with Script(faults) as script:
+        storage = script.wrap(memory)
+        for key, fails in [("a", True), ("a", True), ("a", False), *[("b", True)] * 5]:
+            if not fails:
+                storage.write(key, b"1")
+                continue
+            with pytest.raises(StorageError):
+                storage.write(key, b"1")
+    assert [entry.key for entry in memory.list()] == ["a"]
+
+
+def test_a_lost_answer_means_that_it_happened(memory):
+    with Script([Fault(operation="delete", key="a", effect="after")]) as script:
+        memory.write("a", b"1")
+        memory.write("b", b"1")
+        with pytest.raises(StorageError):
+            script.wrap(memory).delete(["a", "b"])
+    assert memory.list() == []
+
+
+def test_a_refused_delete_of_one_key_does_not_keep_the_others(memory):
+    with Script([Fault(operation="delete", key="a")]) as script:
+        memory.write("a", b"1")
+        memory.write("b", b"1")
+        with pytest.raises(StorageError):
+            script.wrap(memory).delete(["a", "b"])
+    assert [entry.key for entry in memory.list()] == ["a"]
+
+
+def test_a_slow_call_takes_its_time_from_the_clock_that_is_given(memory):
+    slept = []
+    slow = Fault(operation="write", effect="slow", delay_s=30.0)
+    with Script([slow], sleep=slept.append) as script:
+        storage = script.wrap(memory)
+        storage.write("a", b"1")
+        storage.write("a", b"2")
+    assert slept == [30.0]
+    assert memory.read("a") == b"2"
+    with pytest.raises(InvalidRequestError, match="sleep"):
+        Script([slow])
+
+
+@pytest.mark.parametrize(
+    ("effect", "found"), [("short", b"12"), ("flip", b"12\x324"), ("torn", b"12")]
+)
+def test_what_is_written_may_be_less_or_other_than_was_asked(memory, effect, found):
+    with Script([Fault(operation="write", effect=effect)]) as script:
+        if effect == "torn":
+            with pytest.raises(StorageError):
+                script.wrap(memory).write("a", b"1234")
+        else:
+            script.wrap(memory).write("a", b"1234")
+    assert memory.read("a") == found
+
+
+@pytest.mark.parametrize("effect", ["short", "torn"])
+def test_a_part_file_of_another_length_is_never_committed(memory, effect):
+    script = Script([Fault(operation="writer.write", effect=effect)])
+    with script, pytest.raises(StorageError) as caught:
+        Place(script.wrap(memory)).save(NEW)
+    assert effect == "torn" or "another length" in str(caught.value)
+
+
+def test_a_bit_that_flips_on_the_way_to_the_storage_is_found_when_it_is_read(memory):
+    with Script([Fault(operation="writer.write", effect="flip")]) as script:
+        Place(script.wrap(memory)).save(NEW, 1)
+    with pytest.raises(DamagedCheckpointError):
+        load_state(memory, NEW)
+
+
+@pytest.mark.parametrize("effect", ["before", "after", "torn"])
+def test_the_dead_ask_for_nothing_and_clean_nothing_up(tmp_path, effect):
+    inner = LocalStorage(tmp_path)
+    with Script([Fault(operation="writer.write", effect=effect, stops=True)]) as script:
+        storage = script.wrap(inner)
+        writer = storage.open_writer("a")
+        with pytest.raises(CrashError, match=r"died at writer.write of 'a'"):
+            writer.write(bytes(5 << 20))
+        writer.abort()
+        del writer
+        for ask in (storage.list, lambda: storage.read("a"), lambda: storage.open_writer("b")):
+            with pytest.raises(CrashError, match="dead"):
+                ask()
+    # What a crash leaves: the file without its name.
+    (left,) = inner.unpublished()
+    assert left.key.endswith("-a")
+    assert left.num_bytes == {"before": 0, "after": 4 << 20, "torn": 0}[effect]
+    assert len(script.calls) == 2
+
+
+def test_a_process_that_died_while_it_opened_a_file_leaves_that_file(tmp_path):
+    with Script([Fault(operation="open_writer", effect="after", stops=True)]) as script:
+        with pytest.raises(CrashError):
+            script.wrap(LocalStorage(tmp_path)).open_writer("a")
+        assert len(LocalStorage(tmp_path).unpublished()) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"operation": "list", "effect": "flip"}, "flip"),
+        ({"operation": "commit", "effect": "short"}, "short"),
+        ({"operation": "read", "nth": 0}, "counted from 1"),
+        ({"operation": "read", "times": 0}, "counted from 1"),
+        ({"operation": "read", "effect": "slow"}, "delay_s"),
+        ({"operation": "read", "delay_s": 1.0}, "delay_s"),
+    ],
+)
+def test_a_fault_that_can_not_happen_is_refused(wrong, told):
+    with pytest.raises(InvalidRequestError, match=told):
+        Fault(**wrong)
+
+
+def test_unpublished_files_are_told_through_a_script(tmp_path, memory):
+    writer = LocalStorage(tmp_path).open_writer("a")
+    with Script([Fault(operation="list", key=".tmp-*", nth=2)]) as script:
+        storage = script.wrap(LocalStorage(tmp_path))
+        assert len(storage.unpublished()) == 1
+        with pytest.raises(StorageError):
+            storage.unpublished()
+    assert script.wrap(memory).unpublished() == ()
+    writer.abort()
+
+
+def test_a_state_is_the_same_only_with_all_its_bytes():
+    assert same_state(NEW, {**NEW})
+    for name in NEW:
+        assert not same_state(NEW, {k: v for k, v in NEW.items() if k != name})
+    assert not same_state(NEW, {**NEW, "step": 3})
+    assert not same_state(NEW, {**NEW, "a": NEW["a"].astype("float64")})
+    assert not same_state(NEW, {**NEW, "a": NEW["a"].T})
+    assert not same_state(NEW, {**NEW, "a": NEW["a"] + 1})
