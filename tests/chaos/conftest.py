@@ -1,5 +1,24 @@
-"""The same Ray as for the integration tests."""
+"""One arena for all cells of a session: a Ray of its own on the loopback interface."""
 
-from tests.integration.conftest import pytest_configure, ray_session
+from __future__ import annotations
 
-__all__ = ["pytest_configure", "ray_session"]
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.arena import Arena
+from tests.integration.conftest import THIRD_PARTY_WARNINGS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in THIRD_PARTY_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="package")
+def arena() -> Iterator[Arena]:
+    """Where the cells are played; when it is closed nothing of it may be left."""
+    with Arena() as arena:
+        yield arena
+        left = arena.leaks()
+    assert left == []

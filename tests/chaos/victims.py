@@ -1,19 +1,17 @@
-"""What ranks and drivers do that are about to be killed; importable on the ranks.
+"""What the ranks of the matrix do, and the driver that may be killed; importable on the ranks.
 
-A save of step 2 over a standing step 1: whatever is killed when, one of the two must load whole.
-Run as a program it is a driver whose ranks save until it is killed.
+A save of step 2 over a standing step 1, or a load of step 1: whatever is hit when, every rank
+that lives writes down what it was told and when.
+Run as a program it is a driver of its own, whose ranks do the same.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import resource
-import signal
+import pickle
 import sys
-import threading
 import time
-from collections.abc import Callable
-from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
@@ -22,126 +20,152 @@ import torch
 import torch.distributed as dist
 
 import ray_dcp
-from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime import hooks
+from ray_dcp.runtime.naming import NAMESPACE, coordinator_name, stager_name
 from ray_dcp.runtime.session import current_session
-from tests.attempts import Attempt, attempt, save_sound, sound_state
+from tests.attempts import sound_state
+from tests.chaos.cells import Trap
+from tests.chaos.judging import Told
+from tests.chaos.traps import Blow, read_mark, set_trap, set_trap_in
+from tests.polling import eventually
 
-LARGE_BYTES = 96 << 20
-"""What one rank writes where something must happen in the middle of it."""
+OUTCOME_S = 90.0
+"""How long a rank waits for the outcome of an asynchronous save, in seconds."""
+
+LARGE_BYTES = 16 << 20
+"""What each rank holds alone, so that it writes and reads in several requests."""
 
 
-class Trap:
-    """A `Stateful` that does something to its process when it is asked for its state."""
+def full_state(step: int, fill: bool = True) -> dict[str, Any]:
+    """Returns `sound_state` and a large tensor that only this rank holds."""
+    rank = dist.get_rank()
+    value = float(step) if fill else -1.0
+    return {**sound_state(step, fill), f"large{rank}": torch.full((LARGE_BYTES // 4,), value)}
 
-    def __init__(self, spring: Callable[[], Any]) -> None:
-        self.spring = spring
+
+def save_full(path: str, step: int, **options: Any) -> None:
+    ray_dcp.save(full_state(step), checkpoint_id=path, options=SaveOptions(**options))
+
+
+def load_full(path: str, **options: Any) -> None:
+    state = full_state(0, fill=False)
+    ray_dcp.load(state, checkpoint_id=path, options=LoadOptions(**options))
+    large = state[f"large{dist.get_rank()}"]
+    assert torch.equal(large, torch.full_like(large, float(state["step"])))
+
+
+class Slow:
+    """A `Stateful` that gives its state only after the blow has fallen."""
+
+    def __init__(self, marks: str) -> None:
+        self.marks = Path(marks)
 
     def state_dict(self) -> dict[str, Any]:
-        self.spring()
-        return {"sprung": 1}
+        eventually(lambda: read_mark(self.marks), 30)
+        return {"late": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
-class DeadlyToPickle:
-    """Kills its process when it is pickled."""
+def play(
+    path: str,
+    marks: str,
+    phase: str,
+    options: dict[str, float],
+    *,
+    slow: int | None = None,
+    asynchronous: bool = False,
+) -> None:
+    """Saves step 2, or loads, and writes down what this rank was told.
 
-    def __reduce__(self) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return (int, ())
-
-
-def large(rank: int) -> dict[str, Any]:
-    """Returns a tensor that only this rank holds, and writes."""
-    return {f"large{rank}": torch.ones(LARGE_BYTES // 4)}
-
-
-def save_with(path: str, victim: int, more: Callable[[], dict[str, Any]], **options: Any) -> None:
-    """Saves step 2 after adding something to the state of one rank."""
-    state = sound_state(2)
-    if dist.get_rank() == victim:
-        state.update(more())
-    ray_dcp.save(state, checkpoint_id=path, options=SaveOptions(**options))
-
-
-def try_save_with(path: str, *arguments: Any, **options: Any) -> Attempt:
-    """Returns what came of `save_with`, after leaving a mark beside the checkpoint."""
-    came = attempt(lambda: save_with(path, *arguments, **options))
-    Path(f"{path}.told-{dist.get_rank()}").touch()
-    return came
-
-
-def deadly_to_pickle() -> dict[str, Any]:
-    return {"x": DeadlyToPickle()}
-
-
-def too_large_to_survive() -> dict[str, Any]:
-    """Makes the kernel end this process in the middle of its file, after 1 MiB."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    return large(dist.get_rank())
-
-
-def frozen_when_asked() -> dict[str, Any]:
-    return {"x": Trap(lambda: os.kill(os.getpid(), signal.SIGSTOP))}
-
-
-def frozen_when_writing(path: str) -> dict[str, Any]:
-    """Freezes this process as soon as its file of step 2 is begun."""
-    rank = dist.get_rank()
-    before = set(os.listdir(path))
-
-    def watch() -> None:
-        if appears(Path(path), f"*__{rank}_*", before, within_s=30):
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return large(rank)
-
-
-def appears(path: Path, pattern: str, before: set[str], *, within_s: float) -> bool:
-    """Returns, at once, when there is a new file of such a name; False when there is none.
-
-    A name that a pattern without leading `*` matches is published, others may be begun only.
+    Args:
+        path: Of the checkpoint.
+        marks: Directory of what is written down.
+        phase: `loading` loads, the others save.
+        options: Of the save or load.
+        slow: A rank that captures its state until the blow has fallen.
+        asynchronous: Save in the background, and wait for the outcome.
     """
-    end_s = time.monotonic() + within_s
-    while time.monotonic() < end_s:
-        if matching(set(os.listdir(path)) - before, pattern):
-            return True
-        threading.Event().wait(0.0005)
-    return False
+    error: Exception | None = None
+    try:
+        if phase == "loading":
+            load_full(path, **options)
+        else:
+            state = full_state(2)
+            if dist.get_rank() == slow:
+                state["slow"] = Slow(marks)
+            if asynchronous:
+                how = SaveOptions(**options)
+                ray_dcp.async_save(state, checkpoint_id=path, options=how).result(OUTCOME_S)
+            else:
+                ray_dcp.save(state, checkpoint_id=path, options=SaveOptions(**options))
+    except Exception as raised:
+        error = raised
+    told = Told(time.monotonic(), error)
+    file = Path(marks) / f"told-{dist.get_rank()}"
+    file.with_suffix(".new").write_bytes(pickle.dumps(told))
+    file.with_suffix(".new").rename(file)
 
 
-def coordinator_killed_when_asked() -> dict[str, Any]:
-    session = current_session()
-    pid = session.coordinator_info()["pid"]
-    return {"x": Trap(lambda: os.kill(pid, signal.SIGKILL))}
+def told(marks: Path) -> dict[int, Told]:
+    """Returns what was told so far, by rank."""
+    return {
+        int(file.name.partition("-")[2]): pickle.loads(file.read_bytes())
+        for file in marks.glob("told-*")
+        if file.suffix != ".new"
+    }
 
 
 def session_facts() -> dict[str, Any]:
     """Returns the session's name, and what its coordinator says of itself."""
     session = current_session()
-    return {"session": session.name, **session.coordinator_info()}
+    return {"session": session.name, "actor": session._actor, **session.coordinator_info()}
 
 
-def coordinator_lives(session: str) -> bool:
-    """Returns whether there is an actor for the session's coordinator."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return {"name": coordinator_name(session), "namespace": NAMESPACE} in actors
+def stager_pid() -> int:
+    """Returns the process of this node's stager, after making it if there is none."""
+    return int(current_session().staging().info()["pid"])
 
 
-def drive(address: str, path: str) -> None:
-    """Saves step 1, tells it, and saves a large step 2 in a loop."""
-    ray.init(address, log_to_driver=False, configure_logging=False, namespace="victim")
-    with ray_dcp.WorkerGroup(2) as ranks:
-        ranks.run(save_sound, path, 1)
-        print(ranks.run(session_facts)[0]["session"], flush=True)
-        while True:
-            ranks.run(save_with, path, 1, lambda: large(1))
+def connect(name: str) -> None:
+    """Takes this rank's place in a session of this name."""
+    ray_dcp.connect(name=name, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def set_trap_on(rank: int, trap: Trap, blow: Blow) -> None:
+    """Sets a trap on one rank."""
+    if dist.get_rank() == rank:
+        set_trap(trap, blow)
+
+
+def spring_trap(ranks: Any, trap: Trap, blow: Blow, *, rank: int, actor: str) -> None:
+    """Sets a trap where it belongs: on a rank of a group, or in an actor of this node."""
+    if trap.on == "rank":
+        ranks.run(set_trap_on, rank, trap, blow)
+        return
+    node_id = ray.get_runtime_context().get_node_id()
+    name = stager_name(node_id) if trap.on == "stager" else coordinator_name(actor)
+    handle = ray.get_actor(name, namespace=NAMESPACE)
+    ray.get(handle.__ray_call__.remote(set_trap_in, trap, blow))
+
+
+def drive(address: str, order: dict[str, Any]) -> None:
+    """Does what `order` says with ranks of its own; it is the one that is hit."""
+    with hooks.loopback_addresses():
+        ray.init(address, log_to_driver=False, configure_logging=False, namespace="victim")
+    path, marks, phase = order["path"], order["marks"], order["phase"]
+    with ray_dcp.WorkerGroup(3, resources={"head": 1}) as ranks:
+        ranks.run(save_full, path, 1)
+        facts = ranks.run(session_facts)[0]
+        before = os.listdir(path)
+        blow = Blow(order["signal"], (os.getpid(),), path, marks)
+        spring_trap(ranks, Trap(**order["trap"]), blow, rank=1, actor=facts["actor"])
+        own = {"ranks": ranks.pids, "coordinator": facts["pid"], "actor": facts["actor"]}
+        print(json.dumps({**own, "before": before}), flush=True)
+        ranks.run(play, path, marks, phase, order["options"], **order["how"])
 
 
 if __name__ == "__main__":
-    drive(*sys.argv[1:])
+    drive(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,308 @@
+"""Where the cells are played: a Ray cluster on the loopback interface that loses nodes and ranks.
+
+Everything that it starts it ends, by handle or by the pids that it started.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# Before ray is imported: see tests/integration/conftest.py.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.runtime import hooks
+from ray_dcp.runtime.coordinator import Coordinator
+from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, coordinator_name
+from ray_dcp.runtime.workers import WorkerGroup
+from tests.polling import eventually, lives
+
+__all__ = ["Arena"]
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_RANKS = 3
+RUN_S = 120.0
+"""How long one run of the ranks may take at all, in seconds: the watchdog of a cell."""
+RELEASE_S = 60.0
+"""How long ranks may take after one of them died before the group ends them; longer than every
+ceiling, so that the ranks themselves are measured."""
+
+DROPS = ("req", "resp", "in_flight")
+
+
+class Arena:
+    """A head node, at most one more node, and one group of ranks at a time."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="rx", dir="/tmp"))
+        self._tmp_before = os.environ.get("RAY_TMPDIR")
+        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+        os.environ["RAY_TMPDIR"] = str(self.directory)
+        (self.directory / "ray").mkdir()
+        self._loopback = hooks.loopback_addresses()
+        self._loopback.__enter__()
+        with hooks.signal_handlers_kept():
+            self.cluster = Cluster(
+                initialize_head=True,
+                head_node_args=self._node_args(num_cpus=2, head=100, seat=1),
+            )
+            ray.init(
+                self.cluster.address, log_to_driver=False, configure_logging=False,
+                namespace="chaos",
+            )  # fmt: skip
+        self.head_id = ray.get_runtime_context().get_node_id()
+        self._node: Any = None
+        self._ranks: WorkerGroup | None = None
+        self._kind = ""
+        self._seen: dict[int, str] = {}
+        self._num_places = 0
+        self._processes: list[subprocess.Popen[str]] = []
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+    def _node_args(self, *, num_cpus: int, **resources: float) -> dict[str, Any]:
+        return {
+            "num_cpus": num_cpus, "resources": resources, "object_store_memory": 100 << 20,
+            "include_dashboard": False, "node_ip_address": "127.0.0.1",
+            "temp_dir": str(self.directory / "ray"),
+        }  # fmt: skip
+
+    # Places
+
+    def new_place(self) -> tuple[Path, Path]:
+        """Returns the path of a new checkpoint, and a directory for marks."""
+        self._num_places += 1
+        path = self.directory / f"c{self._num_places}"
+        marks = self.directory / f"m{self._num_places}"
+        marks.mkdir()
+        return path, marks
+
+    # Ranks
+
+    def ranks(self, kind: str) -> WorkerGroup:
+        """Returns a group of three ranks that all live, after mending or making it.
+
+        Args:
+            kind: `head`: all on the head node. `nodes`: one on the head node and two on another.
+                One of `DROPS`: on the head node, and some of their calls get lost so.
+        """
+        if self._kind != kind:
+            self.end_ranks()
+        if kind == "nodes":
+            self.node()
+        if self._ranks is None:
+            self._ranks = WorkerGroup(NUM_RANKS, **_options(kind))
+            self._kind = kind
+        else:
+            self.mend()
+        self.note(self._ranks.pids)
+        return self._ranks
+
+    def mend(self) -> WorkerGroup:
+        """Replaces ranks that died."""
+        assert self._ranks is not None
+        if self._ranks.world_size != NUM_RANKS or not self._all_live():
+            if self._kind == "nodes":
+                self.node()
+            self._ranks.resize(NUM_RANKS)
+        self.note(self._ranks.pids)
+        return self._ranks
+
+    def shrink(self) -> WorkerGroup:
+        """Goes on with the one rank that is not on the second node."""
+        assert self._ranks is not None
+        self._ranks.resize(1)
+        self.note(self._ranks.pids)
+        return self._ranks
+
+    def _all_live(self) -> bool:
+        try:
+            self._ranks.run(os.getpid)
+        except CheckpointError:
+            return False
+        return True
+
+    def end_ranks(self) -> None:
+        """Ends the group."""
+        if self._ranks is not None:
+            self._ranks.shutdown()
+            self._ranks = None
+        self._kind = ""
+
+    # Nodes
+
+    def node(self) -> Any:
+        """Returns the second node, after making it if there is none."""
+        if self._node is None:
+            with hooks.signal_handlers_kept():
+                self._node = self.cluster.add_node(**self._node_args(num_cpus=1, seat=2))
+        return self._node
+
+    def node_pids(self) -> tuple[int, ...]:
+        """Returns all processes of the second node, its raylet first."""
+        roots = [info.process.pid for each in self.node().all_processes.values() for info in each]
+        found = list(roots)
+        children = _children()
+        for pid in found:
+            found += children.get(pid, [])
+        self.note(found)
+        return tuple(found)
+
+    def end_node(self) -> None:
+        """Ends the second node and everything of it, without asking."""
+        if self._node is not None:
+            pids = self.node_pids()
+            node, self._node = self._node, None
+            self.cluster.remove_node(node, allow_graceful=False)
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    # Actors
+
+    def coordinator_on(self, node_id: str) -> str:
+        """Returns a session's name after making its coordinator, as a rank would, on a node."""
+        while True:
+            session = f"placed-{secrets.token_hex(4)}"
+            name = coordinator_name(session)
+            actor = ray.remote(Coordinator).options(
+                name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+                max_restarts=-1, max_task_retries=0, num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
+            ).remote(name, LEASE_S)  # fmt: skip
+            # Why asked: Ray takes it for a wish, and another node while it does not know this one.
+            if ray.get(actor.info.remote())["node_id"] == node_id:
+                return session
+            ray.kill(actor)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts a program of this interpreter; its standard output is a pipe."""
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            text=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+        self._processes.append(process)
+        return process
+
+    def note(self, pids: Iterable[int]) -> None:
+        """Notes processes that must be gone when the arena is closed."""
+        self._seen.update((pid, born) for pid in pids if (born := _born(pid)))
+
+    def leaks(self, *, within_s: float = 30.0) -> list[str]:
+        """Returns what is left of actors and processes some time after the ranks were ended."""
+        self.end_ranks()
+        self._end_stagers()
+        # Why first: an actor whose node is lost is only gone when Ray has noticed that.
+        eventually(lambda: not _actors(), within_s)
+        self.end_node()
+        eventually(lambda: not self._living(), within_s)
+        actors = [f"actor {name}" for name in _actors()]
+        return actors + [f"process {pid}" for pid in self._living()]
+
+    def _end_stagers(self) -> None:
+        """Ends the stagers, which stay without ranks for as long as their lease lasts."""
+        for name in _actors():
+            if ":stager:" in name:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+    def _living(self) -> list[int]:
+        """Returns the noted processes that live; another process may have got such a number."""
+        return [pid for pid, born in self._seen.items() if lives(pid) and _born(pid) == born]
+
+    # Life
+
+    def kill(self) -> None:
+        """Ends all nodes at once: for a watchdog, from any thread."""
+        for process in self._processes:
+            process.kill()
+        for node in self.cluster.list_all_nodes():
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        for pid in self._living():
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def close(self) -> None:
+        with suppress(CheckpointError):
+            self.end_ranks()
+        self.end_node()
+        with hooks.signal_handlers_kept():
+            ray.shutdown()
+            self.cluster.shutdown()
+        self._loopback.__exit__(None, None, None)
+        if self._tmp_before is None:
+            del os.environ["RAY_TMPDIR"]
+        else:
+            os.environ["RAY_TMPDIR"] = self._tmp_before
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _options(kind: str) -> dict[str, Any]:
+    resources = {"seat" if kind == "nodes" else "head": 1}
+    env_vars = {"GLOO_SOCKET_IFNAME": "lo"}
+    if kind in DROPS:
+        lost = f'{{"CoreWorkerService.grpc_client.PushTask":{_chances(kind)}}}'
+        env_vars["RAY_testing_rpc_failure"] = lost
+        env_vars["RAY_testing_rpc_failure_avoid_intra_node_failures"] = "0"
+    return {
+        "resources": resources, "env_vars": env_vars, "run_timeout_s": RUN_S,
+        "release_s": RELEASE_S,
+    }  # fmt: skip
+
+
+def _chances(kind: str) -> str:
+    chances = ",".join(f'"{drop}_failure_prob":{50 * (drop == kind)}' for drop in DROPS)
+    return f'{{"num_failures":-1,{chances}}}'
+
+
+def _children() -> dict[int, list[int]]:
+    """Returns the children of every process of this machine."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(entry.name))
+    return children
+
+
+def _born(pid: int) -> str:
+    """Returns when a process began, in ticks of this machine; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _actors() -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in named]

@@ -1,0 +1,141 @@
+"""What of the chaos matrix is played each time; `python -m tests.chaos --all` plays all of it.
+
+The same cells as there: one kill for each participant and one for each phase, on real processes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from ray_dcp.errors import ParticipantError
+from tests.attempts import save_sound, step_that_loads
+from tests.chaos import matrix, victims
+from tests.chaos.arena import Arena
+from tests.chaos.cells import PARTICIPANTS, PHASES, Cell, Matrix, Result, is_in_phase
+from tests.chaos.matrix import MATRIX
+
+IN_CI = MATRIX.cells(ci=True)
+
+
+@pytest.mark.parametrize("cell", IN_CI, ids=[cell.name for cell in IN_CI])
+def test_whoever_is_hit_is_named_in_time_and_a_whole_checkpoint_stands(arena: Arena, cell: Cell):
+    result = cell.scene(arena, cell)
+    assert result.hit, result
+    assert result.problems == ()
+    assert result.seconds is not None
+
+
+def test_a_coordinator_killed_between_saves_is_made_again_with_a_higher_epoch(arena: Arena):
+    ranks = arena.ranks("head")
+    path, _ = arena.new_place()
+    ranks.run(save_sound, str(path), 1)
+    before = ranks.run(victims.session_facts)[0]
+    arena.note([before["pid"]])
+    os.kill(before["pid"], signal.SIGKILL)
+    ranks.run(save_sound, str(path), 2)
+    after = ranks.run(victims.session_facts)[0]
+    arena.note([after["pid"]])
+    assert after["session"] == before["session"]
+    assert after["epoch"] > before["epoch"]
+    assert ranks.run(step_that_loads, str(path)) == [2, 2, 2]
+
+
+def save_with_little_room(path: str, num_bytes: int) -> None:
+    """Saves step 2; the kernel ends rank 1 in the middle of its file, after so many bytes."""
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    victims.save_full(path, 2)
+
+
+def test_a_rank_that_the_kernel_ends_in_the_middle_of_its_file_leaves_the_checkpoint_before(
+    arena: Arena,
+):
+    ranks = arena.ranks("head")
+    path, _ = arena.new_place()
+    ranks.run(save_sound, str(path), 1)
+    with pytest.raises(ParticipantError, match="rank 1 died") as caught:
+        ranks.run(save_with_little_room, str(path), 1 << 20)
+    assert [file.stat().st_size for file in path.glob(".tmp-*__1_*")] == [1 << 20]
+    for rank in (0, 2):
+        told = caught.value.failures[rank][0]
+        assert isinstance(told, ParticipantError)
+        assert told.rank == 1
+        assert str(path) in str(told)
+    assert arena.mend().run(step_that_loads, str(path)) == [1, 1, 1]
+
+
+# The matrix itself
+
+
+def test_every_place_of_the_matrix_is_played_or_says_why_not():
+    assert MATRIX.missing() == []
+    assert all(closed.reason for closed in MATRIX.closed())
+
+
+def test_what_is_played_each_time_has_each_participant_and_each_phase():
+    assert {cell.name for cell in IN_CI} == matrix.CI
+    killed = [cell for cell in IN_CI if cell.blow == "SIGKILL"]
+    assert {cell.participant for cell in killed} == set(PARTICIPANTS)
+    assert {cell.phase for cell in killed} == set(PHASES)
+
+
+def nothing_happens(arena: object, cell: Cell) -> Result:
+    return Result(False, None, "")
+
+
+def a_cell(**fields: object) -> Cell:
+    given = {"blow": "SIGKILL", "participant": "stager", "phase": "writing", "ceiling_s": 5.0}
+    return Cell(**{"scene": nothing_happens, **given, **fields})
+
+
+def test_a_cell_that_is_registered_is_no_longer_closed_and_has_a_name_of_its_own():
+    table = Matrix()
+    table.close_cells(["SIGKILL"], ["stager"], ["writing", "loading"], "later")
+    table.register_cell(a_cell())
+    assert [closed.phase for closed in table.closed()] == ["loading"]
+    table.close_cells(["SIGKILL"], ["stager"], ["writing"], "later")
+    assert [closed.phase for closed in table.closed()] == ["loading"]
+    with pytest.raises(ValueError, match="two cells"):
+        table.register_cell(a_cell())
+    table.register_cell(a_cell(variant="twice", group="nodes"))
+    table.register_cell(a_cell(phase="loading", in_ci=True))
+    assert [cell.name for cell in table.cells()] == [
+        "SIGKILL stager writing",
+        "SIGKILL stager loading",
+        "SIGKILL stager writing (twice)",
+    ]
+    assert [cell.phase for cell in table.cells("loading")] == ["loading"]
+    assert [cell.variant for cell in table.cells("*(tw*", "loading")] == ["twice", ""]
+    assert [cell.phase for cell in table.cells(ci=True)] == ["loading"]
+    assert ("SIGSTOP", "rank", "planning") in table.missing()
+
+
+def test_a_cell_that_was_not_hit_or_has_a_problem_is_not_well():
+    assert Result(True, 1.0, "done").ok
+    assert not Result(False, 1.0, "done").ok
+    assert not Result(True, 1.0, "done", ("damaged",)).ok
+
+
+@pytest.mark.parametrize(
+    ("new", "phases"),
+    [
+        ([], {"planning", "staging", "loading"}),
+        ([".tmp-1-__0_0.a.distcp"], {"staging", "writing"}),
+        ([".tmp-1-__0_0.a.distcp", "__1_0.a.distcp"], {"staging", "writing"}),
+        (["__0_0.a.distcp", "__1_0.a.distcp"], {"staging", "committing"}),
+        (["__0_0.a.distcp", "chunks.a.parquet"], {"committing"}),
+        (["__0_0.a.distcp", "chunks.a.parquet", "manifest-00000002.json"], {"committing"}),
+        ([".tmp-1-__0_0.a.distcp", "chunks.a.parquet"], set()),
+    ],
+)
+def test_the_files_of_a_blow_tell_in_which_phase_it_fell(new: list[str], phases: set[str]):
+    before = {"__0_0.b.distcp", "chunks.b.parquet", "manifest-00000001.json", ".metadata"}
+    found = {phase for phase in PHASES if is_in_phase(phase, before, before | set(new))}
+    assert found == phases
