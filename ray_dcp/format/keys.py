@@ -40,6 +40,7 @@ def resolved_key(path: str, *, allowed_parents: int = 0) -> str:
     """Returns a path without its `.` and inner `..` components, if it may be read.
 
     Stock checkpoints that share data with their predecessors refer to `../step-1/__0_0.distcp`.
+    A load refuses these: no caller in ray_dcp allows parents.
 
     Args:
         path: `relative_path` of a `.metadata`.
@@ -60,7 +61,11 @@ def resolved_key(path: str, *, allowed_parents: int = 0) -> str:
     normal = posixpath.normpath(path)
     climbs = sum(part == ".." for part in normal.split("/"))
     if climbs > allowed_parents or normal == ".":
-        raise _unsafe(path, "leaves it")
+        raise _unsafe(
+            path,
+            "leaves it",
+            "one that shares files with another is loaded by torch.distributed.checkpoint itself",
+        )
     return normal
 
 
@@ -91,9 +96,9 @@ def _problem(key: str) -> str | None:
     return None
 
 
-def _unsafe(key: str, problem: str) -> UnsafeCheckpointError:
+def _unsafe(key: str, problem: str, more: str = "") -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         f"Expected the name of a file in the checkpoint's own directory, but {key[:200]!r} "
-        f"{problem}; do not load this checkpoint unless you wrote it",
+        f"{problem}; do not load this checkpoint unless you wrote it" + (f": {more}" * bool(more)),
         key=ascii(key[:200]),
     )

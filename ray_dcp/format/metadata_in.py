@@ -26,6 +26,9 @@ __all__ = ["ForeignMetadata", "decode_metadata"]
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _MAX_NDIM = 64
+_MAX_TRANSFORMS = 16
+_MAX_CHUNKS_PER_PLACE = 16
+"""Stock DCP writes one chunk a place; empty shards of other planners may share theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,9 @@ def decode_metadata(data: bytes, *, allowed_parents: int = 0) -> ForeignMetadata
         root = read_pickle(data, allowed_global, {f"{_MODULE}.MetadataIndex": _index_key})
         try:
             return _Decoder(_state(root, "Metadata"), allowed_parents).decode()
-        except CheckpointError:
+        except CheckpointError as exc:
+            if ".metadata" not in exc.message:
+                exc.message = f".metadata: {exc.message}"
             raise
         except (ValueError, TypeError, OverflowError, KeyError, AttributeError) as exc:
             raise damaged("DCP's Metadata", f"something else ({type(exc).__name__})") from exc
@@ -83,6 +88,7 @@ class _Decoder:
         self._fields = fields
         self._allowed_parents = allowed_parents
         self._places = _dict(fields.get("storage_data"), "storage_data")
+        self._max_chunks = _MAX_CHUNKS_PER_PLACE * len(self._places)
         self._dtypes: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._keys: dict[str, str] = {}
@@ -129,9 +135,12 @@ class _Decoder:
             box = _state(chunk, "ChunkStorageMetadata")
             offset, size = _size(box.get("offsets")), _size(box.get("sizes"))
             self._boxes.append((row, offset, size))
-            self._place((name, offset), name)
+            self._place((name, repr(offset)), name)
 
-    def _place(self, key: tuple[str, tuple[int, ...] | None], name: str) -> None:
+    def _place(self, key: tuple[str, str | None], name: str) -> None:
+        if len(self._items) >= self._max_chunks:
+            # Why: a list of chunks that the memo repeats takes a few bytes in the file.
+            raise damaged("a place for every chunk", "far more chunks than places")
         info = self._places.get(key)
         if info is None:
             raise damaged(f"a place for every chunk of {name[:200]!r}", "none for one")
@@ -145,6 +154,8 @@ class _Decoder:
         transforms = fields.get("transform_descriptors")
         if transforms:
             texts = _list(transforms, "transform_descriptors")
+            if len(texts) > _MAX_TRANSFORMS:
+                raise damaged(f"at most {_MAX_TRANSFORMS} transforms", str(len(texts)))
             self._transforms.append(tuple(_text(text, "transform") for text in texts))
         else:
             self._transforms.append(None)
@@ -200,11 +211,12 @@ class _Decoder:
         return kind, dtype
 
 
-def _index_key(args: tuple[Any, ...]) -> tuple[str, tuple[int, ...] | None]:
+def _index_key(args: tuple[Any, ...]) -> tuple[str, str | None]:
+    # Why a text for the offset: tuples of numbers with one hash are easily found, texts are not.
     (state,) = args
     fields = _dict(state, "MetadataIndex")
     offset = fields.get("offset")
-    return _text(fields.get("fqn"), "FQN"), None if offset is None else _size(offset)
+    return _text(fields.get("fqn"), "FQN"), None if offset is None else repr(_size(offset))
 
 
 def _state(value: Any, name: str, module: str = _MODULE) -> dict[Any, Any]:
@@ -301,5 +313,9 @@ def _mappings(planner_data: Any) -> list[dict[Any, Any]]:
     if isinstance(planner_data, Instance) and planner_data.name == "collections.ChainMap":
         state = planner_data.state
         maps = state.get("maps") if type(state) is dict else None
-        return [part for part in maps if type(part) is dict] if isinstance(maps, list) else []
+        # Why by id: a list may name one long dict a million times.
+        found = (
+            {id(part): part for part in maps if type(part) is dict} if type(maps) is list else {}
+        )
+        return list(found.values())
     return []

@@ -26,6 +26,9 @@ _NEW_OBJECT = b"\x81\x94}\x94("
 MEMOIZE, MARK."""
 _CALL = b"\x94R\x94"
 """What follows TUPLE1 in a call with one argument: MEMOIZE, REDUCE, MEMOIZE."""
+_MAX_KEY_PARTS = 64
+_LARGE_INT = 1 << 61
+"""From here on Python's hash of an integer repeats, and equal hashes make a dict slow."""
 
 Builder = Callable[[tuple[Any, ...]], Any]
 """Makes a value of the arguments with which the pickle would call something."""
@@ -57,8 +60,9 @@ def read_pickle(
 ) -> Any:
     """Returns the value of a pickle: numbers, texts, bytes, lists, tuples, dicts, stand-ins.
 
-    Sets become lists. Shared and cyclic references stay as they are: do not walk the value
-    without a bound, and do not print, hash or compare parts that were not checked.
+    Sets become lists, and tuples that are keys of a dict their `repr`. Shared and cyclic
+    references stay as they are: do not walk the value without a bound, and do not print, hash or
+    compare parts that were not checked.
 
     Args:
         data: The pickle.
@@ -105,6 +109,7 @@ class _Machine:
         self._marks: list[int] = []
         self._memo: list[Any] = []
         self._pos = 0
+        self._text_room = 64 * len(data) + (1 << 20)
 
     def run(self) -> Any:
         """Returns the value on the stack at the STOP opcode.
@@ -134,7 +139,7 @@ class _Machine:
                 marks.append(len(stack))
             elif opcode == 0x29:  # EMPTY_TUPLE
                 if data.startswith(_NEW_OBJECT, pos):
-                    made = _made(pop(), ())
+                    made = self._made(pop(), ())
                     state: dict[Any, Any] = {}
                     push(made)
                     push(state)
@@ -148,7 +153,7 @@ class _Machine:
                 push({})
             elif opcode == 0x81:  # NEWOBJ
                 args = pop()
-                push(_made(pop(), args))
+                push(self._made(pop(), args))
             elif opcode == 0x62:  # BUILD
                 state = pop()
                 _set_state(stack[-1], state)
@@ -171,7 +176,7 @@ class _Machine:
                 args = (pop(),)
                 if data.startswith(_CALL, pos):
                     memoize(args)
-                    made = _made(pop(), args)
+                    made = self._made(pop(), args)
                     push(made)
                     memoize(made)
                     pos += len(_CALL)
@@ -179,7 +184,7 @@ class _Machine:
                     push(args)
             elif opcode == 0x52:  # REDUCE
                 args = pop()
-                push(_made(pop(), args))
+                push(self._made(pop(), args))
             elif opcode == 0x8C:  # SHORT_BINUNICODE
                 end = pos + 1 + data[pos]
                 push(data[pos + 1 : end].decode("utf-8", "surrogatepass"))
@@ -301,17 +306,38 @@ class _Machine:
             key = items[index]
             if type(key) is not str:
                 key = self._key(key)
+            elif key in target:
+                # Why: no pickler writes a key twice, and readers need not agree on which counts.
+                raise damaged("each name once", "one twice")
             target[key] = items[index + 1]
 
     def _key(self, key: Any) -> Any:
         if isinstance(key, Instance) and key.name in self._key_of:
             return self._key_of[key.name]((key.state,))
-        if key is None or isinstance(key, (int, float, bytes)):
+        if key is None or isinstance(key, (float, bytes)) or _is_small(key):
             return key
-        # Careful: hashing a tuple that is nested too deep would overflow the stack.
-        if isinstance(key, tuple) and all(isinstance(part, (int, str)) for part in key):
-            return key
+        # Careful: hashing a tuple that is nested too deep would overflow the stack, one that is
+        # long takes its time at every use, and of numbers many tuples have one hash.
+        if (
+            isinstance(key, tuple)
+            and len(key) <= _MAX_KEY_PARTS
+            and all(isinstance(part, str) or _is_small(part) for part in key)
+        ):
+            return repr(key)
         raise damaged("texts and numbers as keys", "other keys")
+
+    def _made(self, target: Any, args: Any) -> Any:
+        if type(target) is not Global or type(args) is not tuple:
+            raise damaged("a class and its arguments", "something else")
+        if target.build is None:
+            return Instance(target.name, args)
+        value = target.build(args)
+        if type(value) is str:
+            # Why: a long path is built anew by every call that refers to its parts in the memo.
+            self._text_room -= len(value)
+            if self._text_room < 0:
+                raise damaged("paths that fit the length of the file", "longer ones")
+        return value
 
     def _find(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -328,12 +354,8 @@ class _Machine:
         return found
 
 
-def _made(target: Any, args: Any) -> Any:
-    if type(target) is not Global or type(args) is not tuple:
-        raise damaged("a class and its arguments", "something else")
-    if target.build is not None:
-        return target.build(args)
-    return Instance(target.name, args)
+def _is_small(value: Any) -> bool:
+    return isinstance(value, int) and -_LARGE_INT < value < _LARGE_INT
 
 
 def _set_state(target: Any, state: Any) -> None:

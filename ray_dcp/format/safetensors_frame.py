@@ -65,6 +65,12 @@ _READABLE = {code: dtype for dtype, code in DTYPE_CODE.items()} | {
     "U32": "uint32",
     "U64": "uint64",
 }
+_UNSUPPORTED = {
+    "F4": "4-bit floats, two a byte",
+    "F6_E2M3": "6-bit floats",
+    "F6_E3M2": "6-bit floats",
+}
+"""Codes of the safetensors library for elements that are not a whole number of bytes."""
 _MAX_NDIM = 64
 
 
@@ -148,6 +154,8 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
 
     Raises:
         NeedMoreBytes: `data` ends within the header; `num_bytes` tells how much to read.
+        UnsupportedValueError: A tensor has a dtype of safetensors that can't be read here; `key`
+            is its name.
         DamagedCheckpointError: It is no safetensors header, or contradicts itself.
     """
     if len(data) < 8:
@@ -158,7 +166,9 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
     if len(data) < 8 + length:
         raise NeedMoreBytes(f"The header has {length} bytes", num_bytes=8 + length)
     try:
-        fields = json.loads(bytes(data[8 : 8 + length]))
+        fields = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_once)
+    except DamagedCheckpointError:
+        raise
     except (ValueError, RecursionError) as exc:
         raise _damaged("JSON", str(exc)[:200]) from exc
     if not isinstance(fields, dict):
@@ -195,7 +205,9 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
     if text is None:
         return None
     try:
-        info = json.loads(text)
+        info = json.loads(text, object_pairs_hook=_once)
+    except DamagedCheckpointError:
+        raise
     except (ValueError, RecursionError) as exc:
         raise _damaged("JSON in DCP_SHARDING_INFO", str(exc)[:200]) from exc
     if not isinstance(info, dict):
@@ -207,6 +219,14 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
     return found
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; of equal names, readers would take different ones."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise _damaged("each name once", "one twice")
+    return fields
+
+
 def _texts(fields: Any) -> dict[str, str]:
     if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):
         raise _damaged("texts in __metadata__", "something else")
@@ -214,10 +234,18 @@ def _texts(fields: Any) -> dict[str, str]:
 
 
 def _entry(name: str, fields: Any) -> Entry:
+    if not name.isascii() and not _is_unicode(name):
+        raise _damaged("names in Unicode", ascii(name[:200]))
     if not isinstance(fields, dict):
         raise _damaged(f"an object for {name[:200]!r}", type(fields).__name__)
     code = fields.get("dtype")
     dtype = _READABLE.get(code) if isinstance(code, str) else None
+    if isinstance(code, str) and code in _UNSUPPORTED:
+        raise UnsupportedValueError(
+            f"{name[:200]!r} has the safetensors dtype {code} ({_UNSUPPORTED[code]}), which "
+            f"ray_dcp does not read; the file is not damaged: read it with the safetensors library",
+            key=name[:200],
+        )
     if dtype is None:
         raise _damaged(f"a dtype for {name[:200]!r}", repr(code)[:100])
     size = _lengths(name, fields.get("shape"))
@@ -225,6 +253,15 @@ def _entry(name: str, fields: Any) -> Entry:
     if len(place) != 2 or place[1] - place[0] != prod(size) * ITEMSIZE[dtype]:
         raise _damaged(f"{prod(size)} elements of {dtype} for {name[:200]!r}", f"bytes {place}")
     return Entry(name, dtype, size, place[0], place[1])
+
+
+def _is_unicode(name: str) -> bool:
+    # Careful: JSON can spell half of a surrogate pair, which no file and no terminal takes.
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _lengths(name: str, values: Any) -> tuple[int, ...]:

@@ -43,6 +43,12 @@ FORMAT_VERSION = 1
 MAX_TABLE_BYTES = 8 << 30
 MAX_ROWS = 1 << 26
 MAX_VALUES = 1 << 29
+VALUES_A_BYTE = 16
+FREE_VALUES = 1 << 24
+"""A table holds at most this many values, and `VALUES_A_BYTE` for each of its bytes. Equal values
+are stored as one: so many block checksums are those of 16 TiB of zeros."""
+
+_FREE_TEXT_BYTES = 64 << 20
 
 _VERSION_KEY = b"ray_dcp.format_version"
 _EXTRA_KEY = b"ray_dcp.table"
@@ -70,6 +76,10 @@ _SCHEMA = pa.schema(
         ("tensor_index", pa.int32()),
         ("file_index", pa.int32()),
     ]
+)
+_TEXTS = tuple(field.name for field in _SCHEMA if field.type == _TEXT)
+_READ_SCHEMA = _SCHEMA.set(
+    _SCHEMA.get_field_index("path"), pa.field("path", pa.list_(pa.field("element", _TEXT)))
 )
 _PER_TENSOR = ("fqn", "kind", "dtype", "shape", "path", "path_is_index", "requires_grad")
 _PLACES = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
@@ -105,7 +115,7 @@ def encode_table(table: ChunkTable) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(
         arrow, sink, compression="zstd", row_group_size=MAX_ROWS, store_schema=True,
-        use_dictionary=[field.name for field in schema if field.type == _TEXT],
+        use_dictionary=list(_TEXTS),
         write_statistics=["fqn"], write_page_checksum=True,
     )  # fmt: skip
     return bytes(sink.getvalue())
@@ -130,7 +140,7 @@ def decode_table(data: bytes) -> ChunkTable:
         raise damaged(f"a table of at most {MAX_TABLE_BYTES >> 30} GiB", f"{len(data)} bytes")
     try:
         arrow, extra = _read(data)
-        table = _table_of(arrow, extra)
+        table = _table_of(arrow, extra, _max_values(data))
     except CheckpointError:
         raise
     except _ARROW_SAYS_CORRUPT as exc:
@@ -203,21 +213,35 @@ def _digests(table: ChunkTable) -> list[bytes | None]:
 
 def _read(data: bytes) -> tuple[Any, Mapping[str, Any]]:
     _check_claims(data)
-    texts = [field.name for field in _SCHEMA if field.type == _TEXT]
+    # Why as dictionaries: of a text that a file holds once, a million copies would be made.
+    texts = [*_TEXTS, "path.list.element"]
     file = pq.ParquetFile(
         pa.BufferReader(data), read_dictionary=texts, page_checksum_verification=True,
         thrift_string_size_limit=MAX_VALUES, thrift_container_size_limit=1 << 20,
     )  # fmt: skip
     metadata = file.schema_arrow.metadata or {}
     _check_version(metadata)
-    if not file.schema_arrow.equals(_SCHEMA):
+    if not file.schema_arrow.equals(_READ_SCHEMA):
         raise damaged("the columns of a chunk table", "other columns")
     extra = json.loads(metadata.get(_EXTRA_KEY, b"null"))
     if not isinstance(extra, dict):
         raise damaged("vocabularies in the table's metadata", "none")
     arrow = file.read(use_threads=False)
     arrow.validate(full=True)
-    return arrow.combine_chunks(), extra
+    arrow = arrow.combine_chunks()
+    _check_texts(arrow, _FREE_TEXT_BYTES + VALUES_A_BYTE * len(data))
+    return arrow.cast(_SCHEMA), extra
+
+
+def _check_texts(arrow: Any, most_bytes: int) -> None:
+    """Checks how long names and paths are together, before each is made."""
+    for name in (*_TEXTS, "path"):
+        for chunk in arrow.column(name).chunks:
+            words = chunk.flatten() if name == "path" else chunk
+            lengths = pc.binary_length(words.dictionary).fill_null(0).to_numpy()
+            total = int(lengths[words.indices.drop_null().to_numpy()].sum(dtype=np.int64))
+            if total > most_bytes:
+                raise damaged(f"texts of at most {most_bytes} bytes as {name}", f"{total} bytes")
 
 
 def _check_version(metadata: Mapping[bytes, bytes]) -> None:
@@ -239,6 +263,9 @@ def _check_claims(data: bytes) -> None:
             f"at most {MAX_ROWS} rows in one group",
             f"{footer.num_rows} rows in {footer.num_row_groups}",
         )
+    total = sum(column.num_values for column in footer.columns)
+    if total > _max_values(data):
+        raise damaged(f"values that fit {len(data)} bytes", f"{total} values")
     for column in footer.columns:
         if column.num_values > MAX_VALUES or column.num_bytes > MAX_TABLE_BYTES:
             raise damaged(
@@ -247,7 +274,11 @@ def _check_claims(data: bytes) -> None:
             )
 
 
-def _table_of(arrow: Any, extra: Mapping[str, Any]) -> ChunkTable:
+def _max_values(data: bytes) -> int:
+    return FREE_VALUES + VALUES_A_BYTE * len(data)
+
+
+def _table_of(arrow: Any, extra: Mapping[str, Any], max_values: int) -> ChunkTable:
     columns = {
         name: arrow.column(name).combine_chunks() if arrow.num_rows else _empty(name)
         for name in _SCHEMA.names
@@ -258,6 +289,8 @@ def _table_of(arrow: Any, extra: Mapping[str, Any]) -> ChunkTable:
             ("num_chunks", arrow.num_rows), ("num_tensors", arrow.num_rows), ("width", 127)
         )
     )  # fmt: skip
+    if width * arrow.num_rows > max_values:
+        raise damaged("a width that fits its rows", str(width))
     files, dtypes = _words(extra, "files"), _words(extra, "dtypes")
     tensor = int_column(columns["tensor_index"], np.int32)
     firsts = _first_rows(tensor, num_tensors)

@@ -30,15 +30,13 @@ import torch
 from torch import serialization
 
 from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError, UnsupportedValueError
-from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, plain_item
-from ray_dcp.plan.boxes import volume
-from ray_dcp.plan.values import ChunkTable
+from ray_dcp.format.object_check import check_object
+from ray_dcp.format.stream_transforms import check_plain
 from ray_dcp.seam.tensors import bytes_digest
 
 __all__ = [
     "dump_object",
     "is_simple",
-    "item_bytes_at_most",
     "load_object",
     "load_problem",
     "simple_digest",
@@ -79,7 +77,6 @@ def load_object(
     *,
     fqn: str,
     weights_only: bool = True,
-    max_bytes: int = MAX_OBJECT_BYTES,
 ) -> Any:
     """Returns the object that `torch.save` wrote, ours or stock DCP's.
 
@@ -87,21 +84,23 @@ def load_object(
     accelerator.
 
     Args:
-        data: One whole `torch.save` item, plain or in zstd (DCP's only transform of its own).
+        data: One whole `torch.save` item.
         fqn: Whose it is, for messages.
         weights_only: Refuse whatever is not on the allow-list. False runs code from the data.
-        max_bytes: Longest item that a compressed one may unpack to.
 
     Raises:
-        UnsafeCheckpointError: It asks for a class or function that is not on the allow-list.
+        UnsafeCheckpointError: It asks for a class or function that is not on the allow-list, or
+            for one in a way that no object needs.
         DamagedCheckpointError: It is no `torch.save` item.
     """
     try:
-        data = plain_item(data, max_bytes=max_bytes)
+        check_plain(data)
+        if weights_only:
+            check_object(data)
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(
-            f"the object {fqn!r} of the checkpoint can't be read: {error.message}", key=fqn
-        ) from error
+        error.message = f"the object {fqn!r} of the checkpoint can't be read: {error.message}"
+        error.key = fqn
+        raise
     try:
         if not weights_only:
             return _torch_load(data, weights_only=False)
@@ -123,14 +122,6 @@ def load_object(
         ) from error
 
 
-def item_bytes_at_most(table: ChunkTable, chunk: int) -> int:
-    """Returns how long the item of a tensor chunk can be, unpacked.
-
-    Generous: a tensor subclass may hold more than the elements that it shows.
-    """
-    return 32 * int(volume(table.size[chunk : chunk + 1])[0]) + (16 << 20)
-
-
 def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
     """Returns what a safe load would have against an object, with the line that allows it.
 
@@ -146,9 +137,9 @@ def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
         load_object(data, fqn=fqn)
     except UnsafeCheckpointError as error:
         refused = _unsafe_globals(data)
+        why = error.message if error.__cause__ is None else _reason(error.__cause__, refused)
         return (
-            f"{fqn!r} holds a {_class_name(value)} that a safe load refuses: "
-            f"{_reason(error.__cause__, refused)}; "
+            f"{fqn!r} holds a {_class_name(value)} that a safe load refuses: {why}; "
             f"{_way_out(refused)}load with LoadOptions(weights_only=False)"
         )
     except DamagedCheckpointError as error:

@@ -23,7 +23,7 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.seam.flatten import Flat
-from ray_dcp.seam.objects import item_bytes_at_most, load_object
+from ray_dcp.seam.objects import load_object
 from ray_dcp.seam.shards import Layouts, is_sharded, sharded
 from ray_dcp.seam.sink import Fresh, TensorSink, copy_into, fresh_like, is_direct, is_writable
 from ray_dcp.seam.tensors import dtype_name, dtype_of, find_dtype, loses_nothing, refusal
@@ -313,9 +313,7 @@ class ItemPlacer:
         number = int(table.tensor[chunk])
         fqn, ndim = table.names[number], int(table.ndim[number])
         weights_only = self._placing.options.weights_only
-        loaded = load_object(
-            data, fqn=fqn, weights_only=weights_only, max_bytes=item_bytes_at_most(table, chunk)
-        )
+        loaded = load_object(data, fqn=fqn, weights_only=weights_only)
         size = tuple(table.size[chunk, :ndim].tolist())
         if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != size:
             found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded)

@@ -22,14 +22,13 @@ from ray_dcp.errors import (
     StateDictError,
     UnsafeCheckpointError,
 )
-from ray_dcp.format.stream_transforms import plain_item
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.boxes import intersect, volume
 from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import ChunkTable, Int64Array, Kind
 from ray_dcp.protocol.messages import OpKey
 from ray_dcp.seam.failures import call_user_code
-from ray_dcp.seam.objects import item_bytes_at_most, load_object
+from ray_dcp.seam.objects import load_object
 from ray_dcp.seam.read_items import Boxes, BoxItem
 from ray_dcp.seam.rounds import Group, Steps, reduce_scatter, reserve
 from ray_dcp.seam.state import put_back, stateful_to_load_targets
@@ -274,12 +273,9 @@ class _Reads:
         def take(data: bytes) -> None:
             if self.options.weights_only:
                 self._check_object(fqn, data)
-            # A planner of the user's may compress what it saves, and unpack it itself.
-            ours = not _is_own(self.planner, "load_bytes")
-            value = plain_item(data) if ours else data
             self.boxes.call(
                 f"load_bytes for {fqn!r}",
-                lambda: self.planner.load_bytes(item, io.BytesIO(value)),
+                lambda: self.planner.load_bytes(item, io.BytesIO(data)),
             )
 
         return take
@@ -357,10 +353,7 @@ class _Place:
     def __call__(self, chunk: int, data: bytes) -> None:
         tensor, ndim = self._tensor(chunk)
         name = self._table.names[tensor]
-        piece = load_object(
-            data, fqn=name, weights_only=self._options.weights_only,
-            max_bytes=item_bytes_at_most(self._table, chunk),
-        )  # fmt: skip
+        piece = load_object(data, fqn=name, weights_only=self._options.weights_only)
         size = tuple(int(n) for n in self._table.size[chunk][:ndim])
         if tuple(getattr(piece, "shape", ())) != size or not hasattr(piece, "narrow"):
             raise DamagedCheckpointError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from ray_dcp.errors import DamagedCheckpointError, StorageError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.checksums import first_bad_block, num_blocks
 from ray_dcp.options import Verify
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["BlockVerifier", "read_stored"]
+__all__ = ["BlockVerifier", "naming", "read_stored"]
 
 _SAMPLED = 16
 """`verify="sample"` checks every 16th of the blocks read of a chunk, beginning with the first."""
@@ -79,6 +82,20 @@ class BlockVerifier:
             checkpoint_id=self._checkpoint_id,
             key=file,
         )
+
+
+@contextmanager
+def naming(table: ChunkTable, chunk: int) -> Iterator[None]:
+    """Adds to an error about an item whose it is and where it lies, if it does not say so."""
+    try:
+        yield
+    except CheckpointError as error:
+        name, file = table.names[table.tensor[chunk]], table.files[table.file[chunk]]
+        if file not in (error.key or "") and file not in error.message:
+            start = int(table.item_offset[chunk])
+            stop = start + int(table.item_bytes[chunk])
+            error.message = f"{name!r} in bytes [{start}, {stop}) of {file}: {error.message}"
+        raise
 
 
 def read_stored(storage: Storage, key: str, start: int, view: memoryview) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format.safetensors_frame import (
     Entry as Tensor,
 )
@@ -19,6 +19,7 @@ from ray_dcp.format.safetensors_frame import (
     parse_header,
     saved_offsets,
 )
+from ray_dcp.format.table_check import check_table
 from ray_dcp.format.torch_items import NeedMoreBytes
 from ray_dcp.plan.values import ChunkTable, Int64Array, Kind
 from ray_dcp.store.storage import Entry, Storage
@@ -55,6 +56,7 @@ def plain_table(storage: Storage) -> ChunkTable:
     Raises:
         DamagedCheckpointError: A header is damaged, a file cut off, or one tensor has two dtypes
             or numbers of dimensions.
+        UnsupportedValueError: A tensor has a dtype that is not read here.
         StorageError: A file can't be read.
     """
     files = plain_files(storage)
@@ -62,10 +64,15 @@ def plain_table(storage: Storage) -> ChunkTable:
     for index, file in enumerate(files):
         try:
             found += _tensors_of(index, _read_header(storage, file))
+        except UnsupportedValueError as exc:
+            exc.message = f"{file.key}: {exc.message}"
+            raise
         except DamagedCheckpointError as exc:
             exc.key = exc.key or file.key
             raise
-    return _table([file.key for file in files], found)
+    table = _table([file.key for file in files], found)
+    check_table(table, files=False)
+    return table
 
 
 def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:

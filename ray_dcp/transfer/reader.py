@@ -7,6 +7,7 @@ decided in `jobs`; the work is done in `filling`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,18 +15,22 @@ import numpy as np
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
 from ray_dcp.format.checksums import num_blocks_many
 from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.stream_transforms import unpacked_item
 from ray_dcp.options import LoadOptions, Verify
 from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.blocks import BlockVerifier, read_stored
+from ray_dcp.transfer.blocks import BlockVerifier, naming, read_stored
 from ray_dcp.transfer.filling import Filler, TargetSink
 from ray_dcp.transfer.jobs import geometry, make_jobs
-from ray_dcp.transfer.stock import locate_item
+from ray_dcp.transfer.stock import item_bytes_at_most, locate_item
 from ray_dcp.transfer.threads import run_tasks
 
-__all__ = ["ReadStats", "TargetSink", "read_chunks", "read_item"]
+__all__ = ["ReadStats", "TargetSink", "Transforms", "read_chunks", "read_item"]
+
+Transforms = Sequence[tuple[str, ...] | None] | None
+"""`ForeignMetadata.transforms`."""
 
 _WHOLE_ITEM_BYTES = 1 << 20
 """Stock items up to this length are read whole at once; of longer ones first the head."""
@@ -104,20 +109,28 @@ def read_chunks(
 
 
 def read_item(
-    storage: Storage, table: ChunkTable, chunk: int, *, verify: Verify = "always"
+    storage: Storage,
+    table: ChunkTable,
+    chunk: int,
+    *,
+    verify: Verify = "always",
+    transforms: Transforms = None,
 ) -> bytes:
-    """Returns a whole stored item (what `torch.save` wrote) after verifying its payload.
+    """Returns a whole item (what `torch.save` wrote) after verifying its payload.
 
     Args:
         storage: Where the files are.
         table: What is stored.
         chunk: Row of the table: an object, an opaque chunk, or any other.
         verify: Which blocks to check.
+        transforms: `ForeignMetadata.transforms`; those of the chunk are undone.
 
     Raises:
-        DamagedCheckpointError: A block does not match its checksum, or the file is gone or short.
+        DamagedCheckpointError: A block does not match its checksum, the file is gone or short, or
+            a transform can't be undone.
         StorageError: The file can't be read.
     """
+    _check_reaches(storage, table, chunk)
     data = bytearray(int(table.item_bytes[chunk]))
     view = memoryview(data)
     read_stored(storage, table.files[table.file[chunk]], int(table.item_offset[chunk]), view)
@@ -127,7 +140,11 @@ def read_item(
         low = int(table.payload_offset[chunk] - table.item_offset[chunk])
         payload = view[low : low + int(table.payload_bytes[chunk])]
         BlockVerifier(table, verify, storage.url).check(chunk, 0, payload)
-    return bytes(data)
+    found = None if transforms is None else transforms[chunk]
+    if not found:
+        return bytes(data)
+    with naming(table, chunk):
+        return bytes(unpacked_item(view, found, max_bytes=item_bytes_at_most(table, chunk)))
 
 
 def _locate(
@@ -146,9 +163,22 @@ def _locate(
             opaque.add(chunk)
         elif item.is_contiguous:
             place[chunk] = table.item_offset[chunk] + item.payload_offset
+        else:
+            _check_reaches(storage, table, chunk)
 
     run_tasks(todo, locate, min(num_threads, len(todo)))
     return place, opaque
+
+
+def _check_reaches(storage: Storage, table: ChunkTable, chunk: int) -> None:
+    """Checks that a long item is there to its last byte, before memory is taken for it.
+
+    Why: how long it is said to be may be a lie, in a `.metadata` without checksums.
+    """
+    length = int(table.item_bytes[chunk])
+    if length > _WHOLE_ITEM_BYTES:
+        last = int(table.item_offset[chunk]) + length - 1
+        read_stored(storage, table.files[table.file[chunk]], last, memoryview(bytearray(1)))
 
 
 def _rows_of(plan: ReadPlan, chosen: BoolArray) -> ReadPlan:

@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES
+from ray_dcp.format.table_check import volumes
 from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, TensorItem, parse_torch_save
-from ray_dcp.plan.values import ChunkTable
+from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.blocks import read_stored
 
-__all__ = ["ELEMENT_TYPES", "locate_item", "parse_item", "view_of_item"]
+__all__ = ["ELEMENT_TYPES", "item_bytes_at_most", "locate_item", "parse_item", "view_of_item"]
 
 _HEAD_BYTES = 4096
 
@@ -27,6 +29,16 @@ ELEMENT_TYPES = {size: np.dtype(f"V{size}") for size in range(1, 33)} | {
     16: np.dtype("<c16"),
 }
 """A numpy type that copies elements of a size, whatever they mean."""
+
+
+def item_bytes_at_most(table: ChunkTable, chunk: int) -> int:
+    """Returns how long the item of a chunk can be once its transforms are undone.
+
+    Generous for tensors: a subclass may hold more than the elements that it shows.
+    """
+    if table.kind[table.tensor[chunk]] == Kind.OBJECT:
+        return MAX_OBJECT_BYTES
+    return 32 * max(int(volumes(table.size[chunk : chunk + 1])[0]), 0) + (16 << 20)
 
 
 def locate_item(storage: Storage, table: ChunkTable, chunk: int) -> TensorItem | None:

@@ -23,7 +23,7 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
-from ray_dcp.transfer.reader import read_item
+from ray_dcp.transfer.reader import Transforms, read_item
 from ray_dcp.view.html import checkpoint_html
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
@@ -193,12 +193,17 @@ class CheckpointView:
             raise self._missing(name)
         info = self._infos[name]
         if info is not None:
-            return TensorHandle(self.storage, self.table, row, info)
+            return TensorHandle(self.storage, self.table, row, info, self._transforms)
         from ray_dcp.seam.objects import load_object
 
         chunk = int(np.flatnonzero(self.table.tensor == row)[0])
-        data = read_item(self.storage, self.table, chunk, verify="always")
+        data = read_item(self.storage, self.table, chunk, transforms=self._transforms)
         return load_object(data, fqn=name)
+
+    @property
+    def _transforms(self) -> Transforms:
+        foreign = self.checkpoint.foreign
+        return None if foreign is None else foreign.transforms
 
     def _missing(self, name: str) -> MissingKeyError:
         from difflib import get_close_matches

@@ -8,16 +8,28 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from collections.abc import Sequence
 
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.stored_zip import check_directory
+from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
 from ray_dcp.store.storage import Storage
 
 __all__ = ["check_stock_item"]
 
 _PIECE_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
+"""Longest end of an item that is looked at for the zip's directory; torch's has a few records."""
 
 
 def check_stock_item(
-    storage: Storage, key: str, start: int, stop: int
+    storage: Storage,
+    key: str,
+    start: int,
+    stop: int,
+    *,
+    transforms: Sequence[str] = (),
+    max_bytes: int = MAX_OBJECT_BYTES,
 ) -> tuple[int, str | None, str | None]:
     """Compares every record of one item with its CRC32.
 
@@ -26,6 +38,8 @@ def check_stock_item(
         key: The file.
         start: First byte of the item in the file.
         stop: Behind its last byte.
+        transforms: What `.metadata` says that the item went through.
+        max_bytes: Longest item to unpack.
 
     Returns:
         Bytes that were compared; what is wrong, or None; what could not be checked, or None.
@@ -33,17 +47,32 @@ def check_stock_item(
     Raises:
         StorageError: The storage refused.
     """
-    item = io.BufferedReader(_Range(storage, key, start, stop), 64 << 10)
+    item: io.BufferedIOBase
+    if not transforms:
+        item = io.BufferedReader(_Range(storage, key, start, stop), 64 << 10)
+    elif set(transforms) == {ZSTD}:
+        try:
+            stored = storage.read(key, start, stop - start)
+            item = io.BytesIO(unpacked_item(stored, transforms, max_bytes=max_bytes))
+        except DamagedCheckpointError as error:
+            return 0, error.message, None
+    else:
+        names = ", ".join(sorted(set(transforms) - {ZSTD}))[:200]
+        return 0, None, f"holds items that went through {names}: not checked"
     try:
         with zipfile.ZipFile(item) as archive:
-            return _check_records(archive)
+            checked, note = _check_records(archive)
+        item_bytes = item.seek(0, io.SEEK_END)
+        item.seek(max(0, item_bytes - _TAIL_BYTES))
+        check_directory(item.read(), item_bytes)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
-        if item.seek(0) == 0 and item.read(2) != b"PK":
-            return 0, None, "holds items that are no zip (a stream transform): not checked"
         return 0, f"the zip of torch.save is damaged: {error}", None
+    except DamagedCheckpointError as error:
+        return 0, error.message, None
+    return checked, None, note
 
 
-def _check_records(archive: zipfile.ZipFile) -> tuple[int, str | None, str | None]:
+def _check_records(archive: zipfile.ZipFile) -> tuple[int, str | None]:
     checked, unchecked = 0, 0
     for record in archive.infolist():
         if record.CRC == 0 and record.file_size:
@@ -53,7 +82,7 @@ def _check_records(archive: zipfile.ZipFile) -> tuple[int, str | None, str | Non
             while piece := stream.read(_PIECE_BYTES):
                 checked += len(piece)
     note = f"{unchecked} bytes were saved without CRC32 and not checked" if unchecked else None
-    return checked, None, note
+    return checked, note
 
 
 class _Range(io.RawIOBase):

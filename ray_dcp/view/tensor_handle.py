@@ -18,7 +18,7 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.reader import read_chunks, read_item
+from ray_dcp.transfer.reader import Transforms, read_chunks, read_item
 from ray_dcp.view.indexing import Selection, select
 
 __all__ = ["NUMPY_DTYPES", "TensorHandle", "TensorInfo"]
@@ -61,13 +61,22 @@ class TensorHandle:
         table: Its chunk table.
         tensor: Index into the table's `names`.
         info: What the table says about it.
+        transforms: `ForeignMetadata.transforms` of a stock checkpoint.
     """
 
-    def __init__(self, storage: Storage, table: ChunkTable, tensor: int, info: TensorInfo) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        table: ChunkTable,
+        tensor: int,
+        info: TensorInfo,
+        transforms: Transforms = None,
+    ) -> None:
         self._storage = storage
         self._table = table
         self._tensor = tensor
         self._info = info
+        self._transforms = transforms
 
     @property
     def name(self) -> str:
@@ -179,7 +188,7 @@ class TensorHandle:
             )
         from ray_dcp.seam.objects import load_object
 
-        data = read_item(self._storage, self._table, int(chunks[0]), verify="always")
+        data = read_item(self._storage, self._table, int(chunks[0]), transforms=self._transforms)
         value = load_object(data, fqn=self.name)
         if tuple(getattr(value, "shape", ())) != self.shape:
             raise DamagedCheckpointError(

@@ -1,28 +1,35 @@
 """Reads every data file of a checkpoint and tells which bytes are not what was committed.
 
-For our checkpoints every byte counts: payloads have checksums, frames are known, the rest is zero.
-Checks of stock DCP's items, which have only the CRCs of their zips, are in `stock_items`.
+For our checkpoints every byte counts: payloads have checksums, frames and headers follow from the
+chunk table, the rest is zero. Checks of stock DCP's items, which have only the CRCs of their zips,
+are in `stock_items`, those of files without chunks in `other_files`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.checksums import block_checks, digest_bytes
+from ray_dcp.errors import DamagedCheckpointError, StorageError
+from ray_dcp.format.checksums import block_checks
 from ray_dcp.format.frames import torch_save_frame
-from ray_dcp.format.manifest import Manifest
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.plan.values import ChunkTable
+from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
+from ray_dcp.transfer.stock import item_bytes_at_most, locate_item
 from ray_dcp.transfer.threads import run_tasks
+from ray_dcp.view.other_files import (
+    INDEX_SUFFIX,
+    index_problem,
+    is_header_of,
+    metadata_problem,
+    record_notes,
+)
 from ray_dcp.view.stock_items import check_stock_item
 
 __all__ = ["Problem", "VerifyReport", "verify", "verify_checkpoint"]
@@ -79,6 +86,7 @@ def verify(path: str | os.PathLike[str] | Target) -> VerifyReport:
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         UncommittedCheckpointError: Files of a save are there, but it was never committed.
+        UnsupportedValueError: A safetensors file holds a dtype that is not read here.
         StorageError: The storage refused to tell what is there.
 
     Complexity:
@@ -88,8 +96,17 @@ def verify(path: str | os.PathLike[str] | Target) -> VerifyReport:
     try:
         checkpoint = read_checkpoint(storage, checkpoint_id=storage.url)
     except DamagedCheckpointError as error:
-        return VerifyReport(0, (Problem(error.key or "", None, 0, 0, error.message),))
+        return VerifyReport(0, (_unopenable(storage, error),))
     return verify_checkpoint(storage, checkpoint)
+
+
+def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
+    """Returns what keeps a checkpoint from being opened, as a problem of the whole file."""
+    found = {entry.key: entry.num_bytes for entry in storage.list()}
+    # Why not only `key`: it may be a name that the file should not ask for.
+    named = (key for key in found if key in error.message)
+    key = error.key if error.key in found else next(named, error.key or "")
+    return Problem(key, None, 0, found.get(key, 0), error.message)
 
 
 def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
@@ -107,8 +124,11 @@ def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
         {e.key: e.num_bytes for e in checkpoint.manifest.files} if checkpoint.manifest else {}
     )
     table = checkpoint.table
+    transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
     rows = _rows_by_file(table)
-    checks = [_FileCheck(storage, table, key, rows[i]) for i, key in enumerate(table.files)]
+    checks = [
+        _FileCheck(storage, table, key, rows[i], transforms) for i, key in enumerate(table.files)
+    ]
 
     def run(check: _FileCheck) -> None:
         check.run(found.get(check.key), expected.get(check.key))
@@ -116,10 +136,30 @@ def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
     run_tasks(checks, run, _NUM_THREADS)
     problems = [problem for check in checks for problem in check.problems]
     notes = [note for check in checks for note in check.notes]
-    if checkpoint.manifest is not None:
-        problems += _metadata_problems(storage, checkpoint.manifest, notes)
+    more_problems, more_notes = _other_files(storage, checkpoint, found)
     checked_bytes = sum(check.checked_bytes for check in checks)
-    return VerifyReport(checked_bytes, tuple(problems), tuple(dict.fromkeys(notes)))
+    return VerifyReport(
+        checked_bytes, (*problems, *more_problems), tuple(dict.fromkeys([*notes, *more_notes]))
+    )
+
+
+def _other_files(
+    storage: Storage, checkpoint: Checkpoint, keys: Iterable[str]
+) -> tuple[list[Problem], list[str]]:
+    """Returns problems and notes of the files that hold no chunks."""
+    manifest, problems, notes = checkpoint.manifest, [], []
+    if manifest is not None:
+        wrong, note = metadata_problem(storage, manifest)
+        if wrong is not None and manifest.metadata is not None:
+            problems.append(Problem(manifest.metadata.key, None, 0, wrong[1], wrong[0]))
+        notes += [] if note is None else [note]
+        notes += record_notes(storage, checkpoint.slot)
+    elif checkpoint.kind == "safetensors":
+        for key in keys:
+            if key.endswith(INDEX_SUFFIX) and "/" not in key:
+                wrong = index_problem(storage, key, checkpoint.table)
+                problems += [] if wrong is None else [Problem(key, None, 0, wrong[1], wrong[0])]
+    return problems, notes
 
 
 def _rows_by_file(table: ChunkTable) -> list[list[int]]:
@@ -129,43 +169,17 @@ def _rows_by_file(table: ChunkTable) -> list[list[int]]:
     return [order[bounds[i] : bounds[i + 1]].tolist() for i in range(len(table.files))]
 
 
-def _metadata_problems(storage: Storage, manifest: Manifest, notes: list[str]) -> Iterator[Problem]:
-    """Yields what is wrong with the `.metadata` that stock DCP reads.
-
-    Why a missing or older one is no damage: a crash between commit and publication leaves it, and
-    the checkpoint is whole.
-    """
-    if manifest.metadata is None:
-        return
-    key = manifest.metadata.key
-    try:
-        data = storage.read(key)
-    except KeyMissingError:
-        notes.append(f"{key} is missing: stock DCP can't read this checkpoint")
-        return
-    digest = digest_bytes(data).hex()
-    if digest == manifest.metadata.digest:
-        return
-    if digest == manifest.replaced_metadata or _attempt_of(data) not in (None, manifest.attempt):
-        notes.append(f"{key} is of an earlier save: stock DCP reads that one")
-        return
-    yield Problem(
-        key, None, 0, len(data), "expected the bytes that the manifest names, found others"
-    )
-
-
-def _attempt_of(metadata: bytes) -> str | None:
-    """Returns the attempt that a `.metadata` of ours belongs to; None for any other bytes."""
-    try:
-        return decode_metadata(metadata).attempt
-    except CheckpointError:
-        return None
-
-
 class _FileCheck:
     """Goes through one data file, front to back."""
 
-    def __init__(self, storage: Storage, table: ChunkTable, key: str, rows: list[int]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        table: ChunkTable,
+        key: str,
+        rows: list[int],
+        transforms: Sequence[tuple[str, ...] | None] | None,
+    ) -> None:
         self.key = key
         self.checked_bytes = 0
         self.problems: list[Problem] = []
@@ -173,6 +187,7 @@ class _FileCheck:
         self._storage = storage
         self._table = table
         self._rows = rows
+        self._transforms = transforms
         self._num_bytes = 0
         self._window_start = 0
         self._window = memoryview(b"")
@@ -185,8 +200,6 @@ class _FileCheck:
             expected_bytes: Its length by the manifest; None if that is not known.
         """
         if num_bytes is None:
-            num_bytes = self._length_elsewhere()
-        if num_bytes is None:
             self._report(None, 0, expected_bytes or 0, f"the file is missing{self._losses()}")
             return
         self._num_bytes = num_bytes
@@ -198,14 +211,6 @@ class _FileCheck:
         except StorageError as error:
             self._report(None, 0, num_bytes, f"unreadable: {error.message}")
 
-    def _length_elsewhere(self) -> int | None:
-        """Returns the length of a file that a stock `.metadata` borrows from another checkpoint."""
-        if not self.key.startswith("../"):
-            return None
-        self.notes.append(f"{self.key} lies in another checkpoint and was not checked")
-        self._rows = []
-        return 0
-
     def _losses(self) -> str:
         names = dict.fromkeys(self._name(row) for row in self._rows)
         some = ", ".join(map(repr, list(names)[:3]))
@@ -213,7 +218,7 @@ class _FileCheck:
         return f", and with it bytes of {some}{more}" if names else ""
 
     def _check_items(self, *, checksummed: bool) -> None:
-        end = 0
+        end = self._check_header() if checksummed else 0
         for row in self._rows:
             start = int(self._table.item_offset[row])
             stop = start + int(self._table.item_bytes[row])
@@ -233,10 +238,22 @@ class _FileCheck:
         if checksummed:
             self._check_gap(end, self._num_bytes)
 
+    def _check_header(self) -> int:
+        """Checks the header of a safetensors file; returns where the first item may begin."""
+        if not self.key.endswith(".safetensors") or not self._rows:
+            return 0
+        table = self._table
+        stop = min(int(table.payload_offset[row]) for row in self._rows)
+        if stop <= self._num_bytes:
+            found = bytes(self._bytes(0, stop))
+            self.checked_bytes += stop
+            if not is_header_of(found, table, self._rows):
+                what = "expected the header of the tensors in this file, found other bytes"
+                self._report(None, 0, stop, what)
+        return stop
+
     def _check_gap(self, start: int, stop: int) -> None:
-        """Bytes between items are zero, but for the header of a safetensors file."""
-        if start == 0 and self.key.endswith(".safetensors"):
-            return
+        """Bytes between items are zero."""
         for low in range(start, stop, _WINDOW_BYTES):
             high = min(stop, low + _WINDOW_BYTES)
             self._compare(None, low, bytes(high - low), "expected zeros between items")
@@ -287,12 +304,29 @@ class _FileCheck:
             )  # fmt: skip
 
     def _check_zip(self, row: int, start: int, stop: int) -> None:
-        checked, problem, note = check_stock_item(self._storage, self.key, start, stop)
+        transforms = self._transforms[row] if self._transforms is not None else None
+        if problem := self._unreadable(row, transforms or ()):
+            self._report(row, start, stop, problem)
+            return
+        checked, problem, note = check_stock_item(
+            self._storage, self.key, start, stop,
+            transforms=transforms or (), max_bytes=item_bytes_at_most(self._table, row),
+        )  # fmt: skip
         self.checked_bytes += checked
         if problem is not None:
             self._report(row, start, stop, problem)
         if note is not None:
             self.notes.append(f"{self.key}: {note}")
+
+    def _unreadable(self, row: int, transforms: Sequence[str]) -> str | None:
+        """Returns why a load could not find the raw bytes of a tensor in its item."""
+        if transforms or self._table.kind[self._table.tensor[row]] != Kind.TENSOR:
+            return None
+        try:
+            locate_item(self._storage, self._table, row)
+        except DamagedCheckpointError as error:
+            return error.message
+        return None
 
     def _bytes(self, start: int, stop: int) -> memoryview:
         """Returns bytes of the file, read ahead: items lie side by side."""

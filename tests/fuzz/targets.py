@@ -1,0 +1,340 @@
+"""What is fuzzed: how to make a good file, how to spoil it, and what then reads it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import itertools
+import pickle
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import zstandard
+
+import ray_dcp
+from ray_dcp.format import manifest as records
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.metadata_in import decode_metadata
+from ray_dcp.format.metadata_out import encode_metadata
+from ray_dcp.format.parquet_footer import read_footer
+from ray_dcp.format.safetensors_frame import (
+    header,
+    parse_header,
+    saved_offsets,
+    sharding_metadata,
+)
+from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
+from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.format.torch_items import parse_torch_save
+from ray_dcp.seam.objects import load_object
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.transfer.opening import read_checkpoint
+from ray_dcp.view.verify import verify_checkpoint
+from tests import damage
+from tests.format_cases import mixed_table
+from tests.fuzz.mutation import NUMBERS, TEXTS, spoiled, spoiled_json, spoiled_pickle
+
+Spoil = Callable[[bytes, random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads bytes."""
+
+    seeds: Callable[[], list[bytes]]
+    """Good files, as they are really written."""
+    spoil: Spoil
+    read: Callable[[bytes], Any]
+
+
+def _saved(value: Any, **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **how)
+    return buffer.getvalue()
+
+
+@functools.cache
+def _objects() -> list[bytes]:
+    generator = np.random.default_rng(0)
+    values = [
+        10,
+        {"text": "hello", "items": [1, 2.5, None, True], "tuple": (1, (2, "x"))},
+        collections.OrderedDict(a=torch.arange(3), b=[torch.Size([1])]),
+        np.arange(6, dtype="i2").reshape(2, 3),
+        np.zeros(2, [("a", "i4"), ("b", "M8[ns]"), ("o", "O")]),
+        np.float64(3.5),
+        generator.bit_generator.state,
+        generator,
+        random.Random(1),
+        {1, 2, "x"},
+        b"bytes",
+        bytearray(b"more"),
+        torch.float32,
+        torch.zeros(3).to_sparse(),
+    ]
+    return [_saved(value) for value in values] + [
+        _saved(values[1], _use_new_zipfile_serialization=False)
+    ]
+
+
+def _in_item(spoil: Spoil) -> Spoil:
+    """Spoils the pickle in an item, and makes a whole item of it again; or spoils the item."""
+
+    def spoiled_item(data: bytes, source: random.Random) -> bytes:
+        if source.random() < 0.3 or not data.startswith(b"PK"):
+            return spoiled(data, source)
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
+            for name in old.namelist():
+                content = old.read(name)
+                is_pickle = name.endswith("data.pkl")
+                new.writestr(name, spoil(content, source) if is_pickle else content)
+        return buffer.getvalue()
+
+    return spoiled_item
+
+
+def _tensors() -> list[bytes]:
+    return [
+        _saved(torch.arange(12.0).reshape(3, 4).T),
+        _saved(torch.zeros(3, dtype=torch.bfloat16)),
+        _saved(torch.arange(5)[2:]),
+    ]
+
+
+def _tables() -> list[bytes]:
+    return [encode_table(mixed_table())]
+
+
+def _spoiled_table(data: bytes, source: random.Random) -> bytes:
+    """Changes cells of a chunk table, and writes a good Parquet file of it; or spoils the file."""
+    if source.random() < 0.3:
+        return spoiled(data, source)
+    arrow = pq.read_table(pa.BufferReader(data))
+    rows = arrow.to_pylist()
+    for _ in range(source.choice((1, 1, 2, 4))):
+        row = source.choice(rows)
+        row[name] = _spoiled_cell(row[name := source.choice(list(row))], source)
+        if source.random() < 0.2:
+            source.choice((rows.append, lambda one: rows.remove(one)))(source.choice(rows))
+        if not rows:
+            break
+    metadata = dict(arrow.schema.metadata or {})
+    if source.random() < 0.3:
+        metadata[b"ray_dcp.table"] = spoiled_json(metadata[b"ray_dcp.table"], source)
+    try:
+        changed = pa.Table.from_pylist(rows, arrow.schema).replace_schema_metadata(metadata)
+    except (pa.ArrowException, ValueError, OverflowError, TypeError, UnicodeEncodeError):
+        return spoiled(data, source)
+    sink = io.BytesIO()
+    pq.write_table(changed, sink, compression="zstd", store_schema=True)
+    return sink.getvalue()
+
+
+def _spoiled_cell(value: Any, source: random.Random) -> Any:
+    if isinstance(value, list):
+        return source.choice(
+            ([], None, value * 2, value[:-1], [_spoiled_cell(one, source) for one in value])
+        )
+    if isinstance(value, bool):
+        return source.choice((True, False, None))
+    if isinstance(value, int):
+        return source.choice((None, value + 1, value - 1, *NUMBERS))
+    if isinstance(value, bytes):
+        return source.choice((None, bytes(16)))
+    return source.choice((None, *TEXTS))
+
+
+def _record_seeds() -> list[bytes]:
+    entry = records.FileEntry("__0_0.a1.distcp", 10, "0" * 32)
+    fields: dict[str, Any] = {
+        "attempt": "a1", "epoch": 1, "world_size": 2, "container": "torch_save",
+        "created_s": 1.5, "files": (entry,), "table": replace(entry, key="c.parquet"),
+        "metadata": replace(entry, key=".metadata"), "replaced_metadata": None,
+        "plan_digest": "00", "num_tensors": 1, "num_chunks": 1, "payload_bytes": 8,
+        "previous_slot": 0,
+    }  # fmt: skip
+    abort = records.AbortRecord(attempt="a1", reason="late", rank=3)
+    return [records.encode_record(one) for one in (records.Manifest(**fields), abort)]
+
+
+_HEAD_BYTES = len(b'{"digest":"') + 32 + len(b'","record":')
+
+
+def _spoiled_record(data: bytes, source: random.Random) -> bytes:
+    """Spoils a record and gives it the digest of what it then says; or spoils all of it."""
+    if source.random() < 0.2:
+        return spoiled(data, source)
+    body = source.choice((spoiled, spoiled_json))(data[_HEAD_BYTES:-2], source)
+    return _signed(body)
+
+
+def _signed(body: bytes) -> bytes:
+    return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
+
+
+def _headers() -> list[bytes]:
+    entries = [("w", "float32", (3, 2), 0, 24), ("v", "bfloat16", (), 24, 26)]
+    return [header(entries, sharding_metadata({"w": (3, 0), "v": ()}))[:400], header(entries)[:300]]
+
+
+def _spoiled_header(data: bytes, source: random.Random) -> bytes:
+    if source.random() < 0.3:
+        return spoiled(data, source)
+    body = spoiled_json(data[8:].rstrip(), source)
+    return struct.pack("<Q", len(body)) + body
+
+
+def _read_header(data: bytes) -> None:
+    found = parse_header(data, source_length(data))
+    saved_offsets(found.metadata)
+
+
+def source_length(data: bytes) -> int | None:
+    """Returns a length for the file of which this is the header; none for every third."""
+    return None if len(data) % 3 == 0 else len(data) + 26
+
+
+# Whole checkpoints, in memory
+
+
+@functools.cache
+def _checkpoint(kind: str) -> dict[str, bytes]:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        return damage.contents_of(damage.SAVES[kind](Path(folder) / "c"))
+
+
+_COUNT = itertools.count()
+
+
+def _checkpoint_seeds() -> list[bytes]:
+    return [pickle.dumps((kind, _checkpoint(kind))) for kind in damage.SAVES]
+
+
+def _spoiled_checkpoint(data: bytes, source: random.Random) -> bytes:
+    """Spoils a file or two, each in its own way; of ours, the manifest then fits the table."""
+    kind, files = pickle.loads(data)
+    for _ in range(source.choice((1, 1, 2))):
+        key = source.choice(sorted(files))
+        try:
+            files[key] = _way(key)(files[key], source)
+        except Exception:
+            files[key] = spoiled(files[key], source)
+    tables = [key for key in files if key.endswith(".parquet")]
+    if tables and source.random() < 0.8:
+        _sign_table(files, tables[0])
+    return pickle.dumps((kind, files))
+
+
+def _way(key: str) -> Spoil:
+    if key == ".metadata":
+        return spoiled_pickle
+    if key.endswith(".parquet"):
+        return _spoiled_table
+    if key.startswith("manifest-"):
+        return _spoiled_record
+    if key.endswith(".index.json"):
+        return spoiled_json
+    return _spoiled_data
+
+
+def _spoiled_data(data: bytes, source: random.Random) -> bytes:
+    if data[8:9] == b"{":
+        length = 8 + int.from_bytes(data[:8], "little")
+        return _spoiled_header(data[:length], source) + data[length:]
+    return spoiled(data, source)
+
+
+def _sign_table(files: dict[str, bytes], table: str) -> None:
+    for key, data in files.items():
+        if not key.startswith("manifest-"):
+            continue
+        try:
+            record = records.decode_record(data)
+        except ray_dcp.CheckpointError:
+            continue
+        if isinstance(record, records.Manifest):
+            entry = records.FileEntry(table, len(files[table]), digest_bytes(files[table]).hex())
+            files[key] = records.encode_record(replace(record, table=entry))
+
+
+def _read_checkpoint(data: bytes) -> None:
+    kind, files = pickle.loads(data)
+    url = f"memory://fuzz/{next(_COUNT)}"
+    storage = MemoryStorage(url.removeprefix("memory://"))
+    for key, content in files.items():
+        storage.write(key, content)
+    try:
+        into = (
+            {name: torch.zeros_like(t) for name, t in damage.tensors().items()}
+            if kind == "hub"
+            else damage.blank()
+        )
+        errors = []
+        for act in (
+            lambda: verify_checkpoint(storage, read_checkpoint(storage)),
+            lambda: ray_dcp.load(into, checkpoint_id=url, no_dist=True),
+            lambda: _look(url),
+        ):
+            try:
+                act()
+            except ray_dcp.CheckpointError as error:
+                str(error)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+    finally:
+        storage.delete([entry.key for entry in storage.list()])
+
+
+def _look(url: str) -> None:
+    view = ray_dcp.open(url)
+    for name in view.names[:20]:
+        info = view.tensors.get(name)
+        if info is None or sum(info.shape) < 10_000:
+            value = view[name]
+            _ = value if info is None else value[...]
+
+
+TARGETS: dict[str, Target] = {
+    "our .metadata": Target(
+        lambda: [encode_metadata(mixed_table(), checkpoint_id="/x", attempt="a1")],
+        spoiled_pickle, decode_metadata,
+    ),
+    "stock .metadata": Target(
+        lambda: [_checkpoint(kind)[".metadata"] for kind in ("stock", "zstd")]
+        + [pickle.dumps(pickle.loads(_checkpoint("stock")[".metadata"]), 2)],
+        spoiled_pickle, decode_metadata,
+    ),
+    "any .metadata": Target(
+        lambda: [_checkpoint(kind)[".metadata"] for kind in ("ours", "stock")],
+        spoiled, decode_metadata,
+    ),
+    "chunk table": Target(_tables, _spoiled_table, decode_table),
+    "parquet footer": Target(_tables, spoiled, read_footer),
+    "record": Target(_record_seeds, _spoiled_record, records.decode_record),
+    "tensor item": Target(
+        _tensors, _in_item(spoiled_pickle), lambda data: parse_torch_save(data[:4096], len(data))
+    ),
+    "object item": Target(
+        _objects, _in_item(spoiled_pickle), lambda data: load_object(data, fqn="a")
+    ),
+    "safetensors header": Target(_headers, _spoiled_header, _read_header),
+    "zstd": Target(
+        lambda: [zstandard.compress(b"PK" + bytes(100) + b"x" * 50)],
+        spoiled, lambda data: unpacked_item(data, [ZSTD], max_bytes=1 << 20),
+    ),
+    "checkpoint": Target(_checkpoint_seeds, _spoiled_checkpoint, _read_checkpoint),
+}  # fmt: skip

@@ -1,0 +1,372 @@
+"""What happens to a stored byte is found, or changes nothing; and it is told where.
+
+For every kind of checkpoint and every file in it: flipped bits, cut and longer files, pages that
+were lost or changed places, files that changed places. Of our checkpoints a load with
+`verify="always"` gives an error that names the file, or the same bits. Of others it can only be
+pinned what is found: by the structure, and by the CRC32s that only `verify` looks at.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UncommittedCheckpointError
+from ray_dcp.options import LoadOptions
+from tests import damage, numpy_ranks
+from tests.damage import Damage
+
+FLIPS = {"ours": 50, "safetensors": 60, "stock": 200, "zstd": 60, "hub": 60}
+"""Flipped bits a file."""
+
+
+@dataclass
+class Kind:
+    """One saved checkpoint, and what its files hold."""
+
+    name: str
+    path: Path
+    files: dict[str, bytes]
+    expected: dict[str, Any]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name in ("ours", "safetensors")
+
+    def damages(self) -> Iterator[Damage]:
+        for number, (file, data) in enumerate(self.files.items()):
+            yield from damage.flips(file, data, FLIPS[self.name], number)
+            yield from damage.lengths(file, data, 6, number)
+            yield from damage.pages(file, data, number)
+        yield from damage.exchanges(self.files)
+
+    def spoil(self, one: Damage) -> None:
+        (self.path / one.file).write_bytes(one.data)
+        if one.also is not None:
+            (self.path / one.also[0]).write_bytes(one.also[1])
+
+    def repair(self, one: Damage) -> None:
+        for file in (one.file, *([] if one.also is None else [one.also[0]])):
+            (self.path / file).write_bytes(self.files[file])
+
+    def load(self) -> CheckpointError | bool:
+        return damage.outcome(self.path, self.expected, hub=self.name == "hub")
+
+
+@dataclass
+class Verdict:
+    """What a load and `verify` made of one damage."""
+
+    damage: Damage
+    loaded: CheckpointError | bool
+    problems: list[Any]
+    notes: str
+
+    @property
+    def is_named(self) -> bool:
+        """`verify` names a file that was spoiled."""
+        return any(damage.names_file(problem.file, self.damage) for problem in self.problems)
+
+    @property
+    def is_placed(self) -> bool:
+        """A problem's bytes take in the first one that was spoiled, or end where a file does."""
+        one = self.damage
+        files = {one.file, one.also[0]} if one.also is not None else {one.file}
+        is_flip = one.stop == one.start + 1 and one.stop <= len(one.data)
+        return any(
+            p.file in files and p.start <= one.start < p.stop + (not is_flip) for p in self.problems
+        )
+
+    def __str__(self) -> str:
+        return f"{self.damage.file}, {self.damage.what}: {self.loaded}, {self.problems}"
+
+
+@pytest.fixture(scope="module", params=list(damage.SAVES))
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Kind, list[Verdict]]:
+    path = damage.SAVES[request.param](tmp_path_factory.mktemp(request.param) / "c")
+    state = damage.tensors() if request.param == "hub" else damage.state()
+    kind = Kind(request.param, path, damage.contents_of(path), damage.bits(state))
+    assert kind.load() is True
+    assert ray_dcp.verify(path).ok
+    found = []
+    for one in kind.damages():
+        kind.spoil(one)
+        try:
+            report = ray_dcp.verify(path)
+            problems, notes = list(report.problems), " ".join(report.notes)
+        except UncommittedCheckpointError as error:
+            problems, notes = [], str(error)
+        # Careful: a load may publish `.metadata` again.
+        loaded = kind.load()
+        kind.repair(one)
+        found.append(Verdict(one, loaded, problems, notes))
+    return kind, found
+
+
+def test_enough_was_tried(verdicts):
+    kind, found = verdicts
+    flipped = collections.Counter(v.damage.file for v in found if "flipped" in v.damage.what)
+    assert set(flipped) == set(kind.files)
+    assert min(flipped.values()) >= FLIPS[kind.name]
+    assert len(found) >= {"ours": 450, "safetensors": 380}.get(kind.name, 150)
+
+
+def test_nothing_but_an_error_of_ours_or_the_same_bits_comes_of_our_checkpoints(verdicts):
+    """Any other exception has failed the fixture."""
+    kind, found = verdicts
+    if kind.is_ours:
+        assert [str(v) for v in found if v.loaded is False] == []
+
+
+def test_the_error_names_the_file(verdicts):
+    kind, found = verdicts
+    if not kind.is_ours:
+        return
+    for verdict in found:
+        if not isinstance(verdict.loaded, bool) and not _is_lost_manifest(verdict.damage):
+            assert isinstance(verdict.loaded, DamagedCheckpointError), str(verdict)
+            assert damage.names_file(str(verdict.loaded), verdict.damage), str(verdict)
+
+
+def test_what_a_load_does_not_need_verify_finds(verdicts):
+    kind, found = verdicts
+    if not kind.is_ours:
+        return
+    for verdict in found:
+        one = verdict.damage
+        if _is_lost_manifest(one):
+            assert isinstance(verdict.loaded, UncommittedCheckpointError)
+        elif one.file.startswith("manifest-") and one.also is not None:
+            # The same records in another order say the same: the commit, and that another
+            # attempt is off.
+            assert verdict.loaded is True
+        elif one.file == "manifest-00000003.json" and not one.data:
+            assert verdict.loaded is True
+            assert one.file in verdict.notes, "nobody can tell it from one that is being written"
+        else:
+            assert verdict.is_named, str(verdict)
+            assert verdict.is_placed or one.stop > len(kind.files[one.file]), str(verdict)
+
+
+def _is_lost_manifest(one: Damage) -> bool:
+    return one.file in ("manifest-00000001.json", "manifest-00000002.json") and not one.data
+
+
+def test_of_stock_items_verify_finds_all_that_changes_what_is_loaded(verdicts):
+    kind, found = verdicts
+    if kind.name not in ("stock", "zstd"):
+        return
+    silent = [v for v in found if v.loaded is False]
+    assert {v.damage.file for v in silent} == {"__0_0.distcp"}, "a payload that nobody checks"
+    for verdict in silent:
+        assert verdict.is_named, str(verdict)
+        assert verdict.is_placed, str(verdict)
+
+
+def test_of_stock_items_an_error_of_a_load_is_one_that_verify_finds_too(verdicts):
+    kind, found = verdicts
+    if kind.name not in ("stock", "zstd"):
+        return
+    for verdict in found:
+        if verdict.damage.file == "__0_0.distcp" and not isinstance(verdict.loaded, bool):
+            assert damage.names_file(str(verdict.loaded), verdict.damage), str(verdict)
+            assert verdict.is_named, str(verdict)
+
+
+def test_of_a_stock_metadata_only_names_that_nobody_needs_change_unseen(verdicts):
+    """It has no checksum: a flipped bit is an error, or lies where nothing is read."""
+    kind, found = verdicts
+    if kind.name not in ("stock", "zstd"):
+        return
+    mine = [v for v in found if v.damage.file == ".metadata"]
+    assert [str(v) for v in mine if v.loaded is False] == []
+    assert sum(v.loaded is True for v in mine) < len(mine) / 6
+
+
+def test_of_a_hub_folder_only_what_tensors_hold_changes_unseen(verdicts):
+    kind, found = verdicts
+    if kind.name != "hub":
+        return
+    for verdict in found:
+        one = verdict.damage
+        if one.file.endswith(".json"):
+            assert verdict.loaded is True, "the index is for other readers"
+            continue
+        assert "no checksums" in verdict.notes or verdict.problems, str(verdict)
+        header_bytes = 8 + int.from_bytes(kind.files[one.file][:8], "little")
+        if verdict.loaded is False:
+            assert one.stop > header_bytes, str(verdict)
+            assert len(one.data) == len(kind.files[one.file]), str(verdict)
+        elif isinstance(verdict.loaded, CheckpointError):
+            assert verdict.is_named or INDEX in {p.file for p in verdict.problems}, str(verdict)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def test_of_an_index_verify_finds_all_but_what_it_says_about_itself(verdicts):
+    kind, found = verdicts
+    if kind.name != "hub":
+        return
+    start = kind.files[INDEX].index(b'"weight_map"')
+    for verdict in found:
+        one = verdict.damage
+        if one.file == INDEX and start <= one.start and one.stop <= len(kind.files[INDEX]):
+            same_json = one.data.split() == kind.files[INDEX].split()
+            assert verdict.is_named or same_json, str(verdict)
+
+
+def test_a_flip_in_the_attempt_that_metadata_names_is_damage_and_no_earlier_save(tmp_path: Path):
+    ray_dcp.save({"w": torch.zeros(9)}, checkpoint_id=tmp_path, no_dist=True)
+    attempt = ray_dcp.open(tmp_path).attempt.encode()
+    file = tmp_path / ".metadata"
+    data = file.read_bytes()
+    places = [i for i in range(len(data)) if data.startswith(attempt, i)]
+    assert len(places) >= 2, "once as the attempt, and in the name of each file"
+    for place in places:
+        for offset in range(len(attempt)):
+            file.write_bytes(damage.flip(".metadata", data, place + offset, 0).data)
+            assert [p.file for p in ray_dcp.verify(tmp_path).problems] == [".metadata"]
+
+
+# Two commits, of which the older was not collected yet
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A checkpoint that was saved twice with all files of both; its two manifests."""
+    path = tmp_path / "c"
+    ray_dcp.save({"w": torch.zeros(9)}, checkpoint_id=path, no_dist=True)
+    older = damage.contents_of(path)
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=path, no_dist=True)
+    for key, data in older.items():
+        if not (path / key).exists():
+            (path / key).write_bytes(data)
+    one, two = sorted(path.glob("manifest-*"))
+    into = {"w": torch.full((9,), 7.0)}
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+    assert into["w"].tolist() == [1.0] * 9
+    return path, one, two
+
+
+def test_manifests_that_changed_places_do_not_bring_the_older_checkpoint_back(twice):
+    path, one, two = twice
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    with pytest.raises(DamagedCheckpointError, match=r"files changed places.*manifest-0000000"):
+        ray_dcp.load({"w": torch.zeros(9)}, checkpoint_id=path, no_dist=True)
+    assert not ray_dcp.verify(path).ok
+
+
+def test_a_manifest_that_was_cut_off_does_not_bring_the_older_checkpoint_back(twice):
+    path, _, two = twice
+    two.write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match=two.name):
+        ray_dcp.load({"w": torch.zeros(9)}, checkpoint_id=path, no_dist=True)
+    assert two.name in {problem.file for problem in ray_dcp.verify(path).problems}
+    (path / ".metadata").unlink()
+    into = {"w": torch.full((9,), 7.0)}
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+    assert into["w"].tolist() == [0.0] * 9, "what the error says to do helps"
+
+
+def test_a_slot_that_was_claimed_and_never_filled_is_no_lost_commit(twice):
+    path, _, _ = twice
+    (path / "manifest-00000003.json").write_bytes(b"")
+    into = {"w": torch.full((9,), 7.0)}
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+    assert into["w"].tolist() == [1.0] * 9
+    assert "manifest-00000003.json" in " ".join(ray_dcp.verify(path).notes)
+
+
+# Reads of parts, and of samples
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> tuple[Path, Path, int, int]:
+    """A checkpoint of one tensor of 64 blocks; its file, first byte and length of a block."""
+    values = torch.arange(16 << 10, dtype=torch.float32).reshape(128, 128)
+    ray_dcp.save({"w": values}, checkpoint_id=tmp_path, no_dist=True)
+    table = ray_dcp.open(tmp_path).table
+    assert int(table.payload_bytes[0]) == 64 * int(table.block_bytes[0])
+    file = tmp_path / table.files[0]
+    return tmp_path, file, int(table.payload_offset[0]), int(table.block_bytes[0])
+
+
+def spoil(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 16
+    file.write_bytes(data)
+
+
+def test_a_reader_of_a_part_finds_what_is_wrong_in_its_own_blocks_and_in_no_others(part):
+    path, file, start, block = part
+    rows_a_block = block // 512
+    for number in (0, 1, 31, 63):
+        offset = start + number * block + 7
+        spoil(file, offset)
+        for first in range(0, 128, 32):
+            mine = first // rows_a_block <= number < (first + 32) // rows_a_block
+            if mine:
+                with pytest.raises(DamagedCheckpointError, match=file.name):
+                    _ = ray_dcp.open(path)["w"][first : first + 32]
+            else:
+                assert ray_dcp.open(path)["w"][first : first + 32].shape == (32, 128)
+        spoil(file, offset)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_a_rank_of_another_world_size_finds_a_flip_in_what_it_reads(world_size):
+    url = f"memory://flips-{world_size}"
+    state = numpy_ranks.state_of()
+    numpy_ranks.save(state, 2, url)
+    storage = ray_dcp.open(url).storage
+    table = ray_dcp.open(url).table
+    for row in range(table.num_chunks):
+        if not table.payload_bytes[row]:
+            continue
+        key = table.files[table.file[row]]
+        kept = storage.read(key)
+        wrong = bytearray(kept)
+        wrong[int(table.payload_offset[row]) + int(table.payload_bytes[row]) // 2] ^= 1
+        storage.write(key, bytes(wrong))
+        with pytest.raises(DamagedCheckpointError, match=key):
+            numpy_ranks.load_and_check(state, world_size, url)
+        storage.write(key, kept)
+    numpy_ranks.load_and_check(state, world_size, url)
+
+
+def test_a_sample_looks_at_one_block_in_16_and_finds_just_those(part):
+    """The chance to find one spoiled block is 1 in 16, and 1 for the first of a read."""
+    path, file, start, block = part
+    found = []
+    for number in range(64):
+        spoil(file, start + number * block)
+        into = {"w": torch.zeros(128, 128)}
+        try:
+            ray_dcp.load(
+                into, checkpoint_id=path, no_dist=True, options=LoadOptions(verify="sample")
+            )
+        except DamagedCheckpointError:
+            found.append(number)
+        spoil(file, start + number * block)
+    assert found == [0, 16, 32, 48]
+
+
+def test_never_means_that_damage_comes_back_as_it_lies_there(part):
+    path, file, start, _ = part
+    spoil(file, start + 1000)
+    into = {"w": torch.zeros(128, 128)}
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True, options=LoadOptions(verify="never"))
+    assert into["w"].reshape(-1)[250] != 250.0
+    assert (into["w"].reshape(-1) == torch.arange(16 << 10)).sum() == (16 << 10) - 1

@@ -1,0 +1,360 @@
+"""A checkpoint can't make its reader leave its directory, wait, or fill the memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingKeyError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from ray_dcp.format import manifest as records
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.plan.values import ChunkTable
+from tests import checkpoints, hostile
+
+ESCAPES = (
+    "../outside/secret", "/etc/passwd", "a/../../outside/secret", "..", "\\\\host\\x", "C:\\x",
+    "file:///etc/passwd", "a//b", "./a", "a\0b", "\u202eatad", "\ud800",
+)  # fmt: skip
+
+
+def the_manifest(path: Path) -> tuple[Path, Any]:
+    (file,) = path.glob("manifest-*.json")
+    return file, records.decode_record(file.read_bytes())
+
+
+def signed(path: Path, **changes: Any) -> None:
+    """Writes the manifest again, with other fields and a digest that fits."""
+    file, manifest = the_manifest(path)
+    fields = json.loads(file.read_bytes())["record"] | changes
+    body = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    del manifest
+    file.write_bytes(
+        b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
+    )
+
+
+def with_table(path: Path, change: Callable[[ChunkTable], ChunkTable]) -> None:
+    """Changes the chunk table, and the manifest so that it fits."""
+    file, manifest = the_manifest(path)
+    table = path / manifest.table.key
+    data = encode_table(change(decode_table(table.read_bytes())))
+    table.write_bytes(data)
+    entry = records.FileEntry(manifest.table.key, len(data), digest_bytes(data).hex())
+    file.write_bytes(records.encode_record(replace(manifest, table=entry)))
+
+
+@pytest.fixture
+def ours(saved_checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved_checkpoint, tmp_path / "c")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    file = folder / "secret"
+    file.write_bytes(os.urandom(4096))
+    return file
+
+
+def load(path: Path, names: tuple[str, ...] = ("weight",)) -> dict[str, torch.Tensor]:
+    into = {"model": {n: torch.zeros_like(checkpoints.state()["model"][n]) for n in names}}
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+    return into["model"]
+
+
+# Names that lead outside
+
+
+@pytest.mark.parametrize("key", ESCAPES)
+@pytest.mark.parametrize("where", ["files", "table", "metadata"])
+def test_a_manifest_names_no_file_outside(ours: Path, secret: Path, key: str, where: str):
+    fields = json.loads(the_manifest(ours)[0].read_bytes())["record"]
+    entry = {"key": key, "num_bytes": 4096, "digest": "0" * 32}
+    signed(ours, **{where: [*fields["files"], entry] if where == "files" else entry})
+    with pytest.raises(DamagedCheckpointError) as caught:
+        load(ours)
+    assert isinstance(caught.value, UnsafeCheckpointError) or key == "\ud800"
+    assert not ray_dcp.verify(ours).ok
+
+
+@pytest.mark.parametrize("key", ESCAPES[:-1])
+def test_a_chunk_table_names_no_file_outside(ours: Path, secret: Path, key: str):
+    """It must name what the manifest names, and that is checked too."""
+    file, manifest = the_manifest(ours)
+    table = decode_table((ours / manifest.table.key).read_bytes())
+    with pytest.raises(UnsafeCheckpointError):
+        encode_table(replace(table, files=(key, *table.files[1:])))
+    del file
+
+
+def test_a_chunk_table_names_only_files_that_the_manifest_names(ours: Path):
+    with_table(ours, lambda table: replace(table, files=("other.distcp", *table.files[1:])))
+    with pytest.raises(DamagedCheckpointError, match=r"does not name: other\.distcp"):
+        load(ours)
+
+
+@pytest.mark.parametrize("key", ESCAPES[:4])
+def test_stock_metadata_names_no_file_outside(tmp_path: Path, secret: Path, key: str):
+    path = checkpoints.save_stock(tmp_path / "stock")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = key
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsafeCheckpointError, match="own directory"):
+        load(path)
+    (problem,) = ray_dcp.verify(path).problems
+    assert problem.file == ".metadata"
+
+
+def test_data_that_is_shared_with_another_checkpoint_is_refused_with_the_way_out(tmp_path: Path):
+    """There is no option for it: who needs it loads with torch's own DCP."""
+    checkpoints.save_stock(tmp_path / "step-1")
+    path = checkpoints.save_stock(tmp_path / "step-2")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../step-1/{place.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsafeCheckpointError, match=r"torch\.distributed\.checkpoint"):
+        load(path)
+
+
+def test_the_index_of_a_hub_folder_leads_nowhere(tmp_path: Path, secret: Path):
+    path = tmp_path / "hub"
+    path.mkdir()
+    save_file({"w": torch.ones(3)}, path / "model.safetensors")
+    save_file({"v": torch.ones(3)}, secret.parent / "other.safetensors")
+    index = {"weight_map": {"w": "model.safetensors", "v": "../outside/other.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ray_dcp.open(path).names == ("w",)
+    with pytest.raises(MissingKeyError):
+        ray_dcp.load({"v": torch.zeros(3)}, checkpoint_id=path, no_dist=True)
+    (problem,) = ray_dcp.verify(path).problems
+    assert problem.file == "model.safetensors.index.json"
+    assert "'v'" in problem.what
+
+
+# Links: reading follows them, as of a folder of the hub's cache. Writing and deleting do not.
+
+
+def test_a_link_to_a_data_file_is_read_as_what_it_points_to(ours: Path, tmp_path: Path):
+    """Who links data elsewhere owns the filesystem. What it holds must match its checksums."""
+    file = checkpoints.data_file(ours)
+    moved = tmp_path / "elsewhere"
+    shutil.move(file, moved)
+    file.symlink_to(moved)
+    assert torch.equal(load(ours)["weight"], checkpoints.state()["model"]["weight"])
+    assert ray_dcp.verify(ours).ok
+
+
+def test_a_link_to_other_bytes_is_damage_and_shows_none_of_them(ours: Path, secret: Path):
+    file = checkpoints.data_file(ours)
+    length = file.stat().st_size
+    secret.write_bytes((b"secret " * length)[:length])
+    file.unlink()
+    file.symlink_to(secret)
+    into = {"model": {"weight": torch.zeros(37, 11)}}
+    with pytest.raises(DamagedCheckpointError) as caught:
+        ray_dcp.load(into, checkpoint_id=ours, no_dist=True)
+    assert "secret " not in str(caught.value)
+    assert not ray_dcp.verify(ours).ok
+
+
+def test_a_save_replaces_links_and_writes_nothing_through_them(ours: Path, secret: Path):
+    before = secret.read_bytes()
+    for name in (".metadata", "__0_0.distcp"):
+        (ours / name).unlink(missing_ok=True)
+        (ours / name).symlink_to(secret)
+    (ours / ".metadata").unlink()
+    (ours / ".metadata").symlink_to(secret.parent / "not there")
+    checkpoints.save(ours)
+    assert secret.read_bytes() == before
+    assert not (ours / ".metadata").is_symlink()
+    assert list(secret.parent.iterdir()) == [secret]
+    assert torch.equal(load(ours)["weight"], checkpoints.state()["model"]["weight"])
+
+
+# Files that are not what they seem
+
+
+@pytest.mark.parametrize("name", ["manifest", ".metadata", "table", "data"])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
+def test_what_is_no_file_is_an_error_and_nobody_waits(ours: Path, name: str, kind: str):
+    file, manifest = the_manifest(ours)
+    victim = {
+        "manifest": file,
+        ".metadata": ours / ".metadata",
+        "table": ours / manifest.table.key,
+        "data": checkpoints.data_file(ours),
+    }[name]
+    victim.unlink()
+    if kind == "pipe":
+        os.mkfifo(victim)
+    elif kind == "directory":
+        victim.mkdir()
+    else:
+        victim.symlink_to("/dev/zero")
+    if name == ".metadata":
+        with pytest.raises(CheckpointError) if kind != "directory" else _nothing():
+            load(ours)
+        return
+    with pytest.raises(CheckpointError):
+        load(ours)
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def little_memory():
+    """Nobody gets more than 6 GiB above what this process has."""
+    size = next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmSize:")
+    )
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (6 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("name", ["manifest", "table", "data", "model.safetensors"])
+def test_a_file_of_64_gigabytes_of_nothing_is_not_taken_into_memory(
+    ours: Path, tmp_path: Path, name: str, little_memory: None
+):
+    file, manifest = the_manifest(ours)
+    if name == "model.safetensors":
+        ours = tmp_path / "hub"
+        ours.mkdir()
+        (ours / name).write_bytes(hostile.header({"w": hostile.tensor([1 << 34], 0, 1 << 36)}))
+    victim = {
+        "manifest": file,
+        "table": ours / manifest.table.key,
+        "data": ours / manifest.files[0].key,
+        "model.safetensors": ours / "model.safetensors",
+    }[name]
+    os.truncate(victim, 64 << 30)
+    with pytest.raises(CheckpointError):
+        load(ours) if name != "data" else _raise_if_ok(ours)
+
+
+def _raise_if_ok(path: Path) -> None:
+    # Zeros behind a data file change nothing that is loaded; `verify` counts bytes, not memory.
+    load(path)
+    raise DamagedCheckpointError("as expected")
+
+
+@pytest.mark.parametrize("length", [1 << 62, 1 << 40, 1 << 33])
+@pytest.mark.parametrize("name", ["step", "model.weight"])
+def test_a_stock_item_that_is_said_to_be_huge_is_damage(
+    tmp_path: Path, name: str, length: int, little_memory: None
+):
+    path = checkpoints.save_stock(tmp_path / "stock")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == name:
+            place.length = length
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    into: dict[str, Any] = {"step": 0, "model": {"weight": torch.zeros(37, 11)}}
+    try:
+        ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+        # Of a tensor only its raw bytes are read.
+        assert name == "model.weight"
+        assert torch.equal(into["model"]["weight"], checkpoints.state()["model"]["weight"])
+    except DamagedCheckpointError as error:
+        assert "__0_0.distcp" in str(error)  # noqa: PT017 - of a tensor there need be none
+    assert "__0_0.distcp" in {problem.file for problem in ray_dcp.verify(path).problems}
+
+
+def test_chunks_that_share_their_bytes_are_each_held_against_their_own_checksums(ours: Path):
+    """Entries that overlap ask for no more than their tensors hold, and lie to nobody."""
+
+    def overlap(table: ChunkTable) -> ChunkTable:
+        names = [table.names[tensor] for tensor in table.tensor.tolist()]
+        large = names.index("model.large")
+        places = {
+            name: np.where(np.arange(len(names)) == names.index("model.weight"),
+                           column[large], column)
+            for name, column in (("item_offset", table.item_offset),
+                                 ("payload_offset", table.payload_offset))
+        }  # fmt: skip
+        return replace(table, **places)
+
+    with_table(ours, overlap)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.weight"):
+        load(ours)
+    assert torch.equal(load(ours, ("large",))["large"], checkpoints.state()["model"]["large"])
+    assert {problem.fqn for problem in ray_dcp.verify(ours).problems} >= {"model.weight"}
+
+
+# Safetensors of others
+
+
+def hub(path: Path, fields: dict[str, Any], payload: bytes = b"") -> Path:
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(hostile.header(fields) + payload)
+    return path
+
+
+def test_a_dtype_that_is_not_read_is_no_damage_and_is_named(tmp_path: Path):
+    path = hub(tmp_path / "c", {"w": hostile.tensor([8], 0, 4, dtype="F4")}, bytes(4))
+    for look in (ray_dcp.open, ray_dcp.verify):
+        with pytest.raises(UnsupportedValueError, match=r"model\.safetensors.*'w'.*F4"):
+            look(path)
+
+
+@pytest.mark.parametrize("offset", [[1 << 61], [(1 << 62) - 1], [5, 5], [-1], ["0"], [None]])
+def test_a_place_in_a_tensor_beyond_all_bounds_is_damage(tmp_path: Path, offset: list[Any]):
+    """Of a tensor's shape such a folder says only where its chunks end."""
+    info = json.dumps({"w": {"saved_offsets": offset}})
+    fields = {
+        "__metadata__": {"DCP_SHARDING_INFO": info},
+        "w": hostile.tensor([1], 0, 4),
+        "v": hostile.tensor([1], 4, 8),
+    }
+    info = json.dumps({"w": {"saved_offsets": offset}, "v": {"saved_offsets": [0]}})
+    fields["__metadata__"] = {"DCP_SHARDING_INFO": info}
+    path = hub(tmp_path / "c", fields, bytes(8))
+    if offset == [1 << 61]:
+        # A tensor of 2**61 elements of which one is there: legal, and lacking the rest.
+        with pytest.raises(CheckpointError):
+            ray_dcp.load({"w": torch.zeros(1)}, checkpoint_id=path, no_dist=True)
+        return
+    with pytest.raises(CheckpointError):
+        _ = ray_dcp.open(path)["w"][0]
+
+
+def test_a_tensor_in_two_files_that_overlap_is_filled_and_takes_no_more_than_its_room(
+    tmp_path: Path,
+):
+    path = tmp_path / "c"
+    path.mkdir()
+    save_file({"w": torch.zeros(5)}, path / "a.safetensors")
+    save_file({"w": torch.ones(5)}, path / "b.safetensors")
+    into = {"w": torch.full((5,), 7.0)}
+    ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+    assert set(into["w"].tolist()) <= {0.0, 1.0}
