@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import reshard, single
+from tests.bench import checksums, reshard, single, soak, staging
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["soak"]:
+        return soak.command(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("what", choices=["small", "big", "reshard"])
+    parser.add_argument("what", choices=["small", "big", "checksums", "reshard", "soak", "staging"])
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
@@ -19,6 +21,10 @@ def main() -> int:
         single.small(arguments.rounds, arguments.dir)
     elif arguments.what == "big":
         single.big(arguments.rounds, arguments.dir)
+    elif arguments.what == "checksums":
+        checksums.checksums(arguments.rounds, arguments.dir)
+    elif arguments.what == "staging":
+        staging.staging(arguments.rounds, arguments.dir)
     else:
         return reshard.reshard(arguments.ranks, arguments.dir)
     return 0

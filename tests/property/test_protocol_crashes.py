@@ -1,9 +1,8 @@
-"""A crash or a fault at every point of a save: the previous checkpoint or the new one, whole.
+"""A crash at every step of a rank or the coordinator: the previous checkpoint or the new, whole.
 
-Every change on storage is a point, and every step of a rank or the coordinator.
+Crashes and faults at every call of the storage are in `test_crash_enumeration`.
 """
 
-import contextlib
 import random
 from functools import partial
 
@@ -11,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.errors import CommitUnknownError
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.outcome import outcome
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.testing.interruptions import interrupted_storage
+from ray_dcp.testing.registry import Place
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
-from tests.scripted_storage import CrashError, Script
 
 OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)
 STATES = [OLD, NEW, NEXT]
@@ -60,59 +59,6 @@ def test_a_crash_before_any_step_leaves_the_previous_or_the_new_checkpoint(overw
     commit = found.index(1)
     assert found == [previous] * commit + [1] * (len(found) - commit)
     assert commit > 10
-
-
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_crash_before_any_change_on_storage_leaves_the_previous_or_the_new(overwrite, container):
-    found = []
-    for change in range(1000):
-        url = fresh("crash-changes", overwrite)
-        script = Script(at=change)
-        options = SaveOptions(container=container, num_threads=1)
-        with contextlib.suppress(CrashError):
-            run_ranks(
-                save_ranks(NEW, 3, url, options=options, opener=script.open),
-                performer=partial(perform, opener=script.open),
-            )
-        found.append(check_place(url, {0 if overwrite else None, 1}))
-        if not script.hit:
-            break
-    commit = found.index(1)
-    assert found == [0 if overwrite else None] * commit + [1] * (len(found) - commit)
-    # At least three data files and the table come before the commit.
-    assert commit >= 4
-
-
-@pytest.mark.parametrize("effect", ["before", "after", "broken"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_what_the_ranks_are_told_after_any_fault_is_what_stands(overwrite, effect):
-    told = set()
-    for change in range(1000):
-        url = fresh("faults", overwrite)
-        script = Script(at=change, effect=effect)
-        results = run_ranks(
-            save_ranks(NEW, 3, url, opener=script.open),
-            performer=partial(perform, opener=script.open),
-        )
-        assert all(result.ended for result in results)
-        errors = {type(result.error) for result in results}
-        assert len(errors) == 1
-        previous = 0 if overwrite else None
-        if errors == {type(None)}:
-            allowed = {1}
-        elif errors == {CommitUnknownError}:
-            allowed = {previous, 1}
-        else:
-            allowed = {previous}
-        told |= errors
-        check_place(url, allowed)
-        if not script.hit:
-            break
-    else:
-        pytest.fail("the faults never ended")
-    assert type(None) in told
-    assert (CommitUnknownError in told) == (effect == "broken")
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,20 +112,21 @@ def test_nobody_waits_for_ever_for_ranks_that_are_gone(seed, gone):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), fault=st.none() | st.integers(0, 25), world_size=st.integers(1, 3)
+    seed=st.integers(0, 2**32), fault=st.none() | st.integers(0, 50), world_size=st.integers(1, 3)
 )
 def test_of_two_overlapping_saves_at_most_one_commits_in_a_slot(seed, fault, world_size):
     url = fresh("races", True)
     order = random.Random(seed)
-    script = Script(at=fault, effect="after")
-    ranks = [
-        generator
-        for session, state in (("one", NEW), ("two", NEXT))
-        for generator in save_ranks(state, world_size, url, session=session, opener=script.open)
-    ]
-    results = run_ranks(
-        ranks, choose=order.randrange, performer=partial(perform, opener=script.open)
-    )
+    with interrupted_storage(MemoryStorage("races"), fault, "lost") as (storage, _):
+        place = Place(storage)
+        ranks = [
+            generator
+            for session, state in (("one", NEW), ("two", NEXT))
+            for generator in save_ranks(state, world_size, url, session=session, opener=place.open)
+        ]
+        results = run_ranks(
+            ranks, choose=order.randrange, performer=partial(perform, opener=place.open)
+        )
     outcomes = {}
     for index, result in enumerate(results):
         assert result.ended

@@ -4,6 +4,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError, StorageError
+from ray_dcp.protocol.beats import Beat, Doing
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CreateAbort,
@@ -20,10 +21,12 @@ from ray_dcp.protocol.commands import (
     SlotFree,
     SlotTaken,
 )
+from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Refused, SaveOutcome
 from tests.protocol_play import BUILT, KEY, Play, planned
 
 WORLD = 3
+TAKES_PART = Doing(KEY.seq, KEY.seq, "writing")
 
 events = st.one_of(
     st.tuples(st.just("join"), st.integers(0, WORLD - 1), st.sampled_from([False, False, True])),
@@ -38,6 +41,9 @@ endings = st.one_of(
     st.tuples(st.just("expire"),),
     st.tuples(st.just("lose"), st.integers(0, WORLD - 1)),
     st.tuples(st.just("cancel"),),
+    st.tuples(st.just("withdraw"), st.integers(0, WORLD - 1)),
+    st.tuples(st.just("works"), st.integers(0, WORLD - 1)),
+    st.tuples(st.just("silence"), st.sets(st.integers(0, WORLD - 1))),
 )  # fmt: skip
 
 
@@ -45,7 +51,11 @@ class Model:
     """Slots of a storage that loses answers, and the machine that is told of them."""
 
     def __init__(self):
+        self.now_s = 0.0
         self.play = Play(world_size=WORLD)
+        self.play.coordination = Coordination(
+            epoch=1, new_attempt=lambda: "a1", clock=lambda: self.now_s
+        )
         self.slots: dict[int, tuple[str, bool]] = {}
         self.answers: dict = {}
         self.said_failed = False
@@ -71,6 +81,15 @@ class Model:
                     play.lose(how[0])
                 case "cancel":
                     play._take(play.coordination.cancel(KEY, "test"))
+                case "withdraw":
+                    play._take(play.coordination.withdraw(KEY, how[0], "test"))
+                case "works":
+                    play._take(play.coordination.works(KEY, how[0]))
+                case "silence":
+                    self.now_s += 60.0
+                    for rank in how[0]:
+                        play.coordination.hear(Beat(KEY.session, rank, 60.0, (TAKES_PART,)))
+                    play._take(play.coordination.listen())
         except CheckpointError:
             assert len(play.commands) == before
         self.check(play.commands[before:])

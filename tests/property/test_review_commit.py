@@ -20,8 +20,9 @@ from ray_dcp.errors import CheckpointError, CommitUnknownError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.runtime.inline import RankResult, _Shell, run_ranks
+from ray_dcp.runtime.inline import RankResult, run_ranks
 from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.shell import Shell
 from ray_dcp.store.memory import MemoryStorage
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
 
@@ -45,7 +46,7 @@ class Replaced:
         self.mail, self.waiting = [], {}
 
     def shell(self, epoch):
-        return _Shell(Coordination(epoch=epoch, new_attempt=new_attempt), perform)
+        return Shell(Coordination(epoch=epoch, new_attempt=new_attempt), perform)
 
     def run(self):
         for number in range(10_000):
@@ -121,7 +122,9 @@ def test_a_replaced_coordinator_that_goes_on_changes_nothing_that_ranks_were_tol
     assert loads_whole(storage.url, STATES) == 2
 
 
-CALLS = ("open", "write", "pwrite", "fsync", "ftruncate", "link", "rename", "unlink", "mkdir")
+CALLS = (
+    "open", "write", "pwrite", "pwritev", "fsync", "ftruncate", "link", "rename", "unlink", "mkdir",
+)  # fmt: skip
 
 
 class FailingSystem:

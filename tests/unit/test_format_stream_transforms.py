@@ -6,7 +6,7 @@ import pytest
 import zstandard
 
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.format.stream_transforms import plain_item
+from ray_dcp.format.stream_transforms import ZSTD, check_plain, unpacked_item
 
 ITEM = b"PK\x03\x04" + bytes(range(256)) * 9000
 
@@ -19,41 +19,55 @@ def streamed(data):
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 @pytest.mark.parametrize(
-    "stored",
+    ("stored", "layers"),
     [
-        ITEM,
-        streamed(ITEM),
-        zstandard.compress(ITEM),
-        streamed(streamed(ITEM)),
-        streamed(ITEM[:70_000]) + streamed(ITEM[70_000:]),
+        (ITEM, 0),
+        (streamed(ITEM), 1),
+        (zstandard.compress(ITEM), 1),
+        (streamed(streamed(ITEM)), 2),
+        (streamed(ITEM[:70_000]) + streamed(ITEM[70_000:]), 1),
     ],
     ids=["plain", "zstd", "zstd of told length", "zstd twice", "two frames"],
 )
-def test_an_item_comes_back(stored, kind):
-    assert bytes(plain_item(kind(stored))) == ITEM
+def test_an_item_comes_back(stored, layers, kind):
+    assert bytes(unpacked_item(kind(stored), [ZSTD] * layers)) == ITEM
 
 
 def test_a_plain_item_is_not_copied():
-    assert plain_item(ITEM, max_bytes=1) is ITEM
+    assert unpacked_item(ITEM, (), max_bytes=1) is ITEM
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [b"", b"P", b"garbage", streamed(b"garbage"), streamed(b""), b"\x28\xb5\x2f\xfd", ITEM[::-1]],
-)
+def test_what_metadata_does_not_call_compressed_is_not_unpacked():
+    stored = streamed(ITEM)
+    assert unpacked_item(stored, ()) is stored
+    with pytest.raises(DamagedCheckpointError, match="28b52ffd"):
+        check_plain(stored)
+
+
+@pytest.mark.parametrize("stored", [b"", b"P", b"garbage", ITEM[::-1]])
 def test_what_is_no_item_is_refused_with_the_way_out(stored):
-    with pytest.raises(DamagedCheckpointError, match=r"torch\.save|compressed with zstd"):
-        plain_item(stored)
+    with pytest.raises(DamagedCheckpointError, match=r"torch\.save.*_extension_registry"):
+        check_plain(stored)
+
+
+@pytest.mark.parametrize("stored", [b"garbage", b"\x28\xb5\x2f\xfd", ITEM])
+def test_what_is_not_compressed_although_it_should_be_is_refused(stored):
+    with pytest.raises(DamagedCheckpointError, match="compressed with zstd"):
+        unpacked_item(stored, [ZSTD])
+
+
+@pytest.mark.parametrize("transforms", [["stream.mine/1"], [ZSTD, "stream.mine/1"], [""]])
+def test_a_transform_of_a_plug_in_is_named_with_the_way_out(transforms):
+    with pytest.raises(DamagedCheckpointError, match=r"_extension_registry") as caught:
+        unpacked_item(streamed(ITEM), transforms)
+    assert repr(transforms[-1]) in caught.value.message
 
 
 @pytest.mark.parametrize("cut", [5, 100, -1])
 def test_an_item_that_is_cut_off_is_never_taken_for_a_whole_one(cut):
     stored = streamed(ITEM)
-    try:
-        found = bytes(plain_item(stored[:cut]))
-    except DamagedCheckpointError:
-        return
-    pytest.fail(f"took {len(found)} bytes for an item of {len(ITEM)}")
+    with pytest.raises(DamagedCheckpointError, match="compressed with zstd"):
+        unpacked_item(stored[:cut], [ZSTD])
 
 
 def test_an_item_that_unpacks_to_too_much_is_refused_early():
@@ -62,16 +76,13 @@ def test_an_item_that_unpacks_to_too_much_is_refused_early():
     tracemalloc.start()
     try:
         with pytest.raises(DamagedCheckpointError, match="at most 1000 bytes"):
-            plain_item(stored, max_bytes=1000)
+            unpacked_item(stored, [ZSTD], max_bytes=1000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 8 << 20
 
 
-def test_one_frame_in_another_without_end_is_refused():
-    stored = ITEM
-    for _ in range(9):
-        stored = streamed(stored)
-    with pytest.raises(DamagedCheckpointError, match="28b52ffd"):
-        plain_item(stored)
+def test_more_layers_than_anybody_writes_are_refused():
+    with pytest.raises(DamagedCheckpointError, match="at most 4 layers"):
+        unpacked_item(streamed(ITEM), [ZSTD] * 5)

@@ -3,7 +3,7 @@
 import pytest
 
 from ray_dcp.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
+from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, record_key
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     CreateAbort,
@@ -88,8 +88,9 @@ def test_a_storage_that_can_not_create_if_absent_is_asked_first(storage):
 
 
 def test_only_the_records_that_can_decide_are_read(storage):
-    for step in range(6):
-        save(state_of(step), 1, storage.url)
+    records = [save(state_of(step), 1, storage.url)[0].manifest for step in range(6)]
+    for slot, record in enumerate(records, 1):
+        storage.write(record_key(slot), record)
     perform(CreateAbort(Target(storage.url), 7, "x", "why", None))
     counting = CountingStorage(storage)
     found = standing_records(counting)
@@ -100,6 +101,8 @@ def test_only_the_records_that_can_decide_are_read(storage):
 def test_an_abort_below_a_manifest_of_the_same_attempt_decides(storage):
     (first,) = save(state_of(1), 1, storage.url)
     (second,) = save(state_of(2), 1, storage.url)
+    # As before the second one removed what it replaced.
+    storage.write("manifest-00000001.json", first.manifest)
     storage.write("manifest-00000004.json", second.manifest)
     storage.write("manifest-00000002.json", abort(second.attempt))
     storage.write("manifest-00000003.json", abort("other"))

@@ -14,7 +14,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.perform import perform
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
-from tests.scripted_storage import Script
+from tests.scripted_storage import ChangeScript
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",
@@ -89,7 +89,7 @@ def test_at_every_fault_over_a_stock_checkpoint_one_of_the_two_loads_whole(tmp_p
     for change in range(100):
         path = tmp_path / str(change)
         stock_save(path, 7)
-        script = Script(at=change, effect="before")
+        script = ChangeScript(change)
         results = run_ranks(
             save_ranks(
                 state_of(2), 2, str(path), opener=script.open,

@@ -33,7 +33,10 @@ LAYERS = {
     "view": 3,
     "runtime": 4,
     "testing": 4,
+    "asynchronous": 5,
     "entrypoints": 5,
+    "handle": 5,
+    "loading": 5,
     "operations": 5,
     "manager": 5,
     "__init__": 6,
@@ -46,12 +49,24 @@ LAYERS = {
 
 # Distribution -> modules that may import it, and modules of those that may not.
 HOMES = {
-    "ray": ({"runtime", "integrations"}, {"runtime.inline", "runtime.rank", "runtime.perform"}),
+    "ray": (
+        {"runtime", "integrations"},
+        {
+            "runtime.inline",
+            "runtime.rank",
+            "runtime.rank_save",
+            "runtime.keeping",
+            "runtime.perform",
+        },
+    ),
     "torch": (
         {
             "seam",
             "runtime",
             "operations",
+            "loading",
+            "asynchronous",
+            "handle",
             "entrypoints",
             "manager",
             "dcp",

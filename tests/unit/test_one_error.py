@@ -6,9 +6,16 @@ import resource
 
 import pytest
 
-from ray_dcp.errors import PlanConflictError, RankDisagreementError, StorageError
+from ray_dcp.errors import (
+    ParticipantError,
+    PlanConflictError,
+    RankDisagreementError,
+    StorageError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import Failed
-from ray_dcp.protocol.messages import Target
+from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.runtime.rank import drive, load_rank, save_rank
 from ray_dcp.store.local import LocalStorage
 from tests.protocol_play import Play
 
@@ -17,6 +24,7 @@ def test_a_rank_that_comes_after_others_disagreed_is_told_what_they_were_told():
     play = Play(world_size=4)
     play.join(0)
     play.join(1, target=Target("memory://other"))
+    play.expire()
     told = play.errors("SaveJoin")[0]
     assert type(told) is RankDisagreementError
     assert play.join(2).error is told
@@ -31,6 +39,23 @@ def test_an_error_of_the_coordinators_work_names_the_checkpoint():
     play.done(Failed(failed))
     assert {error.checkpoint_id for error in play.errors("SaveJoin").values()} == {"memory://ckpt"}
     assert failed.checkpoint_id is None
+
+
+def test_an_error_on_the_way_to_the_coordinator_names_the_checkpoint():
+    def out_of_reach(request):
+        raise ParticipantError("the coordinator is gone")
+
+    target, here = Target("memory://ckpt"), {"rank": 0, "world_size": 1}
+    save = save_rank(
+        OpKey("s", 0), target=target, options=SaveOptions(), capture=lambda: None, **here
+    )
+    load = load_rank(
+        OpKey("s", 1), target=target, options=LoadOptions(), plan=lambda found: None, **here
+    )
+    for steps in (save, load):
+        with pytest.raises(ParticipantError) as caught:
+            drive(steps, out_of_reach)
+        assert caught.value.checkpoint_id == "memory://ckpt"
 
 
 @pytest.fixture

@@ -202,8 +202,12 @@ def test_an_exchange_gives_each_rank_what_the_others_had_for_it():
 def test_an_exchange_with_other_tags_or_content_disagrees():
     play = Play(world_size=3)
     play.send(exchange(0, {}))
-    error = play.send(exchange(1, {}, tag="metadata")).error
+    assert play.send(exchange(1, {}, tag="metadata")) is None
+    assert play.timer.after_s == GRACE_S
+    play.expire()
+    error = play.reply(1, "Exchange").error
     assert type(error) is RankDisagreementError
+    assert play.reply(0, "Exchange").error is error
     assert "'plans'" in error.message
     assert "'metadata'" in error.message
     play = Play(world_size=3)

@@ -1,5 +1,6 @@
 """The save machine, fed by hand: no storage, no ranks."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -16,6 +17,7 @@ from ray_dcp.errors import (
     StorageError,
     UnsupportedValueError,
 )
+from ray_dcp.format.manifest import Verdict
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     BuildCommit,
@@ -24,6 +26,7 @@ from ray_dcp.protocol.commands import (
     CreateRecord,
     Finished,
     MakePlan,
+    Overtaken,
     Published,
     PublishMetadata,
     ReadRecord,
@@ -43,6 +46,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.operation import GRACE_S
+from ray_dcp.protocol.save_errors import REPLACED_SINCE
 from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
 
 REPLACED = RecordsRead(4, "attempt a0 committed in slot 3", None, ("__0_0.a0.distcp",))
@@ -595,8 +599,90 @@ def test_metadata_of_a_later_commit_is_left_alone_and_nothing_is_collected():
     play.to_record(REPLACED)
     play.done(RecordCreated(5))
     play.done(Published(superseded=True))
-    assert isinstance(play.reply(0, "SaveReceipt"), SaveOutcome)
+    outcome = play.reply(0, "SaveReceipt")
+    assert isinstance(outcome, SaveOutcome)
+    assert outcome.warnings == (REPLACED_SINCE,)
     assert play.task is None
+
+
+ABOVE = Overtaken(9, "later", was_committed=False)
+
+
+def test_a_commit_below_one_that_decides_came_too_late():
+    play = Play()
+    play.to_record()
+    play.done(RecordCreated(1, ABOVE))
+    error = play.errors("SaveReceipt")[1]
+    assert type(error) is CheckpointExistsError
+    assert "later" in error.message
+    assert isinstance(play.task, CollectReplaced)
+
+
+@pytest.mark.parametrize("created", [False, True])
+def test_a_commit_that_the_one_above_remembers_was_committed_and_is_replaced(created):
+    play = Play()
+    play.to_record()
+    above = dataclasses.replace(ABOVE, was_committed=True)
+    play.done(
+        RecordCreated(1, above) if created
+        else SlotTaken(1, "a1", False, BUILT.record, overtaken=above)
+    )  # fmt: skip
+    assert isinstance(play.task, PublishMetadata)
+    play.done(Published(superseded=True))
+    assert play.reply(0, "SaveReceipt").warnings == (REPLACED_SINCE,)
+
+
+def test_a_delete_in_the_way_of_a_commit_is_told_as_such():
+    play = Play()
+    play.to_record()
+    play.done(SlotTaken(1, "d1", False, b"", is_delete=True))
+    error = play.errors("SaveReceipt")[0]
+    assert type(error) is CheckpointExistsError
+    assert "the checkpoint id was deleted" in error.message
+
+
+def test_an_abort_passes_a_delete_by_and_the_error_tells_of_it():
+    play = Play()
+    play.to_writing()
+    play.receipt(0, error=disk_full())
+    play.receipt(1)
+    play.done(SlotTaken(1, "d1", False, b"", is_delete=True))
+    assert (play.task.slot, type(play.task)) == (2, CreateAbort)
+    play.done(RecordCreated(2))
+    error = play.errors("SaveReceipt")[0]
+    assert type(error) is StorageError
+    assert "the id was deleted in slot 1" in error.__notes__[-1]
+
+
+def test_an_abort_below_one_that_decides_ends_the_attempt_and_tells_of_that():
+    play = Play()
+    play.to_writing()
+    play.receipt(0, error=disk_full())
+    play.receipt(1)
+    play.done(RecordCreated(1, ABOVE))
+    error = play.errors("SaveReceipt")[0]
+    assert type(error) is StorageError
+    assert "attempt later committed in slot 9" in error.__notes__[-1]
+
+
+def test_an_abort_of_an_attempt_that_was_committed_and_replaced_comes_too_late():
+    play = Play()
+    play.to_record()
+    refuse_the_commit(play)
+    play.done(RecordCreated(1, dataclasses.replace(ABOVE, was_committed=True)))
+    error = play.errors("SaveReceipt")[0]
+    assert type(error) is CheckpointExistsError
+    assert "later" in error.message
+
+
+def test_what_planning_found_decided_goes_into_the_record():
+    play = Play()
+    decided = (Verdict("a0", True),)
+    play.to_writing(dataclasses.replace(REPLACED, decided=decided))
+    play.receipt(0)
+    play.receipt(1)
+    assert isinstance(play.task, BuildCommit)
+    assert (play.task.previous_slot, play.task.decided) == (4, decided)
 
 
 def test_files_that_can_not_be_deleted_only_warn():

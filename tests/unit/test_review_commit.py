@@ -23,7 +23,8 @@ from ray_dcp.protocol.commands import (
     Published,
     PublishMetadata,
 )
-from ray_dcp.protocol.coordination import GAPS, Coordination, _Forgotten
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.forgotten import GAPS, Forgotten
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadJoin,
@@ -35,10 +36,10 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime.inline import InlineSession, run_ranks
 from ray_dcp.runtime.outcome import outcome
+from ray_dcp.runtime.patience import Patience
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.publishing import republish
 from ray_dcp.runtime.rank import drive
-from ray_dcp.runtime.session import Session
 from ray_dcp.store import durable, local_writer
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
@@ -162,6 +163,11 @@ def test_a_claimed_slot_that_was_never_filled_does_not_hide_the_checkpoint(tmp_p
     failing(
         monkeypatch, "rename", errno.EIO, lambda _, path: path.endswith("manifest-00000002.json")
     )
+
+    def no_such_flag(temp, path):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+
+    monkeypatch.setattr(durable, "_rename_noreplace", no_such_flag)
     (rank,) = save_ranks(state_of(2), 1, str(tmp_path))
     (result,) = run_ranks([rank])
     assert links
@@ -398,7 +404,7 @@ def test_an_operation_that_begins_after_many_with_higher_numbers_is_not_taken_fo
 
 
 def test_what_is_remembered_of_operations_that_ended_is_bounded():
-    forgotten = _Forgotten()
+    forgotten = Forgotten()
     for seq in range(5, 5 + 3 * GAPS, 2):
         forgotten.add(seq)
     assert 5 in forgotten
@@ -406,9 +412,8 @@ def test_what_is_remembered_of_operations_that_ended_is_bounded():
 
 
 def patience(*requests):
-    session = Session.__new__(Session)
-    session._options = {}
-    return [session._patience_s(request) for request in requests][-1]
+    kept = Patience()
+    return [kept.of(request) for request in requests][-1]
 
 
 def test_a_rank_waits_for_all_that_its_coordinator_may_take_and_no_deadline_is_lost():

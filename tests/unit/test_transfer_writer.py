@@ -24,7 +24,7 @@ from ray_dcp.store.faults import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.transfer.threads import Stop, run_tasks
-from ray_dcp.transfer.writer import write_file, write_part
+from ray_dcp.transfer.writer import write_file, write_part, write_pieces
 from tests.unit.transfer_cases import Piece, file_plan, rank_plan, raw
 
 KEY = "__0_0.a1.distcp"
@@ -430,3 +430,44 @@ def test_an_error_keeps_other_threads_from_beginning_more():
     with pytest.raises(ValueError, match="0"):
         run_tasks(range(100), work, 2, stop)
     assert len(begun) <= 2
+
+
+class Parts:
+    """A `PieceSource` of one large piece, in parts of these lengths."""
+
+    def __init__(self, *lengths):
+        self.lengths = lengths
+        self.ends = []
+
+    def small(self, first, stop):
+        raise AssertionError("there is no small piece")
+
+    def parts(self, piece):
+        return (memoryview(bytes(length)) for length in self.lengths)
+
+    def num_bytes(self, piece):
+        return sum(self.lengths)
+
+    def written(self, end):
+        self.ends.append(end)
+
+
+def test_a_staged_piece_comes_in_parts_and_its_source_hears_how_far_it_is_written(tmp_path):
+    plan = file_plan([Piece(0, "uint8", (3 << 20,))])
+    storage = LocalStorage(tmp_path)
+    source = Parts(1 << 20, 2 << 20)
+    staged = write_pieces(storage, plan, "a", source, options=SaveOptions())
+    item = memoryview(bytes(3 << 20))
+    whole = write_file(storage, plan, "b", source=lambda row: item, deferred=lambda row: b"")
+    assert staged.digest == whole.digest
+    start = int(plan.payload_offset[0])
+    assert source.ends == sorted(source.ends)
+    assert {start, start + (1 << 20), start + (3 << 20), staged.num_bytes} <= set(source.ends)
+
+
+@pytest.mark.parametrize("lengths", [(1 << 20,), (2 << 20, 2 << 20)])
+def test_a_staged_piece_of_another_length_than_planned_is_refused(tmp_path, lengths):
+    plan = file_plan([Piece(0, "uint8", (3 << 20,))])
+    with pytest.raises(InternalError, match="a piece up to byte"):
+        write_pieces(LocalStorage(tmp_path), plan, "a", Parts(*lengths), options=SaveOptions())
+    assert list(tmp_path.iterdir()) == []

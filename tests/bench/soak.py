@@ -1,0 +1,120 @@
+"""Saves for many minutes while ranks and coordinators are killed, and counts what goes wrong.
+
+Ranks of a real Ray save every second onto rotating checkpoint ids. What was promised must be
+true at the end: nothing torn, nothing lost, nothing that failed appears, nothing is left behind.
+What it does is in `soak_run`, what a state looks like in `soak_programs`, what may load in
+`soak_ledger`, what counts as left behind in `soak_leaks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+import ray
+
+from tests.bench import soak_leaks as leaks
+from tests.bench import soak_programs as programs
+from tests.bench.soak_run import SoakOptions, SoakRun
+
+__all__ = ["command", "soak"]
+
+T = TypeVar("T", bound=Collection[object])
+
+MARKER = "RAY_DCP_SOAK"
+"""Environment variable that all processes of a soak have."""
+
+RAY_SETTINGS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""As for the tests: no token in the home directory, and only we kill."""
+
+RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Processes of Ray that are no actors."""
+
+GONE_WITHIN_S = 45.0
+"""How long actors and processes may take to leave at the end: a coordinator looks every 5 s."""
+
+
+def soak(options: SoakOptions) -> int:
+    """Returns 0 when nothing went wrong, or, under sabotage, when all of it was found."""
+    marker = secrets.token_hex(8)
+    os.environ.update({**RAY_SETTINGS, MARKER: marker})
+    before = leaks.shared_memory()
+    # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
+    ray_directory = tempfile.mkdtemp(prefix="sk", dir="/tmp")
+    root = Path(tempfile.mkdtemp(prefix="soak-", dir=options.path))
+    run = SoakRun(options, root, f"{MARKER}={marker}")
+    print(f"soak: seed {options.seed}, {options.minutes:g} min, saves in {root}", flush=True)
+    try:
+        ray.init(
+            num_cpus=8, object_store_memory=256 << 20, include_dashboard=False,
+            log_to_driver=False, configure_logging=False, namespace="soak",
+            _temp_dir=ray_directory,
+        )  # fmt: skip
+        try:
+            run.run()
+            run.note("leaked actors", _left(lambda: _actors(run.mark)))
+        finally:
+            run.end()
+            ray.shutdown()
+        left = _left(lambda: leaks.marked(run.mark))
+        run.note("leaked processes", [f"{pid} {command[:100]}" for pid, command in left.items()])
+        run.note("leaked shared memory", leaks.leaked_shared_memory(before))
+    finally:
+        leaks.end_all(leaks.marked(run.mark))
+        for path in (ray_directory, root, *run.litter):
+            shutil.rmtree(path, ignore_errors=True) if Path(path).is_dir() else Path(path).unlink()
+    return run.verdict()
+
+
+def _actors(mark: str) -> list[str]:
+    """Returns the named actors, and processes of other actors, that there are."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    found = [f"{actor['namespace']}/{actor['name']}" for actor in named]
+    for pid, command in leaks.marked(mark).items():
+        if command.startswith("ray::") and not command.startswith(RAYS_OWN):
+            found.append(f"{command} (pid {pid})")
+    return found
+
+
+def _left(look: Callable[[], T]) -> T:
+    """Returns what is still there when all had time to leave."""
+    end_s = time.monotonic() + GONE_WITHIN_S
+    while (found := look()) and time.monotonic() < end_s:
+        time.sleep(0.5)
+    return found
+
+
+def command(arguments: list[str]) -> int:
+    """Soaks as a command line says, and returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: another each time")
+    parser.add_argument("--path", default=None, help="where to save (default: the temp folder)")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--saver", choices=sorted(programs.SAVERS), default="sync")
+    parser.add_argument(
+        "--sabotage", action="store_true", help="do what must not happen; exit 0 if all is found"
+    )
+    chosen = parser.parse_args(arguments)
+    return soak(
+        SoakOptions(
+            minutes=chosen.minutes,
+            seed=secrets.randbelow(1 << 32) if chosen.seed is None else chosen.seed,
+            path=chosen.path,
+            ranks=chosen.ranks,
+            saver=chosen.saver,
+            strikes=0.0 if chosen.sabotage else SoakOptions.strikes,
+            sabotage=chosen.sabotage,
+        )
+    )

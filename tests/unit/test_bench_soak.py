@@ -1,0 +1,200 @@
+"""The detectors of the soak: each is shown something bad, and something that only looks so."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ray_dcp
+from ray_dcp.options import SaveOptions
+from tests.bench import soak_leaks as leaks
+from tests.bench.soak_ledger import DAMAGED, NOTHING, TORN, Ledger
+from tests.bench.soak_strikes import KINDS, choose
+from tests.numpy_ranks import save, state_of
+from tests.polling import eventually
+
+
+def ledger_of(*saves: tuple[int, list[str]]) -> Ledger:
+    ledger = Ledger()
+    for step, reports in saves:
+        ledger.begin("p", step)
+        ledger.end("p", step, reports)
+    return ledger
+
+
+# The ledger
+
+
+def test_a_committed_step_must_load_until_the_next_is_committed():
+    ledger = ledger_of((1, ["committed"] * 3), (2, ["committed"] * 3))
+    assert ledger.judge("p", 2) is None
+    assert ledger.judge("p", 1).kind == "lost"
+    assert ledger.judge("p", NOTHING).kind == "lost"
+    assert ledger.judge("p", DAMAGED).kind == "lost"
+
+
+def test_a_mixture_is_torn_whatever_was_told():
+    assert ledger_of((1, [])).judge("p", TORN).kind == "torn"
+    assert ledger_of((1, [])).judge_older("p", TORN).kind == "torn"
+
+
+def test_a_failed_step_must_not_load():
+    ledger = ledger_of((1, ["committed"]), (2, ["failed", "unknown"]))
+    assert ledger.judge("p", 1) is None
+    assert ledger.judge("p", 2).kind == "appeared"
+    assert ledger.judge_older("p", 2).kind == "appeared"
+
+
+@pytest.mark.parametrize("reports", [[], ["unknown"], ["unknown", "unknown"]])
+def test_a_step_of_which_nothing_is_known_may_stand_but_not_come_and_go(reports):
+    ledger = ledger_of((1, ["committed"]), (2, reports))
+    assert ledger.possible("p") == {1, 2}
+    assert ledger.judge("p", 1) is None
+    assert ledger.judge("p", 2) is None
+    assert ledger.judge("p", 1).kind == "lost"
+
+
+def test_a_commit_overtakes_what_was_open_before():
+    ledger = ledger_of((1, ["unknown"]), (2, ["committed"]))
+    assert ledger.judge("p", 1).kind == "lost"
+
+
+def test_one_rank_that_was_told_committed_counts_and_two_stories_are_noticed():
+    ledger = ledger_of((1, ["unknown", "committed"]))
+    assert ledger.possible("p") == {1}
+    assert not ledger.disagree(["unknown", "committed"])
+    assert ledger.disagree(["failed", "committed"])
+
+
+def test_after_a_delete_nothing_stands_and_after_one_that_failed_either():
+    ledger = ledger_of((1, ["committed"]))
+    ledger.begin_delete("p")
+    ledger.end_delete("p", done=False)
+    assert ledger.possible("p") == {0, 1}
+    ledger.end_delete("p", done=True)
+    assert ledger.judge("p", NOTHING) is None
+    assert ledger.judge("p", 1).kind == "lost"
+
+
+def test_a_reader_beside_saves_may_see_all_that_stood_meanwhile_and_no_more():
+    ledger = ledger_of((1, ["committed"]), (2, ["failed"]))
+    watched = ledger.watch("p")
+    for step in (3, 4):
+        ledger.begin("p", step)
+        ledger.end("p", step, ["committed"])
+    ledger.begin("other", 5)
+    ledger.unwatch(watched)
+    ledger.begin("p", 6)
+    assert watched == {1, 3, 4}
+    assert ledger.judge("p", 3, watched) is None
+    assert ledger.judge("p", 2, watched).kind == "appeared"
+    assert ledger.judge("p", 6, watched).kind == "lost"
+
+
+def test_stock_dcp_may_see_an_earlier_step_but_none_that_was_never_saved():
+    ledger = ledger_of((1, ["committed"]), (2, ["committed"]))
+    assert ledger.judge_older("p", 1) is None
+    assert ledger.judge_older("p", 7).kind == "lost"
+    assert ledger.judge_older("p", DAMAGED).kind == "lost"
+
+
+# Files
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_only_files_that_nothing_names_are_leaked(tmp_path, container):
+    save(state_of(1), 2, str(tmp_path), options=SaveOptions(container=container))
+    assert leaks.leaked_files(tmp_path) == []
+    (tmp_path / "__0_9.0123456789abcdef.distcp").write_bytes(b"left")
+    (tmp_path / "manifest-00000099.txt").write_bytes(b"left")
+    assert leaks.leaked_files(tmp_path) == [
+        "__0_9.0123456789abcdef.distcp", "manifest-00000099.txt"
+    ]  # fmt: skip
+
+
+def test_after_a_delete_only_its_record_may_stay(tmp_path):
+    save(state_of(1), 2, str(tmp_path))
+    ray_dcp.delete(tmp_path)
+    assert leaks.leaked_files(tmp_path) == []
+    (tmp_path / "chunks.0123456789abcdef.parquet").write_bytes(b"left")
+    assert leaks.leaked_files(tmp_path) == ["chunks.0123456789abcdef.parquet"]
+
+
+def test_temporary_files_are_found_at_any_depth(tmp_path):
+    (tmp_path / "c" / "sub").mkdir(parents=True)
+    (tmp_path / "c" / "sub" / ".tmp-012345-x").write_bytes(b"")
+    (tmp_path / "c" / "tmp-x").write_bytes(b"")
+    assert leaks.leaked_temp_files(tmp_path) == ["c/sub/.tmp-012345-x"]
+
+
+def test_shared_memory_that_nobody_holds_is_leaked(tmp_path):
+    (tmp_path / "old").write_bytes(b"")
+    before = leaks.shared_memory(tmp_path)
+    (tmp_path / "left").write_bytes(b"")
+    with (tmp_path / "in use").open("wb"):
+        assert leaks.leaked_shared_memory(before, tmp_path) == ["left"]
+    assert leaks.leaked_shared_memory(before, tmp_path) == ["in use", "left"]
+
+
+# Processes and memory
+
+
+def test_processes_are_found_by_their_mark_and_end():
+    mark = f"SOAK_TEST={os.getpid()}"
+    command = [sys.executable, "-c", "import subprocess as s; s.run(['sleep', '600'])"]
+    name, _, value = mark.partition("=")
+    child = subprocess.Popen(command, env={**os.environ, name: value}, start_new_session=True)
+    try:
+        assert eventually(lambda: len(leaks.marked(mark)) == 2, 30)
+        assert "sleep 600" in leaks.marked(mark).values()
+    finally:
+        leaks.end_all(leaks.marked(mark))
+        child.wait(10)
+    assert leaks.marked(mark) == {}
+
+
+def test_the_memory_of_a_process_is_measured():
+    before = leaks.resident_bytes(os.getpid())
+    block = np.ones(8 << 20)
+    grown = leaks.resident_bytes(os.getpid()) - before
+    assert 0.8 * block.nbytes < grown < 1.5 * block.nbytes
+    assert leaks.resident_bytes(2**22 + 1) is None
+
+
+def log_of(grown_per_s: float, seconds: int = 200) -> leaks.MemoryLog:
+    """Returns samples of one process: a jump while it warms up, noise, and a steady growth."""
+    log = leaks.MemoryLog(warm_up_s=30, least_s=60)
+    noise = random.Random(1)
+    for now_s in range(0, seconds, 2):
+        warm = min(now_s, 25) * 10e6
+        size = round(300e6 + warm + grown_per_s * now_s + noise.uniform(-5e6, 5e6))
+        log.take(now_s, {"rank": 7}, lambda pid, size=size: size)
+    return log
+
+
+def test_memory_that_only_grows_while_warming_up_is_no_leak():
+    assert log_of(0).leaks(per_min=4 << 20, at_least=24 << 20) == []
+    assert abs(log_of(0).growths()[0].bytes_per_min) < 2e6
+
+
+def test_memory_that_grows_steadily_is_a_leak():
+    (growth,) = log_of(0.5e6).leaks(per_min=4 << 20, at_least=24 << 20)
+    assert growth.name == "rank 7"
+    assert growth.bytes_per_min == pytest.approx(30e6, rel=0.1)
+    assert growth.seconds == pytest.approx(168, abs=4)
+
+
+def test_a_process_that_lived_for_a_moment_is_not_judged():
+    assert log_of(5e6, seconds=60).growths() == []
+
+
+def test_strikes_of_every_kind_are_chosen_and_hit_ranks_that_there_are():
+    numbers = random.Random(3)
+    strikes = [choose(numbers, 3) for _ in range(300)]
+    assert {strike.kind for strike in strikes} == set(KINDS)
+    assert {strike.rank for strike in strikes} == {0, 1, 2}
