@@ -35,13 +35,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader as StorageReader
     from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
+    from ray_dcp.entrypoints import async_save as async_save
     from ray_dcp.entrypoints import load as load
+    from ray_dcp.entrypoints import load_newest as load_newest
     from ray_dcp.entrypoints import load_state_dict as load_state_dict
     from ray_dcp.entrypoints import save as save
     from ray_dcp.entrypoints import save_state_dict as save_state_dict
     from ray_dcp.errors import CheckpointError as CheckpointError
+    from ray_dcp.handle import SaveHandle as SaveHandle
+    from ray_dcp.handle import SaveProgress as SaveProgress
+    from ray_dcp.handle import SaveReport as SaveReport
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
+    from ray_dcp.runtime.collecting import collect as collect
+    from ray_dcp.runtime.deleting import delete as delete
+    from ray_dcp.runtime.leftovers import CollectReport as CollectReport
     from ray_dcp.runtime.outcome import outcome as outcome
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
@@ -58,8 +66,13 @@ _TORCH = "torch.distributed.checkpoint"
 # Public name -> module that defines it. `__all__` and `__getattr__` both read this table.
 _HOMES: dict[str, str] = {
     "save": "ray_dcp.entrypoints",
+    "async_save": "ray_dcp.entrypoints",
+    "SaveHandle": "ray_dcp.handle",
+    "SaveProgress": "ray_dcp.handle",
+    "SaveReport": "ray_dcp.handle",
     "load": "ray_dcp.entrypoints",
     "save_state_dict": "ray_dcp.entrypoints",
+    "load_newest": "ray_dcp.entrypoints",
     "load_state_dict": "ray_dcp.entrypoints",
     "connect": "ray_dcp.runtime.session",
     "Session": "ray_dcp.runtime.session",
@@ -70,6 +83,9 @@ _HOMES: dict[str, str] = {
     "open": "ray_dcp.view.checkpoint_view",
     "verify": "ray_dcp.view.verify",
     "outcome": "ray_dcp.runtime.outcome",
+    "collect": "ray_dcp.runtime.collecting",
+    "delete": "ray_dcp.runtime.deleting",
+    "CollectReport": "ray_dcp.runtime.leftovers",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
     "BytesStorageMetadata": _TORCH,

@@ -38,6 +38,7 @@ __all__ = [
     "PlanConflictError",
     "RankDisagreementError",
     "SaveCancelledError",
+    "SaveSkippedError",
     "ShapeMismatchError",
     "StateDictError",
     "StorageError",
@@ -104,7 +105,9 @@ class CheckpointError(Exception):
             where.append(f"rank {self.rank}")
         if self.key is not None:
             where.append(f"key {self.key}")
-        return f"{self.message} [{', '.join(where)}]" if where else self.message
+        text = f"{self.message} [{', '.join(where)}]" if where else self.message
+        # Why: a name in a checkpoint, or of a file, may hold what no terminal and no log takes.
+        return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Why: Exception.__reduce__ would call the class with `args` only, and Ray pickles errors.
@@ -198,6 +201,10 @@ class DeadlineError(ParticipantError, TimeoutError):
 
 class SaveCancelledError(CheckpointError):
     """The save was cancelled before it was committed."""
+
+
+class SaveSkippedError(SaveCancelledError):
+    """The save was not begun, because enough others were under way (`when_full="skip"`)."""
 
 
 class LimitError(CheckpointError):

@@ -11,11 +11,12 @@ from typing import Literal, get_args, get_origin
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = ["Container", "DtypePolicy", "LoadOptions", "SaveOptions", "Verify"]
+__all__ = ["Container", "DtypePolicy", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
 
 Container = Literal["torch_save", "safetensors"]
 DtypePolicy = Literal["widen", "error", "cast"]
 Verify = Literal["always", "sample", "never"]
+WhenFull = Literal["wait", "skip", "replace"]
 
 MIB = 1 << 20
 
@@ -59,18 +60,30 @@ class SaveOptions:
     """Make files durable (fsync) before they are reported. False only for throw-away saves."""
     direct_io: bool = True
     """Bypass the page cache where the filesystem allows it."""
+    max_pending: int = 1
+    """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
+    state in memory."""
+    when_full: WhenFull = "wait"
+    """What an asynchronous save does when `max_pending` are under way. `wait`: until one has ended.
+    `skip`: it ends at once with `SaveSkippedError`. `replace`: it takes the place of the newest
+    one of which nothing is written yet, which ends with `SaveCancelledError`; else it waits."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0
     """Deadline for all receipts after the plan went out, in seconds."""
     commit_timeout_s: float = 300.0
-    """Deadline for writing the chunk table, the manifest and `.metadata`, in seconds."""
+    """Deadline for writing the chunk table, the manifest and `.metadata`, in seconds. Also for
+    asking the storage what became of a save whose coordinator is gone."""
+    heartbeat_timeout_s: float = 60.0
+    """Silence after which a process that takes part counts as frozen, in seconds: a rank that
+    was not heard is blamed, however long the phase's own deadline is, and a coordinator that does
+    not answer is given up. One that is slow but speaks is not concerned."""
 
     def __post_init__(self) -> None:
         _check_literals(self)
         _check_positive(
-            self, "part_bytes", "num_threads", "plan_timeout_s", "write_timeout_s",
-            "commit_timeout_s",
+            self, "part_bytes", "num_threads", "max_pending", "plan_timeout_s", "write_timeout_s",
+            "commit_timeout_s", "heartbeat_timeout_s",
         )  # fmt: skip
 
 
@@ -106,10 +119,16 @@ class LoadOptions:
     """Deadline for all ranks to come and to plan their reads, in seconds."""
     read_timeout_s: float = 3600.0
     """Deadline for all ranks to have read, in seconds."""
+    heartbeat_timeout_s: float = 60.0
+    """Silence after which a process that takes part counts as frozen, in seconds; see
+    `SaveOptions.heartbeat_timeout_s`."""
 
     def __post_init__(self) -> None:
         _check_literals(self)
-        _check_positive(self, "num_threads", "scratch_bytes", "plan_timeout_s", "read_timeout_s")
+        _check_positive(
+            self, "num_threads", "scratch_bytes", "plan_timeout_s", "read_timeout_s",
+            "heartbeat_timeout_s",
+        )  # fmt: skip
 
 
 def _check_literals(options: SaveOptions | LoadOptions) -> None:
@@ -119,6 +138,7 @@ def _check_literals(options: SaveOptions | LoadOptions) -> None:
         "verify": Verify,
         "replicas": Literal["warn", "check"],
         "objects": Literal["warn", "refuse"],
+        "when_full": WhenFull,
     }
     for field in fields(options):
         value = getattr(options, field.name)
