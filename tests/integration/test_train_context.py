@@ -7,18 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.runtime.attach import attached_address
+from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
 from ray_dcp.runtime.session import current_session
 from tests import programs
-from tests.chaos.victims import coordinator_lives
 from tests.polling import eventually
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
+
+
+def coordinator_lives(session: str) -> bool:
+    """Returns whether there is an actor for the session's coordinator."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {"name": coordinator_name(session), "namespace": NAMESPACE} in actors
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -402,6 +402,8 @@ class Checkpoints(RuleBasedStateMachine):
 
     def clear(self):
         world = self.world
+        if world.happened:
+            self.sessions.clear()  # who lost a rank makes a new group
         current = self.sessions.values()
         for session in world.sessions:
             session.lives[:-1] = [life for life in session.lives[:-1] if life.process.turns]
@@ -412,9 +414,6 @@ class Checkpoints(RuleBasedStateMachine):
             or session.waiting
             or any(life.process.turns for life in session.lives)
         ]
-        # Who lost a rank makes a new group.
-        if world.happened:
-            self.sessions.clear()
         world.forget()
 
     # What must hold
@@ -533,11 +532,11 @@ def test_each_incident_at_many_moments_of_a_save(what):
             machine.save(0, how, order, [Incident(at, what, at)])
             if machine.world.frozen():
                 machine.thaw(set(range(6)), {**how, "overwrite": False}, 0, order, [])
-            machine.race((0, 0), [{**how, "again": False}] * 3, True, order, [])
+            machine.race((0, at % 4 == 0), [{**how, "again": False}] * 3, True, order, [])
             for which in range(3):
                 machine.ask_outcome(which)
             machine.delete(0, how if at % 4 == 0 else None, True, order, [])
-            machine.crash(0, how, order, Incident(at // 2, "power"), clean=True)
+            machine.crash(0, how, order, Incident(12 + at // 4, "power"), clean=True)
             machine.load(0, 3, order)
     finally:
         machine.teardown()
@@ -556,6 +555,7 @@ def test_at_each_moment_of_a_small_save_followed_by_another_one(what):
             if machine.world.frozen():
                 machine.thaw({0, 1}, None, 0, Order(), [])
                 machine.ask_outcome(1)
+            machine.delete(0, None, False, Order(), [Incident(at - 5, what)])
     finally:
         machine.teardown()
 
