@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
 from ray_dcp.protocol.messages import Refused, Reply
 from ray_dcp.protocol.verdict import located
 
@@ -29,7 +29,8 @@ def naming(checkpoint_id: str) -> Iterator[None]:
         yield
     except CheckpointError as error:
         placed = located(error, checkpoint_id)
-        if placed is error:
+        # Ranks that disagree may do so about the checkpoint; that error names all of theirs.
+        if placed is error or isinstance(error, RankDisagreementError):
             raise
         raise placed from error.__cause__
 
