@@ -71,7 +71,7 @@ def soak(options: SoakOptions) -> int:
         run.note("leaked processes", [f"{pid} {command[:100]}" for pid, command in left.items()])
         run.note("leaked shared memory", leaks.leaked_shared_memory(before))
     finally:
-        leaks.end_all(leaks.marked(run.mark))
+        leaks.end_all(leaks.marked(run.mark), run.mark)
         for path in (ray_directory, root, *run.litter):
             shutil.rmtree(path, ignore_errors=True) if Path(path).is_dir() else Path(path).unlink()
     return run.verdict()

@@ -22,6 +22,7 @@ __all__ = [
     "Growth",
     "MemoryLog",
     "end_all",
+    "is_marked",
     "leaked_files",
     "leaked_shared_memory",
     "leaked_temp_files",
@@ -67,36 +68,67 @@ def leaked_temp_files(root: Path) -> list[str]:
 # Processes
 
 
-def marked(marker: str) -> dict[int, str]:
-    """Returns the living processes whose environment holds a text, by pid, with their command.
+def marked(mark: str) -> dict[int, str]:
+    """Returns the living processes whose environment holds a variable, by pid, with their command.
 
     Processes inherit their environment, so this finds all that a process started, whoever is
     their parent by now. The caller itself is left out.
+
+    Args:
+        mark: `NAME=value`, with a value that nobody else has.
     """
     found = {}
     for pid in _pids():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            if pid != os.getpid() and marker.encode() in environment and _lives(pid):
+        if pid != os.getpid() and is_marked(pid, mark) and _lives(pid):
+            # Suppressed: it has just ended.
+            with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            continue
     return found
 
 
-def end_all(pids: Iterable[int], within_s: float = 10.0) -> None:
-    """Kills processes and waits until they are gone."""
-    pids = list(pids)
-    for pid in pids:
-        try:
+def end_all(pids: Iterable[int], mark: str, within_s: float = 10.0) -> list[int]:
+    """Kills processes that bear a mark, and waits until they are gone; returns which.
+
+    *Careful*: other jobs run on this machine. A pid is only killed when it is seen here, once
+    more, that it bears the mark and that it began after this process.
+
+    Args:
+        pids: Which.
+        mark: As for `marked`.
+        within_s: How long to wait, in seconds.
+
+    Raises:
+        ValueError: The mark is so short that others may bear it.
+    """
+    if len(mark.partition("=")[2]) < 8:
+        raise ValueError(f"expected NAME=value with at least 8 characters of value, found {mark!r}")
+    oldest = _began(os.getpid())
+    ended = [pid for pid in pids if pid > 1 and _began(pid) > oldest and is_marked(pid, mark)]
+    for pid in ended:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     end_s = time.monotonic() + within_s
-    while any(_lives(pid) for pid in pids) and time.monotonic() < end_s:
+    while any(_lives(pid) for pid in ended) and time.monotonic() < end_s:
         time.sleep(0.05)
+    return ended
+
+
+def is_marked(pid: int, mark: str) -> bool:
+    """Returns whether the environment of a process holds a variable, `NAME=value`."""
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _began(pid: int) -> int:
+    """Returns when a process began, in ticks since the machine did; -1 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
 
 
 def _pids() -> list[int]:

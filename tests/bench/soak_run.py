@@ -93,7 +93,7 @@ class SoakRun:
         self._places = [str(root / f"c{number}") for number in range(options.places)]
         self._numbers = random.Random(options.seed)
         self._ledger = Ledger()
-        self._striker = Striker()
+        self._striker = Striker(mark)
         length_s = options.minutes * 60
         self._length_s = length_s
         self._cycle_s = min(CYCLE_S, length_s)

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.bench.soak_leaks import is_marked
+
 __all__ = ["KINDS", "Strike", "Striker", "choose"]
 
 KINDS = (
@@ -47,11 +49,16 @@ def choose(numbers: random.Random, world_size: int) -> Strike:
 class Striker:
     """Carries strikes out, each in a thread of its own; frozen processes always go on again.
 
+    Args:
+        mark: What the processes of this soak bear; no other is ever hit, also when a number is
+            used again.
+
     Attributes:
         done: How many of each kind hit a process that lived.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
         self.done: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
@@ -92,17 +99,19 @@ class Striker:
     def _carry_out(self, strike: Strike, victims: list[int]) -> None:
         self._over.wait(strike.after_s)
         frozen = strike.kind.endswith("frozen")
-        hit = [_signal(pid, signal.SIGSTOP if frozen else signal.SIGKILL) for pid in victims]
+        blow = signal.SIGSTOP if frozen else signal.SIGKILL
+        hit = [self._signal(pid, blow) for pid in victims]
         self.done[strike.kind] += any(hit)
         if frozen:
             self._over.wait(strike.hold_s)
             for pid in victims:
-                _signal(pid, signal.SIGCONT)
+                self._signal(pid, signal.SIGCONT)
 
-
-def _signal(pid: int, what: int) -> bool:
-    try:
-        os.kill(pid, what)
-    except ProcessLookupError:
-        return False
-    return True
+    def _signal(self, pid: int, what: int) -> bool:
+        if not is_marked(pid, self._mark):
+            return False
+        try:
+            os.kill(pid, what)
+        except ProcessLookupError:
+            return False
+        return True

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +18,9 @@ import ray_dcp
 from ray_dcp.options import SaveOptions
 from tests.bench import soak_leaks as leaks
 from tests.bench.soak_ledger import DAMAGED, NOTHING, TORN, Ledger
-from tests.bench.soak_strikes import KINDS, choose
+from tests.bench.soak_strikes import KINDS, Strike, Striker, choose
 from tests.numpy_ranks import save, state_of
-from tests.polling import eventually
+from tests.polling import eventually, lives, session_members
 
 
 def ledger_of(*saves: tuple[int, list[str]]) -> Ledger:
@@ -144,18 +148,48 @@ def test_shared_memory_that_nobody_holds_is_leaked(tmp_path):
 # Processes and memory
 
 
-def test_processes_are_found_by_their_mark_and_end():
-    mark = f"SOAK_TEST={os.getpid()}"
-    command = [sys.executable, "-c", "import subprocess as s; s.run(['sleep', '600'])"]
-    name, _, value = mark.partition("=")
-    child = subprocess.Popen(command, env={**os.environ, name: value}, start_new_session=True)
+@contextmanager
+def started(**environment: str):
+    """Starts two processes, one the child of the other, in a session of their own."""
+    code = "import subprocess as s, sys; s.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, start_new_session=True,
+        stdin=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        assert eventually(lambda: len(leaks.marked(mark)) == 2, 30)
-        assert "sleep 600" in leaks.marked(mark).values()
+        assert eventually(lambda: len(session_members(process.pid)) == 2, 30)
+        yield sorted(session_members(process.pid))
     finally:
-        leaks.end_all(leaks.marked(mark))
-        child.wait(10)
-    assert leaks.marked(mark) == {}
+        # Careful: by its own handle, and not by what the code under test finds.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_processes_are_found_by_their_mark():
+    value = secrets.token_hex(8)
+    with started(SOAK_TEST=value) as ours, started(SOAK_TEST=f"{value}0"):
+        assert sorted(leaks.marked(f"SOAK_TEST={value}")) == ours
+        assert all("input()" in command for command in leaks.marked(f"SOAK_TEST={value}").values())
+    assert leaks.marked(f"SOAK_TEST={value}") == {}
+
+
+def test_only_processes_that_bear_the_mark_and_began_later_are_ended():
+    value = secrets.token_hex(8)
+    with started(SOAK_TEST=value) as ours, started() as others:
+        # Only pids of this test are handed over: what a mistake would kill are these alone.
+        ended = leaks.end_all([*ours, *others], f"SOAK_TEST={value}")
+        assert sorted(ended) == ours
+        assert [pid for pid in (*ours, *others) if lives(pid)] == others
+    with started(SOAK_TEST=value) as ours, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaks, "_began", lambda pid: 5)
+        assert leaks.end_all(ours, f"SOAK_TEST={value}") == []
+
+
+@pytest.mark.parametrize("mark", ["", "SOAK_TEST", "SOAK_TEST=", "SOAK_TEST=1"])
+def test_a_mark_that_others_may_bear_ends_nobody(mark):
+    with pytest.raises(ValueError, match="at least 8 characters"):
+        leaks.end_all([], mark)
 
 
 def test_the_memory_of_a_process_is_measured():
@@ -191,6 +225,33 @@ def test_memory_that_grows_steadily_is_a_leak():
 
 def test_a_process_that_lived_for_a_moment_is_not_judged():
     assert log_of(5e6, seconds=60).growths() == []
+
+
+def test_a_strike_hits_the_processes_of_its_soak_and_no_other():
+    value = secrets.token_hex(8)
+    with started(SOAK_TEST=value) as ours, started() as others:
+        striker = Striker(f"SOAK_TEST={value}")
+        for pids in (ours, others):
+            striker.strike(Strike("all ranks killed", 0.0, 0.0, 0), pids, lambda: None)
+        striker.strike(Strike("coordinator frozen", 0.0, 0.0, 0), [], lambda: None)
+        striker.stop()
+        assert [pid for pid in (*ours, *others) if lives(pid)] == others
+        assert striker.done == {"all ranks killed": 1, "coordinator frozen": 0}
+
+
+def test_a_frozen_process_goes_on_when_the_strike_is_over():
+    value = secrets.token_hex(8)
+    with started(SOAK_TEST=value) as ours:
+        striker = Striker(f"SOAK_TEST={value}")
+        striker.strike(Strike("rank frozen", 0.0, 600.0, 1), ours, lambda: None)
+        assert eventually(lambda: status_of(ours[1]) == "T", 30)
+        assert status_of(ours[0]) != "T"
+        striker.stop()
+        assert eventually(lambda: status_of(ours[1]) != "T", 30)
+
+
+def status_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_strikes_of_every_kind_are_chosen_and_hit_ranks_that_there_are():
