@@ -34,6 +34,16 @@ def test_a_rank_whose_company_uses_connect_is_told_and_so_is_the_next(store):
             meet(store, [0, 1, 2], rank, QUICK_S)
 
 
+def test_a_rank_that_was_told_does_not_count_as_one_that_came(store):
+    connects(store, 0)
+    with pytest.raises(RankDisagreementError):
+        meet(store, [0, 1], 1, QUICK_S)
+    leaves_connect(store, 0)
+    connects(store, 1)
+    with pytest.raises(RankDisagreementError, match="rank 1 called"):
+        meet(store, [0, 1], 0, QUICK_S)
+
+
 def test_a_rank_that_calls_connect_later_is_seen_too(store):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, store, [0, 1], 1, QUICK_S)
