@@ -68,15 +68,19 @@ def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims)
 
 
 def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_path):
-    path = tmp_path / "c"
-    before = ranks.run(programs.stager_facts)[0]
-    came = ranks.run(programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL))
-    assert [one.error for one in came] == [None, None]
-    assert sum(one.value.takeovers for one in came) >= 1
-    assert programs.large_is(str(path), 6, 2)
-    after = ranks.run(programs.stager_facts)[0]
-    assert after["pid"] != before["pid"]
-    assert not lives(before["pid"])
+    for number in range(4):
+        path = tmp_path / f"c{number}"
+        before = ranks.run(programs.stager_facts)[0]
+        came = ranks.run(programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL))
+        assert [one.error for one in came] == [None, None]
+        assert programs.large_is(str(path), 6, 2)
+        after = ranks.run(programs.stager_facts)[0]
+        assert after["pid"] != before["pid"]
+        assert not lives(before["pid"])
+        # Else everything was written before the kill: once more.
+        if sum(one.value.takeovers for one in came):
+            return
+    pytest.fail("no stager was killed before it had written everything")
 
 
 def test_a_stager_that_freezes_has_its_files_written_by_another(ranks, tmp_path):
