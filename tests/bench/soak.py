@@ -20,9 +20,10 @@ from typing import TypeVar
 
 import ray
 
+from ray_dcp.runtime.naming import LEASE_S
 from tests.bench import soak_leaks as leaks
 from tests.bench import soak_programs as programs
-from tests.bench.soak_run import SoakOptions, SoakRun
+from tests.bench.soak_run import LITTER, SoakOptions, SoakRun
 
 __all__ = ["command", "soak"]
 
@@ -41,8 +42,11 @@ RAY_SETTINGS = {
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Processes of Ray that are no actors."""
 
-GONE_WITHIN_S = 45.0
-"""How long actors and processes may take to leave at the end: a coordinator looks every 5 s."""
+GONE_WITHIN_S = LEASE_S + 30.0
+"""How long actors and processes may take to leave at the end: stagers stay for their lease."""
+
+SABOTAGED_GONE_WITHIN_S = 20.0
+"""The same where one stays on purpose."""
 
 
 def soak(options: SoakOptions) -> int:
@@ -54,6 +58,7 @@ def soak(options: SoakOptions) -> int:
     ray_directory = tempfile.mkdtemp(prefix="sk", dir="/tmp")
     root = Path(tempfile.mkdtemp(prefix="soak-", dir=options.path))
     run = SoakRun(options, root, f"{MARKER}={marker}")
+    within_s = SABOTAGED_GONE_WITHIN_S if options.sabotage else GONE_WITHIN_S
     print(f"soak: seed {options.seed}, {options.minutes:g} min, saves in {root}", flush=True)
     try:
         ray.init(
@@ -63,13 +68,16 @@ def soak(options: SoakOptions) -> int:
         )  # fmt: skip
         try:
             run.run()
-            run.note("leaked actors", _left(lambda: _actors(run.mark)))
+            run.note("leaked actors", _left(lambda: _actors(run.mark), within_s))
         finally:
             run.end()
             ray.shutdown()
-        left = _left(lambda: leaks.marked(run.mark))
+        left = _left(lambda: leaks.marked(run.mark), within_s)
         run.note("leaked processes", [f"{pid} {command[:100]}" for pid, command in left.items()])
-        run.note("leaked shared memory", leaks.leaked_shared_memory(before))
+        shared = leaks.leaked_shared_memory(before)
+        # What another soak leaves on purpose is none of ours.
+        others = [name for name in shared if name.startswith(LITTER) and name != run.litter_name]
+        run.note("leaked shared memory", sorted({*shared} - {*others}))
     finally:
         leaks.end_all(leaks.marked(run.mark), run.mark)
         for path in (ray_directory, root, *run.litter):
@@ -87,9 +95,9 @@ def _actors(mark: str) -> list[str]:
     return found
 
 
-def _left(look: Callable[[], T]) -> T:
+def _left(look: Callable[[], T], within_s: float) -> T:
     """Returns what is still there when all had time to leave."""
-    end_s = time.monotonic() + GONE_WITHIN_S
+    end_s = time.monotonic() + within_s
     while (found := look()) and time.monotonic() < end_s:
         time.sleep(0.5)
     return found

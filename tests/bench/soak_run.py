@@ -30,7 +30,7 @@ from tests.bench.soak_ledger import DAMAGED, NOTHING, TORN, Ledger, Seen
 from tests.bench.soak_reader import Reader, Reading
 from tests.bench.soak_strikes import Striker, choose
 
-__all__ = ["PROBLEMS", "SABOTAGE", "SoakOptions", "SoakRun"]
+__all__ = ["LITTER", "PROBLEMS", "SABOTAGE", "SoakOptions", "SoakRun"]
 
 PROBLEMS = (
     "torn", "lost", "appeared", "told both", "refused at rest", "hung", "damaged",
@@ -41,6 +41,9 @@ PROBLEMS = (
 
 SABOTAGE = tuple(kind for kind in PROBLEMS if kind not in ("told both", "refused at rest", "hung"))
 """What `--sabotage` does on purpose, and must be told of."""
+
+LITTER = "soak-litter-"
+"""Beginning of the name of shared memory that sabotage leaves."""
 
 CALM_SHARE = 0.4
 CYCLE_S = 600.0
@@ -79,6 +82,7 @@ class SoakRun:
     Attributes:
         counts: What was done and what went wrong, by name.
         litter: What sabotage left outside of the folder of the saves.
+        litter_name: Of its shared memory.
         mark: What the environment of every process of this run holds.
     """
 
@@ -87,6 +91,7 @@ class SoakRun:
         self.mark = mark
         self.counts: Counter[str] = Counter()
         self.litter: list[Path] = []
+        self.litter_name = f"{LITTER}{secrets.token_hex(8)}"
         self._root = root
         self._reports = root / "reports"
         self._reports.mkdir()
@@ -342,7 +347,7 @@ class SoakRun:
         )
         ray.get(actor.remote().ping.remote())
         self._hoarding.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
-        shared = leaks.SHARED_MEMORY / f"soak-{secrets.token_hex(4)}"
+        shared = leaks.SHARED_MEMORY / self.litter_name
         shared.write_bytes(b"left")
         self.litter.append(shared)
 
