@@ -24,6 +24,8 @@ def main(address: str, name: str, rank: str, world_size: str, path: str) -> None
     session.greet()
     print("ready", flush=True)
     sys.stdin.readline()
+    # A shell that starts us in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gate = Gate(on_arrival=lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         print(try_save(session, path, gate.opener))

@@ -549,7 +549,7 @@ def test_at_each_moment_of_a_small_save_followed_by_another_one(what):
     machine.make_places(local=False)
     try:
         for at in range(5, 29):
-            machine.save(0, how, Order(), [Incident(at, what, at)])
+            machine.save(0, how, Order(), [Incident(at, what, 1)])  # the coordinator, if it acts
             machine.save(0, how, Order(), [])
             machine.ask_outcome(1)
             if machine.world.frozen():
