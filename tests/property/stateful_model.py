@@ -81,6 +81,8 @@ class Place:
         """What `outcome` said of an attempt."""
         self.stood: set[int] = set()
         """Values that were seen, or whose ranks were told that they are committed."""
+        self.slots: dict[int | None, int] = {}
+        """Where the values were committed, as their ranks were told."""
         self.stock_saw = "None"
         """What stock DCP saw last."""
         self.unquiet = False
@@ -98,12 +100,19 @@ class Place:
             resumed: Those that began earlier: what they did may be seen already, and replaced.
         """
         committed = [change for change in moved if change.status == "committed"]
+        for change in committed:
+            self.slots.setdefault(change.value, change.slot)
+        # What was committed earlier and is told only now may be replaced by what stands already.
+        standing = self.slots.get(self.stands, 0)
         top = max((change.slot for change in committed), default=0)
         last = {c.value for c in committed if c.value is None or c.slot == top}
         last -= self.over
+        if committed and all(change in resumed for change in committed):
+            if None in last or standing == 0:
+                last |= {self.stands}
+            elif top < standing:
+                last = set()
         still_open = {change.value for change in moved if change.status == "open"}
-        if None in last and all(change in resumed for change in committed):
-            last |= {self.stands}
         return (last or {self.stands}) | (still_open - self.over)
 
     def check_told(self, change: Change) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -203,6 +203,7 @@ class Session:
     def __init__(self, world: World, name: str, world_size: int) -> None:
         self.world, self.name, self.world_size = world, name, world_size
         self.lives: list[Life] = []
+        self.ranks: list[Process] = []
         self.mail: list[Request | Lost] = []
         self.waiting: dict[tuple[Any, int, str], tuple[Turn, Request]] = {}
         self.next_seq = 0
@@ -213,6 +214,12 @@ class Session:
     def begin_life(self) -> None:
         self.lives.append(Life(self, len(self.lives) + 1))
         self.mail += [request for _, request in self.waiting.values() if request not in self.mail]
+
+    @property
+    def is_used(self) -> bool:
+        """Some rank, or some life of the coordinator, has something to do."""
+        lives = any(life.process.turns or life.coordination.active for life in self.lives)
+        return lives or any(rank.turns for rank in self.ranks)
 
     @property
     def coordinator(self) -> Life:
@@ -353,10 +360,14 @@ class World:
         self.sessions.append(session)
         return session
 
-    def start(self, name: str, work: Callable[[Process], Any]) -> Process:
-        """Returns a process that will do some work when it is its turn."""
+    def start(
+        self, name: str, work: Callable[[Process], Any], session: Session | None = None
+    ) -> Process:
+        """Returns a process that will do some work when it is its turn, as a rank or alone."""
         process = Process(name)
         self.processes.append(process)
+        if session is not None:
+            session.ranks.append(process)
         Turn(process, lambda: work(process))
         return process
 
@@ -471,6 +482,10 @@ class World:
         elif what == "power":
             for victim in self.running():
                 self.kill(victim)
+        elif what == "pause":
+            busy = [life.process for life in self.lives() if life.coordination.active]
+            for paused in [*self.running(), *busy]:
+                paused.state = "frozen" if paused.state == "running" else paused.state
         elif what == "kill" and process:
             self.kill(process)
         elif what == "freeze" and process:
@@ -512,8 +527,12 @@ class World:
         for process in [*self.processes, *(life.process for life in self.lives())]:
             process.broken = False
 
-    def forget(self) -> None:
-        """Drops what has ended."""
+    def forget(self, kept: Collection[Session]) -> None:
+        """Drops what has ended, but for sessions that are kept for later."""
+        for session in self.sessions:
+            session.lives[:-1] = [life for life in session.lives[:-1] if life.process.turns]
+            session.ranks = [rank for rank in session.ranks if rank.turns]
+        self.sessions = [s for s in self.sessions if s in kept or s.is_used]
         self.processes = [process for process in self.processes if process.turns]
 
     def end(self) -> None:

@@ -32,6 +32,7 @@ from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    DeadlineError,
     InternalError,
     StorageError,
 )
@@ -270,7 +271,7 @@ class Checkpoints(RuleBasedStateMachine):
                 except CheckpointError as error:
                     change.reports[rank] = error
 
-            process = self.world.start(f"rank {rank} of save {self.last_value}", work)
+            process = self.world.start(f"rank {rank} of save {self.last_value}", work, session)
             self.owners[process] = place, change
         REACHED["safetensors"] += how["container"] == "safetensors"
         return place, change
@@ -321,7 +322,7 @@ class Checkpoints(RuleBasedStateMachine):
                     load["reports"][rank] = error
                 load["works"][rank] = works[rank]
 
-            self.world.start(f"rank {rank} of a load", work)
+            self.world.start(f"rank {rank} of a load", work, session)
 
     def play(self, started, order, incidents):
         """Lets everybody who is not frozen move to the end, and checks what there is then."""
@@ -401,20 +402,9 @@ class Checkpoints(RuleBasedStateMachine):
         return [self.changes[key] for key in active if key in self.changes]
 
     def clear(self):
-        world = self.world
-        if world.happened:
+        if self.world.happened:
             self.sessions.clear()  # who lost a rank makes a new group
-        current = self.sessions.values()
-        for session in world.sessions:
-            session.lives[:-1] = [life for life in session.lives[:-1] if life.process.turns]
-        world.sessions = [
-            session
-            for session in world.sessions
-            if session in current
-            or session.waiting
-            or any(life.process.turns for life in session.lives)
-        ]
-        world.forget()
+        self.world.forget(kept=self.sessions.values())
 
     # What must hold
 
@@ -527,15 +517,15 @@ def test_each_incident_at_many_moments_of_a_save(what):
     machine = Checkpoints()
     machine.make_places(local=True)
     try:
-        for at in range(8, 44, 6):
-            how = {**HOW, "again": at % 4 == 0, "container": CONTAINERS[at % 3 == 0]}
+        for at in range(8, 44, 8):
+            how = {**HOW, "again": at % 16 == 0, "container": CONTAINERS[at % 3 == 0]}
             machine.save(0, how, order, [Incident(at, what, at)])
             if machine.world.frozen():
                 machine.thaw(set(range(6)), {**how, "overwrite": False}, 0, order, [])
-            machine.race((0, at % 4 == 0), [{**how, "again": False}] * 3, True, order, [])
+            machine.race((0, at % 16 == 0), [{**how, "again": False}] * 3, True, order, [])
             for which in range(3):
                 machine.ask_outcome(which)
-            machine.delete(0, how if at % 4 == 0 else None, True, order, [])
+            machine.delete(0, how if at % 16 == 0 else None, True, order, [])
             machine.crash(0, how, order, Incident(12 + at // 4, "power"), clean=True)
             machine.load(0, 3, order)
     finally:
@@ -556,6 +546,35 @@ def test_at_each_moment_of_a_small_save_followed_by_another_one(what):
                 machine.thaw({0, 1}, None, 0, Order(), [])
                 machine.ask_outcome(1)
             machine.delete(0, None, False, Order(), [Incident(at - 5, what)])
+    finally:
+        machine.teardown()
+
+
+@pytest.mark.parametrize("beside", ["collect", "load", "delete", "save"])
+def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(beside):
+    how = {**HOW, "world_size": 1, "part_bytes": 1 << 30, "again": False}
+    committed = 0
+    machine = Checkpoints()
+    machine.make_places(local=False)
+    do = {
+        "collect": lambda: machine.collect(0, None, False, Order(), []),
+        "load": lambda: machine.load(0, 2, Order()),
+        "delete": lambda: machine.delete(0, None, False, Order(), []),
+        "save": lambda: machine.save(0, how, Order(), []),
+    }
+    try:
+        for at in range(1, 27):
+            machine.save(0, how, Order(), [Incident(at, "pause")])
+            change = [change for _, change in machine.changes.values()][-1]
+            do[beside]()
+            if machine.world.frozen():
+                machine.thaw(set(range(9)), None, 0, Order(), [])
+            assert not machine.world.frozen()
+            if beside in ("collect", "load") and change.status != "committed":
+                # It lay still for longer than its deadlines allow.
+                assert {type(e) for e in change.reports.values()} == {DeadlineError}
+            committed += change.status == "committed"
+        assert committed > 0
     finally:
         machine.teardown()
 
