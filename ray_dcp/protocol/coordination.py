@@ -6,11 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from ray_dcp.errors import (
-    CheckpointError,
-    InternalError,
-    ParticipantError,
-)
+from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.protocol.attendance import Attendance
 from ray_dcp.protocol.beats import Beat
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
@@ -129,7 +125,8 @@ class Coordination:
         self._attendance.hear(beat)
 
     def place(self, session: str, rank: int, place: str) -> None:
-        """Takes where a rank is, for messages: `"pid 12 on node-3"`."""
+        """Takes that a rank is there, and where, for messages: `"pid 12 on node-3"`."""
+        self._lost.get(session, {}).pop(rank, None)
         self._attendance.place(session, rank, place)
 
     def listen(self) -> Commands:

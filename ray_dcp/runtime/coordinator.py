@@ -224,9 +224,13 @@ class Coordinator:
         self._carry_out(self._coordination.withdraw(key, rank, reason))
 
     async def leave(self, session: str, rank: int) -> None:
-        """Takes that a rank has closed its session and will not call again."""
+        """Takes that a rank has closed its session and will not call again.
+
+        *Why it is lost*: what it has joined and not ended would wait for it, and this actor too.
+        """
         self._roster.remove(session, rank)
         self._called.set()
+        self._carry_out(self._coordination.lost(session, [rank], "it has closed its session"))
 
     def _meet(self, session: str, rank: int, caller: Caller) -> None:
         self._roster.add(session, rank, caller)

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ FIRST_BEAT_S = 1.0
 
 TICK_S = 1.0
 """How long the heart waits at most before it looks around, in seconds."""
+
+KILL_S = 15.0
+"""Seconds that a process which was told to end may take, before it counts as frozen again: Ray
+asks it first, and one that is stopped does not answer."""
 
 MOST_UNANSWERED = 3
 """Beats that are sent without an answer; a coordinator that is frozen gets no more."""
@@ -69,6 +74,7 @@ class Heart:
         self._first_beat_s = 0.0
         self._heard: BeatHeard | None = None
         self._frozen: CheckpointError | None = None
+        self._killed_s = float("-inf")
 
     def add(self, vitals: Vitals, timeout_s: float) -> None:
         """Begins to beat for a call of the user.
@@ -143,11 +149,25 @@ class Heart:
         where = f" ({self._heard.place})" if self._heard else ""
         return DeadlineError(
             f"Expected {self._who}{where} to answer beats, but it has not for {silent_s:.0f} s: "
-            f"its process is frozen (stopped, swapped out, or a thread holds the GIL). Look at "
-            f"that process or kill it, then call again; raise heartbeat_timeout_s if such pauses "
-            f"are normal",
+            f"its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
+            f"takes its place: call again; raise heartbeat_timeout_s if such pauses are normal",
             rank=self._rank,
         )
+
+    def _replace(self) -> None:
+        """Has Ray end the incarnation that is frozen, and start the next.
+
+        *Why*: all that is saved in this session would fail until somebody killed it by hand. That
+        it thaws meanwhile does no harm: the next one has a higher epoch.
+        """
+        with suppress(CheckpointError, RayError, ValueError):
+            if not self._is_gone():
+                ray.kill(self._reach(False), no_restart=False)
+                self._killed_s = time.monotonic()
+
+    @property
+    def _is_being_replaced(self) -> bool:
+        return time.monotonic() < self._killed_s + KILL_S
 
 
 class _Beating:
@@ -252,11 +272,14 @@ class _Beating:
         silent_s = now_s - min(self._sent.values(), default=now_s)
         if silent_s <= timeout_s:
             return
-        if not hooks.life_of(self._actor_id).is_running:
+        late = self._heart._is_being_replaced and self._heart._heard is None
+        if late or not hooks.life_of(self._actor_id).is_running:
             # Why: one that is being started, or started anew, is late and not frozen.
             self._sent = dict.fromkeys(self._sent, now_s)
             return
         heart = self._heart
+        if heart._frozen is None:
+            heart._replace()
         heart._frozen = heart._is_silent(silent_s)
         with heart._changed:
             working = [vitals for vitals in heart._active if vitals.is_working]

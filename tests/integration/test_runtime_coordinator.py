@@ -87,6 +87,19 @@ def test_a_killed_coordinator_comes_back_with_a_higher_epoch_and_answers_who_wai
         each.close()
 
 
+def test_a_rank_that_closes_its_session_is_not_waited_for(threads):
+    sessions = fresh_sessions(3)
+    for reply in [threads.submit(exchange, each, each.next_key()) for each in sessions]:
+        reply.result(60)
+    keys = [each.next_key() for each in sessions]
+    for at in (0, 1):
+        threads.submit(exchange, sessions[at], keys[at])
+    assert eventually(lambda: sessions[2].coordinator_info()["active"] == (keys[0],), 20)
+    for each in (sessions[1], sessions[2], sessions[0]):
+        each.close()
+    assert eventually(lambda: not coordinator_lives(sessions[0]), 20)
+
+
 def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
     (session,) = fresh_sessions(1, lease_s=1.0)
     before = session.coordinator_info()

@@ -286,6 +286,15 @@ def test_a_rank_that_was_lost_and_speaks_is_alive():
     assert isinstance(play.task, ReadRecords)
 
 
+def test_a_rank_that_was_lost_and_is_there_again_is_waited_for():
+    play = Play()
+    play.lose(1)
+    play.coordination.place("run", 1, "pid 7 on node-3")
+    play.join(0)
+    play.join(1)
+    assert isinstance(play.task, ReadRecords)
+
+
 def test_the_original_error_comes_before_the_one_of_a_rank_that_is_missing():
     play = Play(world_size=3)
     play.to_writing()
