@@ -232,11 +232,12 @@ class _NativeSave(_Save):
         noted = (*captured.warnings, *go.warnings)
 
         def finish() -> Metadata:
+            committed = False
             try:
                 outcome: SaveOutcome = drive(keeping.finish(), session.call)
-                vitals.over = True
+                committed = vitals.over = True
             finally:
-                keeping.release()
+                keeping.release(committed=committed)
             if session.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
                     warnings.warn(warning, UserWarning, stacklevel=2)

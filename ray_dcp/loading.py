@@ -17,6 +17,7 @@ from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
 from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.kept import await_staged, kept_storage
 from ray_dcp.runtime.newest import StepRange, load_newest_rank
 from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
 from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
@@ -62,6 +63,8 @@ def run_load(
     """
     options = decision.apply(options or LoadOptions())
     with session.activity(options.heartbeat_timeout_s) as activity:
+        if decision.target is not None:
+            _await_staged(decision.target.url, activity, options)
         steps = _load_steps(
             decision, activity, state_dict, options, checkpoint_id,
             coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
@@ -107,6 +110,7 @@ def run_load_newest(
         )  # fmt: skip
 
     with session.activity(options.heartbeat_timeout_s) as activity:
+        _await_staged(run, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
@@ -181,6 +185,7 @@ def _load_steps(
         result: LoadResult = yield from load_rank(
             session.next_key(), rank=rank, world_size=world_size, target=target,
             options=options, plan=plan, vitals=session.vitals,
+            kept=kept_storage,
         )  # fmt: skip
     except CheckpointError:
         overwritten.update(*(work.loaded for work in works))
@@ -193,9 +198,17 @@ def _load_steps(
         cast=work.cast,
         bytes_needed=result.outcome.bytes_needed,
         bytes_read=result.outcome.bytes_read,
+        bytes_from_memory=result.outcome.bytes_from_memory,
         path=decision.path,
         checkpoint_id=target.url,
     )
+
+
+def _await_staged(url: str, session: Activity, options: LoadOptions) -> None:
+    """Waits for what is staged and will be committed."""
+    if options.from_memory:
+        session.vitals.enter("waiting for a save that is staged")
+        await_staged(url, options.plan_timeout_s, session.vitals.stop)
 
 
 def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:

@@ -67,6 +67,10 @@ class SaveOptions:
     """What an asynchronous save does when `max_pending` are under way. `wait`: until one has ended.
     `skip`: it ends at once with `SaveSkippedError`. `replace`: it takes the place of the newest
     one of which nothing is written yet, which ends with `SaveCancelledError`; else it waits."""
+    keep_in_memory: int = 0
+    """How many of the last committed asynchronous saves of a run (those into one folder) stay in
+    the memory of the nodes, beside those under way, while there is room: loads take their bytes
+    from there, and verify them. They outlive the ranks."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0
@@ -85,6 +89,13 @@ class SaveOptions:
             self, "part_bytes", "num_threads", "max_pending", "plan_timeout_s", "write_timeout_s",
             "commit_timeout_s", "heartbeat_timeout_s",
         )  # fmt: skip
+        keep = self.keep_in_memory
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+            raise InvalidRequestError(
+                f"SaveOptions.keep_in_memory must be a number of checkpoints, 0 or more, but is "
+                f"{keep!r}",
+                key="keep_in_memory",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +124,9 @@ class LoadOptions:
     checkpoint: only for files that you wrote yourself."""
     num_threads: int = 4
     """Threads with which a rank reads."""
+    from_memory: bool = True
+    """Take bytes from memory where the nodes keep the checkpoint there, and wait for an
+    asynchronous save of it that is staged and not yet committed."""
     scratch_bytes: int = 64 * MIB
     """Most temporary memory per reading thread for regions that are not contiguous, in bytes."""
     plan_timeout_s: float = 600.0

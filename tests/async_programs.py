@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -15,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ray_dcp
-from ray_dcp.options import SaveOptions
+from ray_dcp.errors import LimitError
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.runtime import kept
 from ray_dcp.runtime.session import current_session
 from tests.attempts import Attempt, attempt
 
@@ -170,3 +175,70 @@ def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
         for step in (1, 2)
     ]
     return [type(handle.exception(120)).__name__ for handle in handles]
+
+
+def save_kept(path: str, step: int, keep: int = 1) -> int:
+    """Saves a state of which the nodes keep so many in memory; returns when it is committed."""
+    options = SaveOptions(keep_in_memory=keep)
+    handle = ray_dcp.async_save(
+        kept_state(step), checkpoint_id=f"{path}/step-{step}", options=options
+    )
+    handle.committed(120)
+    return step
+
+
+def kept_state(step: int) -> dict[str, Any]:
+    """Returns tensors of several layouts, and an object."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    base = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024) + step
+    return {
+        "sharded": distribute_tensor(base.clone(), mesh, [Shard(0)]),
+        "columns": distribute_tensor(base * 2, mesh, [Shard(1)]),
+        **{f"small{i}": torch.full((9,), float(step + i)) for i in range(40)},
+        "large": torch.full((6 << 20,), float(step)),
+        "log": {"step": step},
+    }
+
+
+def kept_is(path: str, step: int, unreachable: bool = False, **options: Any) -> Attempt:
+    """Loads the state of a step and compares it; returns the bytes that were read, and how.
+
+    Args:
+        path: Of the checkpoint.
+        step: Of the values.
+        unreachable: This process can't open the node's memory, as if it were on another machine.
+    """
+
+    def load() -> Any:
+        expected, loaded = kept_state(step), kept_state(0)
+        with ExitStack() as stack:
+            if unreachable:
+                no = LimitError("another machine")
+                stack.enter_context(patch.object(kept.Arena, "open", side_effect=no))
+                stack.enter_context(patch.object(kept, "FETCH_BYTES", 1 << 20))
+            report = ray_dcp.load(loaded, checkpoint_id=path, options=LoadOptions(**options))
+        assert _equal(loaded, expected)
+        assert loaded["log"] == {"step": step}
+        return report.bytes_read, report.bytes_from_memory
+
+    return attempt(load)
+
+
+def scribble(attempt_id: str) -> bool:
+    """Overwrites what this node keeps of an attempt in memory; returns whether it keeps some."""
+    staging = current_session().staging()
+    found = ray.get(staging.link().handle.kept.remote(attempt_id))
+    arena = kept.Arena.open(found.address)
+    for file in found.files:
+        for slot in file.slots:
+            arena.slot_array(slot.index)[:] ^= 255
+    return bool(found.files)
+
+
+def stage_kept_and_die(path: str, step: int) -> None:
+    """Begins a save that is kept, and dies when it is staged."""
+    options = SaveOptions(keep_in_memory=1, num_threads=1)
+    state = {**kept_state(step), f"more{dist.get_rank()}": torch.zeros(LARGE_BYTES // 4)}
+    handle = ray_dcp.async_save(state, checkpoint_id=path, options=options)
+    handle.staged(60)
+    os.kill(os.getpid(), signal.SIGKILL)

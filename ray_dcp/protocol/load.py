@@ -44,6 +44,7 @@ class LoadMachine(Operation):
         self._options = first.options
         self._bytes_needed = 0
         self._bytes_read = 0
+        self._bytes_from_memory = 0
 
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:
@@ -55,6 +56,7 @@ class LoadMachine(Operation):
                 self._note(request, request.error)
                 self._bytes_needed += request.bytes_needed
                 self._bytes_read += request.bytes_read
+                self._bytes_from_memory += request.bytes_from_memory
             case _:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return self._came()
@@ -112,5 +114,5 @@ class LoadMachine(Operation):
                 self._call("reading")
                 timer_s = self._options.read_timeout_s
                 return (self._arm(timer_s), *self._give(lambda _: LoadProceed()))
-        outcome = LoadOutcome(self._bytes_needed, self._bytes_read)
+        outcome = LoadOutcome(self._bytes_needed, self._bytes_read, self._bytes_from_memory)
         return (*self._conclude(outcome), *self._end("done"))

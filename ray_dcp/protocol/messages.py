@@ -262,6 +262,7 @@ class LoadDone:
     bytes_needed: int = 0
     bytes_read: int = 0
     error: CheckpointError | None = None
+    bytes_from_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,9 @@ class LoadOutcome:
     bytes_needed: int
     """Bytes that the ranks' targets hold, summed over the ranks."""
     bytes_read: int
-    """Bytes read from storage, summed over the ranks."""
+    """Bytes read from storage or memory, summed over the ranks."""
+    bytes_from_memory: int = 0
+    """Those that came from the memory of the nodes."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from ray_dcp.plan.values import RankPlan
-from ray_dcp.runtime.stager import Reporter
+from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.staging_link import Link, StagerGone
 from ray_dcp.stage.layout import StagingLayout, lay_out_windows
 from ray_dcp.stage.values import Grant, Slot, StageOrder, Unknown

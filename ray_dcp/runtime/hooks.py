@@ -124,6 +124,18 @@ def recall(name: str) -> str:
     return _private("the internal key-value store", use)
 
 
+def names_from(prefix: str) -> list[str]:
+    """Returns the names that begin so and under which something is kept by `remember`."""
+
+    def use() -> list[str]:
+        from ray.experimental import internal_kv
+
+        found = internal_kv._internal_kv_list(prefix, namespace=_KV_NAMESPACE)
+        return [name.decode() if isinstance(name, bytes) else name for name in found]
+
+    return _private("the internal key-value store", use)
+
+
 def this_caller(pid: int) -> Caller:
     """Returns who this process is for Ray."""
     context = ray.get_runtime_context()

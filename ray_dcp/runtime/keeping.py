@@ -75,8 +75,12 @@ class Keeping(Protocol):
         """Returns bytes written and bytes in all."""
         ...
 
-    def release(self) -> None:
-        """Gives the memory back; the save has ended."""
+    def release(self, *, committed: bool) -> None:
+        """Gives the memory back; the save has ended.
+
+        Args:
+            committed: How: what it is to keep in memory stays then.
+        """
         ...
 
 
@@ -175,7 +179,7 @@ class ProcessKeeping:
         doing = self._vitals.doing
         return (min(doing.done_bytes, self._total) if doing.phase == "writing" else 0), self._total
 
-    def release(self) -> None:
+    def release(self, *, committed: bool) -> None:
         """See `Keeping.release`."""
         if self._lease is not None:
             self._lease.release()

@@ -27,7 +27,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.verdict import located
-from ray_dcp.runtime.rank_read import LoadWork, Reading
+from ray_dcp.runtime.rank_read import KeptIn, LoadWork, ReadCounts, Reading
 from ray_dcp.runtime.rank_save import Captured, save_rank
 from ray_dcp.runtime.telling import attempt, naming, refusal, reported
 from ray_dcp.runtime.vitals import Vitals
@@ -74,6 +74,7 @@ def load_rank(
     plan: Callable[[Checkpoint], LoadWork | LoadPlanning],
     opener: Opener = open_storage,
     vitals: Vitals | None = None,
+    kept: KeptIn | None = None,
 ) -> Generator[Request, Reply, LoadResult]:
     """Returns the part of one rank in a load.
 
@@ -87,6 +88,7 @@ def load_rank(
             that, for planners that talk to the other ranks; changes nothing yet.
         opener: What opens the storage.
         vitals: Where it notes how far it is, and is told to stop.
+        kept: Returns the storage with what nodes keep of an attempt in memory, or None.
 
     Returns:
         A generator that ends when every rank has loaded.
@@ -98,7 +100,7 @@ def load_rank(
     vitals = vitals or Vitals()
     vitals.begin(key)
     with naming(target.url):
-        reading = Reading(opener, target, options, vitals, rank)
+        reading = Reading(opener, target, options, vitals, rank, kept)
         storage, error = attempt(reading.open, "opening the storage", rank)
         vitals.enter("waiting")
         go = yield LoadJoin(key, rank, world_size, target, options, error)
@@ -122,12 +124,13 @@ def load_rank(
         vitals.enter("waiting")
         if vitals.abandoned is not None:
             raise located(vitals.abandoned, target.url)
-        needed, read = counts or (0, 0)
-        outcome = yield LoadDone(key, rank, needed, read, error)
+        counts = counts or ReadCounts()
+        done = LoadDone(key, rank, counts.needed, counts.read, error, counts.from_memory)
+        outcome = yield done
         vitals.over = True
         if not isinstance(outcome, LoadOutcome):
             raise refusal(outcome, rank)
-        return LoadResult(outcome, checkpoint, needed, read)
+        return LoadResult(outcome, checkpoint, counts.needed, counts.read)
 
 
 def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Reply]) -> T:

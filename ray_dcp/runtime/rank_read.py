@@ -5,13 +5,20 @@ What user code does with the values happens in the thread that called `load`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ray_dcp.errors import ParticipantError
+from ray_dcp.errors import (
+    CheckpointError,
+    DeadlineError,
+    ParticipantError,
+    SaveCancelledError,
+)
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import ChunkTable
@@ -23,10 +30,12 @@ from ray_dcp.transfer.opening import Checkpoint, checkpoint_from
 from ray_dcp.transfer.reader import ReadStats, TargetSink, read_chunks, read_item
 from ray_dcp.transfer.threads import run_within
 
-__all__ = ["LoadWork", "Reading"]
+__all__ = ["KeptIn", "LoadWork", "ReadCounts", "Reading"]
 
 BATCH_BYTES = 64 << 20
 """Objects that are read before the caller's thread takes them, in bytes."""
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -34,6 +43,26 @@ _hung: set[object] = set()
 """Reads that were given up and may still write into targets when their storage answers."""
 _ended = threading.Condition()
 """Told when one of them has ended."""
+
+
+class InMemory(Storage, Protocol):
+    """A storage that takes some bytes from memory."""
+
+    bytes_from_memory: int
+
+
+KeptIn = Callable[[Storage, str], InMemory | None]
+"""From a storage and the attempt that is loaded to the storage with what is in memory of it."""
+
+
+@dataclass(frozen=True)
+class ReadCounts:
+    """What one rank read, in bytes."""
+
+    needed: int = 0
+    read: int = 0
+    from_memory: int = 0
+    """Of those that were read."""
 
 
 class LoadWork(Protocol):
@@ -76,6 +105,7 @@ class Reading:
         options: Its deadlines, and how to read.
         vitals: Where it notes how far it is.
         rank: This rank.
+        kept: As for `rank.load_rank`.
     """
 
     def __init__(
@@ -85,13 +115,16 @@ class Reading:
         options: LoadOptions,
         vitals: Vitals,
         rank: int,
+        kept: KeptIn | None = None,
     ) -> None:
+        self._kept = kept
         self._opener = opener
         self._target = target
         self._options = options
         self._vitals = vitals
         self._rank = rank
         self._storage: Storage | None = None
+        self._opened: Storage | None = None
 
     def open(self) -> Storage:
         """Returns the storage.
@@ -113,6 +146,7 @@ class Reading:
                 rank=self._rank,
             )
         opened = self._in_time(partial(self._opener, self._target), "open the storage")
+        self._opened = opened
         self._storage = WatchedStorage(opened, self._vitals)
         return self._storage
 
@@ -133,7 +167,7 @@ class Reading:
 
     def fill(
         self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
-    ) -> tuple[int, int]:  # fmt: skip
+    ) -> ReadCounts:  # fmt: skip
         """Puts everything that is wanted into place.
 
         Args:
@@ -141,14 +175,38 @@ class Reading:
             work: What is wanted.
             read_plan: Of `work.wanted`.
 
-        Returns:
-            Bytes that were needed, and bytes that were read.
-
         Raises:
             DeadlineError: It takes longer than `read_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
-        storage, table, options = self._storage or self.open(), checkpoint.table, self._options
+        storage = self._storage or self.open()
+        memory = self._in_memory(checkpoint)
+        if memory is None:
+            return self._fill(storage, checkpoint, work, read_plan)
+        try:
+            watched = WatchedStorage(memory, self._vitals)
+            counts = self._fill(watched, checkpoint, work, read_plan)
+        except (DeadlineError, SaveCancelledError):
+            raise
+        except CheckpointError as error:
+            if not memory.bytes_from_memory:
+                raise
+            logger.warning("What was in memory could not be used, storage is read: %s", error)
+            return self._fill(storage, checkpoint, work, read_plan)
+        return replace(counts, from_memory=memory.bytes_from_memory)
+
+    def _in_memory(self, checkpoint: Checkpoint) -> InMemory | None:
+        attempt, storage = checkpoint.attempt, self._opened
+        if self._kept is None or attempt is None or storage is None:
+            return None
+        if not self._options.from_memory:
+            return None
+        return self._kept(storage, attempt)
+
+    def _fill(
+        self, storage: Storage, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
+    ) -> ReadCounts:
+        table, options = checkpoint.table, self._options
         self._vitals.enter("reading", read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
@@ -173,7 +231,7 @@ class Reading:
                     take(data)
         needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
         work.finish()
-        return needed, read
+        return ReadCounts(needed, read)
 
     def _in_time(self, work: Callable[[], T], what: str) -> T:
         timeout_s = self._options.plan_timeout_s

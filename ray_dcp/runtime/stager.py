@@ -8,9 +8,9 @@ written: the event loop only looks things up, threads write.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,31 +18,33 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError, InternalError, LimitError
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
+from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
 from ray_dcp.stage.jobs import Channel
+from ray_dcp.stage.kept import Kept, Part, registered_name
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.spool import Spool
 from ray_dcp.stage.values import (
     ArenaAddress,
     Grant,
+    InFlight,
     Slot,
     StageKey,
     StageOrder,
     StageProgress,
-    StageReport,
     StagingOptions,
     Unknown,
 )
 
-__all__ = ["SHARE_OF_MEMORY", "SHARE_OF_STORE", "Place", "Reporter", "Stager", "stager_of"]
+__all__ = ["SHARE_OF_MEMORY", "SHARE_OF_STORE", "Place", "Stager", "stager_of"]
 
 SHARE_OF_MEMORY = 0.5
 """Part of the memory that is free when it starts that staged bytes may take."""
@@ -51,20 +53,9 @@ SHARE_OF_STORE = 0.35
 """Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and gives
 memory back up to half a second late."""
 
-REPORT_TRIES = 8
-"""How often a report is told that nobody answers: over about half a minute."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Reporter:
-    """Whom a stager tells what became of each file."""
-
-    actor: Any
-    """Handle of a Ray actor."""
-    method: str
-    """Its method that takes a `StageReport`. May be called twice with the same."""
+KEPT_S = 900.0
+"""It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
+ranks that are started anew."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,8 @@ class Stager:
         with suppress(LimitError):
             channels["arena"] = _arena_channel(limit_bytes, options)
         self._limit_bytes = limit_bytes
-        self._spool = Spool(channels, options, self._report)
+        reports = Reports(self._loop, self._give_up)
+        self._spool = Spool(channels, options, reports.tell)
         arena = channels["arena"].arena if "arena" in channels else None
         self._place = Place(
             f"{stager_name(self._node_id)}#{secrets.token_hex(6)}",
@@ -119,6 +111,7 @@ class Stager:
             arena.address if arena is not None else None,
             store.slot_bytes,
         )
+        self._registered: set[str] = set()
         self._tasks = {self._loop.create_task(self._watch())}
 
     async def ping(self) -> bool:
@@ -242,15 +235,33 @@ class Stager:
         self._touch()
         return self._spool.progress(key)
 
+    async def in_flight(self, url: str) -> list[InFlight]:
+        """Returns the saves to a place, or below it, that may still be committed."""
+        self._touch()
+        return self._spool.in_flight(url)
+
+    async def kept(self, attempt: str) -> Kept | None:
+        """Returns what is in memory of an attempt, for loads; None when nothing is."""
+        self._touch()
+        return self._spool.kept(attempt)
+
+    async def fetch(self, parts: list[Part]) -> Any:
+        """Returns bytes that are kept, for another node (uint8 array). See `Spool.fetch`."""
+        self._touch()
+        return await asyncio.to_thread(self._spool.fetch, parts)
+
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
         """Gives up. See `Spool.cancel`."""
         self._touch()
         self._spool.cancel(key, by_rank=by_rank)
 
-    async def release(self, key: StageKey) -> None:
+    async def release(self, key: StageKey, committed: bool = False) -> None:
         """Forgets a key, whose outcome is known. See `Spool.release`."""
         self._touch()
-        self._spool.release(key)
+        self._spool.release(key, committed=committed)
+
+    def _give_up(self, key: StageKey) -> None:
+        self._spool.cancel(key, "because nobody knows of the save any more")
 
     def _touch(self) -> bool:
         self._last_call_s = self._loop.time()
@@ -287,35 +298,23 @@ class Stager:
                     for name, rank in unseen.items():
                         if rank.caller in dead:
                             self._ended(name, rank.process)
+            # Suppressed: loads on this node find what is kept all the same.
+            with suppress(CheckpointError, RayError):
+                await self._register()
             idle_s = self._loop.time() - self._last_call_s
-            if not self._ranks and not self._spool.num_active() and idle_s >= self._lease_s:
+            lease_s = max(self._lease_s, KEPT_S) if self._spool.num_kept() else self._lease_s
+            if not self._ranks and not self._spool.num_active() and idle_s >= lease_s:
+                await self._register(())
                 ray.kill(self._self, no_restart=True)
 
-    # Reports
-
-    def _report(self, reporter: Reporter | None, report: StageReport) -> None:
-        """Tells a report, in a thread of the spool; returns when it was answered, or given up."""
-        if reporter is not None:
-            asyncio.run_coroutine_threadsafe(self._tell(reporter, report), self._loop).result()
-
-    async def _tell(self, reporter: Reporter, report: StageReport) -> None:
-        error: Exception | None = None
-        for attempt in range(REPORT_TRIES):
-            try:
-                await getattr(reporter.actor, reporter.method).remote(report)
-            except RayTaskError as exc:
-                error = exc
-                if attempt >= 1:
-                    break
-            except (RayError, OSError) as exc:
-                error = exc
-            else:
-                return
-            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
-        logger.warning(
-            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
-            report.file, report.key, type(error).__name__, error,
-        )  # fmt: skip
+    async def _register(self, kept: Collection[str] | None = None) -> None:
+        """Lets the other nodes find what is kept here."""
+        now = set(self._spool.kept_attempts() if kept is None else kept)
+        for attempt in self._registered ^ now:
+            text = self._place.stager if attempt in now else ""
+            name = registered_name(attempt, self._node_id)
+            await asyncio.to_thread(hooks.remember, name, text)
+        self._registered = now
 
 
 def stager_of(

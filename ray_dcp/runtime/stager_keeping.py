@@ -106,10 +106,10 @@ class StagerKeeping:
             self._last = (found.written_bytes, found.num_bytes)
         return self._last
 
-    def release(self) -> None:
+    def release(self, *, committed: bool) -> None:
         """See `Keeping.release`."""
         if self._staged is not None:
-            self._staged.release()
+            self._staged.release(committed=committed)
 
     def _hand_in(
         self, key: OpKey, go: SaveGo, captured: Captured, target: Target, options: SaveOptions

@@ -26,7 +26,8 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.handing import Handed, ask, hand_in
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE
 from ray_dcp.runtime.rank_save import Captured
-from ray_dcp.runtime.stager import Reporter, stager_of
+from ray_dcp.runtime.reporting import Reporter
+from ray_dcp.runtime.stager import stager_of
 from ray_dcp.runtime.staging_link import ENTER_S, Link, StagerGone, link_to
 from ray_dcp.stage.filling import Filler, HostFiller, fill_window
 from ray_dcp.stage.jobs import lost_memory
@@ -321,9 +322,13 @@ class Staged:
         self._link.post("cancel", self.key, True)
         self._handed.refs.clear()
 
-    def release(self) -> None:
-        """Says that the outcome is known: nobody will need the bytes or the reports again."""
-        self._link.post("release", self.key)
+    def release(self, *, committed: bool = False) -> None:
+        """Says that the outcome is known: nobody will need the reports again, nor the bytes.
+
+        Args:
+            committed: The save was; what it is to keep in memory stays then.
+        """
+        self._link.post("release", self.key, committed)
         self._handed.refs.clear()
 
     def _hand_over(self, link: Link, order: StageOrder, timeout_s: float, *, here: bool) -> None:

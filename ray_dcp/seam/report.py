@@ -31,7 +31,10 @@ class LoadReport:
     bytes_needed: int = 0
     """Bytes that the targets of all ranks hold."""
     bytes_read: int = 0
-    """Bytes that all ranks read from storage."""
+    """Bytes that all ranks read."""
+    bytes_from_memory: int = 0
+    """Those that came from the memory of the nodes, and not from storage: of an asynchronous save
+    with `SaveOptions(keep_in_memory=...)`."""
     path: str = "native"
     """Which way it went: `"native"`, `"planner hooks"` (a user's planner ran) or
     `"foreign storage"` (a third party's reader; no checksums, and only this field and

@@ -11,12 +11,14 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.plan.values import UInt64Array
+from ray_dcp.stage.kept import Part
 from ray_dcp.stage.values import ArenaAddress, Slot
 
 __all__ = ["Arena", "free_memory_bytes"]
@@ -111,6 +113,34 @@ class Arena:
     def holds(self, slot: Slot) -> bool:
         """Returns whether a slot is still what was granted once."""
         return int(self._generations()[slot.index]) == slot.generation
+
+    def read_into(self, parts: Sequence[Part], target: memoryview) -> bool:
+        """Fills `target` from slots; returns whether they still are what was granted.
+
+        Args:
+            parts: One after the other they give `target`; what is nowhere is left as it is.
+            target: Where to; rubbish when False is returned.
+        """
+        done = 0
+        for part in parts:
+            view = target[done : done + part.num_bytes]
+            if part.slot is not None and not self._read(part.slot, part.offset, view):
+                return False
+            done += part.num_bytes
+        return True
+
+    def _read(self, slot: Slot, offset: int, target: memoryview) -> bool:
+        # Why not from the map: a process that reads it once would pay for each of its pages.
+        if not self.holds(slot):
+            return False
+        place = self._first + slot.index * self.address.slot_bytes + offset
+        done = 0
+        while done < len(target):
+            count = os.preadv(self.address.fd, [target[done:]], place + done)
+            if not count:
+                return False
+            done += count
+        return self.holds(slot)
 
     def touch(self, index: int) -> None:
         """Makes a slot's pages present in this process, without changing them.

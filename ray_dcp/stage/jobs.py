@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.plan.values import RankPlan
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.kept import KeptFile, kept_file
 from ray_dcp.stage.layout import StagingLayout
 from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.values import (
@@ -25,9 +27,9 @@ from ray_dcp.stage.values import (
     Unknown,
 )
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.writer import write_pieces
+from ray_dcp.transfer.writer import part_key, write_pieces
 
-__all__ = ["Channel", "Job", "StagedPieces", "died", "lost_memory", "write_staged"]
+__all__ = ["Channel", "Job", "StagedPieces", "answer", "died", "lost_memory", "write_staged"]
 
 
 @dataclass(eq=False)
@@ -68,6 +70,12 @@ class Job:
     """The rank writes into its slots no more."""
     is_working: bool = False
     is_over: bool = False
+    is_kept: bool = False
+    """Written, and its bytes stay for loads."""
+    is_committed: bool = False
+    """Its rank was told so."""
+    is_dropped: bool = False
+    """It failed, or was cancelled: nobody will load it."""
     wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
     wants_seal: list[Future[bool | Unknown]] = field(default_factory=list)
 
@@ -77,6 +85,23 @@ class Job:
         if self.order.files is not None:
             return self.order.files
         return tuple(range(len(self.plan.files)))
+
+    @property
+    def run(self) -> str:
+        """The folder of the checkpoints that it belongs to."""
+        return self.order.target.url.rstrip("/").rpartition("/")[0]
+
+    def kept_files(self) -> tuple[KeptFile, ...]:
+        """Returns where the bytes of each file lie, by the keys of the attempt."""
+        return tuple(
+            kept_file(
+                part_key(self.plan.files[file], self.order.key.attempt),
+                self.layout,
+                file,
+                self.slots,
+            )
+            for file in self.files
+        )
 
     def failure(self) -> CheckpointError | None:
         """Returns a copy of why it ends early, to be raised in another thread."""
@@ -239,6 +264,16 @@ def died(rank: int) -> ParticipantError:
         f"rank {rank} died before the stager had all its bytes; restart it and save again",
         rank=rank,
     )
+
+
+def answer(future: Future[Any], error: CheckpointError | None, result: Any) -> None:
+    """Ends a future that somebody may wait for."""
+    # Suppressed: whoever waited has given up.
+    with suppress(Exception):
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 _EMPTY = memoryview(b"")

@@ -2,9 +2,10 @@
 
 Pure: events in, grants out. A *job* is one rank's share of one save; its windows are granted in
 order. A window's slot is kept until every file with bytes in it is *finished*: written, and its
-receipt known where it counts. Only where others wait may a slot be reused earlier, and only of a
-job whose rank still holds the state: files that lost bytes so must be finished before that rank
-may go on (`may_seal`), for nobody could hand their bytes over again.
+receipt known where it counts. A job that is *kept* has its slots for longer: until it is dropped,
+or others wait and nothing is free. Only where others wait may a slot be reused earlier, and only
+of a job whose rank still holds the state: files that lost bytes so must be finished before that
+rank may go on (`may_seal`), for nobody could hand their bytes over again.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class _Job:
     windows: list[_Window]
     num_granted: int = 0
     is_sealed: bool = False
+    is_kept: bool = False
     lossy: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
 
@@ -81,18 +83,26 @@ class SlotLedger(Generic[J]):
         """How many slots are granted now."""
         return self.num_slots - len(self._free)
 
-    def begin(self, job: J, owner: str, windows: Sequence[frozenset[int] | set[int]]) -> None:
+    def begin(
+        self,
+        job: J,
+        owner: str,
+        windows: Sequence[frozenset[int] | set[int]],
+        *,
+        keep: bool = False,
+    ) -> None:
         """Takes a new job, which waits for slots from now on.
 
         Args:
             job: Names it.
             owner: Who hands over; gets the slots that it had before, if they are free.
             windows: For each window the files with bytes in it.
+            keep: Its slots stay its own after it is finished, while nobody needs them.
         """
         if job in self._jobs:
             raise InternalError(f"expected a new job, found {job} again; please report this")
         made = [_Window(frozenset(files), set(files), set(files)) for files in windows]
-        self._jobs[job] = _Job(owner, made)
+        self._jobs[job] = _Job(owner, made, is_kept=keep)
         if made:
             self._waiting.append(job)
 
@@ -123,7 +133,7 @@ class SlotLedger(Generic[J]):
         """Takes that a window is full: its rank does not touch the slot any more."""
         found = self._jobs[job].windows[window]
         found.is_here = True
-        if not found.unfinished:
+        if not found.unfinished and not self._jobs[job].is_kept:
             self._give_back(found)
 
     def read(self, job: J, window: int, file: int) -> None:
@@ -140,8 +150,13 @@ class SlotLedger(Generic[J]):
         for window in found.windows:
             window.unread.discard(file)
             window.unfinished.discard(file)
-            if window.is_here and not window.unfinished:
+            if window.is_here and not window.unfinished and not found.is_kept:
                 self._give_back(window)
+
+    def is_whole(self, job: J) -> bool:
+        """Returns whether every window of a job that is finished still has its slot."""
+        found = self._jobs.get(job)
+        return found is not None and _is_idle(found) and all(w.slot for w in found.windows)
 
     def freed(self, job: J) -> tuple[int, ...]:
         """Returns the windows of a job that were here and have no slot any more."""
@@ -188,6 +203,8 @@ class SlotLedger(Generic[J]):
     def _take(self, owner: str) -> int | None:
         """Returns the best free slot; frees one that was read where none is."""
         if not self._free:
+            self._free_kept()
+        if not self._free:
             self._free_early()
         if not self._free:
             return None
@@ -202,6 +219,14 @@ class SlotLedger(Generic[J]):
             return 4
         return 2 if self._last_owner[index] is None else 3
 
+    def _free_kept(self) -> None:
+        """Frees the slots of the oldest job that is only kept."""
+        for job in self._jobs.values():
+            if job.is_kept and _is_idle(job) and any(window.slot for window in job.windows):
+                for window in job.windows:
+                    self._give_back(window)
+                return
+
     def _free_early(self) -> None:
         for job in self._jobs.values():
             for window in () if job.is_sealed else job.windows:
@@ -215,3 +240,8 @@ class SlotLedger(Generic[J]):
             self._free.add(window.slot.index)
             self._warm.add(window.slot.index)
             window.slot = None
+
+
+def _is_idle(job: _Job) -> bool:
+    """Returns whether nobody fills or writes a window of a job any more."""
+    return all(window.is_here and not window.unfinished for window in job.windows)

@@ -15,15 +15,15 @@ from typing import Any
 from ray_dcp.errors import CheckpointError, LimitError, SaveCancelledError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.arena import Arena
-from ray_dcp.stage.jobs import Channel, Job, died, lost_memory, write_staged
+from ray_dcp.stage.jobs import Channel, Job, answer, died, lost_memory, write_staged
 from ray_dcp.stage.known_plans import KnownPlans
 from ray_dcp.stage.priority import step_behind
+from ray_dcp.stage.spool_state import SpoolState
 from ray_dcp.stage.values import (
     Grant,
     Slot,
     StageKey,
     StageOrder,
-    StageProgress,
     StageReport,
     StagingOptions,
     Unknown,
@@ -38,7 +38,7 @@ _JOBS_KEPT = 64
 """Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
 
 
-class Spool:
+class Spool(SpoolState):
     """Holds and writes what ranks hand over.
 
     *Invariant*: a slot is given to somebody else only when no writer reads it and its rank has
@@ -59,13 +59,11 @@ class Spool:
         report: Callable[[Any, StageReport], None],
         opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
-        self._channels = channels
+        super().__init__(channels)
         self._options = options
         self._report = report
         self._opener = opener
-        self._lock = threading.RLock()
         self._turn = threading.BoundedSemaphore(options.num_writers)
-        self._jobs: dict[StageKey, Job] = {}
         self._known = KnownPlans()
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
@@ -102,7 +100,8 @@ class Spool:
             job = self._add(Job(order, plan, layout, reporter, channel, channel.arena, self._new()))
             wanted = set(job.files)
             windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
-            channel.ledger.begin(order.key, order.owner, windows)
+            keep = channel.arena is not None and order.options.keep_in_memory > 0
+            channel.ledger.begin(order.key, order.owner, windows, keep=keep)
             self._pump(channel)
             return self._grant(job, 0)
 
@@ -208,19 +207,29 @@ class Spool:
             if job is None:
                 return
             job.rank_is_done = job.rank_is_done or by_rank
+            job.is_dropped = True
             job.tells_error = False
             self._fail(job, SaveCancelledError(f"staging was cancelled {reason}".strip()))
 
-    def release(self, key: StageKey) -> None:
-        """Forgets a job and its reports; one that is still at work is cancelled first."""
+    def release(self, key: StageKey, *, committed: bool = False) -> None:
+        """Forgets a job and its reports; one that is still at work is cancelled first.
+
+        Args:
+            key: Which; one that is not known is fine.
+            committed: It was; what is to be kept in memory stays then.
+        """
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
                 return
-            if job.is_over and job.rank_is_done:
-                del self._jobs[key]
-            else:
+            job.is_committed = committed
+            if not (job.is_over and job.rank_is_done):
                 self.cancel(key, "because its outcome is known")
+                return
+            job.is_dropped = not committed
+            self._tidy(job)
+            if not job.is_kept:
+                del self._jobs[key]
 
     def process_died(self, process: str) -> None:
         """Takes that a rank is dead: what it had handed over whole is written, the rest not."""
@@ -232,49 +241,6 @@ class Spool:
                         self._fail(job, died(job.order.key.rank))
                     self._tidy(job)
 
-    def progress(self, key: StageKey) -> StageProgress | None:
-        """Returns how far a job is; None when it is not known."""
-        with self._lock:
-            job = self._jobs.get(key)
-            return None if job is None else job.progress()
-
-    def paces(self) -> dict[StageKey, tuple[int, int]]:
-        """Returns bytes written and bytes in all of every job."""
-        with self._lock:
-            found = [job.progress() for job in self._jobs.values()]
-        return {one.key: (one.written_bytes, one.num_bytes) for one in found}
-
-    def used_bytes(self) -> int:
-        """Returns how much staging memory is granted now."""
-        with self._lock:
-            return sum(c.ledger.num_used * c.slot_bytes for c in self._channels.values())
-
-    def num_active(self) -> int:
-        """Returns how many jobs are not over."""
-        with self._lock:
-            return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
-
-    def num_adopted(self) -> int:
-        """Returns how many jobs read from the memory of another stager."""
-        with self._lock:
-            return sum(job.channel is None and not job.is_over for job in self._jobs.values())
-
-    def expect(self, owner: str, num_bytes: int) -> list[int]:
-        """Returns the arena's slots that a rank will get first for so many bytes."""
-        with self._lock:
-            channel = self._channels["arena"]
-            return channel.ledger.expect(owner, -(-num_bytes // channel.slot_bytes))
-
-    def warm(self, index: int) -> None:
-        """Touches the memory of a slot of the arena, unless that has happened."""
-        channel = self._channels["arena"]
-        with self._lock:
-            if channel.ledger.is_warm(index) or channel.arena is None:
-                return
-        channel.arena.touch(index)
-        with self._lock:
-            channel.ledger.warmed(index)
-
     # With the lock held
 
     def _new(self) -> threading.Condition:
@@ -282,7 +248,8 @@ class Spool:
 
     def _add(self, job: Job) -> Job:
         self._jobs[job.order.key] = job
-        over = [one for one in self._jobs.values() if one.is_over and one.rank_is_done]
+        jobs = self._jobs.values()
+        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
         for old in over[:-_JOBS_KEPT]:
             del self._jobs[old.order.key]
         return job
@@ -308,7 +275,7 @@ class Spool:
         for have, future in list(job.wants_more):
             if error is not None or len(job.slots) > have:
                 job.wants_more.remove((have, future))
-                _answer(future, error, None if error else self._grant(job, have))
+                answer(future, error, None if error else self._grant(job, have))
         if job.wants_seal and error is None and not job.is_sealed and job.channel is not None:
             ledger = job.channel.ledger
             if ledger.may_seal(job.order.key):
@@ -316,7 +283,7 @@ class Spool:
                 job.is_sealed = job.rank_is_done = True
                 self._start(job)
         for waiting in job.wants_seal if error is not None or job.is_sealed else ():
-            _answer(waiting, error, True)
+            answer(waiting, error, True)
         if error is not None or job.is_sealed:
             job.wants_seal.clear()
         self._tidy(job)
@@ -337,11 +304,19 @@ class Spool:
             threading.Thread(target=self._work, args=(job,), daemon=True).start()
 
     def _tidy(self, job: Job) -> None:
-        if job.is_over and job.rank_is_done:
-            job.windows.clear()
-            if job.channel is not None:
-                job.channel.ledger.drop(job.order.key)
-                self._pump(job.channel)
+        if job.is_over and job.rank_is_done and not self._shelf.takes(job):
+            self._drop(job)
+            return
+        for old in self._shelf.surplus() if job.is_kept else ():
+            old.is_dropped, old.is_kept = True, False
+            self._drop(old)
+            self._jobs.pop(old.order.key, None)
+
+    def _drop(self, job: Job) -> None:
+        job.windows.clear()
+        if job.channel is not None:
+            job.channel.ledger.drop(job.order.key)
+            self._pump(job.channel)
 
     def _forget_freed(self, job: Job) -> None:
         """Lets go of objects of the store that count no more."""
@@ -388,12 +363,3 @@ class Spool:
                 self._forget_freed(job)
                 self._pump(job.channel)
             self._settle(job)
-
-
-def _answer(future: Future[Any], error: CheckpointError | None, result: Any) -> None:
-    # Suppressed: whoever waited has given up.
-    with suppress(Exception):
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)

@@ -16,6 +16,7 @@ from ray_dcp.protocol.messages import FileReceipt, Target
 __all__ = [
     "ArenaAddress",
     "Grant",
+    "InFlight",
     "Slot",
     "StageKey",
     "StageOrder",
@@ -167,6 +168,16 @@ class StageReport:
     """`FilePlan.file`."""
     receipt: FileReceipt | None
     error: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A save that a stager works for, whose outcome it does not know."""
+
+    target: Target
+    attempt: str
+    is_written: bool
+    """The stager has written its part: only the commit is awaited."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ __all__ = [
     "ManySource",
     "PieceSource",
     "Source",
+    "part_key",
     "write_file",
     "write_part",
     "write_pieces",
@@ -48,6 +49,16 @@ _SMALL_BYTES = 128 << 10
 _SLICE_BYTES = 8 << 20
 """A large payload is hashed and written in slices of about this length, on block bounds."""
 _DEFERRED_ALIGNMENT = 64
+
+
+def part_key(plan: FilePlan, attempt: str) -> str:
+    """Returns the key of a part file.
+
+    Args:
+        plan: Of the file.
+        attempt: Id of the attempt that writes it.
+    """
+    return plan.key.replace("{attempt}", attempt)
 
 
 def write_part(
@@ -170,7 +181,7 @@ def _write(
     options: SaveOptions,
     stop: Stop,
 ) -> FileReceipt:
-    key = plan.key.replace("{attempt}", attempt)
+    key = part_key(plan, attempt)
     writer: PartWriter | None = None
     try:
         writer = storage.open_writer(key, sync=options.sync_files, direct=options.direct_io)

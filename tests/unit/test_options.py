@@ -37,6 +37,7 @@ NUMBERS = [
     for cls in BOTH
     for field in dataclasses.fields(cls)
     if isinstance(field.default, int | float) and not isinstance(field.default, bool)
+    if field.name != "keep_in_memory"
 ]
 
 
@@ -90,6 +91,13 @@ def test_a_flag_is_true_or_false(cls: type, name: str, other: Any):
 def test_a_number_is_above_zero(cls: type, name: str, other: Any):
     with pytest.raises(InvalidRequestError, match=f"{cls.__name__}.{name} must be a number above"):
         cls(**{name: other})
+
+
+@pytest.mark.parametrize("other", [-1, 0.5, True, None, "3"])
+def test_how_many_stay_in_memory_is_a_number_and_may_be_none(other: Any):
+    with pytest.raises(InvalidRequestError, match="keep_in_memory must be a number of checkpoints"):
+        SaveOptions(keep_in_memory=other)
+    assert SaveOptions(keep_in_memory=2).keep_in_memory == 2
 
 
 def test_every_field_says_what_it_is():

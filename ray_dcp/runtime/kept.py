@@ -1,0 +1,268 @@
+"""Loads take bytes from the memory in which nodes keep what was staged, before storage.
+
+What is read so is checked like what storage gives. Nothing here decides what is loaded: only
+what is committed is, and where a byte can't be had from memory it comes from storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.runtime.naming import NAMESPACE, stager_name
+from ray_dcp.runtime.outcome import outcome
+from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.kept import Kept, KeptFile, Part, cut, registered_name
+from ray_dcp.stage.values import InFlight
+from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
+from ray_dcp.transfer.threads import Stop
+
+__all__ = ["KeptStorage", "await_staged", "kept_storage"]
+
+ANSWER_S = 10.0
+"""How long a stager may take to answer, in seconds; after that bytes come from storage."""
+
+COMMIT_S = 10.0
+"""How long a save may stay open after all is written, in seconds, before nobody waits for it."""
+
+FETCH_BYTES = 32 << 20
+"""How much of another node's memory is asked for at a time."""
+
+logger = logging.getLogger(__name__)
+
+
+class KeptStorage:
+    """A storage some of whose files are also in memory.
+
+    Args:
+        inner: Where everything is.
+        find: Returns where a file is in memory, or None. Called once a file.
+
+    Attributes:
+        bytes_from_memory: How many bytes were taken from there.
+    """
+
+    def __init__(self, inner: Storage, find: Callable[[str], _InMemory | None]) -> None:
+        self._inner = inner
+        self._find = find
+        self._lock = threading.Lock()
+        self._known: dict[str, _InMemory | None] = {}
+        self.bytes_from_memory = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # Why: a storage may offer more than the protocol asks for.
+        return getattr(self._inner, name)
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return self._inner.url
+
+    @property
+    def traits(self) -> StorageTraits:
+        """See `Storage.traits`."""
+        return self._inner.traits
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        return self._inner.read(key, start, num_bytes)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._find(key)
+            file = self._known[key]
+        if file is None or not file.read_into(start, target):
+            self._inner.read_into(key, start, target)
+            return
+        with self._lock:
+            self.bytes_from_memory += len(target)
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """See `Storage.write`."""
+        self._inner.write(key, data, create=create)
+
+    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+        """See `Storage.open_writer`."""
+        return self._inner.open_writer(key, sync=sync, direct=direct)
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """See `Storage.list`."""
+        return self._inner.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Storage.delete`."""
+        self._inner.delete(keys)
+
+
+def kept_storage(
+    storage: Storage, attempt: str, *, namespace: str = NAMESPACE
+) -> KeptStorage | None:
+    """Returns a storage that takes from memory what the nodes keep of an attempt.
+
+    Args:
+        storage: Where everything is.
+        attempt: Id of the attempt that is to be loaded.
+        namespace: Ray namespace of the stagers.
+
+    Returns:
+        None when there is no Ray here, or nothing is kept.
+    """
+    ray = _ray()
+    if ray is None:
+        return None
+    # Suppressed: without memory it is loaded from storage.
+    with suppress(CheckpointError, ray.exceptions.RayError):
+        nodes = _Nodes(attempt, namespace)
+        return KeptStorage(storage, nodes.find) if nodes.any else None
+    return None
+
+
+def await_staged(
+    url: str, timeout_s: float, stop: Stop, *, namespace: str = NAMESPACE
+) -> None:  # fmt: skip
+    """Returns when no save to a place is staged on this node whose outcome is open.
+
+    Such a save is in memory, safe from the death of its ranks, and will be committed in a moment:
+    to load what is older would lose it.
+
+    Args:
+        url: Of the checkpoint, or of the folder that it is in.
+        timeout_s: How long to wait at most, in seconds.
+        stop: Asked to stop.
+        namespace: Ray namespace of the stagers.
+    """
+    ray = _ray()
+    stager = None if ray is None else _stager(ray.get_runtime_context().get_node_id(), namespace)
+    if ray is None or stager is None:
+        return
+    now_s = begin_s = quiet_s = time.monotonic()
+    pause_s = 0.02
+    while now_s < begin_s + timeout_s and not stop.asked:
+        try:
+            found = ray.get(stager.in_flight.remote(url), timeout=ANSWER_S)
+        except ray.exceptions.RayError:
+            return
+        left = [one for one in found if _is_open(one)]
+        now_s = time.monotonic()
+        if not all(one.is_written for one in left):
+            quiet_s = now_s
+        if not left or now_s > quiet_s + COMMIT_S:
+            return
+        threading.Event().wait(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def _is_open(one: InFlight) -> bool:
+    try:
+        return outcome(one.target, one.attempt) == "open"
+    except CheckpointError:
+        return False
+
+
+class _InMemory:
+    """One file in the memory of a node: of this machine, or asked of its stager."""
+
+    def __init__(self, file: KeptFile, arena: Arena | None, stager: Any) -> None:
+        self._file = file
+        self._arena = arena
+        self._stager = stager
+
+    def read_into(self, start: int, target: memoryview) -> bool:
+        """Fills `target` with the file's bytes from `start`; returns whether it could."""
+        parts = self._file.find(start, len(target))
+        if parts is None:
+            return False
+        if self._arena is None:
+            return self._fetch(parts, target)
+        return self._arena.read_into(parts, target)
+
+    def _fetch(self, parts: Sequence[Part], target: memoryview) -> bool:
+        import ray
+
+        into = np.frombuffer(target, dtype=np.uint8)
+        for low in range(0, len(into), FETCH_BYTES):
+            length = min(FETCH_BYTES, len(into) - low)
+            wanted = cut(parts, low, low + length)
+            try:
+                found = ray.get(self._stager.fetch.remote(wanted), timeout=ANSWER_S)
+            except ray.exceptions.RayError:
+                return False
+            if found is None:
+                return False
+            np.copyto(into[low : low + length], found)
+        return True
+
+
+class _Nodes:
+    """What all nodes keep of one attempt; other nodes are asked when this one lacks a file."""
+
+    def __init__(self, attempt: str, namespace: str) -> None:
+        import ray
+
+        from ray_dcp.runtime import hooks
+
+        self._attempt = attempt
+        self._namespace = namespace
+        own = ray.get_runtime_context().get_node_id()
+        prefix = registered_name(attempt)
+        names = hooks.names_from(prefix)
+        self._others = sorted({name[len(prefix) :] for name in names} - {own})
+        self._files: dict[str, _InMemory] = {}
+        self._ask([own])
+        self.any = bool(self._files or self._others)
+
+    def find(self, key: str) -> _InMemory | None:
+        """Returns where a file is in memory."""
+        if key not in self._files and self._others:
+            others, self._others = self._others, []
+            self._ask(others)
+        return self._files.get(key)
+
+    def _ask(self, nodes: list[str]) -> None:
+        import ray
+
+        stagers = {node: _stager(node, self._namespace) for node in nodes}
+        asked = {stager.kept.remote(self._attempt): stager for stager in stagers.values() if stager}
+        done, _ = (
+            ray.wait([*asked], num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+        )
+        for ref in done:
+            # Suppressed: that node has died since.
+            with suppress(ray.exceptions.RayError):
+                self._add(ray.get(ref), asked[ref])
+
+    def _add(self, kept: Kept | None, stager: Any) -> None:
+        if kept is None:
+            return
+        arena = None
+        with suppress(LimitError):
+            arena = Arena.open(kept.address)
+        for file in kept.files:
+            self._files[file.key] = _InMemory(file, arena, stager)
+
+
+def _stager(node_id: str, namespace: str) -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(stager_name(node_id), namespace=namespace)
+    except (ValueError, ray.exceptions.RayError):
+        return None
+
+
+def _ray() -> Any:
+    """Returns Ray where this process uses it, else None."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None

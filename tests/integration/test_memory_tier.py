@@ -1,0 +1,86 @@
+"""Checkpoints that stay in the memory of the nodes: loads take their bytes from there."""
+
+from __future__ import annotations
+
+import pytest
+
+import ray_dcp
+from ray_dcp.errors import DamagedCheckpointError, ParticipantError
+from ray_dcp.runtime.workers import WorkerGroup
+from tests import async_programs as programs
+from tests.polling import eventually
+
+
+@pytest.fixture(scope="module")
+def ranks(ray_session):
+    with WorkerGroup(2, run_timeout_s=180, release_s=10) as group:
+        yield group
+
+
+@pytest.fixture(autouse=True)
+def whole_group(ranks):
+    if ranks.world_size != 2:
+        ranks.resize(2)
+
+
+def spoil(folder) -> None:
+    """Flips bytes all over the data files: who loads from them notices."""
+    for file in folder.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[5000::4096] = bytes(byte ^ 255 for byte in data[5000::4096])
+        file.write_bytes(data)
+
+
+def loads(ranks, path, step, **options) -> tuple[int, int]:
+    """Returns bytes that were read, and those from memory, after all ranks found the values."""
+    came = ranks.run(programs.kept_is, str(path), step, **options)
+    assert [one.error for one in came] == [None, None]
+    return came[0].value
+
+
+def test_a_committed_step_is_loaded_from_memory_and_verified(ranks, tmp_path):
+    ranks.run(programs.save_kept, str(tmp_path), 1)
+    path = tmp_path / "step-1"
+    spoil(path)
+    read, from_memory = loads(ranks, path, 1)
+    assert read == from_memory > 40 << 20
+    came = ranks.run(programs.kept_is, str(path), 1, from_memory=False)
+    assert {type(one.error) for one in came} == {DamagedCheckpointError}
+
+
+def test_only_the_last_ones_stay(ranks, tmp_path):
+    for step in (1, 2, 3):
+        ranks.run(programs.save_kept, str(tmp_path), step, keep=2)
+
+    def kept(step) -> bool:
+        read, from_memory = loads(ranks, tmp_path / f"step-{step}", step)
+        return 0 < read == from_memory
+
+    assert eventually(lambda: not kept(1), 20)
+    assert kept(2)
+    assert kept(3)
+
+
+def test_another_node_is_asked_for_its_memory(ranks, tmp_path):
+    ranks.run(programs.save_kept, str(tmp_path), 4)
+    spoil(tmp_path / "step-4")
+    read, from_memory = loads(ranks, tmp_path / "step-4", 4, unreachable=True)
+    assert read == from_memory
+
+
+def test_memory_that_holds_other_bytes_is_not_believed(ranks, tmp_path):
+    ranks.run(programs.save_kept, str(tmp_path), 5)
+    view = ray_dcp.open(tmp_path / "step-5")
+    assert ranks.run(programs.scribble, view.attempt)[0]
+    read, from_memory = loads(ranks, tmp_path / "step-5", 5)
+    assert read > 0 == from_memory
+
+
+def test_a_staged_step_is_waited_for_after_the_death_of_all_ranks(ranks, tmp_path):
+    ranks.run(programs.save_kept, str(tmp_path), 6)
+    with pytest.raises(ParticipantError):
+        ranks.run(programs.stage_kept_and_die, str(tmp_path / "step-6"), 7)
+    ranks.resize(2)
+    # The same id was saved again: nobody gets the older one.
+    read, from_memory = loads(ranks, tmp_path / "step-6", 7)
+    assert read == from_memory > 40 << 20
