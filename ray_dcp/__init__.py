@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
+    from ray_dcp.warming import warm_up as warm_up
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ _HOMES: dict[str, str] = {
     "save_state_dict": "ray_dcp.entrypoints",
     "load_newest": "ray_dcp.entrypoints",
     "load_state_dict": "ray_dcp.entrypoints",
+    "warm_up": "ray_dcp.warming",
     "connect": "ray_dcp.runtime.session",
     "Session": "ray_dcp.runtime.session",
     "WorkerGroup": "ray_dcp.runtime.workers",

@@ -6,7 +6,10 @@ them itself, in memory that it does not train with.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -34,7 +37,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.threads import run_tasks, run_within
 from ray_dcp.transfer.writer import ManySource, write_part
 
-__all__ = ["Keeping", "ProcessKeeping", "keeping_of"]
+__all__ = ["Keeping", "ProcessKeeping", "keeping_of", "warm_process"]
 
 Finish = Generator[Request, Reply, SaveOutcome]
 
@@ -99,6 +102,20 @@ def keeping_of(session: Any) -> Keeping:
 
 
 _memory = PrivateMemory()
+
+
+def warm_process(num_bytes: int) -> Future[None]:
+    """Begins to touch this process's memory for a state, in the background; returns at once."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        # Suppressed: the first save is slower then, and tells what is wrong.
+        with suppress(MemoryError, OSError):
+            _memory.warm(num_bytes)
+        done.set_result(None)
+
+    threading.Thread(target=run, name="warm", daemon=True).start()
+    return done
 
 
 class ProcessKeeping:

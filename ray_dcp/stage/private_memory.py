@@ -9,6 +9,10 @@ import mmap
 import threading
 from contextlib import suppress
 
+import numpy as np
+
+from ray_dcp.stage.arena import touch
+
 __all__ = ["Lease", "PrivateMemory"]
 
 _UNIT = 2 << 20
@@ -77,6 +81,18 @@ class PrivateMemory:
         if num_bytes == 0:
             return Lease(self, None, 0)
         return Lease(self, self._fitting(num_bytes) or _new(num_bytes), num_bytes)
+
+    def warm(self, num_bytes: int) -> None:
+        """Touches memory for the next lease of one length, unless there is some.
+
+        Raises:
+            MemoryError: There is no more.
+        """
+        lease = self.lease(num_bytes)
+        try:
+            touch(np.frombuffer(lease.view, dtype=np.uint8))
+        finally:
+            lease.release()
 
     def clear(self) -> None:
         """Gives what is idle back to the system."""

@@ -119,6 +119,10 @@ def test_a_second_save_is_skipped_on_all_ranks_or_on_none(ranks, tmp_path):
     assert first[1] in ("NoneType", "SaveSkippedError")
 
 
+def test_warming_up_touches_the_memory_of_the_first_save(ranks):
+    assert ranks.run(programs.warm, 400 << 20)[0] >= 400 << 20
+
+
 def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks, tmp_path):
     shm = set(os.listdir("/dev/shm"))
     came = ranks.run(programs.save_and_change, str(tmp_path / "c"), 1)

@@ -307,3 +307,11 @@ def test_a_script_that_ends_says_that_a_save_failed(tmp_path):
         check=True, cwd=REPOSITORY, timeout=120, capture_output=True, text=True,
     )  # fmt: skip
     assert "nobody asked" in ended.stderr
+
+
+def test_warming_up_touches_memory_for_the_first_save():
+    keeping._memory.clear()
+    ray_dcp.warm_up({"w": torch.zeros(3 << 20), "n": 1}, no_dist=True).result(60)
+    assert keeping._memory.idle_bytes >= 12 << 20
+    with pytest.raises(InvalidRequestError, match="mapping"):
+        ray_dcp.warm_up([torch.zeros(3)])

@@ -29,11 +29,15 @@ class Ledger(RuleBasedStateMachine):
         self.finished: dict[str, set[int]] = {}
         self.sealed: set[str] = set()
 
-    @rule(target=jobs, files=st.lists(st.sets(st.integers(0, 2), min_size=1), max_size=5))
-    def begin(self, files):
+    @rule(
+        target=jobs,
+        files=st.lists(st.sets(st.integers(0, 2), min_size=1), max_size=5),
+        keep=st.booleans(),
+    )
+    def begin(self, files, keep):
         self.number += 1
         job = f"job {self.number}"
-        self.ledger.begin(job, f"rank {self.number % 2}", files)
+        self.ledger.begin(job, f"rank {self.number % 2}", files, keep=keep)
         self.windows[job] = files
         self.finished[job] = set()
         self.unread.update({(job, w): set(f) for w, f in enumerate(files)})
@@ -151,6 +155,42 @@ def test_a_sealed_job_keeps_its_slots_and_one_that_is_not_gives_what_was_read():
     assert ledger.grants() == []
     ledger.finished("a", 0)
     assert [(g.window, g.slot.index) for g in ledger.grants()] == [(1, 0)]
+
+
+def finish(ledger, job, windows):
+    for window in range(windows):
+        ledger.delivered(job, window)
+        ledger.read(job, window, 0)
+    ledger.finished(job, 0)
+
+
+def test_a_kept_job_has_its_slots_until_others_need_them_the_oldest_first():
+    ledger = SlotLedger(4)
+    for job in "ab":
+        ledger.begin(job, "x", [{0}, {0}], keep=True)
+        ledger.grants()
+        assert not ledger.is_whole(job)
+        finish(ledger, job, 2)
+        assert ledger.is_whole(job)
+    assert ledger.num_used == 4
+    ledger.begin("c", "x", [{0}])
+    assert [grant.job for grant in ledger.grants()] == ["c"]
+    assert (ledger.is_whole("a"), ledger.is_whole("b")) == (False, True)
+    assert ledger.num_used == 3
+    ledger.drop("b")
+    assert ledger.num_used == 1
+
+
+def test_a_job_that_is_to_be_kept_and_not_finished_is_not_pushed_out():
+    ledger = SlotLedger(1)
+    ledger.begin("a", "x", [{0}], keep=True)
+    ledger.grants()
+    ledger.delivered("a", 0)
+    ledger.seal("a")
+    ledger.begin("b", "y", [{0}])
+    assert ledger.grants() == []
+    ledger.finished("a", 0)
+    assert [grant.job for grant in ledger.grants()] == ["b"]
 
 
 def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():

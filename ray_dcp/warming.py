@@ -1,0 +1,107 @@
+"""`warm_up`: gets memory and processes ready for asynchronous saves, before the first one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.operations import StateDict, session_for
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.runtime.keeping import warm_process
+from ray_dcp.seam.state import stateful_to_state_dict
+
+__all__ = ["share_bytes", "warm_up"]
+
+
+def warm_up(
+    state_dict: StateDict,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: SaveOptions | None = None,
+) -> Future[None]:
+    """Gets ready for asynchronous saves of a state of this size, in the background.
+
+    The first asynchronous save of a process is slow: its session and the node's stager start, and
+    memory that was never used is touched for the first time, which takes longer than the copy
+    itself. Call this once before training begins, on all ranks.
+
+    Args:
+        state_dict: As for `async_save`; only its sizes count.
+        process_group: As for `async_save`.
+        no_dist: As for `async_save`.
+        options: As for `async_save`; `keep_in_memory` counts.
+
+    Returns:
+        A future that ends when all is ready; nobody has to wait for it.
+
+    Raises:
+        InvalidRequestError: `state_dict` is not a mapping.
+        ParticipantError: No session can be made.
+
+    Example:
+        >>> import torch, ray_dcp
+        >>> ray_dcp.warm_up({"w": torch.ones(2, 3)}).result()
+    """
+    if not isinstance(state_dict, Mapping):
+        raise InvalidRequestError(
+            f"Expected a state dict (a mapping), found {type(state_dict).__name__}",
+            key="state_dict",
+        )
+    session: Any = session_for(process_group, no_dist)
+    num_bytes = share_bytes(stateful_to_state_dict(dict(state_dict)), session.world_size)
+    if isinstance(session, InlineSession):
+        return warm_process(num_bytes)
+    # The last ones that are kept lie beside the one that is being written.
+    copies = 1 + (options or SaveOptions()).keep_in_memory
+    ready: Future[None] = session.staging().warm(copies * num_bytes)
+    return ready
+
+
+def share_bytes(state: Any, world_size: int) -> int:
+    """Returns about how many bytes one rank will stage of a state.
+
+    Its shards are its own; what others hold as well is shared out evenly.
+
+    Args:
+        state: Values, nested.
+        world_size: Number of ranks.
+
+    Example:
+        >>> share_bytes({"w": torch.ones(8), "more": [torch.ones(4), 3]}, world_size=2)
+        24
+    """
+    return sum(math.ceil(_bytes(value, world_size)) for value in _tensors(state))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(value: torch.Tensor, world_size: int) -> float:
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is not None:
+        local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]
+        placements: Any = value.placements  # type: ignore[attr-defined]
+        holders = math.prod(
+            mesh.size(dim) for dim, placed in enumerate(placements) if placed.is_replicate()
+        )
+        return float(local.numel() * local.element_size() / holders)
+    shards = getattr(value, "local_shards", None)
+    if shards is not None:
+        return float(sum(s.tensor.numel() * s.tensor.element_size() for s in shards()))
+    return value.numel() * value.element_size() / world_size
