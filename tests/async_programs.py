@@ -252,3 +252,21 @@ def warm(num_bytes: int) -> int:
     pid = stager_facts()["pid"]
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
+
+
+def begin_large_and_kill_coordinator(path: str, step: int, *victims: int) -> Attempt:
+    """Begins a large save; when all is staged rank 0 kills the coordinator, victims die with it."""
+
+    def save() -> Any:
+        pid = current_session().coordinator_info()["pid"]
+        found = begin_large(path, step)
+        Path(f"{path}.attempt").write_text(found)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(pid, signal.SIGKILL)
+        if dist.get_rank() in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        HELD["handle"].committed(120)
+        return current_session().coordinator_info()["epoch"], found
+
+    return attempt(save)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
+from ray_dcp.errors import InternalError, ParticipantError
 from ray_dcp.protocol.attendance import Attendance
 from ray_dcp.protocol.beats import Beat
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
@@ -29,8 +29,10 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
 )
 from ray_dcp.protocol.operation import Commands
+from ray_dcp.protocol.queueing import let_in
 from ray_dcp.protocol.save import SaveMachine
-from ray_dcp.protocol.staged_save import StagedSaveMachine, admit
+from ray_dcp.protocol.staged_plan import StagedPlan
+from ray_dcp.protocol.staged_save import StagedSaveMachine
 from ray_dcp.protocol.strays import check_world, unknown, unknown_operation, went_ahead
 from ray_dcp.protocol.verdict import lost_rank
 
@@ -119,6 +121,18 @@ class Coordination:
             commands += machine.cancel(cancelled)
         commands += machine.lost({**lost, **gone})
         return self._after(machine, commands)
+
+    def staged_plan(self, key: OpKey) -> StagedPlan | None:
+        """Returns what another coordinator needs to end an asynchronous save that is planned."""
+        machine = self._active.get(key)
+        return machine.staged_plan() if isinstance(machine, StagedSaveMachine) else None
+
+    def resume(self, planned: StagedPlan) -> Commands:
+        """Takes up a save that an earlier coordinator had planned; to be called before all else."""
+        machine = StagedSaveMachine(planned.first, epoch=self.epoch, new_attempt=self._new_attempt)
+        machine.tell_of = partial(self._attendance.tell, machine.key)
+        self._active[machine.key] = machine
+        return self._after(machine, machine.resume(planned))
 
     def hear(self, beat: Beat) -> None:
         """Takes a beat: its rank lives, and is so far."""
@@ -377,21 +391,9 @@ class Coordination:
 
     def _let_in(self, session: str) -> Commands:
         """Begins the asynchronous saves of a session that may begin."""
-        staged = [
+        found = let_in(
             machine
             for key, machine in self._active.items()
             if key.session == session and isinstance(machine, StagedSaveMachine)
-        ]
-        under_way = [machine for machine in staged if machine.is_under_way]
-        for machine in staged:
-            if machine.is_queued:
-                match admit(machine, under_way):
-                    case "begin":
-                        return self._after(machine, machine.let_in())
-                    case StagedSaveMachine() as replaced:
-                        why = f"operation {machine.key.seq} replaced it (when_full='replace')"
-                        return self._after(replaced, replaced.cancel(why))
-                    case CheckpointError() as error:
-                        return self._after(machine, machine.refuse(error))
-                return ()
-        return ()
+        )
+        return () if found is None else self._after(*found)

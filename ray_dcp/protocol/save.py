@@ -94,6 +94,7 @@ class SaveMachine(Operation):
     def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
         super().__init__(first)
         self._epoch = epoch
+        self._epochs = {epoch}
         self._new_attempt = new_attempt
         self._target = first.target
         self._options = first.options
@@ -262,7 +263,7 @@ class SaveMachine(Operation):
     # Writing
 
     def _check_fence(self, receipt: Fenceable) -> None:
-        if (receipt.attempt, receipt.epoch) != (self._attempt, self._epoch):
+        if receipt.attempt != self._attempt or receipt.epoch not in self._epochs:
             raise other_attempt(receipt, self._attempt, self._epoch, self._target.url)
         if not 0 <= receipt.rank < self.world_size:
             raise self._contradiction(f"SaveReceipt of rank {receipt.rank}")

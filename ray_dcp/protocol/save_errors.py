@@ -9,6 +9,7 @@ from ray_dcp.errors import (
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
+    ParticipantError,
     PlanConflictError,
     SaveCancelledError,
 )
@@ -18,6 +19,7 @@ from ray_dcp.protocol.vote import Fenced, Lost, Vote
 
 __all__ = [
     "REPLACED_SINCE",
+    "both_gone",
     "disagreeing_values",
     "fenced_off",
     "lost_race",
@@ -199,3 +201,19 @@ def warning(what: str, failed: Failed) -> str:
     """
     error = failed.error
     return f"The checkpoint is committed, but {what}: {type(error).__name__}: {error}"
+
+
+def both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
+    """Returns the error for bytes whose stager and rank are lost.
+
+    Args:
+        rank: Whose bytes.
+        num_files: Files of the rank without a receipt.
+        reason: What became of the stager, in words.
+    """
+    return ParticipantError(
+        f"Expected a stager to write the bytes of rank {rank}, but it was lost with {num_files} "
+        f"files unwritten ({reason}), and so was the rank, which could have given them again. "
+        f"Save again",
+        rank=rank,
+    )

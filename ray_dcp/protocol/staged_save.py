@@ -11,6 +11,9 @@ files has a receipt, whoever wrote it:
 | a rank is lost | nothing, if a living stager holds its bytes |
 | a stager is lost or lags | the rank hands its unwritten files to another: `TakeOver` |
 
+A coordinator that is made after this one died takes the save up from its `StagedPlan`; messages of
+the epoch in which it was planned count there too.
+
 Before it plans it waits in the phase "queued" until `Coordination` lets it in, which counts the
 asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
 
@@ -19,15 +22,12 @@ asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ray_dcp.errors import (
     CheckpointError,
-    CheckpointExistsError,
     InternalError,
-    ParticipantError,
-    SaveSkippedError,
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import Answer, Command, Planned, Result, step_of
@@ -36,6 +36,7 @@ from ray_dcp.protocol.messages import (
     Noted,
     PartsHeld,
     PartsWritten,
+    Refused,
     Request,
     SaveJoin,
     SaveReceipt,
@@ -44,9 +45,13 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.save import SaveMachine
+from ray_dcp.protocol.save_errors import both_gone, undecided
+from ray_dcp.protocol.staged_plan import StagedPlan
+from ray_dcp.protocol.strays import went_ahead
 from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.vote import Vote
 
-__all__ = ["StagedSaveMachine", "admit"]
+__all__ = ["StagedSaveMachine"]
 
 
 class StagedSaveMachine(SaveMachine):
@@ -60,6 +65,8 @@ class StagedSaveMachine(SaveMachine):
 
     def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
         super().__init__(first, epoch=epoch, new_attempt=new_attempt)
+        self._join = first
+        self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
         self._digests: dict[int, bytes] = {}
         self._held: dict[int, PartsHeld] = {}
@@ -70,6 +77,38 @@ class StagedSaveMachine(SaveMachine):
         self._done_s: dict[int, float] = {}
         self._began_s: float | None = None
         self._helped: set[int] = set()
+
+    def staged_plan(self) -> StagedPlan | None:
+        """Returns what another coordinator needs to end this save; None when it is not planned."""
+        if self.phase != "writing" or self._plan is None:
+            return None
+        return StagedPlan(
+            first=replace(self._join, columns=b""),
+            epoch=self._epoch,
+            attempt=self._attempt,
+            plan=self._plan,
+            files=self._files,
+            seen=self._seen,
+            warnings=tuple(self._warnings),
+        )
+
+    def resume(self, planned: StagedPlan) -> Commands:
+        """Takes up a save where an earlier coordinator had planned it. To be called first.
+
+        Args:
+            planned: As `staged_plan` gave it there.
+
+        Returns:
+            What to do now. Who holds and has written what is to be told again, as it was then.
+        """
+        self._epochs = {self._epoch, planned.epoch}
+        self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
+        self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
+        self._warnings.extend(planned.warnings)
+        self._plan_files(planned.files)
+        self._call("writing")
+        self._tell(f"resumed from epoch {planned.epoch}")
+        return (self._arm(self._options.write_timeout_s),)
 
     def receive(self, request: Request) -> Commands:
         """See `Operation.receive`; what is of another attempt or epoch is refused first."""
@@ -196,6 +235,11 @@ class StagedSaveMachine(SaveMachine):
                 return self._take_written(request)
             case "writing", SaveStaged():
                 return self._take_staged(request)
+            case "writing", SaveJoin():
+                # It was resumed, and this rank had not got its part of the plan.
+                self._roll.note(request.rank, went_ahead(self.key, request.rank))
+                self._waiting[request.rank, step_of(request)] = None
+                return self._received()
             case "writing", SaveReceipt():
                 # A rank that found no stager has written its part itself.
                 self._left[request.rank].clear()
@@ -215,10 +259,22 @@ class StagedSaveMachine(SaveMachine):
 
     def _on_result(self, result: Result) -> Commands:
         if self.phase == "planning" and isinstance(result, Planned):
-            self._left = {
-                rank: {file.file for file in part.files} for rank, part in enumerate(result.parts)
-            }
+            self._plan_files(
+                tuple(frozenset(file.file for file in part.files) for part in result.parts)
+            )
         return super()._on_result(result)
+
+    def _plan_files(self, files: tuple[frozenset[int], ...]) -> None:
+        self._files = files
+        self._left = {rank: set(own) for rank, own in enumerate(files)}
+
+    def _undecided(self) -> Refused:
+        # Why: a coordinator that comes after this one may take it up, and commit it.
+        return Refused(undecided(self._vote, "" if self._error is None else self._error.message))
+
+    def _leave_open(self, error: CheckpointError) -> Commands:
+        self._error = self._error or error
+        return (*self._conclude(self._undecided()), *self._finish())
 
     def _joined(self) -> Commands:
         if self._roll.missing or self._roll.errors:
@@ -297,7 +353,7 @@ class StagedSaveMachine(SaveMachine):
         commands: Commands = ()
         for rank in ranks:
             if rank in self._dead:
-                gone[rank] = _both_gone(rank, len(self._left[rank]), reason)
+                gone[rank] = both_gone(rank, len(self._left[rank]), reason)
                 continue
             self._unheld[rank] = (reason, lost)
             if rank in self._staged:
@@ -340,47 +396,3 @@ class StagedSaveMachine(SaveMachine):
         self._unheld.clear()
         self._staged.clear()
         return super()._end(phase)
-
-
-def admit(
-    queued: StagedSaveMachine, under_way: Sequence[StagedSaveMachine]
-) -> StagedSaveMachine | CheckpointError | Literal["begin", "wait"]:
-    """Returns what becomes of the first save of a session's queue.
-
-    Args:
-        queued: That save.
-        under_way: The session's saves that were let in and have not ended, oldest first.
-
-    Returns:
-        `"begin"`, `"wait"`, the save that is to be cancelled first, or why it is refused.
-    """
-    for other in under_way:
-        if other.url == queued.url and queued.options.max_pending > 1:
-            return CheckpointExistsError(
-                f"Expected one save at a time of an id, but operation {other.key.seq} of this "
-                f"session is saving to {queued.url}. Wait for its handle, or save under another "
-                f"id",
-                checkpoint_id=queued.url,
-            )
-    if len(under_way) < queued.options.max_pending:
-        return "begin"
-    if queued.options.when_full == "skip":
-        return SaveSkippedError(
-            f"The save was skipped, as {len(under_way)} are under way "
-            f"(SaveOptions.max_pending={queued.options.max_pending}, when_full='skip')",
-            checkpoint_id=queued.url,
-        )
-    if queued.options.when_full == "replace":
-        for other in reversed(under_way):
-            if other.is_replaceable:
-                return other
-    return "wait"
-
-
-def _both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
-    return ParticipantError(
-        f"Expected a stager to write the bytes of rank {rank}, but it was lost with {num_files} "
-        f"files unwritten ({reason}), and so was the rank, which could have given them again. "
-        f"Save again",
-        rank=rank,
-    )

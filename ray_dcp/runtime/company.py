@@ -6,6 +6,7 @@ until the group's own timeout. The job's store, which torch has anyway, tells th
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from ray_dcp.errors import RankDisagreementError
 from ray_dcp.protocol.verdict import name_ranks
 from ray_dcp.runtime import hooks
 
-__all__ = ["announced", "connects", "leaves_connect", "meet"]
+__all__ = ["announced", "connects", "leaves_connect", "may_have_company", "meet"]
 
 LOOK_S = 10.0
 """How long to wait for the others before it is asked whether they will ever come, in seconds."""
@@ -104,3 +105,12 @@ def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> No
         store, rank = hooks.job_place()
     if store is not None:
         say(store, f"{_KEY}/connect/{rank}")
+
+
+def may_have_company() -> bool:
+    """Returns whether this process could be a rank: it uses Ray, or has a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    grouped = (
+        distributed is not None and distributed.is_available() and distributed.is_initialized()
+    )
+    return grouped or "ray" in sys.modules

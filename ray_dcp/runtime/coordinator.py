@@ -21,17 +21,18 @@ from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Noted, OpKey, Refused, Reply, Request
+from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, Refused, Reply, Request
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
-from ray_dcp.runtime.naming import NAMESPACE, check_lease, coordinator_name
+from ray_dcp.runtime.naming import NAMESPACE
 from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
 from ray_dcp.stage.values import StageReport
 
-__all__ = ["Coordinator", "coordinator_of"]
+__all__ = ["MOST_CALLS", "Coordinator"]
 
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
@@ -83,6 +84,8 @@ class Coordinator:
         self._performing = 0
         self._entering = 0
         self._stagers = StagerWatch(self._coordination, self._carry_out, namespace)
+        self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
+        self._resumed = asyncio.Event()
         self._watching: dict[OpKey, asyncio.Future[Reply]] = {}
         self._all_met: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
         self._last_call_s = self._loop.time()
@@ -90,6 +93,7 @@ class Coordinator:
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         me = hooks.this_caller(os.getpid())
         self._heard = BeatHeard(actor_id, hooks.life_of(actor_id).num_restarts, str(me))
+        self._start(self._resume())
         self._start(self._watch())
         self._start(self._listen())
 
@@ -157,11 +161,14 @@ class Coordinator:
         self._called.set()
         if caller is not None:
             self._meet(request.key.session, request.rank, caller)
+        await self._resumed.wait()
         at = (request.key, request.rank, step_of(request))
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._waiting.setdefault(at, []).append(future)
         try:
             self._carry_out(self._coordination.receive(request, beats_s=beats_s))
+            if isinstance(request, PartsHeld) and self._plans.note(request):
+                self._start(self._plans.keep())
         except CheckpointError as error:
             self._forget(at, future)
             return Refused(error)
@@ -197,6 +204,7 @@ class Coordinator:
             key: Which operation. One that is not known was begun with an earlier coordinator.
             rank: Who does its share.
         """
+        await self._resumed.wait()
         self._carry_out(self._coordination.works(key, rank))
         outcome = self._coordination.outcome(key)
         if outcome is not None:
@@ -334,7 +342,15 @@ class Coordinator:
             except CheckpointError as error:
                 logger.warning("Ranks that freeze are only seen at deadlines: %s", error)
 
+    async def _resume(self) -> None:
+        try:
+            if self.epoch > 1:
+                await self._plans.resume()
+        finally:
+            self._resumed.set()
+
     async def _watch(self) -> None:
+        await self._resumed.wait()
         while True:
             await self._pause()
             try:
@@ -343,6 +359,7 @@ class Coordinator:
                     self._carry_out(self._coordination.lost(session, [rank], reason))
                 await self._roster.keep()
                 await self._stagers.look()
+                await self._plans.keep()
             except CheckpointError as error:
                 # Why go on: deadlines and leases work without this look.
                 logger.warning("Ranks that die are only seen at deadlines: %s", error)
@@ -367,29 +384,3 @@ class Coordinator:
     def _is_idle(self) -> bool:
         busy = self._performing or self._entering or self._waiting or self._coordination.active
         return not busy
-
-
-def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
-    """Returns the handle of a session's coordinator, after making it if there is none.
-
-    Ranks may call it at once: one of them makes the actor, all get it. It runs where there is
-    room, preferably on the caller's node, and survives its creator.
-
-    Args:
-        session: Name of the session.
-        namespace: Ray namespace to look in.
-        lease_s: See `Coordinator`; counts when the actor is made.
-    """
-    name = coordinator_name(session)
-    # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.
-    actor = ray.remote(Coordinator).options(
-        name=name,
-        namespace=namespace,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=MOST_CALLS,
-        num_cpus=0,
-    )
-    return actor.remote(name, check_lease(lease_s), namespace)

@@ -99,14 +99,18 @@ class Heart:
             self._active.pop(vitals, None)
             self._changed.notify_all()
 
-    def given_up(self, out_of_reach: bool, outlives_restart: bool) -> CheckpointError | None:
+    def given_up(
+        self, out_of_reach: bool, outlives_restart: bool, goes_on: bool = False
+    ) -> CheckpointError | None:
         """Returns why the coordinator will not answer any more; None while it may.
 
         Args:
             out_of_reach: A call failed.
             outlives_restart: The next incarnation of the coordinator can answer as well.
+            goes_on: The next one goes on with the operation: one that is frozen is not given up
+                while another takes its place.
         """
-        if self._frozen is not None:
+        if self._frozen is not None and not (goes_on and self._is_being_replaced):
             return self._frozen
         if out_of_reach and not outlives_restart and self._is_gone():
             return self._died()
@@ -272,9 +276,12 @@ class _Beating:
         silent_s = now_s - min(self._sent.values(), default=now_s)
         if silent_s <= timeout_s:
             return
-        late = self._heart._is_being_replaced and self._heart._heard is None
-        if late or not hooks.life_of(self._actor_id).is_running:
-            # Why: one that is being started, or started anew, is late and not frozen.
+        heard, life = self._heart._heard, hooks.life_of(self._actor_id)
+        ends = heard is not None and heard.num_restarts == life.num_restarts
+        late = self._heart._is_being_replaced and heard is None
+        if late or not (life.is_running or ends):
+            # Why: one that is being started, or started anew, is late and not frozen. One that
+            # has answered and is just being ended, as another rank found it frozen, is.
             self._sent = dict.fromkeys(self._sent, now_s)
             return
         heart = self._heart

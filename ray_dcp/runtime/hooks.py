@@ -38,6 +38,7 @@ __all__ = [
     "recall",
     "remember",
     "signal_handlers_kept",
+    "store_bytes",
     "this_caller",
     "train_ranks",
 ]
@@ -326,3 +327,15 @@ def train_ranks() -> tuple[int, int, str] | None:
         return context.get_world_rank(), context.get_world_size(), context.get_experiment_name()
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
+
+
+def store_bytes(node_id: str) -> float:
+    """Returns the size of a node's object store, in bytes.
+
+    Args:
+        node_id: Ray's hex id of the node.
+    """
+    for node in ray.nodes():
+        if node["NodeID"] == node_id:
+            return float(node["Resources"].get("object_store_memory", 0))
+    raise InternalError(f"Expected node {node_id} among Ray's nodes, but it is not there")

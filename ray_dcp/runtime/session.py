@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,9 +22,19 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Reply, Request, SaveJoin
+from ray_dcp.protocol.messages import (
+    Exchange,
+    LoadJoin,
+    OpKey,
+    PartsHeld,
+    Reply,
+    Request,
+    SaveJoin,
+    SaveStaged,
+)
 from ray_dcp.runtime import registry
 from ray_dcp.runtime.activity import LEAVING_S, Activity
+from ray_dcp.runtime.company import may_have_company
 from ray_dcp.runtime.connect_check import check_connect
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease
 from ray_dcp.runtime.patience import MARGIN_S, Patience
@@ -127,12 +136,13 @@ class Session:
             InvalidRequestError: The session was closed.
         """
         self._check_open()
-        outlives_restart = isinstance(request, SaveJoin | LoadJoin | Exchange)
+        is_held = isinstance(request, SaveStaged | PartsHeld)
+        outlives_restart = is_held or isinstance(request, SaveJoin | LoadJoin | Exchange)
         try:
             reply: Reply = self._ask(
                 lambda actor: actor.call.remote(request, self._caller, beats_s),
                 self._patience.of(request),
-                lambda failed: self._heart.given_up(failed, outlives_restart),
+                lambda failed: self._heart.given_up(failed, outlives_restart, is_held),
             )
         except ParticipantError:
             self.gave_up(request.key)
@@ -277,7 +287,7 @@ class Session:
         )  # fmt: skip
 
     def _reach(self, fresh: bool) -> Any:
-        from ray_dcp.runtime.coordinator import coordinator_of
+        from ray_dcp.runtime.coordinator_handle import coordinator_of
 
         with self._lock:
             if fresh or self._handle is None:
@@ -379,17 +389,8 @@ def current_session(
     explicit = registry.explicit()
     if process_group is None and explicit is not None:
         return explicit
-    if process_group is None and not _may_have_company():
+    if process_group is None and not may_have_company():
         return None
     from ray_dcp.runtime import groups
 
     return groups.session_of(process_group, lease_s=check_lease(lease_s))
-
-
-def _may_have_company() -> bool:
-    """Returns whether this process could be a rank: it uses Ray, or has a process group."""
-    distributed = sys.modules.get("torch.distributed")
-    grouped = (
-        distributed is not None and distributed.is_available() and distributed.is_initialized()
-    )
-    return grouped or "ray" in sys.modules

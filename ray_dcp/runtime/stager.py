@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError, InternalError, LimitError
 from ray_dcp.runtime import hooks
-from ray_dcp.runtime.hooks import Caller
+from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
@@ -52,6 +52,9 @@ SHARE_OF_MEMORY = 0.5
 SHARE_OF_STORE = 0.35
 """Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and gives
 memory back up to half a second late."""
+
+PLANS_KEPT = 64
+"""Planned saves that are kept; the coordinator drops those that have ended."""
 
 KEPT_S = 900.0
 """It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
@@ -95,9 +98,9 @@ class Stager:
         self._adopted: dict[tuple[int, int], Arena] = {}
         self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
         self._last_call_s = self._loop.time()
-        store_bytes = max(int(SHARE_OF_STORE * _store_bytes(self._node_id)), 1)
+        limit_of_store = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
         limit_bytes = options.limit_bytes or int(SHARE_OF_MEMORY * free_memory_bytes())
-        store = _channel(min(limit_bytes, store_bytes), options)
+        store = _channel(min(limit_bytes, limit_of_store), options)
         channels = {"store": store}
         with suppress(LimitError):
             channels["arena"] = _arena_channel(limit_bytes, options)
@@ -112,6 +115,7 @@ class Stager:
             store.slot_bytes,
         )
         self._registered: set[str] = set()
+        self._plans: dict[str, bytes] = {}
         self._tasks = {self._loop.create_task(self._watch())}
 
     async def ping(self) -> bool:
@@ -234,6 +238,33 @@ class Stager:
         """Returns how far it is; None when it does not know the key."""
         self._touch()
         return self._spool.progress(key)
+
+    async def keep_plan(self, name: str, data: bytes) -> None:
+        """Keeps a planned save for the coordinator that comes after the one that planned it.
+
+        Args:
+            name: Of the save.
+            data: Whatever that one understands.
+        """
+        self._touch()
+        self._plans[name] = data
+        while len(self._plans) > PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+
+    async def plan_of(self, name: str) -> bytes | None:
+        """Returns what `keep_plan` was given; None when it is not there."""
+        self._touch()
+        return self._plans.get(name)
+
+    async def drop_plan(self, name: str) -> None:
+        """Forgets a planned save."""
+        self._touch()
+        self._plans.pop(name, None)
+
+    async def shares(self, attempt: str) -> list[StageProgress]:
+        """Returns how far it is with each rank's share of an attempt."""
+        self._touch()
+        return self._spool.shares(attempt)
 
     async def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed."""
@@ -362,10 +393,3 @@ def _adopted(window: int, array: Any) -> memoryview:
             f"{type(array).__name__}. Please report this"
         )
     return memoryview(array)  # type: ignore[arg-type]
-
-
-def _store_bytes(node_id: str) -> float:
-    for node in ray.nodes():
-        if node["NodeID"] == node_id:
-            return float(node["Resources"].get("object_store_memory", 0))
-    raise InternalError(f"Expected node {node_id} among Ray's nodes, but it is not there")

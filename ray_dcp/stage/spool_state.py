@@ -34,6 +34,12 @@ class SpoolState:
             job = self._jobs.get(key)
             return None if job is None else job.progress()
 
+    def shares(self, attempt: str) -> list[StageProgress]:
+        """Returns how far each share of an attempt is, the later incarnation last."""
+        with self._lock:
+            jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
+            return [job.progress() for job in jobs if not job.is_dropped]
+
     def paces(self) -> dict[StageKey, tuple[int, int]]:
         """Returns bytes written and bytes in all of every job that is not kept for loads."""
         with self._lock:

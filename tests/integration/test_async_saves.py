@@ -67,6 +67,27 @@ def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims)
     assert ray_dcp.verify(path).ok
 
 
+def test_a_staged_save_survives_its_coordinator(ranks, tmp_path):
+    for number in range(2):
+        path = tmp_path / f"c{number}"
+        came = ranks.run(programs.begin_large_and_kill_coordinator, str(path), 5)
+        assert [one.error for one in came] == [None, None]
+        epoch, attempt = came[0].value
+        assert epoch > 1 + number
+        assert ray_dcp.outcome(path, attempt) == "committed"
+        assert programs.large_is(str(path), 5, 2)
+        assert ray_dcp.verify(path).ok
+
+
+def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_path):
+    path = tmp_path / "c"
+    with pytest.raises(ParticipantError):
+        ranks.run(programs.begin_large_and_kill_coordinator, str(path), 5, 0, 1)
+    assert committed(path, Path(f"{path}.attempt").read_text())
+    ranks.resize(2)
+    assert programs.large_is(str(path), 5, 2)
+
+
 def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_path):
     for number in range(4):
         path = tmp_path / f"c{number}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ray_dcp.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CommitUnknownError,
     DeadlineError,
@@ -22,11 +24,13 @@ from ray_dcp.plan.values import FilePlan, RankPlan
 from ray_dcp.protocol.commands import (
     Answer,
     BuildCommit,
+    Failed,
     Finished,
     MakePlan,
     Published,
     ReadRecords,
     RecordCreated,
+    step_of,
 )
 from ray_dcp.protocol.messages import (
     FileReceipt,
@@ -440,3 +444,97 @@ def test_a_failed_save_makes_room(play):
     assert isinstance(play.task, ReadRecords)
     play.done(NOTHING)
     assert isinstance(play.task, MakePlan)
+
+
+# Another coordinator
+
+
+class Resumed(StagedPlay):
+    """A coordinator that takes up what the one of another play had planned."""
+
+    def take_up(self, before):
+        planned = pickle.loads(pickle.dumps(before.coordination.staged_plan(KEY)))
+        self._take(self.coordination.resume(planned))
+        return self
+
+
+@pytest.fixture
+def resumed(play):
+    play.to_writing()
+    play.held(0)
+    play.written(0, 0, 1)
+    return Resumed(world_size=play.world_size, epoch=2).take_up(play)
+
+
+def test_only_what_is_planned_and_not_yet_committed_can_be_taken_up(play):
+    for rank in range(play.world_size):
+        assert play.coordination.staged_plan(KEY) is None
+        play.join_staged(rank)
+    assert play.coordination.staged_plan(KEY) is None
+    play.done(NOTHING)
+    play.done(staged_plan(play.world_size))
+    assert play.coordination.staged_plan(KEY) is not None
+    for rank in range(play.world_size):
+        play.held(rank)
+    play.write_all()
+    assert play.coordination.staged_plan(KEY) is None
+
+
+def test_a_save_is_taken_up_and_committed_under_the_new_epoch(resumed):
+    for rank in range(resumed.world_size):
+        assert resumed.held(rank) == Noted()
+        resumed.staged(rank)
+    resumed.write_all()
+    task = commit(resumed)
+    assert (task.attempt, task.epoch) == ("a1", 2)
+    assert {file.file for file in task.receipts} == {0, 1, 2, 3}
+    assert isinstance(resumed.reply(0, step_of(SaveStaged(KEY, 0, "a1", 1))), SaveOutcome)
+
+
+def test_what_nobody_says_again_does_not_count(resumed):
+    resumed.held(0)
+    resumed.written(0, 0)
+    for rank in range(1, resumed.world_size):
+        resumed.held(rank)
+        resumed.written(rank, *range(FILES_OF_A_RANK * rank, FILES_OF_A_RANK * rank + 2))
+    assert not resumed.todo
+
+
+def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(resumed):
+    resumed.staged(0)
+    resumed.join_staged(1)
+    resumed.held(0)
+    resumed.write_all(ranks=[0])
+    resumed.end_abort()
+    refused = resumed.reply(1, step_of(SaveJoin(KEY, 1, 2, TARGET, SaveOptions(), b"")))
+    assert isinstance(refused, Refused)
+    assert "was restarted" in refused.error.message
+
+
+def test_another_attempt_or_epoch_is_refused_by_who_took_it_up(resumed):
+    with pytest.raises(CheckpointError):
+        resumed.held(0, attempt="a2")
+    with pytest.raises(CheckpointError):
+        resumed.held(0, epoch=3)
+    resumed.held(0, epoch=2)
+
+
+def test_a_dead_rank_does_not_matter_once_its_stager_has_said_that_it_holds_its_bytes(resumed):
+    resumed.held(1)
+    resumed.lose(1)
+    assert not resumed.todo
+    resumed.lose(0)
+    resumed.held(0)
+    resumed.write_all(ranks=[0, 1])
+    assert "lost" in resumed.task.reason
+
+
+def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit_it(play):
+    play.to_writing()
+    play.cancel()
+    play.done(Failed(StorageError("no answer")))
+    while play.todo:
+        play.done(Failed(StorageError("no answer")))
+    play.staged(0)
+    refused = play.reply(0, step_of(SaveStaged(KEY, 0, "a1", 1)))
+    assert isinstance(refused.error, CommitUnknownError)

@@ -1,0 +1,38 @@
+"""The handle of a session's coordinator, which is made when there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from ray_dcp.runtime.coordinator import MOST_CALLS, Coordinator
+from ray_dcp.runtime.naming import NAMESPACE, check_lease, coordinator_name
+
+__all__ = ["coordinator_of"]
+
+
+def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
+    """Returns the handle of a session's coordinator, after making it if there is none.
+
+    Ranks may call it at once: one of them makes the actor, all get it. It runs where there is
+    room, preferably on the caller's node, and survives its creator.
+
+    Args:
+        session: Name of the session.
+        namespace: Ray namespace to look in.
+        lease_s: See `Coordinator`; counts when the actor is made.
+    """
+    name = coordinator_name(session)
+    # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.
+    actor = ray.remote(Coordinator).options(
+        name=name,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=MOST_CALLS,
+        num_cpus=0,
+    )
+    return actor.remote(name, check_lease(lease_s), namespace)
