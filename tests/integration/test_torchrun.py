@@ -12,19 +12,25 @@ import pytest
 import torch
 
 import ray_dcp
+from tests.async_programs import large_is
 from tests.integration.test_runtime_own_ray import LEASE_S, REPOSITORY, plain_environment
 from tests.polling import eventually, session_members
 
 
-def torchrun(action: str, folder: Path, num_ranks: int) -> tuple[list[dict[str, Any]], str]:
-    """Returns what each rank tells, by rank, and all that was printed."""
-    finished = subprocess.run(
+def run(action: str, folder: Path, num_ranks: int) -> subprocess.CompletedProcess[str]:
+    """Returns how torchrun ended."""
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          f"--nproc-per-node={num_ranks}", "--local-addr=127.0.0.1",
          "-m", "tests.integration.torchrun_script", action, str(folder), str(LEASE_S)],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=150,
         env=plain_environment(OMP_NUM_THREADS="1"), check=False,
     )  # fmt: skip
+
+
+def torchrun(action: str, folder: Path, num_ranks: int) -> tuple[list[dict[str, Any]], str]:
+    """Returns what each rank tells, by rank, and all that was printed."""
+    finished = run(action, folder, num_ranks)
     assert finished.returncode == 0, finished.stderr
     lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
     told = sorted(map(json.loads, lines), key=lambda facts: facts["rank"])
@@ -66,5 +72,17 @@ def test_a_group_of_one_and_a_process_without_group_save_beside_the_others(saved
 
 def test_nothing_of_its_ray_is_left_after_the_lease(saved):
     _, (facts, _), _ = saved
+    assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
+    assert eventually(lambda: not Path(facts["directory"]).exists(), 10)
+
+
+def test_a_staged_save_survives_rank_0_that_had_started_its_ray(tmp_path):
+    finished = run("die", tmp_path, 2)
+    assert finished.returncode != 0
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    path = tmp_path / "staged"
+    assert eventually(lambda: ray_dcp.outcome(path, facts["attempt"]) == "committed", 60)
+    assert large_is(str(path), 3, 2)
+    assert ray_dcp.verify(path).ok
     assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
     assert eventually(lambda: not Path(facts["directory"]).exists(), 10)

@@ -2,12 +2,14 @@
 
 Usage: torchrun … -m tests.integration.torchrun_script save <folder> <lease_s>
        torchrun … -m tests.integration.torchrun_script load <folder> <lease_s>
+       torchrun … -m tests.integration.torchrun_script die <folder> <lease_s>
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,17 @@ import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.session import current_session
-from tests import programs
+from tests import async_programs, programs
 
 
 def main(action: str, folder: str, lease_s: str) -> None:
     dist.init_process_group("gloo")
     # A script need not do this: it only shortens what is left at the end.
     session = current_session(lease_s=float(lease_s))
+    if action == "die":
+        save_and_die(folder)
     programs.seed_all(11)
     programs.build("fsdp2", seed=0 if action == "save" else 1)
     if action == "save":
@@ -45,6 +50,24 @@ def main(action: str, folder: str, lease_s: str) -> None:
     sys.stdout.write(f"{json.dumps(facts)}\n")
     sys.stdout.flush()
     dist.destroy_process_group()
+
+
+def save_and_die(folder: str) -> None:
+    """Kills rank 0, which started Ray, as soon as its save is staged; torchrun ends the others."""
+    handle = ray_dcp.async_save(
+        async_programs.large_state(3),
+        checkpoint_id=f"{folder}/staged",
+        options=SaveOptions(part_bytes=16 << 20, num_threads=1),
+    )
+    handle.staged(60)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+        keeper = json.loads((directory / "ready.json").read_text())["keeper_pid"]
+        facts = {"attempt": handle.report().attempt, "keeper_pid": keeper}
+        Path(folder, "facts.json").write_text(json.dumps({**facts, "directory": str(directory)}))
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
 
 
 def save_side_by_side(folder: str) -> None:
