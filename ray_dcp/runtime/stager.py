@@ -25,18 +25,21 @@ from ray_dcp.errors import CheckpointError, InternalError, LimitError
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
+from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
+from ray_dcp.runtime.place import Place
 from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
+from ray_dcp.stage.copies import CopyingSpool
 from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.kept import Kept, Part, registered_name
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.slots import SlotLedger
-from ray_dcp.stage.spool import Spool
 from ray_dcp.stage.values import (
     ArenaAddress,
     Grant,
     InFlight,
     Slot,
+    StagedCopy,
     StageKey,
     StageOrder,
     StageProgress,
@@ -44,7 +47,7 @@ from ray_dcp.stage.values import (
     Unknown,
 )
 
-__all__ = ["SHARE_OF_MEMORY", "SHARE_OF_STORE", "Place", "Stager", "stager_of"]
+__all__ = ["SHARE_OF_MEMORY", "SHARE_OF_STORE", "Stager", "stager_of"]
 
 SHARE_OF_MEMORY = 0.5
 """Part of the memory that is free when it starts that staged bytes may take."""
@@ -59,19 +62,6 @@ PLANS_KEPT = 64
 KEPT_S = 900.0
 """It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
 ranks that are started anew."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """How a node's staging memory is reached."""
-
-    stager: str
-    """Name of the stager, different for each process that ever was one."""
-    pid: int
-    arena: ArenaAddress | None
-    """None where there is no shared memory."""
-    store_window_bytes: int
-    """Longest window that may come as an object of the store."""
 
 
 @dataclass
@@ -94,6 +84,7 @@ class Stager:
         self._self = ray.get_runtime_context().current_actor
         self._node_id = ray.get_runtime_context().get_node_id()
         self._lease_s = lease_s
+        self._options = options
         self._ranks: dict[str, _Rank] = {}
         self._adopted: dict[tuple[int, int], Arena] = {}
         self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
@@ -106,8 +97,8 @@ class Stager:
             channels["arena"] = _arena_channel(limit_bytes, options)
         self._limit_bytes = limit_bytes
         reports = Reports(self._loop, self._give_up)
-        self._spool = Spool(channels, options, reports.tell)
-        arena = channels["arena"].arena if "arena" in channels else None
+        self._spool = CopyingSpool(channels, options, reports.tell)
+        self._arena = arena = channels["arena"].arena if "arena" in channels else None
         self._place = Place(
             f"{stager_name(self._node_id)}#{secrets.token_hex(6)}",
             os.getpid(),
@@ -281,6 +272,11 @@ class Stager:
         self._touch()
         return await asyncio.to_thread(self._spool.fetch, parts)
 
+    async def copy_from(self, origin: Any, copied: StagedCopy) -> bool:
+        """Copies what another node keeps; returns whether it is here now. See `peer_copy`."""
+        self._touch()
+        return self._arena is not None and await pull(copied, origin, self._spool, self._arena)
+
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
         """Gives up. See `Spool.cancel`."""
         self._touch()
@@ -332,11 +328,20 @@ class Stager:
             # Suppressed: loads on this node find what is kept all the same.
             with suppress(CheckpointError, RayError):
                 await self._register()
+                for copied in self._spool.to_copy():
+                    await push(copied, self._self, await asyncio.to_thread(self._peer))
             idle_s = self._loop.time() - self._last_call_s
             lease_s = max(self._lease_s, KEPT_S) if self._spool.num_kept() else self._lease_s
             if not self._ranks and not self._spool.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray.kill(self._self, no_restart=True)
+
+    def _peer(self) -> Any:
+        node = next_node(self._node_id, alive_nodes())
+        namespace = ray.get_runtime_context().namespace
+        return None if node is None else stager_of(
+            node, namespace=namespace, lease_s=self._lease_s, options=self._options
+        )  # fmt: skip
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""

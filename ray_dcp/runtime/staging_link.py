@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.call import call_actor
-from ray_dcp.runtime.stager import Place
+from ray_dcp.runtime.place import Place
 from ray_dcp.stage.arena import Arena
 
 __all__ = ["Link", "StagerGone", "link_to"]

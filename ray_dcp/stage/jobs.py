@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_dcp.errors import CheckpointError, ParticipantError
@@ -20,6 +20,7 @@ from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.values import (
     Grant,
     Slot,
+    StagedCopy,
     StageKey,
     StageOrder,
     StageProgress,
@@ -74,6 +75,8 @@ class Job:
     """Written, and its bytes stay for loads."""
     is_committed: bool = False
     """Its rank was told so."""
+    is_copied: bool = False
+    """Another node was asked to keep a copy."""
     is_dropped: bool = False
     """It failed, or was cancelled: nobody will load it."""
     wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
@@ -101,6 +104,16 @@ class Job:
                 self.slots,
             )
             for file in self.files
+        )
+
+    def as_copy(self) -> StagedCopy:
+        """Returns what another node needs to copy it from here."""
+        key = replace(self.order.key, incarnation=-1 - self.order.key.incarnation)
+        return StagedCopy(
+            replace(self.order, key=key, plan=self.plan, process=""),
+            tuple(self.reports[file] for file in self.files),
+            tuple(self.slots),
+            tuple(self.layout.used_bytes.tolist()),
         )
 
     def failure(self) -> CheckpointError | None:

@@ -83,6 +83,12 @@ class SlotLedger(Generic[J]):
         """How many slots are granted now."""
         return self.num_slots - len(self._free)
 
+    @property
+    def num_idle(self) -> int:
+        """How many slots are free, or only kept."""
+        kept = (job for job in self._jobs.values() if job.is_kept and _is_idle(job))
+        return len(self._free) + sum(w.slot is not None for job in kept for w in job.windows)
+
     def begin(
         self,
         job: J,

@@ -309,8 +309,11 @@ class Spool(SpoolState):
             return
         for old in self._shelf.surplus() if job.is_kept else ():
             old.is_dropped, old.is_kept = True, False
-            self._drop(old)
-            self._jobs.pop(old.order.key, None)
+            self._forget(old)
+
+    def _forget(self, job: Job) -> None:
+        self._drop(job)
+        self._jobs.pop(job.order.key, None)
 
     def _drop(self, job: Job) -> None:
         job.windows.clear()

@@ -10,7 +10,7 @@ import numpy as np
 from ray_dcp.stage.jobs import Channel, Job
 from ray_dcp.stage.kept import Kept, Part
 from ray_dcp.stage.shelf import Shelf
-from ray_dcp.stage.values import InFlight, StageKey, StageProgress
+from ray_dcp.stage.values import InFlight, StagedCopy, StageKey, StageProgress
 
 __all__ = ["SpoolState"]
 
@@ -38,7 +38,24 @@ class SpoolState:
         """Returns how far each share of an attempt is, the later incarnation last."""
         with self._lock:
             jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
-            return [job.progress() for job in jobs if not job.is_dropped]
+            own = [job for job in jobs if not job.is_dropped and job.order.key.incarnation >= 0]
+            return [job.progress() for job in own]
+
+    def to_copy(self) -> list[StagedCopy]:
+        """Returns what another node is to keep as well, each once."""
+        with self._lock:
+            found = [
+                job
+                for job in self._jobs.values()
+                if job.is_kept
+                and job.is_committed
+                and job.order.options.keep_peer_copy
+                and job.order.key.incarnation >= 0
+                and not job.is_copied
+            ]
+            for job in found:
+                job.is_copied = True
+            return [job.as_copy() for job in found]
 
     def paces(self) -> dict[StageKey, tuple[int, int]]:
         """Returns bytes written and bytes in all of every job that is not kept for loads."""
