@@ -137,6 +137,10 @@ def _save_new(place: Place) -> str:
     return place.save(NEW, 2)
 
 
+def _staged_new(place: Place) -> str:
+    return place.save(NEW, 2, staged=True)
+
+
 def _safe_new(place: Place) -> str:
     return place.save(NEW, 2, options=SAFETENSORS)
 
@@ -149,6 +153,9 @@ register_operation(
 )  # fmt: skip
 register_operation(
     "save.overwrite_stock", prepare=put_stock_checkpoint, run=_save_new, previous=OLD, new=NEW
+)
+register_operation(
+    "save.staged", prepare=_old_and_leftovers, run=_staged_new, previous=OLD, new=NEW
 )
 register_operation("save.first_safetensors", prepare=_nothing, run=_safe_new, new=NEW)
 register_operation(

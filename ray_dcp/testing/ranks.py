@@ -15,14 +15,27 @@ import numpy as np
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome, Target
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Reply,
+    Request,
+    SaveOutcome,
+    SaveStaged,
+    Target,
+)
 from ray_dcp.runtime.inline import RankResult, run_ranks
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.rank import Captured, LoadResult, load_rank, save_rank
+from ray_dcp.runtime.rank_save import await_outcome, join_save
+from ray_dcp.runtime.telling import attempt
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.testing.array_states import ArrayCapture, ArrayWork, State, same_value
 from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.writer import write_part
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
 
@@ -41,6 +54,7 @@ def save_ranks(
     states: Sequence[State] | None = None,
     capture: Capturing = ArrayCapture,
     opener: Opener = open_storage,
+    staged: bool = False,
 ) -> list[Generator[Request, Reply, SaveOutcome]]:
     """Returns the generators of a save, for `run_ranks`.
 
@@ -54,15 +68,48 @@ def save_ranks(
         states: Gives each rank a state of its own.
         capture: From state, rank and world size to what a rank captures.
         opener: What opens the storage.
+        staged: As `async_save` does: a stager tells of each file, which here is the rank itself.
     """
+    save = _save_staged if staged else save_rank
     return [
-        save_rank(
+        save(
             OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
             options=options or SaveOptions(), opener=opener,
             capture=partial(capture, states[rank] if states else state, rank, world_size),
         )
         for rank in range(world_size)
     ]  # fmt: skip
+
+
+def _save_staged(
+    key: OpKey,
+    *,
+    rank: int,
+    world_size: int,
+    target: Target,
+    options: SaveOptions,
+    opener: Opener,
+    capture: Callable[[], Captured],
+) -> Generator[Request, Reply, SaveOutcome]:
+    """What a rank and its stager say and do in an asynchronous save, one after the other."""
+    go, captured = yield from join_save(
+        key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
+        staged=True,
+    )  # fmt: skip
+
+    def write() -> tuple[FileReceipt, ...]:
+        return write_part(
+            opener(target), go.plan, go.attempt,
+            source=captured.source, deferred=captured.deferred, options=options,
+        )  # fmt: skip
+
+    yield PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
+    files, error = attempt(write, "writing", rank)
+    yield PartsWritten(
+        key, rank, go.attempt, go.epoch, f"stager {rank}", 0, files or (), error
+    )  # fmt: skip
+    told = SaveStaged(key, rank, go.attempt, go.epoch)
+    return (yield from await_outcome(told, target, opener, timeout_s=options.commit_timeout_s))
 
 
 def load_ranks(
@@ -119,6 +166,7 @@ def save_state(
     options: SaveOptions | None = None,
     states: Sequence[State] | None = None,
     capture: Capturing = ArrayCapture,
+    staged: bool = False,
 ) -> SaveOutcome:
     """Saves a state to a storage, by several ranks in this thread.
 
@@ -130,6 +178,7 @@ def save_state(
         options: How; by default with one thread.
         states: Gives each rank a state of its own.
         capture: From state, rank and world size to what a rank captures.
+        staged: As for `save_ranks`.
 
     Raises:
         CheckpointError: What the ranks were told.
@@ -139,7 +188,7 @@ def save_state(
     options = options or SaveOptions(num_threads=1)  # so that all calls come in one order
     ranks = save_ranks(
         state, world_size, storage.url, session=session, options=options, states=states,
-        capture=capture, opener=opener,
+        capture=capture, opener=opener, staged=staged,
     )  # fmt: skip
     return one_outcome(run_ranks(ranks, performer=partial(perform, opener=opener)))
 

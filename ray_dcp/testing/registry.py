@@ -59,6 +59,7 @@ class Place:
         options: SaveOptions | None = None,
         states: Sequence[State] | None = None,
         capture: Capturing = ArrayCapture,
+        staged: bool = False,
     ) -> str:
         """Saves a state by several ranks in this thread; returns the attempt.
 
@@ -69,13 +70,14 @@ class Place:
             options: How; by default with one thread.
             states: Gives each rank a state of its own.
             capture: From state, rank and world size to what a rank captures.
+            staged: As an asynchronous save is done.
 
         Raises:
             CheckpointError: What the ranks were told.
         """
         saved = save_state(
             self.storage, state, world_size, session=session, options=options, states=states,
-            capture=capture,
+            capture=capture, staged=staged,
         )  # fmt: skip
         return saved.attempt
 

@@ -19,7 +19,11 @@ def testpaths(pytestconfig: pytest.Config) -> list[str]:
 
 
 def test_the_test_stages_are_the_testpaths_of_plain_pytest(testpaths: list[str]):
-    stages = re.findall(r"^stage_\w+\(\) \{ tests (tests/\w+)(?: -n 2 --dist loadfile)?; \}$", SCRIPT.read_text(), re.M)
+    stages = re.findall(
+        r"^stage_\w+\(\) \{ tests (tests/\w+)(?: -n 2 --dist loadfile)?; \}$",
+        SCRIPT.read_text(),
+        re.M,
+    )
     assert sorted(stages) == sorted(testpaths)
 
 
