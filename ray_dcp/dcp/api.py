@@ -1,0 +1,9 @@
+"""`torch.distributed.checkpoint.api` by ray_dcp's name: the exception; torch's own."""
+
+from torch.distributed.checkpoint import api as _stock
+from torch.distributed.checkpoint.api import *  # noqa: F403
+
+from ray_dcp.dcp._rest import names_of, rest_of
+
+__all__ = names_of(_stock)
+__getattr__ = rest_of(_stock, __name__)

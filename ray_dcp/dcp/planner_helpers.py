@@ -1,0 +1,9 @@
+"""`torch.distributed.checkpoint.planner_helpers` by ray_dcp's name: how read items are planned; torch's own."""
+
+from torch.distributed.checkpoint import planner_helpers as _stock
+from torch.distributed.checkpoint.planner_helpers import *  # noqa: F403
+
+from ray_dcp.dcp._rest import names_of, rest_of
+
+__all__ = names_of(_stock)
+__getattr__ = rest_of(_stock, __name__)

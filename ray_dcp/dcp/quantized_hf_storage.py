@@ -1,0 +1,9 @@
+"""`torch.distributed.checkpoint.quantized_hf_storage` by ray_dcp's name: the reader that dequantises; torch's own."""
+
+from torch.distributed.checkpoint import quantized_hf_storage as _stock
+from torch.distributed.checkpoint.quantized_hf_storage import *  # noqa: F403
+
+from ray_dcp.dcp._rest import names_of, rest_of
+
+__all__ = names_of(_stock)
+__getattr__ = rest_of(_stock, __name__)

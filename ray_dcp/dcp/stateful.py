@@ -1,0 +1,9 @@
+"""`torch.distributed.checkpoint.stateful` by ray_dcp's name: the protocol; torch's own."""
+
+from torch.distributed.checkpoint import stateful as _stock
+from torch.distributed.checkpoint.stateful import *  # noqa: F403
+
+from ray_dcp.dcp._rest import names_of, rest_of
+
+__all__ = names_of(_stock)
+__getattr__ = rest_of(_stock, __name__)

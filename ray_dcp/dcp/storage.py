@@ -1,0 +1,9 @@
+"""`torch.distributed.checkpoint.storage` by ray_dcp's name: storages and their results; torch's own."""
+
+from torch.distributed.checkpoint import storage as _stock
+from torch.distributed.checkpoint.storage import *  # noqa: F403
+
+from ray_dcp.dcp._rest import names_of, rest_of
+
+__all__ = names_of(_stock)
+__getattr__ = rest_of(_stock, __name__)
