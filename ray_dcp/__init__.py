@@ -28,24 +28,23 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from torch.distributed.checkpoint.metadata import Metadata as Metadata
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
+    from torch.distributed.checkpoint.optimizer import (
+        load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
+    )
     from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
     from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
     from torch.distributed.checkpoint.planner import ReadItem as ReadItem
     from torch.distributed.checkpoint.planner import SavePlan as SavePlan
     from torch.distributed.checkpoint.planner import SavePlanner as SavePlanner
     from torch.distributed.checkpoint.planner import WriteItem as WriteItem
-    from torch.distributed.checkpoint.stateful import Stateful as Stateful
-    from torch.distributed.checkpoint.storage import StorageReader as StorageReader
-    from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
-
-    from torch.distributed.checkpoint.optimizer import (
-        load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
-    )
     from torch.distributed.checkpoint.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
     from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
     from torch.distributed.checkpoint.staging import BlockingAsyncStager as BlockingAsyncStager
+    from torch.distributed.checkpoint.stateful import Stateful as Stateful
+    from torch.distributed.checkpoint.storage import StorageReader as StorageReader
+    from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
     from ray_dcp.entrypoints import async_save as async_save
     from ray_dcp.entrypoints import load as load
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from ray_dcp.seam.file_system import FsspecWriter as FsspecWriter
     from ray_dcp.seam.hugging_face import HuggingFaceStorageReader as HuggingFaceStorageReader
     from ray_dcp.seam.hugging_face import HuggingFaceStorageWriter as HuggingFaceStorageWriter
+    from ray_dcp.seam.per_rank import PerRank as PerRank
     from ray_dcp.seam.report import LoadReport as LoadReport
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
@@ -98,6 +98,7 @@ _HOMES: dict[str, str] = {
     "Session": "ray_dcp.runtime.session",
     "WorkerGroup": "ray_dcp.runtime.workers",
     "LoadReport": "ray_dcp.seam.report",
+    "PerRank": "ray_dcp.seam.per_rank",
     "SaveOptions": "ray_dcp.options",
     "LoadOptions": "ray_dcp.options",
     "open": "ray_dcp.view.checkpoint_view",

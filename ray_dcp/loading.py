@@ -10,9 +10,10 @@ from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ray_dcp.errors import CheckpointError, MissingKeyError
+from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
@@ -20,10 +21,11 @@ from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.kept import await_staged, kept_storage
 from ray_dcp.runtime.newest import StepRange, load_newest_rank
 from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
-from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
+from ray_dcp.seam.decision import FOREIGN, HOOKS, NATIVE, Decision
 from ray_dcp.seam.foreign import foreign_load
 from ray_dcp.seam.lazy_metadata import metadata_of
 from ray_dcp.seam.paths import decide_load
+from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planner_load import targets_with_planner
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.seam.targets import plan_targets
@@ -146,9 +148,14 @@ def _load_steps(
             them all. Its own are added when it fails.
     """
     rank, world_size = session.rank, session.world_size
+    if decision.path != NATIVE:
+        _check_simple(decision, state_dict, options)
     if decision.path == FOREIGN:
         yield from foreign_load(
-            session.next_key, state_dict, decision.storage, decision.planner,
+            session.next_key, state_dict, decision.storage,
+            decision.planner or DefaultLoadPlanner(
+                allow_partial_load=options.allow_partial_load or options.strict is False
+            ),
             rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
             timeout_s=options.read_timeout_s, coordinator_rank=coordinator_rank,
             stateful=stateful,
@@ -175,7 +182,7 @@ def _load_steps(
                 state_dict, checkpoint.table, options=options,
                 flatten_state_dict=decision.flags.flatten_state_dict,
                 flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
-                stateful=stateful,
+                stateful=stateful, rank=rank, world_size=world_size,
             )  # fmt: skip
         _check_replaces(work.loaded, overwritten)
         works.append(work)
@@ -184,7 +191,7 @@ def _load_steps(
     try:
         result: LoadResult = yield from load_rank(
             session.next_key(), rank=rank, world_size=world_size, target=target,
-            options=options, plan=plan, vitals=session.vitals,
+            options=options.without_choices(), plan=plan, vitals=session.vitals,
             kept=kept_storage,
         )  # fmt: skip
     except CheckpointError:
@@ -196,6 +203,7 @@ def _load_steps(
         missing=work.missing,
         unexpected=work.unexpected,
         cast=work.cast,
+        resized=work.resized,
         bytes_needed=result.outcome.bytes_needed,
         bytes_read=result.outcome.bytes_read,
         bytes_from_memory=result.outcome.bytes_from_memory,
@@ -209,6 +217,20 @@ def _await_staged(url: str, session: Activity, options: LoadOptions) -> None:
     if options.from_memory:
         session.vitals.enter("waiting for a save that is staged")
         await_staged(url, options.plan_timeout_s, session.vitals.stop)
+
+
+def _check_simple(decision: Decision, state_dict: StateDict, options: LoadOptions) -> None:
+    """Raises where a plug-in decides what goes where, and so nobody would look at a choice."""
+    chosen = options.choices
+    if decision.path == FOREIGN and options.strict:
+        chosen = (*chosen, "strict=True")
+    if chosen:
+        raise InvalidRequestError(
+            f"LoadOptions with {', '.join(chosen)} need the default planner and a storage of "
+            f"ray_dcp's, but this load goes another way: {decision.reason}",
+            key=chosen[0].partition("=")[0],
+        )
+    refuse_per_rank(state_dict, decision.path)
 
 
 def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:

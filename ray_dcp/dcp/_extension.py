@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint._extension` by ray_dcp's name: stream transforms; torch's own."""
+"""Mirror of `torch.distributed.checkpoint._extension`.
+
+Stream transforms; torch's own.
+"""
 
 from torch.distributed.checkpoint import _extension as _stock
 from torch.distributed.checkpoint._extension import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.api` by ray_dcp's name: the exception; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.api`.
+
+The exception; torch's own.
+"""
 
 from torch.distributed.checkpoint import api as _stock
 from torch.distributed.checkpoint.api import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.default_planner` by ray_dcp's name: the default planners and what they are made of; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.default_planner`.
+
+The default planners and what they are made of; torch's own.
+"""
 
 from torch.distributed.checkpoint import default_planner as _stock
 from torch.distributed.checkpoint.default_planner import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.format_utils` by ray_dcp's name."""
+"""Mirror of `torch.distributed.checkpoint.format_utils`.
+
+What is public.
+"""
 
 from torch.distributed.checkpoint import format_utils as _stock
 from torch.distributed.checkpoint.format_utils import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.logger` by ray_dcp's name: the decorator that logs; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.logger`.
+
+The decorator that logs; torch's own.
+"""
 
 from torch.distributed.checkpoint import logger as _stock
 

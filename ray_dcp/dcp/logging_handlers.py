@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.logging_handlers` by ray_dcp's name: the name of the logger; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.logging_handlers`.
+
+The name of the logger; torch's own.
+"""
 
 from torch.distributed.checkpoint import logging_handlers as _stock
 

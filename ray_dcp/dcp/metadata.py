@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.metadata` by ray_dcp's name: what `.metadata` is made of; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.metadata`.
+
+What `.metadata` is made of; torch's own.
+"""
 
 from torch.distributed.checkpoint import metadata as _stock
 from torch.distributed.checkpoint.metadata import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.optimizer` by ray_dcp's name: sharded optimizer states of FSDP1; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.optimizer`.
+
+Sharded optimizer states of FSDP1; torch's own.
+"""
 
 from torch.distributed.checkpoint import optimizer as _stock
 from torch.distributed.checkpoint.optimizer import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.planner` by ray_dcp's name: plans, their items and planners; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.planner`.
+
+Plans, their items and planners; torch's own.
+"""
 
 from torch.distributed.checkpoint import planner as _stock
 from torch.distributed.checkpoint.planner import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.planner_helpers` by ray_dcp's name: how read items are planned; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.planner_helpers`.
+
+How read items are planned; torch's own.
+"""
 
 from torch.distributed.checkpoint import planner_helpers as _stock
 from torch.distributed.checkpoint.planner_helpers import *  # noqa: F403

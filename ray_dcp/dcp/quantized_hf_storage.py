@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.quantized_hf_storage` by ray_dcp's name: the reader that dequantises; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.quantized_hf_storage`.
+
+The reader that dequantises; torch's own.
+"""
 
 from torch.distributed.checkpoint import quantized_hf_storage as _stock
 from torch.distributed.checkpoint.quantized_hf_storage import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.resharding` by ray_dcp's name: nothing public; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.resharding`.
+
+Nothing public; torch's own.
+"""
 
 from torch.distributed.checkpoint import resharding as _stock
 

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.staging` by ray_dcp's name: stagers; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.staging`.
+
+Stagers; torch's own.
+"""
 
 from torch.distributed.checkpoint import staging as _stock
 from torch.distributed.checkpoint.staging import *  # noqa: F403

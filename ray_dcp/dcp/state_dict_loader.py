@@ -1,10 +1,12 @@
-"""`torch.distributed.checkpoint.state_dict_loader` by ray_dcp's name: `load` and the older form are ray_dcp's own."""
+"""Mirror of `torch.distributed.checkpoint.state_dict_loader`.
+
+`load` and the older form are ray_dcp's own.
+"""
 
 from torch.distributed.checkpoint import state_dict_loader as _stock
 from torch.distributed.checkpoint.state_dict_loader import *  # noqa: F403
 
 from ray_dcp.dcp._rest import names_of, rest_of
-from ray_dcp.entrypoints import load, load_state_dict
 
 __all__ = names_of(_stock)
 __getattr__ = rest_of(_stock, __name__)

@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.stateful` by ray_dcp's name: the protocol; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.stateful`.
+
+The protocol; torch's own.
+"""
 
 from torch.distributed.checkpoint import stateful as _stock
 from torch.distributed.checkpoint.stateful import *  # noqa: F403

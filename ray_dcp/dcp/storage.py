@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.storage` by ray_dcp's name: storages and their results; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.storage`.
+
+Storages and their results; torch's own.
+"""
 
 from torch.distributed.checkpoint import storage as _stock
 from torch.distributed.checkpoint.storage import *  # noqa: F403

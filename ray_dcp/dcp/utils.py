@@ -1,4 +1,7 @@
-"""`torch.distributed.checkpoint.utils` by ray_dcp's name: looking values up; torch's own."""
+"""Mirror of `torch.distributed.checkpoint.utils`.
+
+Looking values up; torch's own.
+"""
 
 from torch.distributed.checkpoint import utils as _stock
 from torch.distributed.checkpoint.utils import *  # noqa: F403

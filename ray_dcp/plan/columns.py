@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 from ray_dcp.plan.grouping import group_rows
-from ray_dcp.plan.values import Columns, Int64Array, Kind, Path
+from ray_dcp.plan.values import Columns, Int64Array, IntKey, Kind, Path
 
 __all__ = ["ColumnsBuilder", "check", "decode", "encode"]
 
@@ -203,7 +204,12 @@ def encode(columns: Columns) -> bytes:
         box = getattr(columns, key)
         for dim in range(box.shape[1]):
             arrays[f"{key}_{dim}"] = pa.array(np.ascontiguousarray(box[:, dim]))
-    vocabulary = {"names": columns.names, "paths": columns.paths, "dtypes": columns.dtypes}
+    vocabulary = {
+        "names": columns.names,
+        "paths": columns.paths,
+        "dtypes": columns.dtypes,
+        "int_keys": _int_keys(columns.paths),
+    }
     metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": json.dumps(vocabulary).encode()}
     batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
     sink = pa.BufferOutputStream()
@@ -256,6 +262,8 @@ def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
         for dim in range(width):
             box[:, dim] = _numpy(table, f"{key}_{dim}", np.int64)
     flat: dict[str, Any] = {key: _numpy(table, key, dtype) for key, dtype in _FLAT.items()}
+    for row, place in vocabulary["int_keys"]:
+        vocabulary["paths"][row][place] = IntKey(vocabulary["paths"][row][place])
     return Columns(
         names=tuple(map(str, vocabulary["names"])),
         paths=tuple(None if path is None else tuple(path) for path in vocabulary["paths"]),
@@ -263,6 +271,19 @@ def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
         **flat,
         **boxes,
     )
+
+
+def _int_keys(paths: Sequence[Path | None]) -> list[tuple[int, int]]:
+    """Returns where in the paths numbers are keys: JSON knows them as texts alone."""
+    # Why the first look: it is done in C, and most state dicts have none.
+    if IntKey not in set(map(type, chain.from_iterable(path for path in paths if path))):
+        return []
+    return [
+        (row, place)
+        for row, path in enumerate(paths)
+        for place, part in enumerate(path or ())
+        if type(part) is IntKey
+    ]
 
 
 def _numpy(table: pa.Table, key: str, dtype: type[_T]) -> npt.NDArray[_T]:

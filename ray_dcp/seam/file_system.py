@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import _fsspec_filesystem, filesystem
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -85,7 +84,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
         def work() -> None:
             try:
-                results.append(super(FileSystemWriter, alone)._write_data(planner, file_queue).wait())
+                written = super(FileSystemWriter, alone)._write_data(planner, file_queue)
+                results.append(written.wait())
             except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
                 failed.append(error)
 
@@ -265,7 +265,8 @@ class _Filesystem(_fsspec_filesystem.FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         try:
-            with self.fs.open(os.fspath(path), mode) as stream:
+            fs: Any = self.fs
+            with fs.open(os.fspath(path), mode) as stream:
                 yield stream
         except BaseException:
             if any(letter in mode for letter in "w+a"):
@@ -309,7 +310,7 @@ class FsspecWriter(FileSystemWriter, _fsspec_filesystem.FsspecWriter):
             overwrite=overwrite, _extensions=_extensions,
             serialization_format=serialization_format, **kwargs,
         )  # fmt: skip
-        self.fs = _Filesystem()
+        self.fs: Any = _Filesystem()
         self.path = self.fs.init_path(path, **kwargs)
 
 
@@ -325,7 +326,7 @@ class FsspecReader(FileSystemReader, _fsspec_filesystem.FsspecReader):
 
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(path, **kwargs)
-        self.fs = _Filesystem()
+        self.fs: Any = _Filesystem()
         self.path = self.fs.init_path(path, **kwargs)
 
     def _reads_natively(self) -> bool:

@@ -87,13 +87,12 @@ class HuggingFaceStorageWriter(FileSystemWriter, hf_storage.HuggingFaceStorageWr
     def _write_file(
         self, name: str, items: Sequence[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        entries, places, end = [], [], 0
+        entries, end = [], 0
         for item in items:
             chunk = _data(item).chunk
             begin, end = end, end + chunk.sizes.numel() * _data(item).properties.dtype.itemsize
             dtype = dtype_name(_data(item).properties.dtype)
             entries.append((item.index.fqn, dtype, tuple(chunk.sizes), begin, end))
-            places.append(begin)
         head = header(
             entries,
             sharding_metadata(
@@ -115,7 +114,9 @@ class HuggingFaceStorageWriter(FileSystemWriter, hf_storage.HuggingFaceStorageWr
         finally:
             temporary.unlink(missing_ok=True)
         return [
-            WriteResult(item.index, stop - begin, _StorageInfo(name, len(head) + begin, stop - begin))
+            WriteResult(
+                item.index, stop - begin, _StorageInfo(name, len(head) + begin, stop - begin)
+            )
             for item, (_, _, _, begin, stop) in zip(items, entries, strict=True)
         ]
 
@@ -300,7 +301,9 @@ def consolidate_safetensors_files_on_every_rank(
 
 def _mapping(input_dir: str, given: dict[str, int] | None) -> dict[str, int]:
     if given is None:
-        given = dict.fromkeys(HuggingFaceStorageReader(input_dir).read_metadata().state_dict_metadata, 1)
+        given = dict.fromkeys(
+            HuggingFaceStorageReader(input_dir).read_metadata().state_dict_metadata, 1
+        )
     if not given or any(type(index) is not int or index < 1 for index in given.values()):
         raise InvalidRequestError(
             "expected fqn_to_index_mapping to map every FQN to the number of a file, from 1"

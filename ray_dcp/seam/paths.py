@@ -291,8 +291,11 @@ _LOAD = _Side(
     "storage_reader",
     filesystem.FileSystemReader,
     (
-        filesystem.FileSystemReader, FileSystemReader, FsspecReader,
-        _fsspec_filesystem.FsspecReader, hf_storage.HuggingFaceStorageReader,
+        filesystem.FileSystemReader,
+        FileSystemReader,
+        FsspecReader,
+        _fsspec_filesystem.FsspecReader,
+        hf_storage.HuggingFaceStorageReader,
         HuggingFaceStorageReader,
     ),
     (FsspecReader, _fsspec_filesystem.FsspecReader),

@@ -175,6 +175,11 @@ class PlannedReads:
         self._stored: set[int] = set()
 
     def add(self, item: ReadItem) -> None:
+        """Notes what an item wants.
+
+        Raises:
+            StateDictError: The checkpoint has nothing like it.
+        """
         fqn = item.storage_index.fqn
         tensor = self._index.get(fqn)
         if tensor is None:
@@ -216,6 +221,12 @@ class PlannedReads:
             )
 
     def targets(self, metadata: Metadata, finish: Callable[[], None]) -> Targets:
+        """Returns where everything goes.
+
+        Args:
+            metadata: The checkpoint as DCP tells it, to say what is missing.
+            finish: Called when all bytes are in place.
+        """
         rows, opaque = self._wanted, self._opaque
         wanted = Wanted(
             tensor=np.array([box.tensor for box in rows], dtype=np.int32),

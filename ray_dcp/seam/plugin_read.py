@@ -6,7 +6,7 @@ from functools import partial
 
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import plan_reads
-from ray_dcp.seam.targets import Targets
+from ray_dcp.seam.targets import ObjectTaker, Targets
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.blocks import naming
 from ray_dcp.transfer.opening import Checkpoint
@@ -32,11 +32,11 @@ def fill(storage: Storage, checkpoint: Checkpoint, targets: Targets, options: Lo
     table = checkpoint.table
     read_plan = plan_reads(table, targets.wanted)
     targets.check_coverage(read_plan)
-    stats = read_chunks(
-        storage, table, read_plan, targets.wanted, targets.sink, options=options
-    )
+    stats = read_chunks(storage, table, read_plan, targets.wanted, targets.sink, options=options)
     transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
-    opaque = [(chunk, partial(targets.place_item, chunk)) for chunk in stats.opaque]
+    opaque: list[tuple[int, ObjectTaker]] = [
+        (chunk, partial(targets.place_item, chunk)) for chunk in stats.opaque
+    ]
     for chunk, take in (*opaque, *targets.objects):
         data = read_item(storage, table, chunk, verify=options.verify, transforms=transforms)
         with naming(table, chunk):

@@ -28,6 +28,9 @@ class LoadReport:
     """FQNs of the checkpoint that the state dict did not ask for."""
     cast: tuple[tuple[str, str, str], ...]
     """`(FQN, dtype in the checkpoint, dtype of the target)` where the two differ."""
+    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    """`(FQN, shape in the checkpoint, shape of the target)` where `LoadOptions.resize` let them
+    differ."""
     bytes_needed: int = 0
     """Bytes that the targets of all ranks hold."""
     bytes_read: int = 0

@@ -86,9 +86,7 @@ def get_optimizer_state_dict(
     """
     every = _tuple(optimizers)
     with _initialised(every, keep=False):
-        return _stock.get_optimizer_state_dict(
-            model, every, submodules=submodules, options=options
-        )
+        return _stock.get_optimizer_state_dict(model, every, submodules=submodules, options=options)
 
 
 def get_state_dict(

@@ -112,7 +112,7 @@ def test_a_failed_load_leaves_a_fresh_optimizer_fresh():
     state = get_optimizer_state_dict(model, optimizer)
     del state["state"]["0.weight"]
     other, fresh = pair()
-    with pytest.raises(RuntimeError, match="0.weight"):
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
         set_optimizer_state_dict(other, fresh, state)
     assert not fresh.state
     assert [group["lr"] for group in fresh.param_groups] == [0.1]
