@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader as StorageReader
     from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
+    from ray_dcp.conversion import dcp_to_safetensors as dcp_to_safetensors
+    from ray_dcp.conversion import dcp_to_torch_save as dcp_to_torch_save
+    from ray_dcp.conversion import read_state_dict as read_state_dict
+    from ray_dcp.conversion import torch_save_to_dcp as torch_save_to_dcp
     from ray_dcp.entrypoints import async_save as async_save
     from ray_dcp.entrypoints import load as load
     from ray_dcp.entrypoints import load_newest as load_newest
@@ -94,6 +98,10 @@ _HOMES: dict[str, str] = {
     "load_newest": "ray_dcp.entrypoints",
     "load_state_dict": "ray_dcp.entrypoints",
     "warm_up": "ray_dcp.warming",
+    "dcp_to_safetensors": "ray_dcp.conversion",
+    "dcp_to_torch_save": "ray_dcp.conversion",
+    "read_state_dict": "ray_dcp.conversion",
+    "torch_save_to_dcp": "ray_dcp.conversion",
     "connect": "ray_dcp.runtime.session",
     "Session": "ray_dcp.runtime.session",
     "WorkerGroup": "ray_dcp.runtime.workers",

@@ -4,7 +4,7 @@ Stream transforms; torch's own.
 """
 
 from torch.distributed.checkpoint import _extension as _stock
-from torch.distributed.checkpoint._extension import *  # noqa: F403
+from torch.distributed.checkpoint._extension import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ The exception; torch's own.
 """
 
 from torch.distributed.checkpoint import api as _stock
-from torch.distributed.checkpoint.api import *  # noqa: F403
+from torch.distributed.checkpoint.api import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ The default planners and what they are made of; torch's own.
 """
 
 from torch.distributed.checkpoint import default_planner as _stock
-from torch.distributed.checkpoint.default_planner import *  # noqa: F403
+from torch.distributed.checkpoint.default_planner import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ What `.metadata` is made of; torch's own.
 """
 
 from torch.distributed.checkpoint import metadata as _stock
-from torch.distributed.checkpoint.metadata import *  # noqa: F403
+from torch.distributed.checkpoint.metadata import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ Sharded optimizer states of FSDP1; torch's own.
 """
 
 from torch.distributed.checkpoint import optimizer as _stock
-from torch.distributed.checkpoint.optimizer import *  # noqa: F403
+from torch.distributed.checkpoint.optimizer import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ Plans, their items and planners; torch's own.
 """
 
 from torch.distributed.checkpoint import planner as _stock
-from torch.distributed.checkpoint.planner import *  # noqa: F403
+from torch.distributed.checkpoint.planner import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

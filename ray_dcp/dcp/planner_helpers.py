@@ -4,7 +4,7 @@ How read items are planned; torch's own.
 """
 
 from torch.distributed.checkpoint import planner_helpers as _stock
-from torch.distributed.checkpoint.planner_helpers import *  # noqa: F403
+from torch.distributed.checkpoint.planner_helpers import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ The reader that dequantises; torch's own.
 """
 
 from torch.distributed.checkpoint import quantized_hf_storage as _stock
-from torch.distributed.checkpoint.quantized_hf_storage import *  # noqa: F403
+from torch.distributed.checkpoint.quantized_hf_storage import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

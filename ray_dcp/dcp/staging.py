@@ -4,7 +4,7 @@ Stagers; torch's own.
 """
 
 from torch.distributed.checkpoint import staging as _stock
-from torch.distributed.checkpoint.staging import *  # noqa: F403
+from torch.distributed.checkpoint.staging import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

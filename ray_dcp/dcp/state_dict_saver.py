@@ -4,9 +4,14 @@
 """
 
 from torch.distributed.checkpoint import state_dict_saver as _stock
-from torch.distributed.checkpoint.state_dict_saver import *  # noqa: F403
+from torch.distributed.checkpoint.state_dict_saver import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
+from ray_dcp.entrypoints import (
+    async_save,
+    save,
+    save_state_dict,
+)
 
 __all__ = names_of(_stock)
 __getattr__ = rest_of(_stock, __name__)

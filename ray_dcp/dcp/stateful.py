@@ -4,7 +4,7 @@ The protocol; torch's own.
 """
 
 from torch.distributed.checkpoint import stateful as _stock
-from torch.distributed.checkpoint.stateful import *  # noqa: F403
+from torch.distributed.checkpoint.stateful import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

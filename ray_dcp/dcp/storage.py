@@ -4,7 +4,7 @@ Storages and their results; torch's own.
 """
 
 from torch.distributed.checkpoint import storage as _stock
-from torch.distributed.checkpoint.storage import *  # noqa: F403
+from torch.distributed.checkpoint.storage import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 

@@ -4,7 +4,7 @@ Looking values up; torch's own.
 """
 
 from torch.distributed.checkpoint import utils as _stock
-from torch.distributed.checkpoint.utils import *  # noqa: F403
+from torch.distributed.checkpoint.utils import *
 
 from ray_dcp.dcp._rest import names_of, rest_of
 
