@@ -24,6 +24,7 @@ from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
 from ray_dcp.seam.decision import FOREIGN, HOOKS, NATIVE, Decision
 from ray_dcp.seam.foreign import foreign_load
 from ray_dcp.seam.lazy_metadata import metadata_of
+from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.paths import decide_load
 from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planner_load import targets_with_planner
@@ -48,6 +49,7 @@ def run_load(
     *,
     coordinator_rank: int = 0,
     stateful: bool = True,
+    log: OperationLog | None = None,
 ) -> LoadReport:
     """Loads on this rank and reports.
 
@@ -59,12 +61,15 @@ def run_load(
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
+        log: Hears of phases.
 
     Raises:
         CheckpointError: As `load` does.
     """
     options = decision.apply(options or LoadOptions())
     with session.activity(options.heartbeat_timeout_s) as activity:
+        if log is not None:
+            activity.vitals.on_enter = log.enter
         if decision.target is not None:
             _await_staged(decision.target.url, activity, options)
         steps = _load_steps(

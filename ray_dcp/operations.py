@@ -24,6 +24,7 @@ from ray_dcp.seam.capture import Capture, capture
 from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
 from ray_dcp.seam.foreign import foreign_save
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
+from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.planner_hooks import capture_with_planner
 
 __all__ = [
@@ -87,6 +88,7 @@ def run_save(
     coordinator_rank: int = 0,
     stateful: bool = True,
     use_collectives: bool = True,
+    log: OperationLog | None = None,
 ) -> Metadata:
     """Saves on this rank and returns the metadata of the committed checkpoint.
 
@@ -99,6 +101,7 @@ def run_save(
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Replace top-level `Stateful` values by their state.
         use_collectives: For foreign storages.
+        log: Hears of phases.
 
     Raises:
         CheckpointError: As `save` does.
@@ -106,6 +109,8 @@ def run_save(
     options = decision.apply(options or SaveOptions())
     rank, world_size = session.rank, session.world_size
     with session.activity(options.heartbeat_timeout_s) as activity:
+        if log is not None:
+            activity.vitals.on_enter = log.enter
         if decision.path == FOREIGN:
             steps = foreign_save(
                 activity.next_key, state_dict, decision.storage, decision.planner,

@@ -34,9 +34,9 @@ SAME = {
     "api.CheckpointException": "tests/unit/test_seam_errors.py::"
     "test_every_error_of_the_tree_is_a_torch_exception_and_survives_both_picklers",
     "default_planner.DefaultLoadPlanner": "tests/unit/test_seam_paths.py::"
-    "test_flags_of_the_default_planners_are_kept",
+    "test_flags_of_the_default_planners_are_mapped",
     "default_planner.DefaultSavePlanner": "tests/unit/test_seam_paths.py::"
-    "test_flags_of_the_default_planners_are_kept",
+    "test_flags_of_the_default_planners_are_mapped",
     "default_planner.create_default_global_load_plan": HERE + "test_plans_can_be_made_by_hand",
     "default_planner.create_default_global_save_plan": HERE + "test_plans_can_be_made_by_hand",
     "default_planner.create_default_local_load_plan": HERE + "test_plans_can_be_made_by_hand",
