@@ -1,0 +1,56 @@
+"""Runs DCP's examples on this rank, twice: as they are, and with only the imports changed.
+
+Usage: torchrun … -m tests.integration.dcp_examples_runner <folder> <lease_s>
+Whatever one side saves, the other loads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_dcp.runtime.session import current_session
+
+EXAMPLES = Path(__file__).with_name("dcp_examples.py").read_text()
+NAMES = ("fsdp_checkpoint", "async_checkpoint", "hugging_face")
+
+
+def module(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"__name__": "examples"}
+    exec(compile(text, "dcp_examples", "exec"), found)
+    return found
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def main(folder: str, lease_s: str) -> None:
+    dist.init_process_group("gloo")
+    current_session(lease_s=float(lease_s))  # Only shortens what is left at the end.
+    sides = {
+        "stock": module(EXAMPLES),
+        "ours": module(EXAMPLES.replace("torch.distributed.checkpoint", "ray_dcp")),
+    }
+    equal = {}
+    for saver, loader in (("stock", "ours"), ("ours", "stock"), ("ours", "ours")):
+        for name in NAMES:
+            place = f"{folder}/{name}-{saver}-{loader}"
+            saved = whole(sides[saver][f"{name}_save"](place))
+            dist.barrier()
+            loaded = whole(sides[loader][f"{name}_load"](place))
+            equal[f"{name}: {saver} to {loader}"] = saved.keys() == loaded.keys() and all(
+                torch.equal(saved[key], loaded[key]) for key in saved
+            )
+    sys.stdout.write(json.dumps({"rank": dist.get_rank(), "equal": equal}) + "\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
