@@ -168,7 +168,10 @@ def _sizes(planner: LoadPlanner) -> dict[str, tuple[int, ...]]:
 
 
 def _place(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+    # Why: DynamicMetaLoadPlanner tells each rank's own shard as what is stored.
+    origin = item.storage_index.offset or (0,) * tensor.dim()
+    starts = [a + b for a, b in zip(origin, item.storage_offsets, strict=True)]
+    for dim, (start, length) in enumerate(zip(starts, item.lengths, strict=True)):
         if start != 0 or length != tensor.size(dim):
             tensor = tensor.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
