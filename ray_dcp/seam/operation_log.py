@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -109,12 +110,13 @@ class OperationLog:
         self._tell("upload", "begun")
 
         def ended(future: Any) -> None:
-            error = None if future.cancelled() else future.exception()
+            error = None if future.cancelled() else Future.exception(future)
             self._tell("upload", "done" if error is None else "failed", error)
             if error is None and self.rank == 0:
                 _log.info("%s of %s is committed", self.operation, self._checkpoint_id)
 
-        handle.add_done_callback(ended)
+        # Why the base's methods: a handle notes who looks at it, and to log is not to look.
+        Future.add_done_callback(handle, ended)
 
     def _end_phase(self, error: BaseException | None) -> None:
         phase, self._phase = self._phase, None
