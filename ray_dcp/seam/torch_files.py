@@ -111,12 +111,7 @@ class _StorageFinder(pickle.Pickler):
 
 def _check(name: str) -> None:
     """Holds the pickle of a file against what no object needs, before torch runs it."""
-    with (
-        Path(name).open("rb") as stream,
-        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-    ):
-        view = memoryview(mapped)
-        try:
-            check_object(view)
-        finally:
-            view.release()
+    with Path(name).open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    # Why not closed: an error keeps views of it in its traceback. It goes with the last of them.
+    check_object(memoryview(mapped))
