@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller, store_bytes
+from ray_dcp.runtime.metrics import staging_memory
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
 from ray_dcp.runtime.place import Place, as_window
@@ -316,6 +317,7 @@ class Stager:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._lease_s / 4))
+            staging_memory(self._spool.used_bytes(), self._limit_bytes)
             if not self._spool.num_adopted():
                 while self._adopted:
                     self._adopted.popitem()[1].close()

@@ -39,7 +39,7 @@ def test_the_bench_measures_every_row_of_one_process_and_leaves_nothing(tmp_path
     assert all(math.isfinite(row["value"]) for row in rows.values())
     assert rows["budget"]["value"] == 1.0
     facts = {fact["fact"]: fact["median"] for fact in told if "fact" in fact}
-    assert facts["CPU"] / 0.004 == pytest.approx(rows["cpu"]["value"], rel=0.05)
+    assert facts["CPU"] / 0.004 == pytest.approx(rows["cpu"]["value"], rel=0.2)
     assert list(written.iterdir()) == []
     assert {"note": "left in /dev/shm: nothing"} in told
 
