@@ -33,6 +33,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
 from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.connection import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.keeping import Keeping, keeping_of
 from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive
@@ -240,8 +241,13 @@ class _NativeSave(_Save):
         def finish() -> Metadata:
             committed = False
             try:
-                outcome: SaveOutcome = drive(keeping.finish(), call)
+                connection = getattr(self._session, "connection", None)
+                connected = until_disconnected(call, connection)
+                outcome: SaveOutcome = drive(keeping.finish(), connected)
                 committed = vitals.over = True
+            except Disconnected as error:
+                failed = shut_down_meanwhile(target.url, go.attempt, session.rank)
+                raise failed from error.__cause__
             finally:
                 keeping.release(committed=committed)
             if session.rank == 0:
