@@ -58,6 +58,8 @@ class Event:
     """Of the end of a save: bytes that were copied for it."""
     takeovers: int = 0
     """Of the end of a save: how often another stager had to take this rank's bytes over."""
+    memory_bytes: int = 0
+    """Of the end of a load: those of `num_bytes` that came from the memory of the nodes."""
     error: str | None = None
     """Of an end that failed: type and message of the error."""
 

@@ -80,7 +80,7 @@ class Account:
         self._rank, self._world_size, self._path = rank, world_size, path
         self._clock = clock
         self._began_s = self._last_s = clock()
-        self._planned_bytes = 0
+        self._planned_bytes = self._memory_bytes = 0
         self._lock = threading.Lock()
         self._ended = False
 
@@ -145,6 +145,7 @@ class Account:
             stall_s=None if self._kind == "load" else self.stall_s,
             staged_bytes=self.bytes.get("stage", 0),
             takeovers=self.takeovers,
+            memory_bytes=self._memory_bytes,
         )  # fmt: skip
 
     def __enter__(self) -> Account:
@@ -167,6 +168,7 @@ class Account:
             case LoadReady():
                 self.done("plan")
             case LoadDone():
+                self._memory_bytes += request.bytes_from_memory
                 self.done("read", request.bytes_read)
 
     def _hears(self, reply: Reply) -> None:

@@ -26,7 +26,7 @@ METRICS = {
     "dcp_loads": ("Counter", "Loads that ended, by outcome; told by rank 0", ("outcome",)),
     "dcp_staged_bytes": ("Counter", "Bytes that ranks copied so that training went on", ()),
     "dcp_written_bytes": ("Counter", "Bytes of committed part files", ()),
-    "dcp_read_bytes": ("Counter", "Bytes that loads read from storage", ()),
+    "dcp_read_bytes": ("Counter", "Bytes that loads read, by where they came from", ("source",)),
     "dcp_takeovers": ("Counter", "Times that another stager took a rank's bytes over", ()),
     "dcp_save_stall_seconds": ("Histogram", "How long training waited for a save", ("mode",)),
     "dcp_save_durable_seconds": (
@@ -69,7 +69,9 @@ def _count(event: Event) -> None:
         if first:
             _metric("dcp_loads").inc(1, {"outcome": event.outcome})
             _metric("dcp_load_seconds").observe(event.seconds)
-        _add("dcp_read_bytes", event.num_bytes)
+        memory = event.memory_bytes
+        _add("dcp_read_bytes", event.num_bytes - memory, {"source": "storage"})
+        _add("dcp_read_bytes", memory, {"source": "memory"})
         return
     mode = {"mode": event.mode}
     committed = event.outcome == "committed"
@@ -84,10 +86,10 @@ def _count(event: Event) -> None:
     _add("dcp_takeovers", event.takeovers)
 
 
-def _add(name: str, value: int) -> None:
+def _add(name: str, value: int, tags: dict[str, str] | None = None) -> None:
     # Why: a counter of Ray's takes no zero.
     if value > 0:
-        _metric(name).inc(value)
+        _metric(name).inc(value, tags)
 
 
 @cache

@@ -22,6 +22,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import LoadDone, LoadOutcome, OpKey
 from ray_dcp.runtime import metrics
 from ray_dcp.runtime.accounts import Account
 
@@ -149,7 +150,7 @@ def test_a_load_tells_what_it_read_and_its_report_the_seconds(told, counted, tmp
     assert list(report.seconds) == ["plan", "read", "finish"]
     assert told.end["num_bytes"] == report.bytes_read >= STATE_BYTES
     assert counted("dcp_loads") == {("loaded",): 1}
-    assert counted("dcp_read_bytes") == {(): report.bytes_read}
+    assert counted("dcp_read_bytes") == {("storage",): report.bytes_read}
     assert counted("dcp_load_seconds") == {(): told.end["seconds"]}
 
 
@@ -228,8 +229,16 @@ def test_only_rank_0_counts_what_is_one_for_all_ranks(counted):
     assert counted("dcp_loads") == {("loaded",): 1}
     assert counted("dcp_staged_bytes") == {(): 14}
     assert counted("dcp_written_bytes") == {(): 18}
-    assert counted("dcp_read_bytes") == {(): 10}
+    assert counted("dcp_read_bytes") == {("storage",): 10}
     assert counted("dcp_takeovers") == {(): 4}
+
+
+def test_bytes_from_the_memory_of_the_nodes_are_told_apart(told, counted):
+    with Account("load", "/c") as load:
+        done = LoadDone(OpKey("s", 1), 0, bytes_needed=9, bytes_read=12, bytes_from_memory=5)
+        load.watching(lambda _: LoadOutcome(9, 12))(done)
+    assert counted("dcp_read_bytes") == {("storage",): 7, ("memory",): 5}
+    assert (told.end["num_bytes"], told.end["memory_bytes"]) == (12, 5)
 
 
 def test_an_account_ends_once(told, counted):
