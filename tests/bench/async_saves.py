@@ -21,6 +21,7 @@ import numpy as np
 
 from tests.bench.async_rows import KEYS, Table
 from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
+from tests.bench.soak_leaks import leaked_shared_memory, shared_memory
 
 __all__ = ["command"]
 
@@ -57,13 +58,12 @@ def command(arguments: list[str]) -> int:
     os.environ.update(RAY_SETTINGS)
     table = Table(given.json)
     root = Path(tempfile.mkdtemp(prefix="bench-", dir=given.dir))
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     try:
         _run(options, root, table)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    left = set(os.listdir("/dev/shm")) - before
-    table.note(f"left in /dev/shm: {sorted(left) or 'nothing'}")
+    table.note(f"left in /dev/shm: {leaked_shared_memory(before) or 'nothing'}")
     table.end()
     return 0
 

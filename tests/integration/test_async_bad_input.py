@@ -28,6 +28,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime import staging
+from tests.bench.soak_leaks import leaked_shared_memory, shared_memory
 from tests.polling import eventually, lives
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,14 +62,14 @@ def ray_directory():
 @pytest.fixture(scope="module")
 def namespace(ray_directory):
     """A namespace of its own, whose actors end with the module; one stager serves all tests."""
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     name = f"b{secrets.token_hex(4)}"
     yield name
     if ray.is_initialized():
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == name:
                 ray.kill(ray.get_actor(actor["name"], name))
-    assert eventually(lambda: set(os.listdir("/dev/shm")) <= shm, 20)
+    assert eventually(lambda: leaked_shared_memory(shm) == [], 20)
 
 
 @pytest.fixture
@@ -211,7 +212,7 @@ print(directory)
 
 
 def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(tmp_path):
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "good"), str(tmp_path / "taken")],
         check=True, cwd=REPOSITORY, timeout=150, capture_output=True, text=True,
@@ -224,7 +225,7 @@ def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(t
     assert ended.stderr.count("nobody asked its handle") == 1
     assert "CheckpointExistsError" in ended.stderr
     assert str(tmp_path / "taken") in ended.stderr
-    assert eventually(lambda: set(os.listdir("/dev/shm")) <= shm, 20)
+    assert eventually(lambda: leaked_shared_memory(shm) == [], 20)
 
 
 # Last: it ends the Ray of this process.
