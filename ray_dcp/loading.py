@@ -17,6 +17,7 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
+from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.kept import await_staged, kept_storage
 from ray_dcp.runtime.newest import StepRange, load_newest_rank
@@ -67,7 +68,11 @@ def run_load(
         CheckpointError: As `load` does.
     """
     options = decision.apply(options or LoadOptions())
-    with session.activity(options.heartbeat_timeout_s) as activity:
+    url = decision.target.url if decision.target is not None else checkpoint_id
+    with (
+        _account(session, url, decision.path) as account,
+        session.activity(options.heartbeat_timeout_s) as activity,
+    ):
         if log is not None:
             activity.vitals.on_enter = log.enter
         if decision.target is not None:
@@ -76,7 +81,15 @@ def run_load(
             decision, activity, state_dict, options, checkpoint_id,
             coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
         )  # fmt: skip
-        return drive(steps, activity.call)
+        report = drive(steps, account.watching(activity.call))
+        return replace(report, seconds=dict(account.seconds))
+
+
+def _account(session: RankSession, url: CheckpointId | None, path: str = "native") -> Account:
+    return Account(
+        "load", None if url is None else os.fspath(url),
+        rank=session.rank, world_size=session.world_size, path=path,
+    )  # fmt: skip
 
 
 def run_load_newest(
@@ -116,16 +129,21 @@ def run_load_newest(
             coordinator_rank=0, stateful=True, overwritten=overwritten,
         )  # fmt: skip
 
-    with session.activity(options.heartbeat_timeout_s) as activity:
+    with (
+        _account(session, run) as account,
+        session.activity(options.heartbeat_timeout_s) as activity,
+    ):
         _await_staged(run, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
                 run=Target(run), steps=steps, timeout_s=options.plan_timeout_s, load=load,
             ),
-            activity.call,
+            account.watching(activity.call),
         )  # fmt: skip
-    return replace(found.value, step=found.step, skipped=found.skipped)
+    return replace(
+        found.value, step=found.step, skipped=found.skipped, seconds=dict(account.seconds)
+    )
 
 
 def _load_steps(

@@ -76,6 +76,9 @@ class SaveOptions:
     keep_peer_copy: bool = False
     """What stays in memory by `keep_in_memory` is also copied into the memory of another node, and
     so survives the loss of one. Needs a cluster of two nodes or more."""
+    progress: bool = False
+    """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
+    the driver, also when the ranks are actors. Without Ray nothing is drawn."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0

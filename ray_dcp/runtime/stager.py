@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import hooks, metrics
 from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
@@ -316,9 +316,9 @@ class Stager:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._lease_s / 4))
-            if not self._spool.num_adopted():
-                while self._adopted:
-                    self._adopted.popitem()[1].close()
+            metrics.staging_memory(self._spool.used_bytes(), self._limit_bytes)
+            while self._adopted and not self._spool.num_adopted():
+                self._adopted.popitem()[1].close()
             unseen = {name: rank for name, rank in self._ranks.items() if rank.pidfd < 0}
             if unseen:
                 callers = {rank.caller for rank in unseen.values()}

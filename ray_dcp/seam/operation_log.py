@@ -1,4 +1,4 @@
-"""Each call of the user and its phases, told as events and to DCP's logger in DCP's form."""
+"""Each call of the user and its phases, told to DCP's logger in DCP's form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import logger as _stock
 
-from ray_dcp.events import Event, emit
-
 __all__ = ["DCP_LOGGER", "OperationLog"]
 
 DCP_LOGGER: logging.Logger = _stock._dcp_logger
 """The logger that DCP's own functions use: handlers that a job put there hear ray_dcp too."""
-
-_log = logging.getLogger("ray_dcp")
 
 _PHASES = {
     "capturing": "local_step",
@@ -87,8 +83,6 @@ class OperationLog:
         what = "done" if error is None else "failed"
         self._end_phase(error)
         self._tell(self.operation, what, error)
-        if error is None and self.rank == 0 and self.operation.startswith("save"):
-            _log.info("%s of %s is committed", self.operation, self._checkpoint_id)
 
     def enter(self, phase: str) -> None:
         """Notes that a rank begins with something else; see `Vitals.enter`."""
@@ -112,8 +106,6 @@ class OperationLog:
         def ended(future: Any) -> None:
             error = None if future.cancelled() else Future.exception(future)
             self._tell("upload", "done" if error is None else "failed", error)
-            if error is None and self.rank == 0:
-                _log.info("%s of %s is committed", self.operation, self._checkpoint_id)
 
         # Why the base's methods: a handle notes who looks at it, and to log is not to look.
         Future.add_done_callback(handle, ended)
@@ -130,13 +122,6 @@ class OperationLog:
             self._begun_s[phase] = now_s
         else:
             seconds = now_s - self._begun_s.get(phase, now_s)
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        emit(
-            Event(
-                operation=self.operation, phase=phase, what=what, operation_id=self._id,
-                rank=self.rank, checkpoint_id=self._checkpoint_id, seconds=seconds, error=told,
-            )
-        )  # fmt: skip
         level = logging.ERROR if what == "failed" else logging.DEBUG
         if DCP_LOGGER.isEnabledFor(level):
             DCP_LOGGER.log(level, self._message(phase, what, seconds, error))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 
@@ -49,6 +50,10 @@ class LoadReport:
     skipped: tuple[tuple[str, CheckpointError], ...] = ()
     """`(path or URL, why)` of newer steps that `load_newest` did not load, newest first: a
     `CheckpointNotFoundError` where none is committed, else what is damaged. Equal on all ranks."""
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """How long each phase took on this rank: `plan` (what is stored and who reads what, until all
+    ranks were ready), `read`, and `finish` (until all ranks had read). Over all tries of
+    `load_newest` together."""
 
     @property
     def damaged(self) -> tuple[tuple[str, CheckpointError], ...]:
