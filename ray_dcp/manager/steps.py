@@ -109,7 +109,8 @@ class Steps:
         name = self.names.name_of(step)
         if name in self.doomed:
             raise InvalidRequestError(
-                f"step {step} is being deleted; wait for that with join() before it is saved again",
+                f"step {step} is being deleted, and somebody still reads it; save it again when "
+                f"that is over",
                 step=step,
             )
         if step in self.pending:

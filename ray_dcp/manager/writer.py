@@ -32,6 +32,9 @@ __all__ = ["Writer"]
 PUBLISH_EVERY = 64
 """Steps that the catalogue file may lack before it is written again."""
 
+DRAIN_S = 60.0
+"""How long a save waits for the removal of an older one of the same step, in seconds."""
+
 Opener = Callable[[Target], Storage]
 logger = logging.getLogger(__name__)
 
@@ -146,6 +149,8 @@ class Writer:
             StorageError: The storage failed.
         """
         self._take_right()
+        if self._settings.names.name_of(step) in self.steps.doomed:
+            self.remover.drain(DRAIN_S)
         with self.lock:
             self.steps.check_step(step, replace=replace)
             info = StepInfo(
