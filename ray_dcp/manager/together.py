@@ -202,6 +202,8 @@ class Together:
         quick = policy is None or asks_only_the_step(policy) or step % self._settings.sync_every
         if quick and not alone:
             return None, {}
+        if self._settings.order == "any" and step in self.finisher.steps:
+            self.finisher.wait()
         session = self.session()
         states, error = attempt(
             lambda: state_of(self._settings.items, state_dict), "looking at the state", session.rank
