@@ -11,7 +11,8 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, record_key, slot_of
@@ -56,10 +57,13 @@ class StepFound:
 
     def facts(self, tags: frozenset[str]) -> StepFacts:
         """Returns what a retention policy may look at."""
+        return replace(self._facts, tags=tags) if tags else self._facts
+
+    # Why kept: retention looks at all steps after each save, and there may be 10,000.
+    @cached_property
+    def _facts(self) -> StepFacts:
         metrics = {} if self.row.info is None else self.row.info.metrics
-        return StepFacts(
-            step=self.step, created_s=self.row.created_s, metrics=metrics, tags=tags
-        )  # fmt: skip
+        return StepFacts(step=self.step, created_s=self.row.created_s, metrics=metrics)
 
 
 @dataclass

@@ -218,6 +218,8 @@ class Steps:
             InvalidRequestError: The policy gives no usable answer.
         """
         # What can't be read is neither counted nor deleted.
+        if policy is None and not self.catalogue.leftovers:
+            return ()
         facts = [one for one in self.catalogue.facts() if one.step not in self.damaged]
         if not facts:
             return ()
