@@ -7,10 +7,11 @@ damaged or missing reads the records themselves.
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -114,6 +115,12 @@ def look(
         One listing; one or two small reads for each step that neither `before` nor the catalogue
         file know.
     """
+    # Why: all that a long run makes here stays, and to look for garbage in it takes half the time.
+    with _without_collection():
+        return _look(root, names, opener, before)
+
+
+def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None) -> Catalogue:
     storage = opener(root.target)
     folders: dict[str, list[str]] = {}
     for entry in storage.list():
@@ -164,6 +171,17 @@ def publish(root: Root, catalogue: Catalogue, opener: Opener) -> None:
     """
     rows = [f.row for f in catalogue.steps.values() if f.is_ours and f.is_readable]
     opener(root.shared).write(CATALOGUE, encode_catalogue(rows))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _known(
