@@ -183,6 +183,8 @@ class Writer:
         with self.lock:
             self.steps.pending.discard(place.step)
             if committed is False:
+                # Why: if it was due for a preemption, the next step is.
+                self._preemption_saved = False
                 return
             try:
                 if not self.steps.note(place):

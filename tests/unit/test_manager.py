@@ -582,6 +582,15 @@ def test_sigterm_makes_one_step_due_and_the_process_goes_on(manage):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_step_that_failed_at_a_preemption_leaves_the_next_one_due(manage):
+    manager = manage(10, chkpt_on_preemption=True)
+    manager.notice_preemption()
+    with pytest.raises(CheckpointError):
+        manager.save(3, {"w": torch.ones(3).to("meta")})
+    assert manager.save(4, state(4))
+    assert not manager.save(5, state(5))
+
+
 def test_a_second_sigterm_does_what_it_would_have_done_without_a_manager():
     told = []
     before = signal.signal(signal.SIGTERM, lambda *_: told.append("before"))
