@@ -15,7 +15,6 @@ from typing import Any
 
 from ray_dcp.errors import RankDisagreementError
 from ray_dcp.protocol.verdict import name_ranks
-from ray_dcp.runtime import hooks
 
 __all__ = ["announced", "connects", "leaves_connect", "may_have_company", "meet"]
 
@@ -102,6 +101,9 @@ def _all_came(store: Any, keys: list[str], look_s: float) -> bool:
 
 def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> None:
     if store is None:
+        # Why here: a process that is alone asks for its company too, and never needs ray.
+        from ray_dcp.runtime import hooks
+
         store, rank = hooks.job_place()
     if store is not None:
         say(store, f"{_KEY}/connect/{rank}")
