@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from ray_dcp.handle import SaveHandle as SaveHandle
     from ray_dcp.handle import SaveProgress as SaveProgress
     from ray_dcp.handle import SaveReport as SaveReport
+    from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
     from ray_dcp.runtime.collecting import collect as collect
@@ -93,6 +94,7 @@ _HOMES: dict[str, str] = {
     "SaveHandle": "ray_dcp.handle",
     "SaveProgress": "ray_dcp.handle",
     "SaveReport": "ray_dcp.handle",
+    "CheckpointManager": "ray_dcp.manager.manager",
     "load": "ray_dcp.entrypoints",
     "save_state_dict": "ray_dcp.entrypoints",
     "load_newest": "ray_dcp.entrypoints",

@@ -110,9 +110,8 @@ def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> No
 
 
 def may_have_company() -> bool:
-    """Returns whether this process could be a rank: it uses Ray, or has a process group."""
+    """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
     distributed = sys.modules.get("torch.distributed")
-    grouped = (
-        distributed is not None and distributed.is_available() and distributed.is_initialized()
-    )
-    return grouped or "ray" in sys.modules
+    if "ray" in sys.modules or distributed is None or not distributed.is_available():
+        return "ray" in sys.modules
+    return bool(distributed.is_initialized() and distributed.get_world_size() > 1)

@@ -340,6 +340,15 @@ def test_importing_the_package_loads_neither_ray_nor_torch():
     assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
 
 
+def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):
+    program = (
+        "import sys, torch, ray_dcp\n"
+        "with ray_dcp.CheckpointManager(sys.argv[1], 1) as manager:\n"
+        "    manager.save(1, {'w': torch.ones(1)})\n"
+    )
+    assert loaded_by(program, str(tmp_path)) == {"torch"}
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_the_reading_commands_load_neither_ray_nor_torch(command: str, saved_checkpoint: Path):
     program = (
