@@ -5,7 +5,6 @@ Public signatures and what they promise are in `entrypoints`; saves are in `oper
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any
@@ -76,7 +75,7 @@ def run_load_newest(
     session: RankSession,
     state_dict: StateDict,
     options: LoadOptions,
-    run: str,
+    run: Target,
     planner: LoadPlanner | None,
     steps: StepRange,
 ) -> LoadReport:
@@ -86,7 +85,7 @@ def run_load_newest(
         session: Of this rank.
         state_dict: As given to `load_newest`; filled in place.
         options: As given there.
-        run: Absolute path or URL.
+        run: With its absolute path or URL.
         planner: As given there.
         steps: Which may be loaded.
 
@@ -97,7 +96,7 @@ def run_load_newest(
     tried: list[str] = []
 
     def load(checkpoint_id: str) -> LoadSteps:
-        decision = decide_load(planner, None, checkpoint_id)
+        decision = decide_load(planner, None, replace(run, url=checkpoint_id))
         chosen = decision.apply(options)
         if tried:
             # Why: a rank that still reads what another found damaged joins the next one late.
@@ -114,7 +113,7 @@ def run_load_newest(
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
-                run=Target(run), steps=steps, timeout_s=options.plan_timeout_s, load=load,
+                run=run, steps=steps, timeout_s=options.plan_timeout_s, load=load,
             ),
             activity.call,
         )  # fmt: skip
@@ -155,7 +154,7 @@ def _load_steps(
         )  # fmt: skip
         return LoadReport(
             loaded=(), missing=(), unexpected=(), cast=(), path=FOREIGN,
-            checkpoint_id=None if checkpoint_id is None else os.fspath(checkpoint_id),
+            checkpoint_id=None if checkpoint_id is None else str(checkpoint_id),
         )  # fmt: skip
     target = target_of(decision)
     works: list[Any] = []

@@ -5,7 +5,6 @@ Loads are in `loading`. Public signatures and what they promise are in `entrypoi
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
 from ray_dcp.seam.foreign import foreign_save
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
 from ray_dcp.seam.planner_hooks import capture_with_planner
+from ray_dcp.store.location import AnyPlace
 
 __all__ = [
     "CheckpointId",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 StateDict = MutableMapping[str, Any]
-CheckpointId = str | os.PathLike[str]
+CheckpointId = AnyPlace
 
 
 class RankCalls(Protocol):

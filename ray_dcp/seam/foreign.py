@@ -32,10 +32,11 @@ from ray_dcp.protocol.messages import OpKey
 from ray_dcp.seam.awaiting import await_future
 from ray_dcp.seam.rounds import Group, Sealed, Steps, all_reduce, reduce_scatter, reserve
 from ray_dcp.seam.state import put_back, stateful_to_load_targets, stateful_to_state_dict
+from ray_dcp.store.location import AnyPlace
 
 __all__ = ["foreign_load", "foreign_save", "set_up_save_planner"]
 
-CheckpointId = str | os.PathLike[str]
+CheckpointId = AnyPlace
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def foreign_save(
 
     def local_plan() -> SavePlan:
         if checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)
+            storage_writer.reset(_text(checkpoint_id))
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
         return save.local_step(state)
 
@@ -151,7 +152,7 @@ def foreign_load(
 
     def local_plan() -> LoadPlan:
         if checkpoint_id is not None:
-            storage_reader.reset(checkpoint_id)
+            storage_reader.reset(_text(checkpoint_id))
         if stateful:
             targets.update(stateful_to_load_targets(state_dict))
             return load.local_step(targets)
