@@ -18,6 +18,8 @@ _TEXT = re.compile(r"<Message>([^<]*)</Message>")
 _RETRIES = re.compile(r"after (\d+) retries")
 _QUERY = re.compile(r"\?[^\s)]*")
 _MOST_CHARS = 400
+_WHOLE = "non-partial response"
+"""What obstore says of a server that answers 200 to a range, as rclone's does."""
 
 _WAY_OUT = {
     "NoSuchBucket": "create the bucket, or correct its name",
@@ -89,6 +91,11 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
     told = f"retried {retries} times" if retries != "0" else "not retried"
     said = _said(text, status, code)
     way_out = _WAY_OUT.get(code) or _BY_STATUS.get(status)
+    if _WHOLE in text:
+        way_out = (
+            "this server can't serve ranges: use another, or reach it through fsspec: "
+            "Location(path, filesystem=s3fs.S3FileSystem(...))"
+        )
     if way_out is None and is_cut(error):
         way_out = "the connection failed: check the endpoint and the network, then retry"
     message = f"could not {doing} {where}: {said} ({name}, {told})"

@@ -16,7 +16,13 @@ from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.hashed_keys import HashedKeys, PlainKeys
 from ray_dcp.store.object_errors import is_cut, is_past_the_end, object_failure
 from ray_dcp.store.object_options import ObjectOptions
-from ray_dcp.store.object_stores import base_url, make_store, place_in, provider_of
+from ray_dcp.store.object_stores import (
+    base_url,
+    make_store,
+    name_of_store,
+    place_in,
+    provider_of,
+)
 from ray_dcp.store.object_writer import ObjectWriter
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range
 from ray_dcp.store.retrying import Retrying
@@ -94,7 +100,7 @@ class ObjectStorage:
         """
         return StorageTraits(
             create_if_absent=creates_if_absent_in(
-                self._base, self._probe_put, self._probe_get, self._probe_delete
+                name_of_store(self._store), self._probe_put, self._probe_get, self._probe_delete
             ),
             durable=provider_of(self._store) is not None,
             shared=provider_of(self._store) is not None,
@@ -108,16 +114,14 @@ class ObjectStorage:
         if num_bytes == 0:
             self._size(key)
             return b""
-        wanted = {"offset": start} if num_bytes is None else (start, start + num_bytes)
-        options = {"range": wanted} if start or num_bytes is not None else {}
         try:
-            return self._asked("read", key, partial(self._get, key, options))
+            return self._range(key, start, num_bytes)
         except StorageError as error:
-            # Why asked: some servers answer so for a key that is not there.
-            if error.__cause__ is not None and is_past_the_end(error.__cause__):
-                self._size(key)
-                return b""
-            raise
+            if error.__cause__ is None or not is_past_the_end(error.__cause__):
+                raise
+        # Why asked: some servers answer so for a key that is not there.
+        self._size(key)
+        return b""
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
@@ -206,9 +210,15 @@ class ObjectStorage:
         except KeyMissingError:
             return
 
-    def _get(self, key: str, options: dict[str, Any]) -> bytes:
-        found = self._obstore.get(self._store, self._keys.path(key), options=options)
-        return bytes(found.bytes())
+    def _range(self, key: str, start: int, num_bytes: int | None) -> bytes:
+        wanted = {"offset": start} if num_bytes is None else (start, start + num_bytes)
+        options = {"range": wanted} if start or num_bytes is not None else {}
+        path = self._keys.path(key)
+
+        def get() -> bytes:
+            return bytes(self._obstore.get(self._store, path, options=options).bytes())
+
+        return self._asked("read", key, get)
 
     def _size(self, key: str) -> int:
         path = self._keys.path(key)

@@ -16,7 +16,7 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import split_url
 from ray_dcp.store.object_options import ObjectOptions, split_options
 
-__all__ = ["PROVIDERS", "base_url", "make_store", "place_in", "provider_of"]
+__all__ = ["PROVIDERS", "base_url", "make_store", "name_of_store", "place_in", "provider_of"]
 
 PROVIDERS = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
@@ -110,6 +110,13 @@ def base_url(store: Any) -> str:
     return f"{root.rstrip('/')}/{prefix}" if prefix else root.rstrip("/")
 
 
+def name_of_store(store: Any) -> str:
+    """Returns what tells a bucket from all others: two servers may have one of the same name."""
+    config = getattr(store, "config", None) or {}
+    root = base_url(store).removesuffix(str(getattr(store, "prefix", None) or ""))
+    return f"{root} at {_endpoint(config) or config.get('account_name') or ''}"
+
+
 def provider_of(store: Any) -> str | None:
     """Returns `"s3"`, `"gs"` or `"az"`; None for stores that no other process sees by a URL."""
     kind = type(store).__name__
@@ -141,8 +148,7 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
     cls = getattr(stores, _CLASSES[provider])
     try:
         store = cls(bucket, config=config, client_options=client, **arguments)
-        endpoint = str(store.config.get("endpoint") or store.config.get("base_url") or "")
-        if endpoint.startswith("http://") and "allow_http" not in client:
+        if _endpoint(store.config).startswith("http://") and "allow_http" not in client:
             # Why: who names an endpoint without TLS has chosen that already.
             client["allow_http"] = True
             store = cls(bucket, config=config, client_options=client, **arguments)
@@ -154,6 +160,11 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
             key="storage_options",
         ) from None
     return store, ours
+
+
+def _endpoint(config: Mapping[str, Any]) -> str:
+    names = ("aws_endpoint_url_s3", "endpoint", "aws_endpoint", "base_url")
+    return next((str(config[name]) for name in names if config.get(name)), "")
 
 
 def _without(text: str, config: Mapping[str, Any]) -> str:

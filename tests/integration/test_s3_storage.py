@@ -47,6 +47,11 @@ def random_bytes(count: int) -> np.ndarray:
     return np.random.default_rng(7).integers(0, 255, count, np.uint8)
 
 
+def write_and_commit(writer, count: int) -> None:
+    writer.write(random_bytes(count).data)
+    writer.commit()
+
+
 def uploads_under_way(server) -> list[str]:
     s3fs = pytest.importorskip("s3fs")
     filesystem = s3fs.S3FileSystem(
@@ -158,9 +163,8 @@ def test_a_store_that_is_gone_is_told_in_time_and_nothing_is_visible(server, pla
     proxy.cut(times=10_000, after_up=1)
     with pytest.raises(
         StorageError, match=rf"could not publish {place.url}/part: .*retr"
-    ) as raised:  # noqa: E501
-        writer.write(random_bytes(9 * PART).data)
-        writer.commit()
+    ) as raised:
+        write_and_commit(writer, 9 * PART)
     assert raised.value.key == "part"
     assert open_storage(place).list() == []
     with pytest.raises(StorageError, match=r"could not read .*retried \d+ times.*network"):
@@ -179,7 +183,7 @@ def test_wrong_credentials_are_told_without_showing_them(place):
         lambda: storage.delete(["a"]),
         lambda: storage.open_writer("a").commit(),
     ):
-        with pytest.raises(StorageError, match="403.*check the") as raised:
+        with pytest.raises(StorageError, match=r"403.*check the") as raised:
             call()
         assert not isinstance(raised.value, KeyMissingError)
         assert "hush" not in f"{raised.value!r}{raised.value}"
@@ -189,7 +193,7 @@ def test_wrong_credentials_are_told_without_showing_them(place):
 def test_a_missing_bucket_is_told(place):
     storage = open_storage(Location("s3://nobody-made-it/run", place.storage_options))
     for call in (lambda: storage.write("a", b"1"), lambda: storage.list()):
-        with pytest.raises(StorageError, match="NoSuchBucket.*create the bucket") as raised:
+        with pytest.raises(StorageError, match=r"NoSuchBucket.*create the bucket") as raised:
             call()
         assert not isinstance(raised.value, KeyMissingError)
 
