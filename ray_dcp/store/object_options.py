@@ -48,7 +48,7 @@ class ObjectOptions:
     upload_bytes: int = 128 * MIB
     """Most bytes that wait for their upload to end, over all files that this process writes to
     the store; each file may have two requests under way beyond that."""
-    num_requests: int = 4
+    num_requests: int = 8
     """Parts of one file that are uploaded at the same time."""
     retry_timeout_s: float = 180.0
     """How long a call is tried again, in seconds, with growing pauses and jitter."""

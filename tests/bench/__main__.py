@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import checksums, reshard, single, soak, staging
+from tests.bench import checksums, reshard, single, soak, staging, storage
+
+WHATS = ["small", "big", "checksums", "reshard", "soak", "staging", "storage"]
 
 
 def main() -> int:
     if sys.argv[1:2] == ["soak"]:
         return soak.command(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("what", choices=["small", "big", "checksums", "reshard", "soak", "staging"])
+    parser.add_argument("what", choices=WHATS)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
+    parser.add_argument("--megabytes", type=int, default=512, help="length of the state (storage)")
     arguments = parser.parse_args()
     if arguments.what == "small":
         single.small(arguments.rounds, arguments.dir)
@@ -25,6 +28,8 @@ def main() -> int:
         checksums.checksums(arguments.rounds, arguments.dir)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
+    elif arguments.what == "storage":
+        storage.storage(arguments.rounds, arguments.dir, arguments.megabytes)
     else:
         return reshard.reshard(arguments.ranks, arguments.dir)
     return 0

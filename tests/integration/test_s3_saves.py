@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, StorageError
@@ -184,7 +185,7 @@ def test_stock_dcp_loads_from_s3_what_we_wrote(server, place):
     found = {"w": torch.zeros(300, 70), "b": torch.zeros(9), "step": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        reader = stock._fsspec_filesystem.FsspecReader(place.url, **options)
+        reader = FsspecReader(place.url, **options)
         stock.load(found, storage_reader=reader, no_dist=True)
     assert is_same(found, state_of(4.0))
 
@@ -193,11 +194,11 @@ def test_we_load_from_s3_what_stock_dcp_wrote(server, place):
     options = s3fs_options(server)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = stock._fsspec_filesystem.FsspecWriter(place.url, **options)
+        writer = FsspecWriter(place.url, **options)
         stock.save(state_of(5.0), storage_writer=writer, no_dist=True)
     assert is_same(loaded(checkpoint_id=place), state_of(5.0))
     # and by the reader that stock DCP would use, whose options stay with it
-    reader = stock._fsspec_filesystem.FsspecReader(place.url, **options)
+    reader = FsspecReader(place.url, **options)
     assert is_same(loaded(storage_reader=reader), state_of(5.0))
     # by ready filesystems
     import fsspec
@@ -217,7 +218,7 @@ def test_saves_through_s3fs_commit_by_condition_and_load_natively(server, place)
     options = s3fs_options(server)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = stock._fsspec_filesystem.FsspecWriter(place.url, **options)
+        writer = FsspecWriter(place.url, **options)
     ray_dcp.save(state_of(6.0), storage_writer=writer, no_dist=True)
     ray_dcp.save(state_of(7.0), storage_writer=writer, no_dist=True)
     assert is_same(loaded(checkpoint_id=place), state_of(7.0))
