@@ -21,7 +21,8 @@ Put = Callable[[str, bytes], bool]
 Get = Callable[[str], bytes | None]
 Delete = Callable[[str], None]
 
-_RACERS = 8
+# Why few: SeaweedFS has more of them wait for seconds.
+_RACERS = 4
 _LOCK = threading.Lock()
 _KNOWN: dict[str, bool] = {}
 _UNDER_WAY: dict[str, threading.Lock] = {}
