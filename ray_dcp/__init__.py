@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import connect as connect
     from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
     from ray_dcp.seam.report import LoadReport as LoadReport
+    from ray_dcp.store.location import Location as Location
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
@@ -88,6 +89,7 @@ _HOMES: dict[str, str] = {
     "collect": "ray_dcp.runtime.collecting",
     "delete": "ray_dcp.runtime.deleting",
     "CollectReport": "ray_dcp.runtime.leftovers",
+    "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
     "BytesStorageMetadata": _TORCH,

@@ -42,7 +42,7 @@ class FsspecStorage(PortedStorage):
     def __init__(self, filesystem: AbstractFileSystem, path: str) -> None:
         port = FsspecPort(filesystem)
         root = str(filesystem._strip_protocol(path)).rstrip("/")
-        super().__init__(port, f"{port.protocol}://{root.lstrip('/')}", root)
+        super().__init__(port, _url(filesystem, root), root)
         self._filesystem = filesystem
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -75,7 +75,7 @@ def place_in_fsspec(filesystem: AbstractFileSystem, url: str) -> Target:
     filesystem, path = _unwrapped(filesystem, url)
     if isinstance(filesystem, LocalFileSystem):
         return Target(path)
-    return Target(f"{FsspecPort(filesystem).protocol}://{path.lstrip('/')}", filesystem=filesystem)
+    return Target(_url(filesystem, path), filesystem=filesystem)
 
 
 def place_by_url(url: str, options: dict[str, object]) -> Target:
@@ -247,6 +247,12 @@ class _RenamedFile:
             self._file.close()
         finally:
             self._fs.rm_file(self._temp)
+
+
+def _url(filesystem: AbstractFileSystem, path: str) -> str:
+    if _protocol(filesystem) == "memory":
+        return f"memory://{path.strip('/')}"
+    return str(filesystem.unstrip_protocol(path))
 
 
 def _protocol(filesystem: AbstractFileSystem) -> str:

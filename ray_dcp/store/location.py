@@ -16,7 +16,15 @@ from typing import Any
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 
-__all__ = ["AnyPlace", "Location", "as_target", "is_place", "kind_of_filesystem", "split_url"]
+__all__ = [
+    "AnyPlace",
+    "Location",
+    "as_target",
+    "is_place",
+    "kind_of_filesystem",
+    "split_url",
+    "url_below",
+]
 
 # "::" chains protocols in fsspec, such as "simplecache::s3://".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)://(.*)", re.DOTALL)
@@ -77,7 +85,7 @@ class Location:
 
     def __truediv__(self, name: str) -> Location:
         """Returns the location below this one, such as a step of a run."""
-        return replace(self, url=f"{self.url.rstrip('/')}/{name}")
+        return replace(self, url=url_below(self.url, name))
 
 
 Filesystem = Any
@@ -138,6 +146,16 @@ def kind_of_filesystem(value: Any) -> str | None:
             return kind
     is_store = type(value).__module__.partition(".")[0] == "obstore"
     return "obstore" if is_store and type(value).__name__.endswith("Store") else None
+
+
+def url_below(url: str, name: str) -> str:
+    """Returns the URL or path of something below another.
+
+    Example:
+        >>> url_below("memory://", "run"), url_below("s3://bucket/run/", "step-1")
+        ('memory://run', 's3://bucket/run/step-1')
+    """
+    return f"{url}{name}" if url.endswith("://") else f"{url.rstrip('/')}/{name}"
 
 
 def split_url(url: str) -> tuple[str, str]:

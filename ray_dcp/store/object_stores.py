@@ -136,7 +136,13 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
     if "@" in bucket and provider == "az":
         bucket, _, account = bucket.partition("@")
         config.setdefault("account_name", account.partition(".")[0])
-    client: dict[str, Any] = {"timeout": _REQUEST_TIMEOUT, "connect_timeout": _CONNECT_TIMEOUT}
+    client: dict[str, Any] = {
+        "timeout": _REQUEST_TIMEOUT,
+        "connect_timeout": _CONNECT_TIMEOUT,
+        # Why: it only lets an endpoint be without TLS that the user named so, here or in the
+        # environment.
+        "allow_http": True,
+    }
     client.update(more.get("client_options") or {})
     retries = more.get("retry_config") or {
         "max_retries": _MOST_RETRIES,
@@ -148,10 +154,6 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
     cls = getattr(stores, _CLASSES[provider])
     try:
         store = cls(bucket, config=config, client_options=client, **arguments)
-        if _endpoint(store.config).startswith("http://") and "allow_http" not in client:
-            # Why: who names an endpoint without TLS has chosen that already.
-            client["allow_http"] = True
-            store = cls(bucket, config=config, client_options=client, **arguments)
     except (BaseError, ValueError, TypeError) as exc:
         # Careful: the message of obstore may quote values; only its first line names the key.
         raise InvalidRequestError(

