@@ -73,8 +73,19 @@ class UploadBudget:
     def give_back(self, own: _Own, num_bytes: int) -> None:
         """Takes that nothing refers to so many bytes of a file any more."""
         with self._changed:
-            own.num_bytes -= num_bytes
-            self._bytes -= num_bytes
+            if not own.is_over:
+                own.num_bytes -= num_bytes
+                self._bytes -= num_bytes
+                self._changed.notify_all()
+
+    def forget(self, own: _Own) -> None:
+        """Takes that a file was given up.
+
+        Why: an error that its owner keeps may keep pieces of it for ever.
+        """
+        with self._changed:
+            self._bytes -= own.num_bytes
+            own.num_bytes, own.is_over = 0, True
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -88,6 +99,7 @@ class _Own:
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.is_over = False
 
 
 _LOCK = threading.Lock()
@@ -175,6 +187,7 @@ class ObjectWriter:
         if self._upload is not None:
             self._upload.give_up()
         self._drop()
+        self._budget.forget(self._own)
 
     def __del__(self) -> None:
         # Why: a writer dropped without commit must leave neither a thread nor an upload behind.

@@ -51,6 +51,16 @@ def test_a_budget_lets_in_no_more_than_its_limit_and_each_files_own_share():
     assert second.num_bytes == 11
 
 
+def test_a_file_that_was_given_up_takes_no_room_whoever_keeps_its_pieces():
+    budget, own = UploadBudget(10, 0), _Own()
+    budget.take(own, 10, lambda: False)
+    budget.forget(own)
+    budget.give_back(own, 10)  # twice is once
+    other = _Own()
+    budget.take(other, 10, lambda: False)
+    assert (budget.highest_bytes, own.num_bytes) == (10, 0)
+
+
 def test_who_waits_for_room_hears_that_its_upload_has_ended():
     budget, own, ended = UploadBudget(1, 1), _Own(), threading.Event()
     budget.take(own, 1, lambda: False)
