@@ -116,4 +116,5 @@ def _said(text: str, status: str, code: str) -> str:
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.search(text)
-    return found[1].strip() if found else ""
+    # Why one line: Azure puts ids of the request and the time behind it.
+    return found[1].strip().partition("\n")[0] if found else ""
