@@ -66,17 +66,24 @@ def is_same(one: dict, other: dict) -> bool:
 # crashes and faults
 
 
-@pytest.mark.parametrize("name", ["save.overwrite", "delete"])
-@pytest.mark.parametrize("variant", ["before", "lost", "broken"])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("save.overwrite", "before"),
+        ("save.overwrite", "lost"),
+        ("save.overwrite", "broken"),
+        ("delete", "before"),
+    ],
+)
 def test_an_interrupted_operation_leaves_the_previous_or_the_new_checkpoint(place, name, variant):
     numbers = itertools.count()
     reached = check_crashes(
         name,
         storage=lambda: open_storage(place / str(next(numbers))),
         variants=[variant],
-        every=4,
+        every=5,
     )
-    assert reached.points[variant] >= 3
+    assert reached.points[variant] >= 2
 
 
 def test_a_save_that_meets_an_error_leaves_nothing_and_the_previous_one_stands(place):
@@ -115,7 +122,7 @@ def race_for_a_slot(place: Location, num_committers: int) -> list[int]:
 
 
 def test_a_race_of_committers_has_one_winner(place):
-    for number in range(3):
+    for number in range(2):
         assert len(race_for_a_slot(place / str(number), 6)) == 1
 
 
@@ -212,6 +219,23 @@ def test_we_load_from_s3_what_stock_dcp_wrote(server, place):
         endpoint_override=server.endpoint, region="us-east-1",
     )  # fmt: skip
     assert is_same(loaded(checkpoint_id=Location(path, filesystem=s3)), state_of(5.0))
+
+
+def test_a_save_through_pyarrow_warns_and_loads_natively(server, place):
+    from pyarrow import fs as arrow
+
+    s3 = arrow.S3FileSystem(
+        access_key=server.access_key_id, secret_key=server.secret_access_key,
+        endpoint_override=server.endpoint, region="us-east-1",
+    )  # fmt: skip
+    there = Location(place.url.removeprefix("s3://"), filesystem=s3)
+    big = {"w": torch.arange(3_000_000.0)}  # longer than what is put at once
+    with pytest.warns(UserWarning, match="only if there is none"):
+        ray_dcp.save(big, checkpoint_id=there, no_dist=True)
+    found = {"w": torch.zeros(3_000_000)}
+    ray_dcp.load(found, checkpoint_id=place, no_dist=True)
+    assert torch.equal(found["w"], big["w"])
+    assert not open_storage(there).unpublished()
 
 
 def test_saves_through_s3fs_commit_by_condition_and_load_natively(server, place):

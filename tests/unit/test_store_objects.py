@@ -8,6 +8,7 @@ import threading
 
 import fsspec
 import numpy as np
+import obstore
 import obstore.store
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
@@ -18,6 +19,7 @@ from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.object_errors import is_cut, is_past_the_end, object_failure
 from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_storage import ObjectStorage
+from ray_dcp.store.object_stores import name_of_store
 from ray_dcp.store.object_writer import UploadBudget, _Own, _Pieces
 from ray_dcp.store.retrying import Retrying, pauses
 from ray_dcp.store.secrets_kept import redacted
@@ -207,6 +209,49 @@ def test_a_call_is_repeated_until_its_total_deadline():
     with pytest.raises(ConnectionError) as once:
         retrying.call(fail, lambda error: False)
     assert not hasattr(once.value, "__notes__")
+
+
+class CutStore:
+    """Stands for `obstore.get`: its streams end with an error, but the last one."""
+
+    def __init__(self, data: bytes, cuts: int) -> None:
+        self.data, self.cuts, self.ranges = data, cuts, []
+
+    def get(self, store, path, *, options):
+        self.ranges.append(options["range"])
+        start, stop = options["range"]
+        outer = self
+
+        class Found:
+            def stream(self, min_chunk_size):
+                yield outer.data[start : start + 3]
+                if outer.cuts:
+                    outer.cuts -= 1
+                    raise GenericError("HTTP error: error decoding response body")
+                yield outer.data[start + 3 : stop]
+
+        return Found()
+
+
+def test_a_read_goes_on_where_it_was_cut(monkeypatch):
+    cut = CutStore(bytes(range(20)), cuts=2)
+    monkeypatch.setattr(obstore, "get", cut.get)
+    store = obstore.store.S3Store("b", access_key_id="k", secret_access_key="s")
+    storage = ObjectStorage(store, retrying=Retrying(10, sleep=lambda _: None))
+    target = bytearray(12)
+    storage.read_into("a", 5, memoryview(target))
+    assert target == cut.data[5:17]
+    assert cut.ranges == [(5, 17), (8, 17), (11, 17)]
+
+
+def test_two_servers_with_a_bucket_of_the_same_name_are_two_stores():
+    options = {"access_key_id": "k", "secret_access_key": "s"}
+    names = {
+        name_of_store(obstore.store.S3Store("b", endpoint=endpoint, prefix=prefix, **options))
+        for endpoint in ("http://one", "http://two")
+        for prefix in ("x", "y/z")
+    }
+    assert len(names) == 2
 
 
 # errors
