@@ -1,7 +1,8 @@
 """An S3 server on this machine: ours, stock DCP through s3fs, and raw requests of our own client.
 
 The raw requests move the same bytes by the same client: parallel puts of objects of the length of a
-part, and parallel ranged gets into the targets' memory. No checksum, no framing, no commit.
+part, one put in parts, and parallel ranged gets of that into the targets' memory. No checksum, no
+framing, no commit.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def _compare(server: DevStore, rounds: int, megabytes: int) -> None:
 
     saves: dict[str, Callable[[], object]] = {
         "raw parallel PUT, same client": lambda: _put(store, state, next(numbers)),
+        "raw PUT in parts, same client": lambda: _put_parts(store, state),
         "ray_dcp.save": lambda: ray_dcp.save(state, checkpoint_id=run / "ours", no_dist=True),
         "ray_dcp.async_save": lambda: ray_dcp.async_save(
             state, checkpoint_id=run / "async", no_dist=True
@@ -82,7 +84,7 @@ def _compare(server: DevStore, rounds: int, megabytes: int) -> None:
 
     ray_dcp.save(state, checkpoint_id=run / "ours", no_dist=True)
     save_stock()
-    _put(store, state, 0)
+    _put_parts(store, state)
     targets = {name: torch.zeros_like(t) for name, t in state.items()}
     never = ray_dcp.LoadOptions(verify="never")
     loads: dict[str, Callable[[], object]] = {
@@ -123,14 +125,18 @@ def _put(store: obstore.store.S3Store, state: State, number: int) -> None:
         list(threads.map(put, _pieces(state, PUT_BYTES)))
 
 
+def _put_parts(store: obstore.store.S3Store, state: State) -> None:
+    pieces = (view for _, view in _pieces(state, PUT_BYTES))
+    obstore.put(
+        store, "raw-parts", pieces, use_multipart=True, chunk_size=PUT_BYTES,
+        max_concurrency=PUT_THREADS,
+    )  # fmt: skip
+
+
 def _get(store: obstore.store.S3Store, targets: State) -> None:
     def get(piece: tuple[int, memoryview]) -> None:
         offset, view = piece
-        tensor, start = divmod(offset, next(iter(targets.values())).nbytes)
-        whole = tensor * next(iter(targets.values())).nbytes
-        name = whole + start // PUT_BYTES * PUT_BYTES
-        first = start % PUT_BYTES
-        found = obstore.get(store, f"raw-0/{name}", options={"range": (first, first + len(view))})
+        found = obstore.get(store, "raw-parts", options={"range": (offset, offset + len(view))})
         done = 0
         for chunk in found.stream(min_chunk_size=1 << 20):
             view[done : done + len(chunk)] = memoryview(chunk)
