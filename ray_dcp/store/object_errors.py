@@ -10,13 +10,14 @@ import re
 from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 
-__all__ = ["is_cut", "is_past_the_end", "object_failure"]
+__all__ = ["is_about_credentials", "is_cut", "is_past_the_end", "object_failure"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _TEXT = re.compile(r"<Message>([^<]*)</Message>")
 _RETRIES = re.compile(r"after (\d+) retries")
 _QUERY = re.compile(r"\?[^\s)]*")
+_OF_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
 _MOST_CHARS = 400
 _WHOLE = "non-partial response"
 """What obstore says of a server that answers 200 to a range, as rclone's does."""
@@ -54,6 +55,12 @@ def is_past_the_end(error: BaseException) -> bool:
     """Tells whether the store refused a range because the value is too short for it."""
     text = str(error)
     return "416" in _STATUS.findall(text) or "InvalidRange" in text or "range starting at" in text
+
+
+def is_about_credentials(error: BaseException) -> bool:
+    """Tells whether the store refused the credentials, which may be others by now."""
+    text = str(error)
+    return _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
 
 
 def is_cut(error: BaseException) -> bool:

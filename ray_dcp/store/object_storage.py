@@ -14,10 +14,16 @@ from typing import Any, TypeVar
 from ray_dcp.errors import StorageError
 from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.hashed_keys import HashedKeys, PlainKeys
-from ray_dcp.store.object_errors import is_cut, is_past_the_end, object_failure
+from ray_dcp.store.object_errors import (
+    is_about_credentials,
+    is_cut,
+    is_past_the_end,
+    object_failure,
+)
 from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_stores import (
     base_url,
+    forget_store,
     make_store,
     name_of_store,
     place_in,
@@ -244,6 +250,9 @@ class ObjectStorage:
         except Exception as exc:
             if not _is_of_the_store(exc):
                 raise
+            if is_about_credentials(exc):
+                # Why: those of the environment are read when a client is made, and may be renewed.
+                forget_store(self._store)
             failure = object_failure(exc, doing, key, self._where(key))
             for note in getattr(exc, "__notes__", ()):
                 failure.message += f" ({note})"

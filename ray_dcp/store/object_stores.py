@@ -16,7 +16,15 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import split_url
 from ray_dcp.store.object_options import ObjectOptions, split_options
 
-__all__ = ["PROVIDERS", "base_url", "make_store", "name_of_store", "place_in", "provider_of"]
+__all__ = [
+    "PROVIDERS",
+    "base_url",
+    "forget_store",
+    "make_store",
+    "name_of_store",
+    "place_in",
+    "provider_of",
+]
 
 PROVIDERS = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs",
@@ -73,6 +81,17 @@ def make_store(
         while len(_KEPT) > _MOST_KEPT:
             _KEPT.popitem(last=False)
     return made
+
+
+def forget_store(store: Any) -> None:
+    """Has the next one who asks for this client get a new one, with the credentials of then.
+
+    Args:
+        store: One whose credentials were refused; any other is fine.
+    """
+    with _LOCK:
+        for name in [name for name, (kept, _) in _KEPT.items() if kept is store]:
+            del _KEPT[name]
 
 
 def place_in(store: Any, url: str) -> Target:

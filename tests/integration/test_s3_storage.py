@@ -190,6 +190,17 @@ def test_wrong_credentials_are_told_without_showing_them(place):
     assert place.url in str(raised.value)
 
 
+def test_credentials_of_the_environment_may_be_renewed_after_they_were_refused(place, monkeypatch):
+    options = dict(place.storage_options)
+    secret = options.pop("secret_access_key")
+    by_environment = Location(place.url, options)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "an-older-secret")
+    with pytest.raises(StorageError, match="403"):
+        open_storage(by_environment).list()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    assert open_storage(by_environment).list() == []
+
+
 def test_a_missing_bucket_is_told(place):
     storage = open_storage(Location("s3://nobody-made-it/run", place.storage_options))
     for call in (lambda: storage.write("a", b"1"), lambda: storage.list()):
