@@ -109,7 +109,7 @@ def run_load_newest(
         )  # fmt: skip
 
     with session.activity(options.heartbeat_timeout_s) as activity:
-        _await_staged(run, activity, options)
+        _await_staged(run.url, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
