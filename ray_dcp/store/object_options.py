@@ -54,9 +54,8 @@ class ObjectOptions:
     """How long a call is tried again, in seconds, with growing pauses and jitter."""
     hashed_prefixes: int = 0
     """Spread the keys over so many prefixes, for stores that limit requests by prefix: data files
-    lie at `<2 hex digits>/<key>` of the bucket then, where stock DCP does not find them, and whoever
-    reads them has to give the same number. 0 for
-    none."""
+    lie at `<2 hex digits>/<key>` of the bucket then, where stock DCP does not find them, and who
+    reads them has to give the same number. 0 for none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -89,7 +89,9 @@ class Retrying:
                 wait_s = next(waits)
                 if not may_pass(error) or self._clock() + wait_s > end_s:
                     if tries > 1:
-                        error.add_note(f"tried {tries} times")
+                        # Why not add_note: Python 3.10 has none.
+                        notes = [*getattr(error, "__notes__", ()), f"tried {tries} times"]
+                        error.__notes__ = notes
                     raise
             self._sleep(wait_s)
             tries += 1
