@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from ray_dcp.seam.hugging_face import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from ray_dcp.seam.per_rank import PerRank as PerRank
     from ray_dcp.seam.report import LoadReport as LoadReport
+    from ray_dcp.store.location import Location as Location
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
@@ -117,6 +118,7 @@ _HOMES: dict[str, str] = {
     "collect": "ray_dcp.runtime.collecting",
     "delete": "ray_dcp.runtime.deleting",
     "CollectReport": "ray_dcp.runtime.leftovers",
+    "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
     # DCP's storages, ours: they are torch's classes too.
     "FileSystemReader": "ray_dcp.seam.file_system",

@@ -27,7 +27,7 @@ from ray_dcp.seam.decision import FOREIGN
 from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.paths import decide_load, decide_save
 from ray_dcp.seam.report import LoadReport
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.opening import absolute_target
 
 __all__ = ["async_save", "load", "load_newest", "load_state_dict", "save", "save_state_dict"]
 
@@ -54,8 +54,8 @@ def save(
         state_dict: Values by name. Top-level `Stateful` values (modules, optimizers) are replaced
             by their `state_dict()`. It must not change until the call returns.
         *positional: DCP's older form: the storage writer as second argument. Warns.
-        checkpoint_id: Path or URL of the checkpoint. Relative paths are taken from this rank's
-            working directory.
+        checkpoint_id: Path or URL of the checkpoint, a `Location` with options for it, or a ready
+            filesystem. Relative paths are taken from this rank's working directory.
         storage_writer: A `FileSystemWriter` or `FsspecWriter` is taken at its word and done
             natively; any other writer is called as DCP calls it, without ray_dcp's guarantees.
         planner: A default planner is done natively; of any other the hooks are called.
@@ -297,7 +297,7 @@ def load_newest(
         state_dict: What to fill, as for `load`. A damaged checkpoint may have been read in part
             before an older one overwrites it; values that the older one lacks can't be left as
             they are then (`LoadOptions.allow_partial_load`), which is an error.
-        run: Path, `file://` or `memory://` URL of the directory.
+        run: Path, URL, `Location` or filesystem of the directory.
         at_most: Load this step or an older one: to go back to before a bad stretch of training.
         newer_than: Load no step up to this one: for who waits for the next.
         planner: As for `load`. It is set up again for each checkpoint that is tried.
@@ -337,7 +337,7 @@ def load_newest(
     with OperationLog("load_newest", checkpoint_id=run, planner=planner):
         report = run_load_newest(
             session := session_for(process_group, no_dist), state_dict, options or LoadOptions(),
-            open_storage(run).url, planner, StepRange(at_most=at_most, newer_than=newer_than),
+            absolute_target(run), planner, StepRange(at_most=at_most, newer_than=newer_than),
         )  # fmt: skip
     # Why only now: a warning can be an error, and the other ranks must not wait for this one.
     if session.rank == 0:

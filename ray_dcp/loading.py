@@ -5,7 +5,6 @@ Public signatures and what they promise are in `entrypoints`; saves are in `oper
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any
@@ -87,7 +86,7 @@ def run_load(
 
 def _account(session: RankSession, url: CheckpointId | None, path: str = "native") -> Account:
     return Account(
-        "load", None if url is None else os.fspath(url),
+        "load", None if url is None else str(url),
         rank=session.rank, world_size=session.world_size, path=path,
     )  # fmt: skip
 
@@ -96,7 +95,7 @@ def run_load_newest(
     session: RankSession,
     state_dict: StateDict,
     options: LoadOptions,
-    run: str,
+    run: Target,
     planner: LoadPlanner | None,
     steps: StepRange,
 ) -> LoadReport:
@@ -106,7 +105,7 @@ def run_load_newest(
         session: Of this rank.
         state_dict: As given to `load_newest`; filled in place.
         options: As given there.
-        run: Absolute path or URL.
+        run: With its absolute path or URL.
         planner: As given there.
         steps: Which may be loaded.
 
@@ -117,7 +116,7 @@ def run_load_newest(
     tried: list[str] = []
 
     def load(checkpoint_id: str) -> LoadSteps:
-        decision = decide_load(planner, None, checkpoint_id)
+        decision = decide_load(planner, None, replace(run, url=checkpoint_id))
         chosen = decision.apply(options)
         if tried:
             # Why: a rank that still reads what another found damaged joins the next one late.
@@ -130,14 +129,14 @@ def run_load_newest(
         )  # fmt: skip
 
     with (
-        _account(session, run) as account,
+        _account(session, run.url) as account,
         session.activity(options.heartbeat_timeout_s) as activity,
     ):
-        _await_staged(run, activity, options)
+        _await_staged(run.url, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
-                run=Target(run), steps=steps, timeout_s=options.plan_timeout_s, load=load,
+                run=run, steps=steps, timeout_s=options.plan_timeout_s, load=load,
             ),
             account.watching(activity.call),
         )  # fmt: skip
@@ -185,7 +184,7 @@ def _load_steps(
         )  # fmt: skip
         return LoadReport(
             loaded=(), missing=(), unexpected=(), cast=(), path=FOREIGN,
-            checkpoint_id=None if checkpoint_id is None else os.fspath(checkpoint_id),
+            checkpoint_id=None if checkpoint_id is None else str(checkpoint_id),
         )  # fmt: skip
     target = target_of(decision)
     works: list[Any] = []

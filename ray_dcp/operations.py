@@ -5,7 +5,6 @@ Loads are in `loading`. Public signatures and what they promise are in `entrypoi
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, nullcontext
@@ -29,6 +28,7 @@ from ray_dcp.seam.foreign import foreign_save
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
 from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.planner_hooks import capture_with_planner
+from ray_dcp.store.location import AnyPlace
 
 __all__ = [
     "CheckpointId",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 StateDict = MutableMapping[str, Any]
-CheckpointId = str | os.PathLike[str]
+CheckpointId = AnyPlace
 
 
 class RankCalls(Protocol):
@@ -173,7 +173,7 @@ def _run_save(
 
 
 def _text(checkpoint_id: CheckpointId | None) -> str | None:
-    return None if checkpoint_id is None else os.fspath(checkpoint_id)
+    return None if checkpoint_id is None else str(checkpoint_id)
 
 
 def capture_of(

@@ -195,6 +195,11 @@ def save_uneven(path: str) -> None:
     ray_dcp.save(uneven_state(True), checkpoint_id=path)
 
 
+def save_uneven_in_the_background(path: str) -> None:
+    """Saves `uneven_state` by `async_save`."""
+    ray_dcp.async_save(uneven_state(True), checkpoint_id=path).committed()
+
+
 def check_uneven(path: str) -> tuple[list[str], int, int]:
     """Loads `uneven_state` and returns names that differ, bytes needed, bytes read."""
     found = uneven_state(False)

@@ -21,6 +21,7 @@ COMMANDS = {
     "ls": "ray_dcp.cli.reading:ls",
     "show": "ray_dcp.cli.reading:show",
     "verify": "ray_dcp.cli.reading:verify",
+    "devstore": "ray_dcp.cli.devstore:devstore",
     "demo": "ray_dcp.cli.demo:demo",
 }
 
@@ -29,6 +30,7 @@ SUMMARIES = {
     "ls": "List the checkpoints below a directory.",
     "show": "Show what is in a checkpoint.",
     "verify": "Compare every stored byte with its checksums.",
+    "devstore": "Run a local S3 server, for want of a cloud.",
     "demo": "Train, save, kill, resume on fewer and more ranks.",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
@@ -60,8 +61,12 @@ class Target:
 
     url: str
     """Absolute path or URL."""
-    storage_options: Mapping[str, object] = field(default_factory=dict)
-    """Options for the storage; never written to storage or logs."""
+    storage_options: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """Options for the storage: credentials above all. They travel to ranks and stagers, and are
+    written neither to storage nor to logs."""
+    filesystem: Any = field(default=None, repr=False, compare=False)
+    """A ready filesystem of fsspec, pyarrow.fs or obstore that serves the URL; None to make one
+    from URL and options."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from ray_dcp.runtime.leftovers import (
 )
 from ray_dcp.runtime.outcome import settle
 from ray_dcp.runtime.publishing import republish
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
@@ -32,7 +32,7 @@ COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
 
 
 def collect(
-    path: str | os.PathLike[str] | Target,
+    path: AnyPlace,
     *,
     storage_options: Mapping[str, object] | None = None,
     abort_unfinished: bool = False,

@@ -8,7 +8,6 @@ checkpoint with holes.
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ray_dcp.runtime.leftovers import (
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.publishing import withdraw
 from ray_dcp.runtime.records import standing_records, without_stock_files
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import METADATA_KEY
@@ -44,7 +44,7 @@ DELETED_BY_USER = "ray_dcp.delete was called"
 
 
 def delete(
-    path: str | os.PathLike[str] | Target,
+    path: AnyPlace,
     *,
     storage_options: Mapping[str, object] | None = None,
     dry_run: bool = False,

@@ -5,9 +5,8 @@ For `delete` and `collect`. What may go is decided by `ray_dcp.protocol.sweep`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 from ray_dcp.format.checksums import digest_bytes
@@ -16,6 +15,7 @@ from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.sweep import Kept, Sweep, attempts_of, owner_of
 from ray_dcp.runtime.records import Standing, everything, foreign_metadata, standing_records
+from ray_dcp.store.location import AnyPlace, as_target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.lookaround import not_found
@@ -82,9 +82,7 @@ class Place:
         return 0 if record is None else record.previous_slot
 
 
-def target_of(
-    path: str | os.PathLike[str] | Target, storage_options: Mapping[str, object] | None
-) -> Target:
+def target_of(path: AnyPlace, storage_options: Mapping[str, object] | None) -> Target:
     """Returns where a path is, absolute.
 
     Args:
@@ -95,10 +93,9 @@ def target_of(
         InvalidRequestError: It is no path or URL that is served.
     """
     options = storage_options or {}
-    if isinstance(path, Target):
-        return Target(path.url, {**path.storage_options, **options})
-    storage = open_storage(Target(os.fspath(path), options))  # tells what is no path
-    return Target(storage.url, options)
+    place = as_target(path)
+    place = replace(place, storage_options={**place.storage_options, **options})
+    return replace(place, url=open_storage(place).url)  # tells what is no path
 
 
 def look_at(storage: Storage) -> Place:

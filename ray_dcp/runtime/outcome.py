@@ -6,7 +6,6 @@ does not matter who casts it, and every rank that asks is told the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
@@ -18,6 +17,7 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.records import confirm_record
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.slots import Deciding, Slots, read_slots
@@ -28,7 +28,7 @@ Opener = Callable[[Target], Storage]
 Outcome = Literal["committed", "aborted", "open"]
 
 
-def outcome(path: str | os.PathLike[str] | Target, attempt: str) -> Outcome:
+def outcome(path: AnyPlace, attempt: str) -> Outcome:
     """Returns what became of a save whose outcome was open.
 
     Args:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
@@ -226,11 +227,16 @@ class _WatchedWriter:
         self._vitals = vitals
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        found = getattr(self._inner, name)
+        # Why here: only some writers take bytes that are lent.
+        return partial(self._give, found) if name == "lend" else found
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._give(self._inner.write, data)
+
+    def _give(self, take: Callable[[Any], None], data: bytes | bytearray | memoryview) -> None:
         with self._vitals.at(self._key):
-            self._inner.write(data)
+            take(data)
         self._vitals.moved(len(data))
 
     def commit(self) -> None:

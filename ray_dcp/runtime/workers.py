@@ -23,6 +23,7 @@ from ray_dcp.runtime import hooks
 from ray_dcp.runtime.gathering import gather
 from ray_dcp.runtime.worker import Rank
 from ray_dcp.runtime.worker_options import WorkerOptions, worker_options
+from ray_dcp.store.location import AnyPlace
 
 __all__ = ["WorkerGroup"]
 
@@ -113,7 +114,7 @@ class WorkerGroup:
 
     def save(
         self,
-        path: str | os.PathLike[str],
+        path: AnyPlace,
         make_state: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -129,11 +130,11 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.save`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._everywhere("save", os.fspath(path), make_state, kwargs)[0]
+        return self._everywhere("save", _sendable(path), make_state, kwargs)[0]
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: AnyPlace,
         make_state: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
@@ -149,7 +150,7 @@ class WorkerGroup:
             CheckpointError: As `ray_dcp.load`.
         """
         _check_callable("make_state", make_state, optional=True)
-        return self._everywhere("load", os.fspath(path), make_state, kwargs)
+        return self._everywhere("load", _sendable(path), make_state, kwargs)
 
     def resize(self, world_size: int) -> None:
         """Makes it so many ranks, with a new process group among them.
@@ -355,6 +356,10 @@ def _kill_all(ranks: list[Any]) -> None:
             logger.warning("A rank of a WorkerGroup did not end within %g s", _PART_S)
         except RayError:
             continue
+
+
+def _sendable(path: AnyPlace) -> AnyPlace:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def _check_world_size(world_size: int) -> None:

@@ -5,13 +5,13 @@ Like DCP, a plug-in need not inherit from DCP's classes: its methods decide.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.store.location import is_place
 
 __all__ = ["check_id", "check_planner", "check_storage"]
 
@@ -76,14 +76,11 @@ def check_id(checkpoint_id: Any) -> None:
     """Checks a checkpoint id.
 
     Raises:
-        InvalidRequestError: It is neither text nor a path.
+        InvalidRequestError: It names no place.
     """
-    if checkpoint_id is None:
-        return
-    if not isinstance(checkpoint_id, (str, os.PathLike)) or isinstance(
-        os.fspath(checkpoint_id), bytes
-    ):
+    if checkpoint_id is not None and not is_place(checkpoint_id):
         raise InvalidRequestError(
-            f"checkpoint_id must be a string or a path, but is {type(checkpoint_id).__name__}",
+            f"checkpoint_id must be a string, a path, a Location or a filesystem, but is "
+            f"{type(checkpoint_id).__name__}",
             key="checkpoint_id",
         )

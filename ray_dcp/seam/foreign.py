@@ -33,10 +33,11 @@ from ray_dcp.seam.awaiting import await_future
 from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.rounds import Group, Sealed, Steps, all_reduce, reduce_scatter, reserve
 from ray_dcp.seam.state import put_back, stateful_to_load_targets, stateful_to_state_dict
+from ray_dcp.store.location import AnyPlace
 
 __all__ = ["foreign_load", "foreign_save", "set_up_save_planner"]
 
-CheckpointId = str | os.PathLike[str]
+CheckpointId = AnyPlace
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def foreign_save(
 
     def local_plan() -> SavePlan:
         if checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)
+            storage_writer.reset(_text(checkpoint_id))
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
         return save.local_step(state)
 
@@ -153,7 +154,7 @@ def foreign_load(
 
     def local_plan() -> LoadPlan:
         if checkpoint_id is not None:
-            storage_reader.reset(checkpoint_id)
+            storage_reader.reset(_text(checkpoint_id))
         if stateful:
             targets.update(stateful_to_load_targets(state_dict))
             return load.local_step(targets)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import _fsspec_filesystem, filesystem, hf_storage
@@ -38,6 +37,8 @@ from ray_dcp.seam.file_system import (
     is_default_registry,
 )
 from ray_dcp.seam.hugging_face import HuggingFaceStorageReader
+from ray_dcp.store.location import AnyPlace, Location, as_target, split_url
+from ray_dcp.store.opening import absolute_target, place_by_fsspec
 
 __all__ = [
     "Decision",
@@ -52,7 +53,7 @@ __all__ = [
 def decide_save(
     planner: SavePlanner | None = None,
     storage_writer: StorageWriter | None = None,
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: AnyPlace | None = None,
 ) -> Decision:
     """Returns the path that a save takes.
 
@@ -80,7 +81,7 @@ def decide_save(
 def decide_load(
     planner: LoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: AnyPlace | None = None,
 ) -> Decision:
     """Returns the path that a load takes.
 
@@ -114,7 +115,7 @@ class _Side:
     taken: tuple[type, ...]
     """Exactly these classes are taken at their word."""
     fsspecs: tuple[type, ...]
-    """Of those, the ones for URLs; the first is made for ids that only fsspec serves."""
+    """Of those, the ones that go through fsspec."""
     options: Callable[[Any], Mapping[str, object]]
     ignored: Callable[[Any], tuple[str, ...]]
 
@@ -132,16 +133,24 @@ def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
         own = _own_target(storage)
         return _native(
             f"{kind} is ray_dcp's own",
-            own if not checkpoint_id else Target(_url(checkpoint_id), own.storage_options),
+            own if not checkpoint_id else _moved(own, checkpoint_id),
             storage,
             options=dict(getattr(storage, "__ray_dcp_options__", {})),
         )
-    reason = _why_foreign(storage, checkpoint_id, side)
+    reason = _why_foreign(storage, side)
     if reason is not None:
+        if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
+            raise InvalidRequestError(
+                f"{kind} does its own work and takes a path or URL, not a "
+                f"{type(checkpoint_id).__name__}: set it up with options or filesystem itself",
+                key="checkpoint_id",
+            )
         return _foreign(reason, storage)
+    target = _target_of(storage, checkpoint_id, side)
+    how = "a local path" if target.filesystem is None else f"{split_url(target.url)[0]}://"
     return _native(
-        f"{kind} on a local path",
-        Target(_url(checkpoint_id or storage.path)),
+        f"{kind} on {how}",
+        target,
         storage,
         options=side.options(storage),
         ignored=side.ignored(storage),
@@ -155,19 +164,40 @@ def _place_of_id(checkpoint_id: Any, side: _Side) -> Decision:
             f"checkpoint_id='/path/of/the/checkpoint'",
             key="checkpoint_id",
         )
-    protocol = _protocol(checkpoint_id)
-    if protocol in ("", "file", "memory"):
-        how = f"a {protocol}:// URL" if protocol else "a local path"
-        return _native(f"checkpoint_id is {how}", Target(_url(checkpoint_id)), None)
-    made = side.fsspecs[0]
-    try:
-        storage = made(os.fspath(checkpoint_id))
-    except (ValueError, ImportError, OSError) as error:
-        raise _no_storage(checkpoint_id, side, str(error)) from error
-    return _foreign(f"{protocol}:// goes through {made.__name__}", storage)
+    target = absolute_target(checkpoint_id)
+    protocol = split_url(target.url)[0]
+    how = f"a {protocol}:// URL" if protocol else "a local path"
+    return _native(f"checkpoint_id is {how}", target, None)
 
 
-def _why_foreign(storage: Any, checkpoint_id: Any, side: _Side) -> str | None:
+def _target_of(storage: Any, checkpoint_id: Any, side: _Side) -> Target:
+    """Returns where torch's own writer or reader works, with the filesystem that it was given.
+
+    Why not by calling its `reset`, as DCP does: that forgets the options of the filesystem.
+    """
+    if type(storage) not in side.fsspecs:
+        return absolute_target(checkpoint_id or storage.path)
+    own = as_target(Location(str(storage.path), filesystem=storage.fs.fs))
+    if not checkpoint_id:
+        return absolute_target(own)
+    is_text = isinstance(checkpoint_id, (str, os.PathLike))
+    moved = _moved(own, checkpoint_id)
+    # Why not by our own client: what else the user does with this URL goes through fsspec.
+    return place_by_fsspec(moved.url) if is_text and moved.filesystem is None else moved
+
+
+def _moved(own: Target, checkpoint_id: Any) -> Target:
+    """Returns another place, reached as a storage reaches its own where both are of one kind."""
+    place = as_target(checkpoint_id)
+    is_bare = place.filesystem is None and not place.storage_options
+    if not is_bare or split_url(place.url)[0] != split_url(own.url)[0]:
+        return absolute_target(place)
+    if own.filesystem is not None:
+        return absolute_target(replace(place, filesystem=own.filesystem))
+    return replace(absolute_target(place), storage_options=own.storage_options)
+
+
+def _why_foreign(storage: Any, side: _Side) -> str | None:
     """Returns why a plug-in does its own work, or None when it can be taken at its word."""
     kind = type(storage).__name__
     is_fsspec = type(storage) in side.fsspecs
@@ -177,11 +207,7 @@ def _why_foreign(storage: Any, checkpoint_id: Any, side: _Side) -> str | None:
         return f"{kind} is a third-party {side.argument}"
     if shadowed := _shadowed(storage):
         return f"this {kind} has its own {', '.join(shadowed)}"
-    if is_fsspec:
-        protocol = _fsspec_protocol(storage, checkpoint_id)
-        if protocol not in ("file", "local"):
-            return f"{kind} on {protocol}://"
-    elif type(storage.fs) is not filesystem.FileSystem:
+    if not is_fsspec and type(storage.fs) is not filesystem.FileSystem:
         return f"this {kind} works on {type(storage.fs).__name__}"
     if _has_extensions(storage):
         return f"this {kind} has stream extensions"
@@ -203,27 +229,6 @@ def _has_extensions(storage: Any) -> bool:
     return not is_default_registry(storage)
 
 
-def _fsspec_protocol(storage: Any, checkpoint_id: Any) -> str:
-    if checkpoint_id:
-        return _protocol(checkpoint_id) or "file"
-    protocol = storage.fs.fs.protocol
-    return protocol if isinstance(protocol, str) else str(protocol[0])
-
-
-def _protocol(target: Any) -> str:
-    text: str = os.fspath(target)
-    head, separator, _ = text.partition("://")
-    # "::" chains protocols in fsspec, such as "simplecache::s3://".
-    return head.lower() if separator and not isinstance(target, Path) else ""
-
-
-def _url(target: Any) -> str:
-    text: str = os.fspath(target)
-    if _protocol(target) == "local":
-        return "file" + text[len("local") :]
-    return text if _protocol(target) else os.path.abspath(text)
-
-
 def _own_target(storage: Any) -> Target:
     target = storage.__ray_dcp_target__
     target = target() if callable(target) else target
@@ -233,15 +238,6 @@ def _own_target(storage: Any) -> Target:
             f"{type(target).__name__}"
         )
     return target
-
-
-def _no_storage(checkpoint_id: Any, side: _Side, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"nothing here can reach {os.fspath(checkpoint_id)!r} ({why}); expected a path, a "
-        f"file:// URL or one that fsspec serves: install its fsspec backend (s3fs, gcsfs, "
-        f"adlfs ...) or pass {side.argument}=",
-        key="checkpoint_id",
-    )
 
 
 def _writer_options(writer: Any) -> dict[str, object]:

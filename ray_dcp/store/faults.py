@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal
 
 from ray_dcp.errors import InternalError, InvalidRequestError, StorageError
-from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.paths import as_bytes_view, os_failure
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
@@ -168,7 +168,7 @@ save elsewhere [key a1]
         """Returns a storage that follows this script."""
         return FaultyStorage(inner, self)
 
-    def open(self, target: str | os.PathLike[str] | Target) -> FaultyStorage:
+    def open(self, target: AnyPlace) -> FaultyStorage:
         """Returns the storage of a target, following this script; an `opener`."""
         return self.wrap(open_storage(target))
 

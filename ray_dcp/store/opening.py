@@ -1,35 +1,35 @@
-"""`open_storage`: from a path, URL or `Target` to the storage that serves it."""
+"""`open_storage`: from a path, URL, filesystem or `Target` to the storage that serves it."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
+from dataclasses import replace
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import AnyPlace, as_target, kind_of_filesystem, split_url, url_below
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.storage import Storage
 
-__all__ = ["open_storage"]
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+__all__ = ["absolute_target", "open_storage", "place_below", "place_by_fsspec"]
 
 
-def open_storage(target: str | os.PathLike[str] | Target) -> Storage:
+def open_storage(target: AnyPlace) -> Storage:
     """Returns the storage bound to one checkpoint directory.
 
     Nothing is touched: whether the place exists or can be written shows on the first read or
     write.
 
     Args:
-        target: A path, `file://` and an absolute path (taken as it is, without %-decoding, as
-            fsspec takes it), `memory://` and a name, or a `Target` with one of these.
+        target: A path; `file://` and an absolute path (taken as it is, without %-decoding, as
+            fsspec takes it); `memory://` and a name; `s3://`, `gs://` or `az://` with bucket and
+            prefix; any other URL that fsspec serves; a ready filesystem of fsspec, pyarrow.fs or
+            obstore; or a `Location` or `Target` with one of these.
 
     Raises:
-        InvalidRequestError: The protocol is not served, the place is empty, or there are storage
-            options for a storage that has none.
+        InvalidRequestError: The protocol is not served (the message names what to install), the
+            place is empty, or an option is not understood.
 
     Example:
         >>> open_storage("/checkpoints/step-10").url
@@ -37,45 +37,87 @@ def open_storage(target: str | os.PathLike[str] | Target) -> Storage:
         >>> open_storage("memory://run/step-10").url
         'memory://run/step-10'
     """
-    place, options = _place(target)
-    match = _SCHEME.match(place)
-    scheme, rest = (match[1].lower(), match[2]) if match else ("file", place)
+    place = as_target(target)
+    if place.filesystem is not None:
+        return _of_filesystem(place)
+    scheme, rest = split_url(place.url)
+    options = dict(place.storage_options)
+    if scheme in PROVIDERS:
+        from ray_dcp.store.object_storage import ObjectStorage
+
+        return ObjectStorage.at(scheme, rest.rstrip("/"), options)
+    if scheme not in ("", "file", "local", "memory"):
+        from ray_dcp.store.fsspec_storage import FsspecStorage
+
+        return FsspecStorage.at(place.url, options)
     if options:
         raise InvalidRequestError(
-            f"{scheme} storage takes no storage_options, but got {', '.join(sorted(options))}; "
-            f"leave them out",
-            key=place,
+            f"{scheme or 'file'} storage takes no storage_options, but got "
+            f"{', '.join(sorted(options))}; leave them out",
+            key=place.url,
         )
-    if scheme in ("file", "local"):
-        if match and not rest.startswith("/"):
-            raise InvalidRequestError(
-                f"{scheme}:// must be followed by an absolute path, but {place!r} is not; "
-                f"write file:///path or the plain path",
-                key=place,
-            )
-        return LocalStorage(rest)
     if scheme == "memory":
         return MemoryStorage(rest)
-    raise InvalidRequestError(
-        f"expected a path, file:// or memory://, but found {scheme}:// in {place!r}; mount that "
-        f"storage as a directory, or pass a storage_writer or storage_reader for it, such as "
-        f"FsspecWriter({place!r})",
-        key=place,
-    )
-
-
-def _place(target: str | os.PathLike[str] | Target) -> tuple[str, Mapping[str, object]]:
-    if isinstance(target, Target):
-        return _text(target.url), target.storage_options
-    return _text(target), {}
-
-
-def _text(place: object) -> str:
-    text = os.fspath(place) if isinstance(place, os.PathLike) else place
-    if not isinstance(text, str):
+    if scheme and not rest.startswith("/"):
         raise InvalidRequestError(
-            f"expected a path or URL as a string or PathLike, but got {type(place).__name__}"
+            f"{scheme}:// must be followed by an absolute path, but {place.url!r} is not; "
+            f"write file:///path or the plain path",
+            key=place.url,
         )
-    if not text or "\0" in text:
-        raise InvalidRequestError(f"expected a path or URL, but found {text!r}", key=repr(text))
-    return text
+    return LocalStorage(rest)
+
+
+def place_below(target: AnyPlace, name: str) -> Target:
+    """Returns the target of a directory in another one, reached in the same way.
+
+    Args:
+        target: As for `open_storage`.
+        name: Of the directory; several with `/` between them are fine.
+    """
+    place = absolute_target(target)
+    return replace(place, url=url_below(place.url, name))
+
+
+def absolute_target(target: AnyPlace) -> Target:
+    """Returns a target with the whole path or URL of a place.
+
+    Args:
+        target: As for `open_storage`.
+
+    Raises:
+        InvalidRequestError: As `open_storage`.
+    """
+    place = as_target(target)
+    url = open_storage(place).url
+    scheme, rest = split_url(place.url)
+    if scheme in ("file", "local"):
+        return replace(place, url=f"file://{rest}")
+    # Why not that of the storage: it has neither host nor account, nor what is chained.
+    is_whole = scheme in ("", "memory") or (scheme in PROVIDERS and "@" not in rest)
+    return replace(place, url=url if is_whole or place.filesystem is not None else place.url)
+
+
+def place_by_fsspec(url: str) -> Target:
+    """Returns the target of a URL with the filesystem that fsspec makes for it.
+
+    Raises:
+        InvalidRequestError: fsspec makes none.
+    """
+    from ray_dcp.store.fsspec_storage import place_by_url
+
+    return place_by_url(url, {})
+
+
+def _of_filesystem(place: Target) -> Storage:
+    kind = kind_of_filesystem(place.filesystem)
+    if kind == "obstore":
+        from ray_dcp.store.object_storage import ObjectStorage
+
+        return ObjectStorage.within(place.filesystem, place.url)
+    if kind == "arrow":
+        from ray_dcp.store.arrow_storage import ArrowStorage
+
+        return ArrowStorage.within(place.filesystem, place.url)
+    from ray_dcp.store.fsspec_storage import FsspecStorage
+
+    return FsspecStorage.within(place.filesystem, place.url)

@@ -16,6 +16,7 @@ __all__ = [
     "Entry",
     "KeyExistsError",
     "KeyMissingError",
+    "LendingWriter",
     "PartWriter",
     "Storage",
     "StorageTraits",
@@ -50,6 +51,10 @@ class StorageTraits:
     """What was written survives a power cut."""
     shared: bool
     """Other processes see it (False for `memory://`)."""
+    exclusive_parts: bool = True
+    """`PartWriter.commit` has exactly one winner, however long the file. False where only files of
+    one request have: of two that commit a longer one in the same moment the later stands, and the
+    other is not told. Keys of data files carry their attempt, whose writers write equal bytes."""
 
 
 @runtime_checkable
@@ -75,6 +80,19 @@ class PartWriter(Protocol):
 
     def abort(self) -> None:
         """Drops what was written. Never raises; does nothing after `commit`."""
+        ...
+
+
+@runtime_checkable
+class LendingWriter(PartWriter, Protocol):
+    """A writer that need not copy what it is given, if it may keep it for a while."""
+
+    def lend(self, data: bytes | bytearray | memoryview) -> None:
+        """Appends bytes that stay as they are until `commit` or `abort` has returned.
+
+        Raises:
+            StorageError: As `write`.
+        """
         ...
 
 

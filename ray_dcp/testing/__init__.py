@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from ray_dcp.store.faults import Script as Script
     from ray_dcp.testing.crashes import Reached as Reached
     from ray_dcp.testing.crashes import check_crashes as check_crashes
+    from ray_dcp.testing.dev_store import DevStore as DevStore
     from ray_dcp.testing.interruptions import ALL_VARIANTS as ALL_VARIANTS
     from ray_dcp.testing.interruptions import CRASHES as CRASHES
     from ray_dcp.testing.invariants import INVARIANTS as INVARIANTS
@@ -87,6 +88,7 @@ _HOMES = {
     "CRASHES": "ray_dcp.testing.interruptions",
     "Call": "ray_dcp.store.faults",
     "CrashError": "ray_dcp.store.faults",
+    "DevStore": "ray_dcp.testing.dev_store",
     "Fault": "ray_dcp.store.faults",
     "FaultyStorage": "ray_dcp.store.faults",
     "INVARIANTS": "ray_dcp.testing.invariants",

@@ -44,6 +44,9 @@ _BAD_KEYS = (
 class StorageConformance(PartWriterConformance):
     """Tests that a storage keeps what `ray_dcp.store.storage` promises."""
 
+    RACES = 5
+    """How often 16 threads race to create a key; fewer for a server that takes long over it."""
+
     # what it is
 
     def test_it_is_a_storage_with_a_url_and_traits(self, storage: Storage) -> None:
@@ -115,7 +118,7 @@ class StorageConformance(PartWriterConformance):
         """Of 16 threads that create one key, one wins and its bytes are there."""
         if not storage.traits.create_if_absent:
             pytest.skip("this storage does not promise create_if_absent")
-        for round_ in range(5):
+        for round_ in range(self.RACES):
             key = f"slot-{round_}"
             values = [bytes([number]) * 1000 for number in range(RACERS)]
 

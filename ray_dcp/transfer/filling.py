@@ -89,6 +89,8 @@ class Filler:
         self._parts = list(parts)
         self._single = [count == 1 for count in parts]
         self._verifier = BlockVerifier(table, verify, storage.url)
+        # Why asked so: a read from a store that is far away costs a round trip, however short.
+        self._step_bytes = max(_VERIFY_BYTES, getattr(storage, "request_bytes", 0))
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._local = threading.local()
@@ -201,13 +203,17 @@ class Filler:
             self._part_done(self._row[pair])
             return len(target), 0
         num_bytes = blocks = 0
-        for low, high in _at_block_bounds(job.low, job.high, block, int(geo.payload_bytes[pair])):
+        for low, high in self._steps(job, block):
             part = target[low - job.low : high - job.low]
             read, checked = self._read_verified(pair, low, high, part, block)
             num_bytes += read
             blocks += checked
         self._part_done(self._row[pair])
         return num_bytes, blocks
+
+    def _steps(self, job: Direct, block: int) -> list[tuple[int, int]]:
+        payload_bytes = int(self._geo.payload_bytes[job.pair])
+        return _at_block_bounds(job.low, job.high, block, payload_bytes, self._step_bytes)
 
     def _read_verified(
         self, pair: int, low: int, high: int, part: memoryview, block: int
@@ -353,11 +359,13 @@ class Filler:
         return room.data[:num_bytes]
 
 
-def _at_block_bounds(low: int, high: int, block: int, payload_bytes: int) -> list[tuple[int, int]]:
+def _at_block_bounds(
+    low: int, high: int, block: int, payload_bytes: int, step_bytes: int
+) -> list[tuple[int, int]]:
     """Cuts a range into an edge, steps of whole blocks, and another edge."""
     inner = min(-(-low // block) * block, high)
     end = high if high == payload_bytes else max(high // block * block, inner)
-    step = max(_VERIFY_BYTES // block, 1) * block
+    step = max(step_bytes // block, 1) * block
     cuts = [low, *range(inner, end, step), end, high]
     return [(a, b) for a, b in pairwise(cuts) if a < b]
 

@@ -41,6 +41,11 @@ class PieceSource(Protocol):
     Pieces are numbered as in the `FilePlan`, deferred items after the fixed ones.
     """
 
+    @property
+    def keeps(self) -> bool:
+        """What `parts` gives stays as it is until the file is committed, so that it may be lent."""
+        ...
+
     def small(self, first: int, stop: int) -> Iterable[memoryview]:
         """Returns the bytes of consecutive pieces of at most 128 KiB, whole."""
         ...
@@ -70,6 +75,8 @@ class ItemPieces:
         source: Gives the items.
         deferred: Gives the deferred items.
     """
+
+    keeps = True
 
     def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
         self._key = key

@@ -210,6 +210,9 @@ class _File:
         self._plan = plan
         self._key = key
         self._source = source
+        # Why: an upload sends a tensor from where it lies, if that stays as it is.
+        lend = getattr(writer, "lend", None) if source.keeps else None
+        self._give: Callable[[BytesLike], None] = lend or writer.write
         self._stop = stop
         self._pack: list[BytesLike] = []
         self._end = 0
@@ -252,7 +255,7 @@ class _File:
             whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
             self._pack = []
             if len(whole):
-                self._writer.write(whole)
+                self._give(whole)
         self._flushed = self._end
         self._source.written(self._end)
 
@@ -334,7 +337,7 @@ class _File:
             for start in range(0, len(payload), step):
                 part = payload[start : start + step]
                 self._checks.frombytes(block_checks(part, block_bytes).tobytes())
-                self._writer.write(part)
+                self._give(part)
                 self._end += len(part)
                 self.flush()
         if self._end != end:

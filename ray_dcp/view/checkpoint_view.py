@@ -5,7 +5,6 @@ Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.plan.values import ChunkTable, Kind
-from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
@@ -234,7 +233,7 @@ class CheckpointView:
         return checkpoint_html(self)
 
 
-def open(path: str | os.PathLike[str] | Target) -> CheckpointView:  # noqa: A001 - the public name
+def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
     """Returns a view of the newest committed checkpoint at a path.
 
     Args:

@@ -5,7 +5,6 @@ Looks at names, lengths and manifests only; whether the bytes are right is for `
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from typing import Literal
 
 from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, slot_of
-from ray_dcp.protocol.messages import Target
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.slots import read_slots
 from ray_dcp.view.checkpoint_view import rank_of_file
@@ -51,11 +50,11 @@ class ListedCheckpoint:
     """What is damaged or missing."""
 
 
-def list_checkpoints(root: str | os.PathLike[str] | Target) -> tuple[ListedCheckpoint, ...]:
+def list_checkpoints(root: AnyPlace) -> tuple[ListedCheckpoint, ...]:
     """Returns every checkpoint at or below a directory, by step and then by name.
 
     Args:
-        root: Path or URL.
+        root: Path, URL, `Location` or filesystem.
 
     Returns:
         Empty when there is none, or no such directory.
@@ -101,7 +100,7 @@ def _is_checkpoint(files: Mapping[str, int]) -> bool:
 
 def _look(
     storage: Storage,
-    root: str | os.PathLike[str] | Target,
+    root: AnyPlace,
     directory: str,
     files: Mapping[str, int],
 ) -> ListedCheckpoint:
@@ -119,11 +118,8 @@ def _look(
     )
 
 
-def _below(root: str | os.PathLike[str] | Target, storage: Storage, directory: str) -> Storage:
-    if not directory:
-        return storage
-    options = root.storage_options if isinstance(root, Target) else {}
-    return open_storage(Target(f"{storage.url.rstrip('/')}/{directory}", options))
+def _below(root: AnyPlace, storage: Storage, directory: str) -> Storage:
+    return open_storage(place_below(root, directory)) if directory else storage
 
 
 def _state(storage: Storage, files: Mapping[str, int]) -> tuple[State, str, Manifest | None]:

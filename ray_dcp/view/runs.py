@@ -5,13 +5,12 @@ Which of them hold a checkpoint that stands is not looked at: the load that trie
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ray_dcp.format.manifest import slot_of
-from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 
 __all__ = ["PART_NAME", "Run", "StepFolder", "list_run", "step_of"]
@@ -72,7 +71,7 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def list_run(run: str | os.PathLike[str] | Target) -> Run:
+def list_run(run: AnyPlace) -> Run:
     """Returns the step folders of a run.
 
     A step folder lies directly in the run, its name ends in a number, and directly in it are

@@ -7,7 +7,6 @@ are in `stock_items`, those of files without chunks in `other_files`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from ray_dcp.errors import DamagedCheckpointError, StorageError
 from ray_dcp.format.checksums import block_checks
 from ray_dcp.format.frames import torch_save_frame
 from ray_dcp.plan.values import ChunkTable, Kind
-from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
@@ -75,7 +74,7 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(path: str | os.PathLike[str] | Target) -> VerifyReport:
+def verify(path: AnyPlace) -> VerifyReport:
     """Returns which bytes of the checkpoint at a path are damaged.
 
     Damage is reported, not raised, also where it keeps the checkpoint from being opened at all.

@@ -5,9 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import async_saves, checksums, manager, reshard, single, soak, staging
+from tests.bench import (
+    async_saves,
+    checksums,
+    manager,
+    reshard,
+    single,
+    soak,
+    staging,
+    storage,
+)
 
-CHOICES = ("async", "small", "big", "checksums", "manager", "reshard", "soak", "staging")
+CHOICES = (
+    "async", "small", "big", "checksums", "manager", "reshard", "soak", "staging", "storage",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -20,6 +31,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
+    parser.add_argument("--megabytes", type=int, default=512, help="length of the state (storage)")
     arguments = parser.parse_args()
     if arguments.what == "small":
         single.small(arguments.rounds, arguments.dir)
@@ -31,6 +43,8 @@ def main() -> int:
         manager.manager(arguments.rounds, arguments.dir)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
+    elif arguments.what == "storage":
+        storage.storage(arguments.rounds, arguments.dir, arguments.megabytes)
     else:
         return reshard.reshard(arguments.ranks, arguments.dir)
     return 0

@@ -633,7 +633,7 @@ def test_a_warning_that_is_an_error_comes_after_the_load(torch_run):
     assert (state["w"] == 9).all()
 
 
-@pytest.mark.parametrize("run", ["", 5, None, "s3://bucket/run"])
+@pytest.mark.parametrize("run", ["", 5, None, "nosuch://bucket/run"])
 def test_what_is_no_run_is_refused(run):
     with pytest.raises(InvalidRequestError, match="expected a path"):
         ray_dcp.load_newest({}, run, no_dist=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _extension, filesystem
@@ -83,7 +84,7 @@ def test_torchs_own_storage_is_native_at_its_path(tmp_path):
     assert decide_load(None, dcp.FileSystemReader(tmp_path)).target == Target(str(tmp_path))
     for url in (str(tmp_path), f"file://{tmp_path}"):
         assert decide_save(None, FsspecWriter(url)).path == "native"
-        assert decide_load(None, FsspecReader(url)).target == Target(url)
+        assert decide_load(None, FsspecReader(url)).target == Target(str(tmp_path))
 
 
 def test_an_id_takes_the_place_of_the_writers_path(tmp_path):
@@ -222,29 +223,44 @@ def test_only_a_registry_of_ones_own_makes_a_reader_foreign(tmp_path):
     assert decide_load(None, reader(tmp_path, _extension_registry=own)).path == "foreign storage"
 
 
-def test_other_protocols_go_through_stock_fsspec(tmp_path):
+def test_an_fsspec_writer_is_native_on_any_protocol_with_the_filesystem_it_was_given():
     writer = FsspecWriter("memory://ckpt")
-    assert decide_save(None, writer).path == "foreign storage"
-    assert decide_save(None, writer).storage is writer
-    assert decide_load(None, FsspecReader("memory://ckpt")).path == "foreign storage"
+    decision = decide_save(None, writer)
+    assert (decision.path, decision.target.url) == ("native", "memory://ckpt")
+    assert decision.target.filesystem is writer.fs.fs
+    assert decide_load(None, FsspecReader("memory://ckpt")).target == decision.target
+
+
+def test_an_id_moves_an_fsspec_writer_and_its_options_stay(tmp_path):
+    made = FsspecWriter("memory://run/step-1", skip_instance_cache=True, of_mine="x")
+    moved = decide_save(None, made, "memory://run/step-2").target
+    assert moved.url == "memory://run/step-2"
+    assert moved.filesystem is made.fs.fs
+    assert moved.filesystem.storage_options["of_mine"] == "x"
 
 
 def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
-    writer = FsspecWriter(str(tmp_path))
-    assert decide_save(None, writer, "memory://x").path == "foreign storage"
-    assert decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}").path == "native"
+    there = decide_save(None, FsspecWriter(str(tmp_path)), "memory://x").target
+    assert there.url == "memory://x"
+    assert there.filesystem is fsspec.filesystem("memory")
+    back = decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}")
+    assert (back.path, back.target.url, back.target.filesystem) == ("native", str(tmp_path), None)
 
 
-def test_a_protocol_that_only_fsspec_serves_gets_the_fsspec_classes():
+def test_a_protocol_that_only_fsspec_serves_is_native_too():
     decision = decide_save(checkpoint_id="simplecache::memory://x")
-    assert decision.path == "foreign storage"
-    assert isinstance(decision.storage, FsspecWriter)
-    assert isinstance(decide_load(checkpoint_id="simplecache::memory://x").storage, FsspecReader)
+    assert decision.path == "native"
+    assert decision.target.url.startswith("simplecache")
 
 
 def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():
-    with pytest.raises(InvalidRequestError, match=r"nosuch://x.*fsspec backend"):
+    with pytest.raises(InvalidRequestError, match=r"nosuch://x.*install the package"):
         decide_save(checkpoint_id="nosuch://x")
+
+
+def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
+    with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
+        decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
 
 
 def test_our_own_classes_say_where_they_write():

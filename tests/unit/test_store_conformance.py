@@ -6,12 +6,19 @@ import errno
 import os
 import uuid
 
+import fsspec
+import obstore.store
 import pytest
+from pyarrow import fs as arrow
 
 from ray_dcp.store import durable
+from ray_dcp.store.arrow_storage import ArrowStorage
 from ray_dcp.store.faults import FaultyStorage
+from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.object_options import ObjectOptions
+from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.testing.storage_conformance import StorageConformance
 
 
@@ -56,3 +63,34 @@ class TestFaultyWithoutScript(StorageConformance):
     @pytest.fixture
     def storage(self, tmp_path):
         return FaultyStorage(LocalStorage(tmp_path / "root"))
+
+
+class TestObjectsInMemory(StorageConformance):
+    @pytest.fixture
+    def storage(self):
+        return ObjectStorage(obstore.store.MemoryStore(), "run/step-1")
+
+
+class TestObjectsUnderHashedPrefixes(StorageConformance):
+    @pytest.fixture
+    def storage(self):
+        options = ObjectOptions(hashed_prefixes=16, request_bytes=5 << 20)
+        return ObjectStorage(obstore.store.MemoryStore(), "run", options=options)
+
+
+class TestFsspecInMemory(StorageConformance):
+    @pytest.fixture
+    def storage(self):
+        return FsspecStorage(fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}/step-1")
+
+
+class TestFsspecThatRenames(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return FsspecStorage(fsspec.filesystem("file"), str(tmp_path / "step-1"))
+
+
+class TestArrow(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path):
+        return ArrowStorage(arrow.LocalFileSystem(), str(tmp_path / "step-1"))

@@ -435,6 +435,8 @@ def test_an_error_keeps_other_threads_from_beginning_more():
 class Parts:
     """A `PieceSource` of one large piece, in parts of these lengths."""
 
+    keeps = False
+
     def __init__(self, *lengths):
         self.lengths = lengths
         self.ends = []

@@ -1,0 +1,168 @@
+"""Storages on filesystems of pyarrow.fs, as Ray's `storage_filesystem` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pyarrow import fs as arrow
+
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import split_url
+from ray_dcp.store.ported import HiddenStream, PortedStorage, temporary_beside
+from ray_dcp.store.storage import Storage
+
+__all__ = ["ArrowPort", "ArrowStorage", "place_in_arrow"]
+
+_SCHEMES = {"gcs": "gs", "abfs": "az"}
+
+
+class ArrowStorage(PortedStorage):
+    """Implements `Storage` on a filesystem of pyarrow.fs; it never creates if absent.
+
+    Args:
+        filesystem: Used as it is.
+        path: Of the place.
+
+    Example:
+        >>> import tempfile
+        >>> from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     tree = SubTreeFileSystem(root, LocalFileSystem())
+        ...     type(ArrowStorage.within(tree, "step-1")).__name__
+        'LocalStorage'
+    """
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem = filesystem
+        super().__init__(ArrowPort(filesystem), _url(filesystem, path), path.rstrip("/"))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ArrowStorage, (self._filesystem, self._root))
+
+    @classmethod
+    def within(cls, filesystem: Any, url: str) -> Storage:
+        """Returns the storage of a path or URL in a ready filesystem."""
+        filesystem, path = _unwrapped(filesystem, url)
+        handler = getattr(filesystem, "handler", None)
+        if isinstance(handler, arrow.FSSpecHandler):
+            from ray_dcp.store.fsspec_storage import FsspecStorage
+
+            return FsspecStorage.within(handler.fs, path)
+        if isinstance(filesystem, arrow.LocalFileSystem):
+            return LocalStorage(path)
+        return cls(filesystem, path)
+
+
+def place_in_arrow(filesystem: Any, url: str) -> Target:
+    """Returns the target for a path or URL in a ready filesystem; its root when empty."""
+    filesystem, path = _unwrapped(filesystem, url)
+    handler = getattr(filesystem, "handler", None)
+    if isinstance(handler, arrow.FSSpecHandler):
+        from ray_dcp.store.fsspec_storage import place_in_fsspec
+
+        return place_in_fsspec(handler.fs, path)
+    if isinstance(filesystem, arrow.LocalFileSystem):
+        return Target(path)
+    return Target(_url(filesystem, path), filesystem=filesystem)
+
+
+def _unwrapped(filesystem: Any, url: str) -> tuple[Any, str]:
+    path = split_url(url)[1]
+    while isinstance(filesystem, arrow.SubTreeFileSystem):
+        base = filesystem.base_path.rstrip("/")
+        if path != base and not path.startswith(f"{base}/"):
+            path = f"{base}/{path.strip('/')}".rstrip("/")
+        filesystem = filesystem.base_fs
+    return filesystem, path
+
+
+def _url(filesystem: Any, path: str) -> str:
+    kind = filesystem.type_name
+    return f"{_SCHEMES.get(kind, kind)}://{path.strip('/')}"
+
+
+class ArrowPort:
+    """Implements `FilesystemPort`.
+
+    *Why always a temporary file for long ones*: a stream that is dropped without `close` publishes
+    what it has, and there is no way to abort it. On object stores the move is a copy by the store.
+    """
+
+    can_create = False
+    shared = True
+    options: Mapping[str, object] = {}
+
+    def __init__(self, filesystem: Any) -> None:
+        self._fs = filesystem
+        self.name = f"arrow:{filesystem.type_name}"
+        self._puts_at_once = filesystem.type_name in ("s3", "gcs", "abfs", "mock")
+
+    def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
+        """See `FilesystemPort`."""
+        with self._fs.open_input_file(path) as file:
+            left = max(file.size() - start, 0)
+            return bytes(file.read_at(left if num_bytes is None else min(left, num_bytes), start))
+
+    def size(self, path: str) -> int:
+        """See `FilesystemPort`."""
+        info = self._fs.get_file_info(path)
+        if info.type != arrow.FileType.File:
+            raise FileNotFoundError(path)
+        return int(info.size)
+
+    def put(self, path: str, data: bytes) -> None:
+        """See `FilesystemPort`."""
+        if self._puts_at_once:
+            with self._fs.open_output_stream(path) as stream:
+                stream.write(data)
+            return
+        hidden = self.open_hidden(path)
+        hidden.write(memoryview(data))
+        hidden.publish()
+
+    def create(self, path: str, data: bytes) -> None:
+        """See `FilesystemPort`; never called, as there is no such call."""
+        raise NotImplementedError("pyarrow.fs has no conditional put")
+
+    def open_hidden(self, path: str) -> HiddenStream:
+        """See `FilesystemPort`."""
+        directory = path.rpartition("/")[0]
+        if directory and not self._puts_at_once:
+            self._fs.create_dir(directory, recursive=True)
+        temp = temporary_beside(path)
+        return _RenamedStream(self._fs, self._fs.open_output_stream(temp), temp, path)
+
+    def find(self, path: str) -> Iterable[tuple[str, int]]:
+        """See `FilesystemPort`."""
+        chosen = arrow.FileSelector(path, allow_not_found=True, recursive=True)
+        for info in self._fs.get_file_info(chosen):
+            if info.type == arrow.FileType.File:
+                yield info.path, int(info.size)
+
+    def remove(self, path: str) -> None:
+        """See `FilesystemPort`."""
+        self.size(path)
+        self._fs.delete_file(path)
+
+
+class _RenamedStream:
+    """A temporary file that gets its name by a move."""
+
+    def __init__(self, filesystem: Any, stream: Any, temp: str, path: str) -> None:
+        self._fs = filesystem
+        self._stream = stream
+        self._temp = temp
+        self._path = path
+
+    def write(self, data: memoryview) -> None:
+        self._stream.write(data)
+
+    def publish(self) -> None:
+        self._stream.close()
+        self._fs.move(self._temp, self._path)
+
+    def discard(self) -> None:
+        self._stream.close()
+        self._fs.delete_file(self._temp)

@@ -1,0 +1,93 @@
+"""Tries whether a store without files creates a key for exactly one of several who want it.
+
+Tried once for each store of a process, with small objects that are removed again: some servers
+take the condition and ignore it (rclone's and JuiceFS's S3 gateways do), which no name tells.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ray_dcp.errors import StorageError
+
+__all__ = ["creates_if_absent_in", "forget_probes"]
+
+Put = Callable[[str, bytes], bool]
+"""Creates a hidden key; False when it is there already."""
+Get = Callable[[str], bytes | None]
+Delete = Callable[[str], None]
+
+# Why few: SeaweedFS has more of them wait for seconds.
+_RACERS = 4
+_LOCK = threading.Lock()
+_KNOWN: dict[str, bool] = {}
+_UNDER_WAY: dict[str, threading.Lock] = {}
+
+
+def creates_if_absent_in(store: str, put: Put, get: Get, delete: Delete) -> bool:
+    """Returns whether a key has exactly one winner in a store.
+
+    Args:
+        store: Names the store, as its bucket's URL; probed once.
+        put: Creates a hidden key, conditionally.
+        get: Reads one; None when it is not there.
+        delete: Removes one.
+
+    Returns:
+        False also where this process may not write (not remembered: that may change).
+
+    Raises:
+        StorageError: The store did not answer.
+    """
+    with _LOCK:
+        turn = _UNDER_WAY.setdefault(store, threading.Lock())
+    with turn:
+        if store not in _KNOWN:
+            try:
+                _KNOWN[store] = _tried(put, get, delete)
+            except StorageError as error:
+                if _is_refusal(error):
+                    return False
+                raise
+        return _KNOWN[store]
+
+
+def forget_probes() -> None:
+    """Has every store probed again; for tests that exchange the server behind a URL."""
+    with _LOCK:
+        _KNOWN.clear()
+
+
+def _tried(put: Put, get: Get, delete: Delete) -> bool:
+    token = secrets.token_hex(6)
+    first, race = f"{token}-probe", f"{token}-race"
+    try:
+        if not _created(put, get, first, b"first"):
+            return False
+        # Why read: a server that ignores the condition may still say that it refused.
+        if put(first, b"second") or get(first) != b"first":
+            return False
+        values = [str(number).encode() for number in range(_RACERS)]
+        with ThreadPoolExecutor(_RACERS) as threads:
+            won = list(threads.map(lambda value: put(race, value), values))
+        stands = get(race)
+        # Why none is fine: the answer to the winner was lost, and it met itself.
+        return sum(won) <= 1 and stands in values and (not any(won) or won[int(stands)])
+    finally:
+        for name in (first, race):
+            with suppress(StorageError):
+                delete(name)
+
+
+def _created(put: Put, get: Get, name: str, value: bytes) -> bool:
+    """Tells whether a new key took a value, also where the answer to that was lost."""
+    return put(name, value) or get(name) == value
+
+
+def _is_refusal(error: StorageError) -> bool:
+    """Tells whether the store forbids this process to write, which a save will meet by itself."""
+    return type(error.__cause__).__name__ in ("PermissionDeniedError", "PermissionError")

@@ -1,0 +1,260 @@
+"""Storages on filesystems of fsspec: for every protocol that has no client of our own here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import available_protocols
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import split_url
+from ray_dcp.store.ported import HiddenStream, PortedStorage, temporary_beside
+from ray_dcp.store.secrets_kept import redacted
+from ray_dcp.store.storage import Storage
+
+__all__ = ["FsspecPort", "FsspecStorage", "place_by_url", "place_in_fsspec"]
+
+
+class FsspecStorage(PortedStorage):
+    """Implements `Storage` on a filesystem of fsspec.
+
+    Args:
+        filesystem: Used as it is; its listings are never taken from its cache.
+        path: Of the place.
+
+    Example:
+        >>> import fsspec
+        >>> storage = FsspecStorage(fsspec.filesystem("memory"), "/doc-fsspec")
+        >>> storage.write("a", b"1")
+        >>> storage.read("a"), storage.url
+        (b'1', 'memory://doc-fsspec')
+        >>> storage.delete(["a"])
+    """
+
+    def __init__(self, filesystem: AbstractFileSystem, path: str) -> None:
+        port = FsspecPort(filesystem)
+        root = str(filesystem._strip_protocol(path)).rstrip("/")
+        super().__init__(port, _url(filesystem, root), root)
+        self._filesystem = filesystem
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (FsspecStorage, (self._filesystem, self._root))
+
+    @classmethod
+    def at(cls, url: str, options: dict[str, object]) -> Storage:
+        """Returns the storage of a URL.
+
+        Args:
+            url: Of any protocol that fsspec serves; protocols may be chained.
+            options: Arguments of the filesystem.
+
+        Raises:
+            InvalidRequestError: Nothing serves the protocol, or the options are not understood.
+        """
+        return cls.within(*_made(url, options))
+
+    @classmethod
+    def within(cls, filesystem: AbstractFileSystem, url: str) -> Storage:
+        """Returns the storage of a path or URL in a ready filesystem."""
+        filesystem, path = _unwrapped(filesystem, url)
+        if isinstance(filesystem, LocalFileSystem):
+            return LocalStorage(path)
+        return cls(filesystem, path)
+
+
+def place_in_fsspec(filesystem: AbstractFileSystem, url: str) -> Target:
+    """Returns the target for a path or URL in a ready filesystem; its root when empty."""
+    filesystem, path = _unwrapped(filesystem, url)
+    if isinstance(filesystem, LocalFileSystem):
+        return Target(path)
+    return Target(_url(filesystem, path), filesystem=filesystem)
+
+
+def place_by_url(url: str, options: dict[str, object]) -> Target:
+    """Returns the target of a URL, or of a local path, with the filesystem that is made for it.
+
+    Raises:
+        InvalidRequestError: As `FsspecStorage.at`.
+    """
+    return place_in_fsspec(*_made(url, options))
+
+
+def _made(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str]:
+    scheme = split_url(url)[0]
+    try:
+        filesystem, path = url_to_fs(url, **options)
+        return filesystem, str(path)
+    except ImportError as exc:
+        raise InvalidRequestError(
+            f"nothing here can reach {scheme}://: {exc}; install that package",
+            key="checkpoint_id",
+        ) from exc
+    except Exception as exc:  # noqa: BLE001 - each filesystem has errors of its own
+        told = redacted(f"{type(exc).__name__}: {exc}", options)
+        known = (
+            ""
+            if scheme in available_protocols()
+            else (
+                "; expected a path, s3://, gs://, az://, memory://, or a protocol that fsspec "
+                "knows: install the package that registers it"
+            )
+        )
+        raise InvalidRequestError(
+            f"nothing here can reach {url!r} ({told}){known}", key="checkpoint_id"
+        ) from None
+
+
+def _unwrapped(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFileSystem, str]:
+    path = str(filesystem._strip_protocol(url))
+    while isinstance(filesystem, DirFileSystem):
+        head = f"{filesystem.path}/"
+        # Why: a target that was made from it holds the whole path already.
+        path = path if path.startswith(head) or path == filesystem.path else filesystem._join(path)
+        filesystem = filesystem.fs
+    return filesystem, path
+
+
+class FsspecPort:
+    """Implements `FilesystemPort`.
+
+    *Why two ways of putting a file*: on object stores a put is atomic and there is no rename, which
+    would copy; on what is a filesystem a put is not, and there is one. The latter have a method of
+    their own for moving.
+    """
+
+    def __init__(self, filesystem: AbstractFileSystem) -> None:
+        self._fs = filesystem
+        self.protocol = _protocol(filesystem)
+        self.options: Mapping[str, object] = dict(filesystem.storage_options or {})
+        self.name = f"fsspec:{self.protocol}:{filesystem._fs_token}"
+        self.shared = self.protocol != "memory"
+        self._renames = type(filesystem).mv is not AbstractFileSystem.mv
+        # Why not where it renames: there a create makes an empty file first and then fills it.
+        self.can_create = not self._renames
+
+    def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
+        """See `FilesystemPort`."""
+        stop = None if num_bytes is None else start + num_bytes
+        return bytes(self._fs.cat_file(path, start=start or None, end=stop))
+
+    def size(self, path: str) -> int:
+        """See `FilesystemPort`."""
+        self._fs.invalidate_cache()
+        found = self._fs.info(path)
+        if found["type"] != "file":
+            raise FileNotFoundError(path)
+        return int(found["size"])
+
+    def put(self, path: str, data: bytes) -> None:
+        """See `FilesystemPort`."""
+        if not self._renames:
+            self._fs.pipe_file(path, data)
+            return
+        stream = self.open_hidden(path)
+        try:
+            stream.write(memoryview(data))
+        except BaseException:
+            stream.discard()
+            raise
+        stream.publish()
+
+    def create(self, path: str, data: bytes) -> None:
+        """See `FilesystemPort`."""
+        self._fs.pipe_file(path, data, mode="create")
+
+    def open_hidden(self, path: str) -> HiddenStream:
+        """See `FilesystemPort`."""
+        if not self._renames and self._is_uncommitted(temporary_beside(path)):
+            return _UncommittedFile(self._fs.open(path, "wb", autocommit=False))
+        temp = temporary_beside(path)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return _RenamedFile(self._fs, self._fs.open(temp, "wb"), temp, path)
+
+    def _is_uncommitted(self, path: str) -> bool:
+        """Tells whether a file that is opened without `autocommit` is hidden until it is told.
+
+        Why its class is asked: some take the argument and do nothing with it.
+        """
+        file = self._fs.open(path, "wb", autocommit=False)
+        kind = type(file)
+        if not issubclass(kind, AbstractBufferedFile):
+            file.close()
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(path)
+            return False
+        file.discard()
+        return (
+            kind.commit is not AbstractBufferedFile.commit
+            and kind.discard is not AbstractBufferedFile.discard
+        )
+
+    def find(self, path: str) -> Iterable[tuple[str, int]]:
+        """See `FilesystemPort`."""
+        self._fs.invalidate_cache()
+        for name, info in self._fs.find(path, detail=True).items():
+            if info["type"] == "file":
+                yield str(name), int(info["size"] or 0)
+
+    def remove(self, path: str) -> None:
+        """See `FilesystemPort`."""
+        self.size(path)  # raises for what is missing, or a folder
+        self._fs.rm_file(path)
+
+
+class _UncommittedFile:
+    """An upload of a buffered file that is completed by its own `commit`."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def publish(self) -> None:
+        self._file.close()
+        self._file.commit()
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+class _RenamedFile:
+    """A temporary file that gets its name by a move."""
+
+    def __init__(self, filesystem: AbstractFileSystem, file: Any, temp: str, path: str) -> None:
+        self._fs = filesystem
+        self._file = file
+        self._temp = temp
+        self._path = path
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def publish(self) -> None:
+        self._file.close()
+        self._fs.mv(self._temp, self._path)
+
+    def discard(self) -> None:
+        try:
+            self._file.close()
+        finally:
+            self._fs.rm_file(self._temp)
+
+
+def _url(filesystem: AbstractFileSystem, path: str) -> str:
+    if _protocol(filesystem) == "memory":
+        return f"memory://{path.strip('/')}"
+    return str(filesystem.unstrip_protocol(path))
+
+
+def _protocol(filesystem: AbstractFileSystem) -> str:
+    protocol = filesystem.protocol
+    return protocol if isinstance(protocol, str) else str(protocol[0])

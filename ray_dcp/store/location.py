@@ -1,0 +1,213 @@
+"""`Location`: a URL with what is needed to get there, wherever a `checkpoint_id` is taken.
+
+Also turns whatever else names a place (a path, a URL, a ready filesystem) into a `Target`. Which
+storage serves it is decided in `opening`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.protocol.messages import Target
+
+__all__ = [
+    "AnyPlace",
+    "Location",
+    "as_target",
+    "is_place",
+    "kind_of_filesystem",
+    "split_url",
+    "url_below",
+]
+
+# "::" chains protocols in fsspec, such as "simplecache::s3://".
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)://(.*)", re.DOTALL)
+_MANGLED = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|memory):/[^/]")
+_SECRETS = re.compile(r"[^/@?]*:[^/@?]*@|.*[?&][^=&]*=", re.DOTALL)
+"""What follows `scheme://` in a URL that carries credentials or options."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a checkpoint lies, with credentials or a ready filesystem. Taken as `checkpoint_id`.
+
+    Neither options nor filesystem are shown by `repr`, logged, or written into a checkpoint. They
+    travel to the other ranks' coordinator and to stagers, and so must be picklable.
+
+    Args:
+        url: Path or URL; with a filesystem, the path in it.
+        storage_options: Options of the storage, such as `{"endpoint": ..., "access_key_id": ...}`;
+            for protocols that fsspec serves, the arguments of its filesystem.
+        filesystem: A filesystem of fsspec or pyarrow.fs, or a store of obstore, to be used
+            instead of making one.
+
+    Raises:
+        InvalidRequestError: The URL is none, carries credentials itself, the filesystem is none
+            of these, or both options and filesystem are given.
+
+    Example:
+        >>> run = Location("s3://bucket/run", {"secret_access_key": "hush"})
+        >>> run / "step-10"
+        Location(url='s3://bucket/run/step-10')
+    """
+
+    url: str
+    storage_options: Mapping[str, object] = field(default_factory=dict, repr=False)
+    filesystem: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", _text(self.url))
+        if not isinstance(self.storage_options, Mapping):
+            raise InvalidRequestError(
+                f"storage_options must be a mapping, but is a "
+                f"{type(self.storage_options).__name__}",
+                key="storage_options",
+            )
+        if self.filesystem is None:
+            return
+        if kind_of_filesystem(self.filesystem) is None:
+            raise InvalidRequestError(
+                f"filesystem must be one of fsspec or pyarrow.fs, or a store of obstore, but is a "
+                f"{type(self.filesystem).__name__}",
+                key="filesystem",
+            )
+        if self.storage_options:
+            raise InvalidRequestError(
+                "a ready filesystem takes no storage_options: give them when making it",
+                key="storage_options",
+            )
+
+    def __truediv__(self, name: str) -> Location:
+        """Returns the location below this one, such as a step of a run."""
+        return replace(self, url=url_below(self.url, name))
+
+
+Filesystem = Any
+"""A filesystem of fsspec or pyarrow.fs, or a store of obstore."""
+AnyPlace = str | os.PathLike[str] | Location | Target | Filesystem
+"""Whatever names where a checkpoint lies."""
+
+
+def as_target(place: AnyPlace) -> Target:
+    """Returns where a place is.
+
+    Args:
+        place: A path, a URL, a `Location`, a `Target`, a path object that brings its filesystem
+            (universal_pathlib), or a ready filesystem whose root is meant.
+
+    Raises:
+        InvalidRequestError: It is none of these.
+
+    Example:
+        >>> as_target("memory://run").url
+        'memory://run'
+    """
+    if isinstance(place, Target):
+        _text(place.url)
+        return place
+    if isinstance(place, Location):
+        return _with_filesystem(place.url, place.filesystem, place.storage_options)
+    brought = getattr(place, "fs", None)
+    if not isinstance(place, str) and kind_of_filesystem(brought) == "fsspec":
+        return _with_filesystem(str(getattr(place, "path", "")), brought, {})
+    if not isinstance(place, (str, os.PathLike)) and kind_of_filesystem(place) is not None:
+        return _with_filesystem("", place, {})
+    return Target(_text(place))
+
+
+def is_place(value: Any) -> bool:
+    """Tells whether a value names a place, as far as its type goes."""
+    if isinstance(value, (str, Location, Target)):
+        return True
+    if isinstance(value, os.PathLike):
+        return isinstance(os.fspath(value), str)
+    return kind_of_filesystem(value) is not None or (
+        kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
+    )
+
+
+def kind_of_filesystem(value: Any) -> str | None:
+    """Returns `"fsspec"`, `"arrow"` or `"obstore"` for a filesystem of theirs, else None.
+
+    None of them is imported: who holds an object of a class has imported it.
+    """
+    for kind, module, name in (
+        ("fsspec", "fsspec.spec", "AbstractFileSystem"),
+        ("arrow", "pyarrow.fs", "FileSystem"),
+    ):
+        found = getattr(sys.modules.get(module), name, None)
+        if found is not None and isinstance(value, found):
+            return kind
+    is_store = type(value).__module__.partition(".")[0] == "obstore"
+    return "obstore" if is_store and type(value).__name__.endswith("Store") else None
+
+
+def url_below(url: str, name: str) -> str:
+    """Returns the URL or path of something below another.
+
+    Example:
+        >>> url_below("memory://", "run"), url_below("s3://bucket/run/", "step-1")
+        ('memory://run', 's3://bucket/run/step-1')
+    """
+    return f"{url}{name}" if url.endswith("://") else f"{url.rstrip('/')}/{name}"
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Returns the scheme in small letters, empty for a plain path, and the rest.
+
+    Example:
+        >>> split_url("S3://bucket/run"), split_url("/run")
+        (('s3', 'bucket/run'), ('', '/run'))
+    """
+    match = _SCHEME.match(url)
+    return (match[1].lower(), match[2]) if match else ("", url)
+
+
+def _with_filesystem(url: str, filesystem: Any, options: Mapping[str, object]) -> Target:
+    if filesystem is None:
+        return Target(url, options)
+    # Why inside: adapters import the libraries whose filesystems they take.
+    if kind_of_filesystem(filesystem) == "obstore":
+        from ray_dcp.store.object_stores import place_in
+
+        return place_in(filesystem, url)
+    if kind_of_filesystem(filesystem) == "arrow":
+        from ray_dcp.store.arrow_storage import place_in_arrow
+
+        return place_in_arrow(filesystem, url)
+    from ray_dcp.store.fsspec_storage import place_in_fsspec
+
+    return place_in_fsspec(filesystem, url)
+
+
+def _text(place: object) -> str:
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f"expected a path or URL as a string or PathLike, a Location, or a filesystem of "
+            f"fsspec, pyarrow.fs or obstore, but got {type(place).__name__}"
+        )
+    if not text or "\0" in text:
+        raise InvalidRequestError(f"expected a path or URL, but found {text!r}", key=repr(text))
+    if isinstance(place, os.PathLike) and _MANGLED.match(text):
+        raise InvalidRequestError(
+            f"expected a path, but found {text!r}: pathlib makes one slash of the two in a URL; "
+            f"pass URLs as strings",
+            key="checkpoint_id",
+        )
+    scheme, rest = split_url(text)
+    if scheme not in ("", "file", "local") and _SECRETS.match(rest):
+        # Why not shown: what is refused here would otherwise be written into the checkpoint.
+        raise InvalidRequestError(
+            f"this {scheme}:// URL carries credentials or options (…:…@ or ?…=…), and URLs are "
+            f"written into checkpoints and logs; pass ray_dcp.Location(url, storage_options) "
+            f"instead",
+            key="checkpoint_id",
+        )
+    return text

@@ -1,0 +1,100 @@
+"""`ObjectStorage` on Azurite, where that is installed (`npm install -g azurite`)."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import hashlib
+import hmac
+import itertools
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.request
+import uuid
+
+import pytest
+
+from ray_dcp.errors import StorageError
+from ray_dcp.store.location import Location
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing import check_crashes
+from ray_dcp.testing.storage_conformance import StorageConformance
+
+# The account and key that every emulator of Azure has.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+PORT = 10_000
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory):
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite-blob is not installed")
+    directory = tmp_path_factory.mktemp("azurite")
+    with subprocess.Popen(
+        [program, "--location", str(directory), "--silent", "--skipApiVersionCheck",
+         "--disableTelemetry"],
+        stdout=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        try:
+            _wait()
+            name = f"c{uuid.uuid4().hex}"
+            _make_container(name)
+            yield Location(f"az://{name}", {"use_emulator": True})
+        finally:
+            process.terminate()
+
+
+def _wait() -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", PORT), 1.0):
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError(f"nothing listens on {PORT}")
+
+
+def _make_container(name: str) -> None:
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    headers = f"x-ms-date:{date}\nx-ms-version:2021-08-06"
+    what = f"/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
+    text = f"PUT{chr(10) * 12}{headers}\n{what}".encode()
+    signed = hmac.new(base64.b64decode(KEY), text, hashlib.sha256).digest()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/{ACCOUNT}/{name}?restype=container",
+        method="PUT",
+        headers={
+            "x-ms-date": date,
+            "x-ms-version": "2021-08-06",
+            "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(signed).decode()}",
+            "Content-Length": "0",
+        },
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert answer.status == 201
+
+
+class TestAzure(StorageConformance):
+    @pytest.fixture
+    def storage(self, container):
+        return open_storage(container / uuid.uuid4().hex)
+
+
+def test_an_interrupted_save_leaves_the_previous_or_the_new_checkpoint(container):
+    numbers = itertools.count()
+    reached = check_crashes(
+        "save.overwrite",
+        storage=lambda: open_storage(container / f"crash-{next(numbers)}"),
+        variants=["before", "lost"],
+        every=4,
+    )
+    assert {"new", "previous"} <= set(reached.stood)
+
+
+def test_a_missing_container_is_told(container):
+    storage = open_storage(Location("az://nobody-made-it/run", container.storage_options))
+    with pytest.raises(StorageError, match=r"404 ContainerNotFound.*create the container"):
+        storage.write("a", b"1")

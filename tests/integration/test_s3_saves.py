@@ -1,0 +1,251 @@
+"""Saves to a real S3 server: crashes, races, credentials, and what stock DCP makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+import ray_dcp
+from ray_dcp.errors import CheckpointError, StorageError
+from ray_dcp.format.manifest import AbortRecord, encode_record
+from ray_dcp.protocol.commands import CreateRecord, RecordCreated, SlotTaken
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.perform import perform
+from ray_dcp.store.faults import Fault, Script
+from ray_dcp.store.location import Location, as_target
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing import NEW, OLD, Place, check_crashes
+from ray_dcp.testing.invariants import standing_state
+from tests.s3_server import fresh_place, server_on_memory_disk, server_without_conditions
+
+SECRET = "hush-hush-this-is-secret"
+
+
+@pytest.fixture(scope="module")
+def server():
+    yield from server_on_memory_disk()
+
+
+@pytest.fixture
+def place(server):
+    return fresh_place(server)
+
+
+def s3fs_options(server) -> dict[str, object]:
+    pytest.importorskip("s3fs")
+    return {
+        "key": server.access_key_id,
+        "secret": server.secret_access_key,
+        "client_kwargs": {"endpoint_url": server.endpoint, "region_name": "us-east-1"},
+    }
+
+
+def state_of(number: float) -> dict[str, object]:
+    return {"w": torch.full((300, 70), number), "b": torch.arange(9.0) + number, "step": number}
+
+
+def loaded(**arguments) -> dict[str, object]:
+    state = {"w": torch.zeros(300, 70), "b": torch.zeros(9), "step": None}
+    ray_dcp.load(state, no_dist=True, **arguments)
+    return state
+
+
+def is_same(one: dict, other: dict) -> bool:
+    return one["step"] == other["step"] and all(torch.equal(one[k], other[k]) for k in "wb")
+
+
+# crashes and faults
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("save.overwrite", "before"),
+        ("save.overwrite", "lost"),
+        ("save.overwrite", "broken"),
+        ("delete", "before"),
+    ],
+)
+def test_an_interrupted_operation_leaves_the_previous_or_the_new_checkpoint(place, name, variant):
+    numbers = itertools.count()
+    reached = check_crashes(
+        name,
+        storage=lambda: open_storage(place / str(next(numbers))),
+        variants=[variant],
+        every=5,
+    )
+    assert reached.points[variant] >= 2
+
+
+def test_a_save_that_meets_an_error_leaves_nothing_and_the_previous_one_stands(place):
+    storage = open_storage(place)
+    Place(storage).save(OLD)
+    before = storage.list()
+    slow_down = Fault(operation="commit", key="*.distcp", error="503 Slow Down")
+    with Script([slow_down]) as script, pytest.raises(StorageError, match="503 Slow Down"):
+        Place(script.wrap(storage)).save(NEW)
+    records = [entry for entry in storage.list() if entry not in before]
+    assert all(entry.key.startswith("manifest-") for entry in records)
+    assert standing_state(storage, (OLD, NEW)) is OLD
+
+
+def race_for_a_slot(place: Location, num_committers: int) -> list[int]:
+    """Has committers create a record in one slot; returns who is told that it won."""
+    target, opened = as_target(place), open_storage(place)
+    barrier = threading.Barrier(num_committers)
+    results: dict[int, object] = {}
+
+    def commit(number: int) -> None:
+        record = encode_record(AbortRecord(attempt=f"{number:016x}", reason="race", rank=None))
+        barrier.wait()
+        results[number] = perform(CreateRecord(target, 1, record), lambda _: opened)
+
+    threads = [threading.Thread(target=commit, args=(n,)) for n in range(num_committers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {type(result) for result in results.values()} <= {RecordCreated, SlotTaken}
+    won = [n for n, result in results.items() if isinstance(result, RecordCreated)]
+    taken = {r.attempt for r in results.values() if isinstance(r, SlotTaken)}
+    assert taken == {f"{n:016x}" for n in won}
+    return won
+
+
+def test_a_race_of_committers_has_one_winner(place):
+    for number in range(2):
+        assert len(race_for_a_slot(place / str(number), 6)) == 1
+
+
+def test_a_server_that_ignores_conditions_is_found_out_and_said_so(tmp_path):
+    s3fs = pytest.importorskip("s3fs")
+    with server_without_conditions(tmp_path) as there:
+        storage = open_storage(there / "step-1")
+        assert not storage.traits.create_if_absent
+        assert storage.list() == []
+        # This one can't serve ranges to our client either, and is reached as we are told.
+        with pytest.raises(StorageError, match=r"can't serve ranges.*filesystem=s3fs"):
+            ray_dcp.save(state_of(0.0), checkpoint_id=there / "step-0", no_dist=True)
+        options = there.storage_options
+        filesystem = s3fs.S3FileSystem(
+            key=options["access_key_id"], secret=options["secret_access_key"],
+            endpoint_url=options["endpoint"],
+            # Why: with a range it sends the checksum of the whole.
+            config_kwargs={"response_checksum_validation": "when_required"},
+        )  # fmt: skip
+        place = Location("ckpt/step-1", filesystem=filesystem)
+        for number in (1.0, 2.0):
+            with pytest.warns(UserWarning, match="only if there is none"):
+                ray_dcp.save(state_of(number), checkpoint_id=place, no_dist=True)
+        assert is_same(loaded(checkpoint_id=place), state_of(2.0))
+
+
+# credentials
+
+
+def all_bytes(place: Location) -> bytes:
+    storage = open_storage(place)
+    return b"".join(storage.read(entry.key) for entry in storage.list())
+
+
+def test_credentials_are_in_no_checkpoint_log_or_error(server, place, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    secret = server.secret_access_key
+    ray_dcp.save(state_of(1.0), checkpoint_id=place, no_dist=True)
+    handle = ray_dcp.async_save(state_of(2.0), checkpoint_id=place, no_dist=True)
+    metadata = handle.result()
+    assert is_same(loaded(checkpoint_id=place), state_of(2.0))
+    wrong = Location(place.url, {**place.storage_options, "secret_access_key": SECRET})
+    with pytest.raises(CheckpointError) as raised:
+        ray_dcp.save(state_of(3.0), checkpoint_id=wrong, no_dist=True)
+    told = [
+        repr(place),
+        repr(as_target(place)),
+        repr(wrong),
+        repr(handle),
+        repr(open_storage(place)),
+    ]
+    told += [str(raised.value), repr(raised.value), *getattr(raised.value, "__notes__", ())]
+    told += [caplog.text, *capfd.readouterr(), repr(ray_dcp.open(place))]
+    for hidden in (secret, SECRET):
+        assert not [text for text in told if hidden in text]
+        assert hidden.encode() not in pickle.dumps(raised.value)
+        assert hidden.encode() not in all_bytes(place)
+    assert secret.encode() not in pickle.dumps(metadata)
+
+
+# stock DCP
+
+
+def test_stock_dcp_loads_from_s3_what_we_wrote(server, place):
+    options = s3fs_options(server)
+    ray_dcp.save(state_of(4.0), checkpoint_id=place, no_dist=True)
+    found = {"w": torch.zeros(300, 70), "b": torch.zeros(9), "step": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = FsspecReader(place.url, **options)
+        stock.load(found, storage_reader=reader, no_dist=True)
+    assert is_same(found, state_of(4.0))
+
+
+def test_we_load_from_s3_what_stock_dcp_wrote(server, place):
+    options = s3fs_options(server)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = FsspecWriter(place.url, **options)
+        stock.save(state_of(5.0), storage_writer=writer, no_dist=True)
+    assert is_same(loaded(checkpoint_id=place), state_of(5.0))
+    # and by the reader that stock DCP would use, whose options stay with it
+    reader = FsspecReader(place.url, **options)
+    assert is_same(loaded(storage_reader=reader), state_of(5.0))
+    # by ready filesystems
+    import fsspec
+    from pyarrow import fs as arrow
+
+    path = place.url.removeprefix("s3://")
+    s3fs = fsspec.filesystem("s3", **options)
+    assert is_same(loaded(checkpoint_id=Location(path, filesystem=s3fs)), state_of(5.0))
+    s3 = arrow.S3FileSystem(
+        access_key=server.access_key_id, secret_key=server.secret_access_key,
+        endpoint_override=server.endpoint, region="us-east-1",
+    )  # fmt: skip
+    assert is_same(loaded(checkpoint_id=Location(path, filesystem=s3)), state_of(5.0))
+
+
+def test_a_save_through_pyarrow_warns_and_loads_natively(server, place):
+    from pyarrow import fs as arrow
+
+    s3 = arrow.S3FileSystem(
+        access_key=server.access_key_id, secret_key=server.secret_access_key,
+        endpoint_override=server.endpoint, region="us-east-1",
+    )  # fmt: skip
+    there = Location(place.url.removeprefix("s3://"), filesystem=s3)
+    big = {"w": torch.arange(3_000_000.0)}  # longer than what is put at once
+    with pytest.warns(UserWarning, match="only if there is none"):
+        ray_dcp.save(big, checkpoint_id=there, no_dist=True)
+    found = {"w": torch.zeros(3_000_000)}
+    ray_dcp.load(found, checkpoint_id=place, no_dist=True)
+    assert torch.equal(found["w"], big["w"])
+    assert not open_storage(there).unpublished()
+
+
+def test_saves_through_s3fs_commit_by_condition_and_load_natively(server, place):
+    options = s3fs_options(server)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = FsspecWriter(place.url, **options)
+    ray_dcp.save(state_of(6.0), storage_writer=writer, no_dist=True)
+    ray_dcp.save(state_of(7.0), storage_writer=writer, no_dist=True)
+    assert is_same(loaded(checkpoint_id=place), state_of(7.0))
+    target = Target(place.url, filesystem=writer.fs.fs)
+    assert open_storage(target).traits.create_if_absent
+    assert len(np.unique([entry.key for entry in open_storage(place).list()])) == 4

@@ -1,0 +1,229 @@
+"""`ObjectStorage` on a real S3 server: its promises, its uploads, and what goes wrong."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from ray_dcp.errors import StorageError
+from ray_dcp.store.create_probe import forget_probes
+from ray_dcp.store.location import Location
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError
+from ray_dcp.testing.storage_conformance import StorageConformance
+from tests.s3_server import CuttingProxy, fresh_place, server_on_memory_disk
+
+PART = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def server():
+    yield from server_on_memory_disk()
+
+
+@pytest.fixture
+def place(server):
+    return fresh_place(server)
+
+
+@pytest.fixture
+def proxy(server):
+    proxy = CuttingProxy(int(server.endpoint.rpartition(":")[2]))
+    yield proxy
+    proxy.close()
+
+
+def with_options(place: Location, **options: object) -> Location:
+    return Location(place.url, {**place.storage_options, **options})
+
+
+def through(proxy: CuttingProxy, place: Location, **options: object) -> Location:
+    return with_options(place, endpoint=f"http://127.0.0.1:{proxy.port}", **options)
+
+
+def random_bytes(count: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 255, count, np.uint8)
+
+
+def write_and_commit(writer, count: int) -> None:
+    writer.write(random_bytes(count).data)
+    writer.commit()
+
+
+def uploads_under_way(server) -> list[str]:
+    s3fs = pytest.importorskip("s3fs")
+    filesystem = s3fs.S3FileSystem(
+        key=server.access_key_id, secret=server.secret_access_key, endpoint_url=server.endpoint,
+        skip_instance_cache=True,
+    )  # fmt: skip
+    return [upload["Key"] for upload in filesystem.list_multipart_uploads("ckpt") or ()]
+
+
+class TestS3(StorageConformance):
+    RACES = 1  # SeaweedFS has most of 16 wait for seconds
+
+    @pytest.fixture
+    def storage(self, place):
+        return open_storage(place)
+
+
+# uploads in parts
+
+
+@pytest.mark.parametrize("method", ["write", "lend"])
+@pytest.mark.parametrize("extra", [1, 3 * PART, 4 * PART + 17])
+def test_a_file_of_several_parts_is_whole(place, method, extra):
+    storage = open_storage(with_options(place, request_bytes=PART, upload_bytes=2 * PART))
+    data = random_bytes(PART + extra)
+    writer = storage.open_writer("part")
+    for start in range(0, len(data), 3_000_017):
+        getattr(writer, method)(data[start : start + 3_000_017].data)
+        assert storage.list() == []
+    writer.commit()
+    target = bytearray(len(data))
+    storage.read_into("part", 0, memoryview(target))
+    assert target == data.tobytes()
+
+
+def test_a_lent_file_of_several_parts_is_not_copied(place):
+    storage = open_storage(with_options(place, request_bytes=PART))
+    data = random_bytes(3 * PART)
+    writer = storage.open_writer("part")
+    writer.lend(data.data[: 2 * PART])
+    writer.lend(data.data[2 * PART :])
+    first = writer._counted(data.data[:10], copy=False)
+    assert np.shares_memory(first, data)
+    writer.commit()
+    assert storage.list()[0].num_bytes == len(data)
+
+
+def test_an_upload_that_is_given_up_leaves_nothing_behind(server, place):
+    storage = open_storage(with_options(place, request_bytes=PART))
+    writer = storage.open_writer("part")
+    writer.write(random_bytes(3 * PART).data)
+    writer.abort()
+    dropped = storage.open_writer("dropped")
+    dropped.write(random_bytes(3 * PART).data)
+    del dropped
+    assert storage.list() == []
+    assert uploads_under_way(server) == []
+
+
+def test_a_long_file_is_not_published_over_another(server, place):
+    storage = open_storage(with_options(place, request_bytes=PART))
+    writer = storage.open_writer("part")
+    writer.write(random_bytes(2 * PART).data)
+    storage.write("part", b"first")
+    with pytest.raises(KeyExistsError):
+        writer.commit()
+    assert storage.read("part") == b"first"
+    assert uploads_under_way(server) == []
+
+
+# connections that are cut
+
+
+def test_a_read_goes_on_where_its_connection_was_cut(place, proxy):
+    data = random_bytes(6 << 20)
+    open_storage(place).write("a", data.data)
+    storage = open_storage(through(proxy, place))
+    proxy.cut(times=3, after_down=1 << 20)
+    target = bytearray(len(data))
+    storage.read_into("a", 0, memoryview(target))
+    assert target == data.tobytes()
+    assert proxy.num_cut >= 1
+
+
+@pytest.mark.parametrize("up", [100, 3 << 20])
+def test_an_upload_survives_cut_connections(server, place, proxy, up):
+    storage = open_storage(through(proxy, place, request_bytes=PART))
+    data = random_bytes(4 * PART + 5)
+    writer = storage.open_writer("part")
+    proxy.cut(times=3, after_up=up)
+    writer.lend(data.data)
+    writer.commit()
+    assert proxy.num_cut >= 1
+    assert open_storage(place).read("part") == data.tobytes()
+
+
+def test_a_create_whose_answer_was_lost_meets_itself(place, proxy):
+    storage = open_storage(through(proxy, place))
+    proxy.cut(times=1, after_down=1)
+    with pytest.raises(KeyExistsError):
+        storage.write("slot", b"mine", create=True)
+    assert proxy.num_cut == 1
+    assert storage.read("slot") == b"mine"
+
+
+def test_a_store_that_is_gone_is_told_in_time_and_nothing_is_visible(server, place, proxy):
+    storage = open_storage(through(proxy, place, request_bytes=PART, retry_timeout_s=1))
+    writer = storage.open_writer("part")
+    proxy.cut(times=10_000, after_up=1)
+    with pytest.raises(
+        StorageError, match=rf"could not publish {place.url}/part: .*retr"
+    ) as raised:
+        write_and_commit(writer, 9 * PART)
+    assert raised.value.key == "part"
+    assert open_storage(place).list() == []
+    with pytest.raises(StorageError, match=r"could not read .*retried \d+ times.*network"):
+        storage.read("part")
+
+
+# bad input
+
+
+def test_wrong_credentials_are_told_without_showing_them(place):
+    storage = open_storage(with_options(place, secret_access_key="hush-hush-secret"))
+    for call in (
+        lambda: storage.write("a", b"1"),
+        lambda: storage.read("a"),
+        lambda: storage.list(),
+        lambda: storage.delete(["a"]),
+        lambda: storage.open_writer("a").commit(),
+    ):
+        with pytest.raises(StorageError, match=r"403.*check the") as raised:
+            call()
+        assert not isinstance(raised.value, KeyMissingError)
+        assert "hush" not in f"{raised.value!r}{raised.value}"
+    assert place.url in str(raised.value)
+
+
+def test_credentials_of_the_environment_may_be_renewed_after_they_were_refused(place, monkeypatch):
+    options = dict(place.storage_options)
+    secret = options.pop("secret_access_key")
+    by_environment = Location(place.url, options)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "an-older-secret")
+    with pytest.raises(StorageError, match="403"):
+        open_storage(by_environment).list()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    assert open_storage(by_environment).list() == []
+
+
+def test_a_missing_bucket_is_told(place):
+    storage = open_storage(Location("s3://nobody-made-it/run", place.storage_options))
+    for call in (lambda: storage.write("a", b"1"), lambda: storage.list()):
+        with pytest.raises(StorageError, match=r"NoSuchBucket.*create the bucket") as raised:
+            call()
+        assert not isinstance(raised.value, KeyMissingError)
+
+
+def test_who_may_only_read_is_told_that_nothing_can_be_created_there(place):
+    forget_probes()
+    storage = open_storage(with_options(place, skip_signature=True))
+    assert not storage.traits.create_if_absent
+    assert open_storage(place).traits.create_if_absent
+
+
+def test_a_key_that_is_missing_is_not_a_missing_bucket(place):
+    with pytest.raises(KeyMissingError, match=re.escape(f"{place.url}/a: there is no such key")):
+        open_storage(place).read("a")
+
+
+def test_a_listing_of_several_pages_is_whole(place):
+    storage = open_storage(place)
+    for number in range(2100):  # three pages of a listing
+        storage.write(f"step-{number:05d}/.metadata", b"")
+    assert len(storage.list()) == 2100
+    assert len(storage.list("step-0001")) == 10

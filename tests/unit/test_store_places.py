@@ -1,0 +1,202 @@
+"""What names a place: paths, URLs, locations, ready filesystems; and which storage serves it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import fsspec
+import obstore.store
+import pytest
+import torch
+from fsspec.implementations.dirfs import DirFileSystem
+from pyarrow import fs as arrow
+
+import ray_dcp
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.arrow_storage import ArrowStorage
+from ray_dcp.store.fsspec_storage import FsspecStorage
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import Location, as_target, url_below
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.object_options import ObjectOptions, split_options
+from ray_dcp.store.object_storage import ObjectStorage
+from ray_dcp.store.opening import absolute_target, open_storage, place_below
+
+SECRET = "hush-hush-secret"
+S3 = {"access_key_id": "k", "secret_access_key": SECRET, "endpoint": "http://127.0.0.1:9"}
+
+
+def s3_store(**more: object) -> obstore.store.S3Store:
+    return obstore.store.S3Store("bucket", access_key_id="k", secret_access_key=SECRET, **more)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "url"),
+    [
+        ("s3://bucket/run/step-1/", ObjectStorage, "s3://bucket/run/step-1"),
+        ("S3A://bucket/run", ObjectStorage, "s3://bucket/run"),
+        ("gs://bucket/run", ObjectStorage, "gs://bucket/run"),
+        (Location("az://c/run", {"account_name": "a"}), ObjectStorage, "az://c/run"),
+        ("abfss://c@acc.dfs.core.windows.net/run", ObjectStorage, "az://c/run"),
+        ("memory://run", MemoryStorage, "memory://run"),
+        ("/run", LocalStorage, "/run"),
+        (Path("/run"), LocalStorage, "/run"),
+        ("file:///run", LocalStorage, "/run"),
+        ("simplecache::memory://run", FsspecStorage, "memory:///run"),
+        (fsspec.filesystem("memory"), FsspecStorage, "memory://"),
+        (Location("run", filesystem=fsspec.filesystem("memory")), FsspecStorage, "memory://run"),
+        (DirFileSystem("/a", fsspec.filesystem("memory")), FsspecStorage, "memory://a"),
+        (Location("b", filesystem=DirFileSystem("/a", fsspec.filesystem("memory"))),
+         FsspecStorage, "memory://a/b"),
+        (Location("/run", filesystem=fsspec.filesystem("file")), LocalStorage, "/run"),
+        (Location("/run", filesystem=arrow.LocalFileSystem()), LocalStorage, "/run"),
+        (arrow.SubTreeFileSystem("/run", arrow.LocalFileSystem()), LocalStorage, "/run"),
+        (Location("run", filesystem=arrow._MockFileSystem()), ArrowStorage, "mock://run"),
+        (Location("run", filesystem=arrow.PyFileSystem(
+            arrow.FSSpecHandler(fsspec.filesystem("memory")))), FsspecStorage, "memory://run"),
+    ],
+)  # fmt: skip
+def test_a_place_is_served_by_its_storage(place, kind, url):
+    storage = open_storage(place)
+    assert (type(storage), storage.url) == (kind, url)
+    again = open_storage(absolute_target(place))
+    assert (type(again), again.url) == (kind, url)
+    below = open_storage(place_below(place, "x/y"))
+    assert (type(below), below.url) == (kind, url_below(url, "x/y"))
+
+
+def test_a_ready_object_store_is_a_place_with_its_prefix():
+    store = s3_store(prefix="run")
+    assert open_storage(store).url == "s3://bucket/run"
+    assert open_storage(Location("step-1", filesystem=store)).url == "s3://bucket/run/step-1"
+    again = Location("s3://bucket/run/step-1", filesystem=store)
+    assert open_storage(again)._keys.path("a") == "step-1/a"
+    with pytest.raises(InvalidRequestError, match="begins with s3://bucket/run/"):
+        open_storage(Location("s3://other/run", filesystem=store))
+
+
+def test_what_a_store_in_memory_holds_is_found_by_all_who_have_it():
+    store = obstore.store.MemoryStore()
+    ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=Location("s", filesystem=store), no_dist=True)
+    state = {"w": torch.zeros(3)}
+    ray_dcp.load(state, checkpoint_id=Location("s", filesystem=store), no_dist=True)
+    assert state["w"].tolist() == [1, 1, 1]
+    assert ray_dcp.open(Location("s", filesystem=store))["w"][0] == 1
+    ray_dcp.delete(Location("s", filesystem=store))
+    assert open_storage(Location("other", filesystem=store)).list() == []
+
+
+def test_steps_are_listed_and_loaded_with_the_options_of_their_run(tmp_path):
+    run = Location("run", filesystem=obstore.store.MemoryStore())
+    for step in (1, 2):
+        ray_dcp.save({"w": torch.full((2,), step)}, checkpoint_id=run / f"step-{step}")
+    state = {"w": torch.zeros(2, dtype=torch.int64)}
+    assert ray_dcp.load_newest(state, run).step == 2
+    assert state["w"].tolist() == [2, 2]
+
+
+def test_targets_and_locations_travel_with_what_they_need_and_show_nothing():
+    place = Location("s3://bucket/run", S3)
+    target = as_target(place)
+    for thing in (place, place / "step-1", target, open_storage(place)):
+        assert SECRET not in repr(thing)
+    copy = pickle.loads(pickle.dumps(target))
+    assert copy == target
+    assert open_storage(copy).url == "s3://bucket/run"
+    assert pickle.loads(pickle.dumps(open_storage(place))).url == "s3://bucket/run"
+    ready = pickle.loads(pickle.dumps(as_target(Location("x", filesystem=s3_store()))))
+    assert open_storage(ready).url == "s3://bucket/x"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [f"s3://key:{SECRET}@bucket/run", f"s3://bucket/run?secret={SECRET}",
+     f"az://c/run?sv=1&sig={SECRET}"],
+)  # fmt: skip
+def test_a_url_with_credentials_is_refused_without_showing_them(url):
+    for call in (
+        open_storage,
+        ray_dcp.open,
+        lambda u: Location(u),
+        lambda u: open_storage(Target(u)),
+    ):
+        with pytest.raises(InvalidRequestError, match="storage_options") as raised:
+            call(url)
+        assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (Path("s3://bucket/run"), "pathlib makes one slash of the two"),
+        ("s3://", "no bucket"),
+        ("", "a path or URL"),
+        (7, "but got int"),
+        (b"x", "but got bytes"),
+        ("a\0b", "expected a path or URL"),
+        ("nosuch://x", "install the package that registers it"),
+        ("hdfs-x::nosuch://x", "nothing here can reach"),
+    ],
+)
+def test_what_is_no_place_is_told(place, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        open_storage(place)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("s3://b", "x"), "storage_options must be a mapping"),
+        (("s3://b", {}, "x"), "filesystem must be one of"),
+        (("b", {"a": 1}, fsspec.filesystem("memory")), "takes no storage_options"),
+    ],
+)
+def test_a_wrong_location_is_told(arguments, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        Location(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bogus": SECRET}, "bogus"),
+        ({"request_bytes": 1000}, "at least 5 MiB"),
+        ({"upload_bytes": "many"}, "upload_bytes must be a number"),
+        ({"hashed_prefixes": 1000}, "at most 256"),
+        ({"key": "a", "access_key_id": "b"}, "access_key_id is given twice"),
+        ({"unsigned_payload": "perhaps"}, "not understood"),
+    ],
+)
+def test_a_wrong_storage_option_is_told_without_its_value(options, message):
+    with pytest.raises(InvalidRequestError, match=message) as raised:
+        open_storage(Location("s3://bucket/run", options))
+    assert SECRET not in str(raised.value)
+
+
+def test_options_of_s3fs_are_understood():
+    ours, config, more = split_options(
+        "s3",
+        {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": "http://x"}, "anon": False,
+         "hashed_prefixes": 4, "client_options": {"timeout": "9s"}},
+    )  # fmt: skip
+    assert ours == ObjectOptions(hashed_prefixes=4)
+    assert config == {
+        "access_key_id": "k", "secret_access_key": "s", "endpoint": "http://x",
+        "skip_signature": False,
+    }  # fmt: skip
+    assert more == {"client_options": {"timeout": "9s"}}
+
+
+def test_a_client_is_kept_for_the_same_options_and_no_others():
+    same = [open_storage(Location("s3://bucket/run", dict(S3)))._store for _ in range(2)]
+    assert same[0] is same[1]
+    other = open_storage(Location("s3://bucket/run", {**S3, "access_key_id": "other"}))
+    assert other._store is not same[0]
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'ray-dcp\[s3\]'"):
+        open_storage(Location("s3://never-opened-before/run", {"region": "x"}))
