@@ -57,6 +57,14 @@ class Roll:
         if error is not None:
             self.errors.setdefault(rank, error)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether something is known of every rank. Costs the same for any number of ranks."""
+        # Why only then: who came and who failed may be the same ranks.
+        if len(self.came) + len(self.errors) < self.world_size:
+            return False
+        return len(self.came) >= self.world_size or not self.missing
+
     def blame(self, errors: Mapping[int, CheckpointError]) -> None:
         """Notes that ranks failed without saying so themselves; earlier errors stay."""
         for rank, error in errors.items():
@@ -255,7 +263,7 @@ class Operation(ABC):
             return self._refuse_all(error)
         self._differing[request.rank] = _compact(request)
         self._roll.note(request.rank, error)
-        return self._wait(GRACE_S) if self._roll.missing else self._refuse_all(error)
+        return self._refuse_all(error) if self._roll.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
         """Whether the ranks were told that they differ: who comes late is told just that."""

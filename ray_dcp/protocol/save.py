@@ -225,7 +225,7 @@ class SaveMachine(Operation):
     # Planning
 
     def _joined(self) -> Commands:
-        if self._roll.missing:
+        if not self._roll.is_complete:
             return self._wait(self._options.plan_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))
@@ -269,7 +269,7 @@ class SaveMachine(Operation):
             raise self._contradiction(f"SaveReceipt of rank {receipt.rank}")
 
     def _received(self) -> Commands:
-        if self._roll.missing:
+        if not self._roll.is_complete:
             return self._wait(self._options.write_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))

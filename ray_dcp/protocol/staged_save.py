@@ -277,7 +277,7 @@ class StagedSaveMachine(SaveMachine):
         return (*self._conclude(self._undecided()), *self._finish())
 
     def _joined(self) -> Commands:
-        if self._roll.missing or self._roll.errors:
+        if not self._roll.is_complete or self._roll.errors:
             return super()._joined()
         self._to("queued")
         return ()
