@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp import errors
+from ray_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
     from ray_dcp.warming import warm_up as warm_up
-
-__version__ = "0.1.0"
 
 _TORCH = "torch.distributed.checkpoint"
 

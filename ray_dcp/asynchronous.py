@@ -35,7 +35,7 @@ from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.keeping import Keeping, keeping_of
 from ray_dcp.runtime.rank import drive
-from ray_dcp.runtime.rank_save import join_save
+from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.seam.decision import FOREIGN, Decision
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
 from ray_dcp.seam.state import stateful_to_state_dict
@@ -221,6 +221,7 @@ class _NativeSave(_Save):
         join = join_save(
             self._key, rank=session.rank, world_size=session.world_size, target=target,
             options=options, capture=take, staged=keeping.survives, vitals=vitals,
+            memory=session.plans,
         )  # fmt: skip
         go, captured = drive(join, session.call)
         self._attempt = go.attempt

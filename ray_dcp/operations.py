@@ -122,7 +122,7 @@ def run_save(
         outcome = drive(
             save_rank(
                 activity.next_key(), rank=rank, world_size=world_size, target=target,
-                options=options, capture=take, vitals=activity.vitals,
+                options=options, capture=take, vitals=activity.vitals, memory=activity.plans,
             ),
             activity.call,
         )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +18,15 @@ from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementE
 from ray_dcp.plan.grouping import group_rows
 from ray_dcp.plan.values import Columns, Int64Array, Kind, Path
 
-__all__ = ["ColumnsBuilder", "check", "decode", "encode"]
+__all__ = [
+    "ColumnsBuilder",
+    "check",
+    "contents_of",
+    "decode",
+    "encode",
+    "with_contents",
+    "without_contents",
+]
 
 _VERSION = b"1"
 _FLAT = {
@@ -246,6 +255,40 @@ def decode(data: bytes) -> Columns:
     if wrong:
         raise InternalError("a rank's items arrived broken: " + "; ".join(wrong))
     return columns
+
+
+def contents_of(columns: Columns) -> bytes:
+    """Returns the digests of content that are not 0, 8 bytes each, in the order of the rows."""
+    contents: bytes = columns.value[columns.value != 0].astype("<u8").tobytes()
+    return contents
+
+
+def without_contents(columns: Columns) -> Columns:
+    """Returns columns that only say which items have a digest of content."""
+    return replace(columns, value=(columns.value != 0).astype(np.uint64))
+
+
+def with_contents(columns: Columns, contents: bytes, rank: int) -> Columns:
+    """Returns what `without_contents` was made of.
+
+    Args:
+        columns: What came of `without_contents`.
+        contents: `contents_of` the same columns.
+        rank: Whose they are, for the message.
+
+    Raises:
+        InternalError: They do not belong together.
+    """
+    rows = np.flatnonzero(columns.value)
+    if len(contents) != 8 * len(rows):
+        raise InternalError(
+            f"expected {len(rows)} digests of content, but found {len(contents)} bytes. Please "
+            f"report this",
+            rank=rank,
+        )
+    value = np.zeros(len(columns), dtype=np.uint64)
+    value[rows] = np.frombuffer(contents, dtype="<u8")
+    return replace(columns, value=value)
 
 
 def _from_table(table: pa.Table, vocabulary: Any) -> Columns:

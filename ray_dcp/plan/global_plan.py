@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.checksums import block_bytes_for_many
+from ray_dcp.plan.agreement import group_values
 from ray_dcp.plan.columns import check
 from ray_dcp.plan.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.plan.merging import Held, check_held, distinct_boxes, merge
 from ray_dcp.plan.sharing import Pieces, share_out
-from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan
+from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan, ValueGroups
 
 __all__ = ["MIN_PIECE_BYTES", "make_plan"]
 
@@ -78,7 +79,8 @@ def make_plan(
         to_lowest_rank=to_lowest_rank,
     )
     layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
-    return _plan(held, pieces, layout, len(columns), container)
+    groups = group_values(held, boxes, pieces.differing)
+    return _plan(held, pieces, layout, groups, len(columns), container)
 
 
 def _check_request(
@@ -100,7 +102,12 @@ def _check_request(
 
 
 def _plan(
-    held: Held, pieces: Pieces, layout: Layout, world_size: int, container: str
+    held: Held,
+    pieces: Pieces,
+    layout: Layout,
+    groups: ValueGroups,
+    world_size: int,
+    container: str,
 ) -> GlobalPlan:
     row = pieces.held[layout.piece]
     fixed = layout.payload_bytes >= 0
@@ -139,23 +146,31 @@ def _plan(
         file_bytes=layout.file_bytes,
         file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
-        digest=_digest(table, (*source, layout.file_bytes), world_size, container),
+        digest=_digest(table, (*source, layout.file_bytes), groups, world_size, container),
+        groups=groups,
     )
 
 
 def _digest(
-    table: ChunkTable, arrays: tuple[npt.NDArray[Any], ...], world_size: int, container: str
+    table: ChunkTable,
+    arrays: tuple[npt.NDArray[Any], ...],
+    groups: ValueGroups,
+    world_size: int,
+    container: str,
 ) -> bytes:
-    """Returns 32 bytes that name all that the ranks will do.
+    """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
     """
-    words = [world_size, container, table.names, table.paths, table.dtypes, table.files]
+    words = [
+        world_size, container, table.names, table.paths, table.dtypes, table.files, groups.told,
+    ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (
         table.kind, table.dtype, table.ndim, table.shape, table.requires_grad, table.tensor,
         table.offset, table.size, table.file, table.item_offset, table.item_bytes,
-        table.payload_offset, table.payload_bytes, table.block_bytes, *arrays,
+        table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.row,
+        groups.group, *arrays,
     )  # fmt: skip
     for array in columns:
         state.update(str((array.dtype.str, array.shape)).encode())

@@ -37,6 +37,7 @@ class Pieces:
         start: int64[p], its first byte in the C-order bytes of the held item.
         num_bytes: int64[p], its raw bytes; 0 for objects, a guess for opaque tensors.
         disagreements: `(fqn, ranks whose content is not that of the planned copy)`.
+        differing: bool[g], the boxes that these are about.
     """
 
     held: Int64Array
@@ -45,6 +46,7 @@ class Pieces:
     start: Int64Array
     num_bytes: Int64Array
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
+    differing: BoolArray
 
 
 def share_out(
@@ -95,7 +97,7 @@ def share_out(
     load = np.zeros(world_size, dtype=np.int64)
     np.add.at(load, held.rank[row[fixed]], length[fixed] + ITEM_COST_BYTES)
     row[free] = _balanced(held, boxes, box[free], length[free] + ITEM_COST_BYTES, load)
-    return Pieces(row, offset, size, start, length, disagreements)
+    return Pieces(row, offset, size, start, length, disagreements, differing)
 
 
 def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "NO_GROUPS",
     "BoolArray",
     "ChunkTable",
     "Columns",
@@ -29,6 +30,7 @@ __all__ = [
     "Path",
     "RankPlan",
     "UInt64Array",
+    "ValueGroups",
 ]
 
 BoolArray = npt.NDArray[np.bool_]
@@ -211,6 +213,30 @@ class RankPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class ValueGroups:
+    """Which contents have to be equal on which ranks; see `agreement`.
+
+    Attributes:
+        rank: int32[m], ascending.
+        row: int32[m], row of that rank's `Columns`.
+        group: int32[m], ascending within a rank. All ranks of a group hold the same items of it, in
+            the same order.
+        told: `(group, fqn)` of the items, a group each, that differed when the plan was made.
+    """
+
+    rank: Int32Array
+    row: Int32Array
+    group: Int32Array
+    told: tuple[tuple[int, str], ...]
+
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+NO_GROUPS = ValueGroups(_NONE, _NONE, _NONE, ())
+"""Nothing that several ranks hold has a digest."""
+
+
+@dataclass(frozen=True, eq=False)
 class GlobalPlan:
     """Who writes what, and where, for one state on one world size. A value named by `digest`.
 
@@ -229,6 +255,7 @@ class GlobalPlan:
         disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest
             rank's copy is planned, whole.
         digest: 32 bytes that name the plan.
+        groups: Which contents have to be equal for the plan to be used again.
     """
 
     world_size: int
@@ -242,3 +269,4 @@ class GlobalPlan:
     file_headers: tuple[bytes, ...]
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     digest: bytes
+    groups: ValueGroups = NO_GROUPS

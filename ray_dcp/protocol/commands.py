@@ -30,6 +30,7 @@ from ray_dcp.protocol.messages import (
     PartsWritten,
     Reply,
     Request,
+    SaveJoin,
     SaveStaged,
     Target,
 )
@@ -84,6 +85,10 @@ class MakePlan:
     part_bytes: int
     to_lowest_rank: bool = False
     """`SaveOptions.dedup_save_to_lowest_rank`."""
+    contents: tuple[bytes, ...] = ()
+    """`SaveJoin.contents` of each rank, which `columns` then lack; empty when they do not."""
+    fingerprints: tuple[bytes, ...] = ()
+    """`SaveJoin.fingerprint` of each rank, to be checked; empty when there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,6 +383,8 @@ def step_of(request: Request) -> str:
         case PartsWritten():
             files = ",".join(str(receipt.file) for receipt in request.files)
             return f"PartsWritten {request.incarnation}: {files or 'failed'}"
+        case SaveJoin(asked=asked) if asked:
+            return f"SaveJoin {asked}"
         case PartsHeld() | SaveStaged():
             return f"{type(request).__name__} {request.incarnation}"
     return type(request).__name__

@@ -31,6 +31,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.queueing import let_in
 from ray_dcp.protocol.save import SaveMachine
+from ray_dcp.protocol.shelf import Shelf
 from ray_dcp.protocol.staged_plan import StagedPlan
 from ray_dcp.protocol.staged_save import StagedSaveMachine
 from ray_dcp.protocol.strays import check_world, unknown, unknown_operation, went_ahead
@@ -84,7 +85,7 @@ class Coordination:
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
-        self._early = Early()
+        self._early, self._shelf = Early(), Shelf()
 
     def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
         """Takes what a rank says.
@@ -349,8 +350,10 @@ class Coordination:
         match request:
             case SaveJoin():
                 check_world(request)
-                machine = StagedSaveMachine if request.staged else SaveMachine
-                return machine(request, epoch=self.epoch, new_attempt=self._new_attempt)
+                kind = StagedSaveMachine if request.staged else SaveMachine
+                machine = kind(request, epoch=self.epoch, new_attempt=self._new_attempt)
+                machine.use(self._shelf)
+                return machine
             case LoadJoin():
                 check_world(request)
                 return LoadMachine(request)

@@ -12,7 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ray_dcp.collector import collector_paused
-from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InternalError,
+    RankDisagreementError,
+    StorageError,
+)
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import (
     AbortRecord,
@@ -25,10 +31,12 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import encode_table
-from ray_dcp.plan.columns import decode
+from ray_dcp.plan.columns import decode, with_contents
+from ray_dcp.plan.fingerprint import fingerprint
 from ray_dcp.plan.finish import finish_table
 from ray_dcp.plan.global_plan import make_plan
 from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
@@ -52,7 +60,7 @@ from ray_dcp.protocol.commands import (
     WriteTable,
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
-from ray_dcp.protocol.verdict import name_ranks
+from ray_dcp.protocol.planning import differences
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
     confirm_record,
@@ -138,26 +146,41 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
 
 
 def _make_plan(task: MakePlan) -> Planned:
-    columns = [decode(encoded) for encoded in task.columns]
     plan = make_plan(
-        columns,
+        _columns(task),
         container=task.container,
         part_bytes=task.part_bytes,
         to_lowest_rank=task.to_lowest_rank,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=_disagreements(plan.disagreements))
+    return Planned(plan, parts, disagreements=differences(plan.disagreements))
 
 
-def _disagreements(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    if not found:
-        return ""
-    named = ", ".join(f"{fqn!r} on {name_ranks(ranks)}" for fqn, ranks in found[:MOST_NAMED])
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return (
-        f"Expected each item to be equal on all ranks that hold it, but these differ from the "
-        f"lowest rank's: {named}{more}"
-    )
+def _columns(task: MakePlan) -> list[Columns]:
+    """Returns what each rank holds; ranks that hold the same share it."""
+    known: dict[bytes, Columns] = {}
+    found = []
+    for rank, encoded in enumerate(task.columns):
+        name = task.fingerprints[rank] if task.fingerprints else b""
+        columns = known.get(name) if name else None
+        if columns is None:
+            columns = known[name] = decode(encoded)
+            if name and _fingerprint(columns, task) != name:
+                raise RankDisagreementError(
+                    f"expected the items of rank {rank} to have the fingerprint that it sent, but "
+                    f"they have another one: run the same version of ray_dcp on all ranks",
+                    rank=rank,
+                )
+        found.append(with_contents(columns, task.contents[rank], rank) if name else columns)
+    return found
+
+
+def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
+    """Returns the fingerprint of columns under the options of a task."""
+    return fingerprint(
+        columns, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip
 
 
 def _check_complete(storage: Storage, task: BuildCommit) -> None:

@@ -38,6 +38,7 @@ from ray_dcp.runtime.company import may_have_company
 from ray_dcp.runtime.connect_check import check_connect
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease
 from ray_dcp.runtime.patience import MARGIN_S, Patience
+from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Session:
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._next_seq = 0
+        self.plans = PlanMemory()
         self._handle: Any = None
         from ray_dcp.runtime import hooks
 

@@ -23,9 +23,10 @@ from ray_dcp.format.checksums import digest, num_blocks_many
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveJoin, SaveOutcome, SaveReceipt, Target
+from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveOutcome, SaveReceipt, Target
 from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.rank_save import join_save
+from ray_dcp.runtime.plan_memory import PlanMemory
+from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.runtime.shell import Shell
 from ray_dcp.store.memory import MemoryStorage
 
@@ -144,30 +145,33 @@ class Counted:
 
 
 def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Columns],
-         memories: list[Any], options: SaveOptions) -> dict[str, Any]:  # fmt: skip
+         memories: list[PlanMemory], options: SaveOptions) -> dict[str, Any]:  # fmt: skip
     """Plays one save of all ranks; returns what the coordinator spent on it."""
     counted.cpu_s.clear()
     counted.bytes.clear()
     counted.messages.clear()
     key = OpKey("bench", seq)
-    joins = []
-    rows_moved = 0
+    joins: dict[int, Any] = {}
+    sending: dict[int, Any] = {}
     for rank in range(world_size):
-        join = join_save(
+        joins[rank] = join_save(
             key, rank=rank, world_size=world_size, target=TARGET, options=options,
-            capture=partial(Held, held(rank)), **memories[rank],
+            capture=partial(Held, held(rank)), memory=memories[rank],
         )  # fmt: skip
-        request: Any = next(join)
-        rows_moved += bool(isinstance(request, SaveJoin) and request.columns)
-        counted.take(pickle.dumps(request, 5), "join")
-        joins.append(join)
-    counted.work()
+        sending[rank] = next(joins[rank])
+    rows_moved = 0
     plans: list[tuple[Any, RankPlan]] = []
-    for rank, blob in sorted(counted.answers("go").items()):
-        try:
-            joins[rank].send(pickle.loads(blob))
-        except StopIteration as end:
-            plans.append((end.value[0], end.value[0].plan))
+    while sending:
+        for rank, request in sending.items():
+            rows_moved += len(held(rank)) if request.columns else 0
+            counted.take(pickle.dumps(request, 5), "join")
+        counted.work()
+        sending = {}
+        for rank, blob in sorted(counted.answers("go").items()):
+            try:
+                sending[rank] = joins[rank].send(pickle.loads(blob))
+            except StopIteration as end:
+                plans.append((end.value[0], end.value[0].plan))
     written: Counter[int] = Counter()
     for go, plan in plans:
         receipts = tuple(receipt_of(file, go.attempt) for file in plan.files)
@@ -183,7 +187,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         "cpu_s": dict(counted.cpu_s),
         "bytes": dict(counted.bytes),
         "messages": sum(counted.messages.values()),
-        "ranks that sent rows": rows_moved,
+        "rows moved": rows_moved,
         "balance": max(written.values()) * world_size / max(1, sum(written.values())),
     }
 
@@ -193,7 +197,7 @@ def measure(world_size: int, tensors: int, regular: bool, saves: int) -> dict[st
     storage = Written("bench")
     counted = Counted(storage)
     columns = list(slabs(world_size, tensors, regular=regular))
-    memories: list[Any] = [{} for _ in range(world_size)]
+    memories = [PlanMemory() for _ in range(world_size)]
     options = SaveOptions()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = [
@@ -201,7 +205,11 @@ def measure(world_size: int, tensors: int, regular: bool, saves: int) -> dict[st
         for seq in range(saves)
     ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sizes = {key: len(storage.read(key)) for key in (entry.key for entry in storage.list()) if "distcp" not in key}
+    sizes = {
+        key: len(storage.read(key))
+        for key in (entry.key for entry in storage.list())
+        if "distcp" not in key
+    }
     return {"saves": found, "peak_bytes": (peak - before) << 10, "files": sizes}
 
 

@@ -19,6 +19,7 @@ PACKAGE = REPOSITORY / "ray_dcp"
 
 LAYERS = {
     "errors": 0,
+    "version": 0,
     "options": 1,
     "events": 1,
     "clock": 1,
@@ -56,6 +57,8 @@ HOMES = {
             "runtime.inline",
             "runtime.rank",
             "runtime.rank_save",
+            "runtime.rank_join",
+            "runtime.plan_memory",
             "runtime.keeping",
             "runtime.perform",
         },
