@@ -6,8 +6,9 @@ What the ranks' columns mean together is decided in `global_plan`.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,14 +22,11 @@ from ray_dcp.plan.values import Columns, Int64Array, Kind, Path
 __all__ = [
     "ColumnsBuilder",
     "check",
-    "contents_of",
     "decode",
     "encode",
-    "with_contents",
-    "without_contents",
 ]
 
-_VERSION = b"1"
+_VERSION = b"2"
 _FLAT = {
     "name": np.int32,
     "kind": np.int8,
@@ -40,6 +38,7 @@ _FLAT = {
 }
 _BOXES = ("shape", "offset", "size")
 _MAX_BYTES = float(1 << 62)
+_MAX_VOCABULARY_BYTES = 1 << 30
 _MAX_NDIM = 64
 """numpy's own limit."""
 
@@ -212,8 +211,8 @@ def encode(columns: Columns) -> bytes:
         box = getattr(columns, key)
         for dim in range(box.shape[1]):
             arrays[f"{key}_{dim}"] = pa.array(np.ascontiguousarray(box[:, dim]))
-    vocabulary = {"names": columns.names, "paths": columns.paths, "dtypes": columns.dtypes}
-    metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": json.dumps(vocabulary).encode()}
+    vocabulary = (columns.names, columns.paths, columns.dtypes)
+    metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": _packed(vocabulary)}
     batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -235,7 +234,7 @@ def decode(data: bytes) -> Columns:
             metadata = stream.schema.metadata or {}
             version = metadata.get(b"ray_dcp.columns")
             table = stream.read_all()
-        vocabulary = json.loads(metadata.get(b"vocabulary", b"{}"))
+        packed = metadata.get(b"vocabulary", b"")
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise InternalError(
             f"expected a rank's items, but found bytes that are none: {error}"
@@ -246,9 +245,13 @@ def decode(data: bytes) -> Columns:
             f"{version.decode(errors='replace')}: run the same version of ray_dcp on all ranks"
         )
     try:
-        columns = _from_table(table, vocabulary)
+        columns = _from_table(table, _unpacked(packed))
         wrong = check(columns)
-    except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InternalError(
+            f"expected a rank's items, but a column is missing: {error!r}"
+        ) from error
+    except (zlib.error, pa.ArrowException) as error:
         raise InternalError(
             f"expected a rank's items, but a column is missing: {error!r}"
         ) from error
@@ -257,41 +260,29 @@ def decode(data: bytes) -> Columns:
     return columns
 
 
-def contents_of(columns: Columns) -> bytes:
-    """Returns the digests of content that are not 0, 8 bytes each, in the order of the rows."""
-    contents: bytes = columns.value[columns.value != 0].astype("<u8").tobytes()
-    return contents
+_Vocabulary = tuple[tuple[str, ...], tuple["Path | None", ...], tuple[str, ...]]
 
 
-def without_contents(columns: Columns) -> Columns:
-    """Returns columns that only say which items have a digest of content."""
-    return replace(columns, value=(columns.value != 0).astype(np.uint64))
+def _packed(vocabulary: _Vocabulary) -> bytes:
+    return zlib.compress(json.dumps(vocabulary).encode(), 1)
 
 
-def with_contents(columns: Columns, contents: bytes, rank: int) -> Columns:
-    """Returns what `without_contents` was made of.
-
-    Args:
-        columns: What came of `without_contents`.
-        contents: `contents_of` the same columns.
-        rank: Whose they are, for the message.
-
-    Raises:
-        InternalError: They do not belong together.
-    """
-    rows = np.flatnonzero(columns.value)
-    if len(contents) != 8 * len(rows):
-        raise InternalError(
-            f"expected {len(rows)} digests of content, but found {len(contents)} bytes. Please "
-            f"report this",
-            rank=rank,
-        )
-    value = np.zeros(len(columns), dtype=np.uint64)
-    value[rows] = np.frombuffer(contents, dtype="<u8")
-    return replace(columns, value=value)
+@lru_cache(maxsize=64)
+def _unpacked(packed: bytes) -> _Vocabulary:
+    """Why cached: most ranks name the same things; they share one tuple then."""
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(packed, _MAX_VOCABULARY_BYTES)
+    if unpacker.unconsumed_tail:
+        raise ValueError(f"names and paths are longer than {_MAX_VOCABULARY_BYTES} bytes")
+    names, paths, dtypes = json.loads(data)
+    return (
+        tuple(map(str, names)),
+        tuple(None if path is None else tuple(path) for path in paths),
+        tuple(map(str, dtypes)),
+    )
 
 
-def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
+def _from_table(table: pa.Table, vocabulary: _Vocabulary) -> Columns:
     width = sum(1 for key in table.column_names if key.startswith("shape_"))
     boxes: dict[str, Any] = {}
     for key in _BOXES:
@@ -300,9 +291,9 @@ def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
             box[:, dim] = _numpy(table, f"{key}_{dim}", np.int64)
     flat: dict[str, Any] = {key: _numpy(table, key, dtype) for key, dtype in _FLAT.items()}
     return Columns(
-        names=tuple(map(str, vocabulary["names"])),
-        paths=tuple(None if path is None else tuple(path) for path in vocabulary["paths"]),
-        dtypes=tuple(map(str, vocabulary["dtypes"])),
+        names=vocabulary[0],
+        paths=vocabulary[1],
+        dtypes=vocabulary[2],
         **flat,
         **boxes,
     )

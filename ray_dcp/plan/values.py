@@ -249,7 +249,7 @@ class GlobalPlan:
         source_rank: int32[c], the rank that writes the chunk.
         source_row: int32[c], the row of that rank's `Columns`.
         source_start: int64[c], first byte of the chunk in that item's C-order bytes.
-        file_rank: int32[f], the rank that writes the file.
+        file_rank: int32[f], the rank that writes the file; ascending.
         file_bytes: int64[f], length of the fixed area of the file.
         file_headers: Bytes at the start of each file.
         disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest

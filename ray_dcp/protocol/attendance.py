@@ -142,7 +142,10 @@ class Attendance:
         self._sessions.move_to_end(session)
         while len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
-        return ranks.setdefault(rank, _Known())
+        known = ranks.get(rank)
+        if known is None:  # why not setdefault: it would make one with every message
+            known = ranks[rank] = _Known()
+        return known
 
     def _due_s(self, key: OpKey, known: _Known) -> float | None:
         takes_part = key in known.promised or any(_covers(doing, key) for doing in known.doings)

@@ -18,6 +18,7 @@ What a shell does with a batch of commands, in order:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ray_dcp.errors import CheckpointError
@@ -223,7 +224,7 @@ class Planned:
     """The global plan and each rank's part of it."""
 
     plan: GlobalPlan
-    parts: tuple[RankPlan, ...]
+    parts: Sequence[RankPlan]
     """The index is the rank."""
     warnings: tuple[str, ...] = ()
     disagreements: str = ""

@@ -248,7 +248,8 @@ class SaveOutcome:
     attempt: str
     slot: int
     manifest: bytes
-    """The committed manifest, as on storage."""
+    """The committed manifest, as on storage; empty when it is so long that ranks which want it
+    have to read it there."""
     warnings: tuple[str, ...] = ()
 
 

@@ -377,8 +377,8 @@ def _two_calls(request: Opening, what: str) -> RankDisagreementError:
 def _compact(opening: Opening) -> Opening:
     """Returns what has to be kept to recognise a request that comes twice."""
     if isinstance(opening, SaveJoin) and opening.fingerprint:
-        # Why without the rest: a rank that is asked for it joins once more, as the same call.
-        return replace(opening, columns=b"", contents=b"", known=b"", values=b"", asked=0)
+        heavy = opening.columns or opening.contents
+        return replace(opening, columns=b"", contents=b"") if heavy else opening
     if isinstance(opening, SaveJoin) and opening.columns:
         digest = hashlib.blake2b(opening.columns, digest_size=32).digest()
         return replace(opening, columns=digest)
@@ -387,6 +387,10 @@ def _compact(opening: Opening) -> Opening:
 
 def _content(opening: Opening) -> tuple[object, ...]:
     # Why not ==: errors are equal only to themselves, and came by way of a pickle.
-    rest = [value for name, value in vars(opening).items() if name != "error"]
+    skipped = {"error"}
+    if isinstance(opening, SaveJoin) and opening.fingerprint:
+        # Why: a rank that is asked for more joins once more, and it is the same call.
+        skipped |= {"columns", "contents", "known", "values", "asked"}
+    rest = [value for name, value in vars(opening).items() if name not in skipped]
     error = opening.error
     return (*rest, None if error is None else (type(error), error.message))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.agreement import find_disagreements, groups_of
 from ray_dcp.plan.fingerprint import plan_key
+from ray_dcp.plan.rank_plan import RankPlans
 from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.protocol.messages import SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.protocol.shelf import Shelf
@@ -109,7 +110,9 @@ class Planning:
         for fingerprint, rows in self._rows.items():
             self._shelf.put_rows(fingerprint, rows)
         if self._key:
-            self._shelf.put_plan(self._key, planned)
+            # Why: the parts repeat all of the plan, and who saves again has his.
+            parts = RankPlans(planned.plan)
+            self._shelf.put_plan(self._key, replace(planned, parts=parts))
         self._rows.clear()
 
     def go(

@@ -76,6 +76,10 @@ __all__ = ["SaveMachine"]
 
 REASON_LENGTH = 500
 
+MOST_TOLD_BYTES = 64 << 10
+"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
+each get one, 10 GB would leave the coordinator."""
+
 
 class SaveMachine(JoinedSave):
     """One save of all ranks of a session.
@@ -298,7 +302,8 @@ class SaveMachine(JoinedSave):
     def _success(self) -> Reply:
         if self._won is None:
             raise self._contradiction("success before the commit")
-        return SaveOutcome(self._attempt, self._won.slot, self._won.record, tuple(self._warnings))
+        record = self._won.record if len(self._won.record) <= MOST_TOLD_BYTES else b""
+        return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
 
     # Failing
 

@@ -31,7 +31,8 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import encode_table
-from ray_dcp.plan.columns import decode, with_contents
+from ray_dcp.plan.columns import decode
+from ray_dcp.plan.contents import with_contents
 from ray_dcp.plan.fingerprint import fingerprint
 from ray_dcp.plan.finish import finish_table
 from ray_dcp.plan.global_plan import make_plan

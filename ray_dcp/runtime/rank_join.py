@@ -8,7 +8,8 @@ from functools import partial
 
 from ray_dcp.errors import InternalError
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.columns import contents_of, encode, without_contents
+from ray_dcp.plan.columns import encode
+from ray_dcp.plan.contents import contents_of, without_contents
 from ray_dcp.plan.fingerprint import fingerprint
 from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.messages import (

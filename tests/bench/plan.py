@@ -1,8 +1,8 @@
 """Planning and commit at scale: simulated ranks, real messages, the coordinator's real code.
 
-Every request and reply is pickled and unpickled as Ray does it and goes through `Coordination` and
-`perform`, as in the actor. Left out are Ray's transport, and the ranks' files: the storage says that
-they are there. Only what the coordinator does is counted, in CPU seconds of all its threads.
+Every request and reply is pickled and unpickled as Ray does it and goes through `Coordination`
+and `perform`, as in the actor. Left out are Ray's transport, and the ranks' files: the storage says
+that they are there. Only what the coordinator does is counted, in CPU seconds of all its threads.
 """
 
 from __future__ import annotations
