@@ -22,7 +22,7 @@ from ray_dcp.plan.merging import Held, check_held, distinct_boxes, merge
 from ray_dcp.plan.sharing import Pieces, share_out
 from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan, ValueGroups
 
-__all__ = ["MIN_PIECE_BYTES", "make_plan"]
+__all__ = ["MIN_PIECE_BYTES", "MIN_WRITER_BYTES", "make_plan"]
 
 _CONTAINERS = ("torch_save", "safetensors")
 
@@ -31,13 +31,20 @@ MIN_PIECE_BYTES = LARGE_BYTES
 storage and a row in every table, and one that starts on a page should be worth it."""
 
 
+MIN_WRITER_BYTES = 16 << 20
+"""What a rank should have to write at least, where others could write it as well. Why: a small file
+costs a storage as much as a large one, and with 10,000 ranks there would be as many."""
+
+
 def make_plan(
     columns: Sequence[Columns],
     *,
     container: str = "torch_save",
     part_bytes: int = 1 << 30,
     min_piece_bytes: int = MIN_PIECE_BYTES,
+    min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
+    checked: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
 
@@ -50,7 +57,10 @@ def make_plan(
         container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file.
         min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
+        min_writer_bytes: A rank that holds only copies of what others hold writes at least about
+            this much, or nothing, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
+        checked: `columns.decode` gave the columns, which has checked each.
 
     Returns:
         The plan. A rank with nothing to write has no file.
@@ -67,7 +77,7 @@ def make_plan(
         A few sorts of as many numbers as there are rows: 1.4 us a row for 1000 ranks that hold
         1000 shards each (2 shared cores).
     """
-    _check_request(columns, container, part_bytes, min_piece_bytes)
+    _check_request(columns, container, part_bytes, min_piece_bytes, checked)
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -76,6 +86,7 @@ def make_plan(
         boxes,
         world_size=len(columns),
         min_piece_bytes=min_piece_bytes,
+        min_writer_bytes=min_writer_bytes,
         to_lowest_rank=to_lowest_rank,
     )
     layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
@@ -84,7 +95,11 @@ def make_plan(
 
 
 def _check_request(
-    columns: Sequence[Columns], container: str, part_bytes: int, min_piece_bytes: int
+    columns: Sequence[Columns],
+    container: str,
+    part_bytes: int,
+    min_piece_bytes: int,
+    checked: bool,
 ) -> None:
     if len(columns) == 0:
         raise InvalidRequestError("expected the items of at least one rank, found none")
@@ -96,6 +111,8 @@ def _check_request(
     for name, value in (("part_bytes", part_bytes), ("min_piece_bytes", min_piece_bytes)):
         if value < 1:
             raise InvalidRequestError(f"expected {name} of at least 1, found {value}", key=name)
+    if checked:
+        return
     wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
     if wrong:
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))

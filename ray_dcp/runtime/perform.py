@@ -35,7 +35,7 @@ from ray_dcp.plan.columns import decode
 from ray_dcp.plan.contents import with_contents
 from ray_dcp.plan.fingerprint import fingerprint
 from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.rank_plan import rank_plan
 from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.commands import (
@@ -151,7 +151,9 @@ def _make_plan(task: MakePlan) -> Planned:
         _columns(task),
         container=task.container,
         part_bytes=task.part_bytes,
+        min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
+        checked=True,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
     return Planned(plan, parts, disagreements=differences(plan.disagreements))
