@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.collecting import collect as collect
     from ray_dcp.runtime.deleting import delete as delete
     from ray_dcp.runtime.leftovers import CollectReport as CollectReport
+    from ray_dcp.runtime.metadata_later import write_metadata as write_metadata
     from ray_dcp.runtime.outcome import outcome as outcome
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
@@ -86,6 +87,7 @@ _HOMES: dict[str, str] = {
     "outcome": "ray_dcp.runtime.outcome",
     "collect": "ray_dcp.runtime.collecting",
     "delete": "ray_dcp.runtime.deleting",
+    "write_metadata": "ray_dcp.runtime.metadata_later",
     "CollectReport": "ray_dcp.runtime.leftovers",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.

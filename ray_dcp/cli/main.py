@@ -21,6 +21,7 @@ COMMANDS = {
     "ls": "ray_dcp.cli.reading:ls",
     "show": "ray_dcp.cli.reading:show",
     "verify": "ray_dcp.cli.reading:verify",
+    "metadata": "ray_dcp.cli.writing:metadata",
     "demo": "ray_dcp.cli.demo:demo",
 }
 
@@ -29,6 +30,7 @@ SUMMARIES = {
     "ls": "List the checkpoints below a directory.",
     "show": "Show what is in a checkpoint.",
     "verify": "Compare every stored byte with its checksums.",
+    "metadata": "Write the .metadata that a save left out, for stock DCP.",
     "demo": "Train, save, kill, resume on fewer and more ranks.",
 }
 

@@ -110,6 +110,8 @@ class BuildCommit:
     """Digest of the foreign `.metadata` that stood at planning."""
     decided: tuple[Verdict, ...] = ()
     """`RecordsRead.decided`."""
+    stock_metadata: bool = True
+    """`SaveOptions.stock_metadata`."""
 
 
 @dataclass(frozen=True)

@@ -262,6 +262,7 @@ class SaveMachine(JoinedSave):
             self._seen.last_slot,
             self._seen.foreign_metadata,
             self._seen.decided,
+            self._options.stock_metadata,
         )
         return self._step("building", task, self._options.commit_timeout_s)
 

@@ -247,7 +247,7 @@ def _build_commit(task: BuildCommit) -> CommitBuilt:
     table_bytes = encode_table(table)
     table_key = f"chunks.{task.attempt}.parquet"
     metadata = None
-    if task.plan.container == "torch_save":
+    if task.plan.container == "torch_save" and task.stock_metadata:
         metadata = encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
     manifest = Manifest(
         attempt=task.attempt,
