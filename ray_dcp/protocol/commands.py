@@ -119,8 +119,8 @@ class WriteTable:
     """Write the chunk table, durable when done. Result: `Finished`."""
 
     target: Target
-    table_key: str
-    data: bytes
+    files: tuple[tuple[str, bytes], ...]
+    """Keys and bytes."""
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,20 @@ class Planned:
 
 @dataclass(frozen=True)
 class CommitBuilt:
-    """All bytes that the commit writes, in the order in which they are written."""
+    """All bytes that the commit writes; a large chunk table has a second file, `checks`."""
 
     table_key: str
     table: bytes
     record: bytes
     metadata: bytes | None
+    checks_key: str = ""
+    checks: bytes = b""
+
+    @property
+    def files(self) -> tuple[tuple[str, bytes], ...]:
+        """Keys and bytes of the chunk table."""
+        both = ((self.table_key, self.table), (self.checks_key, self.checks))
+        return both if self.checks_key else both[:1]
 
 
 @dataclass(frozen=True)

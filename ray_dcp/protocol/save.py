@@ -150,7 +150,7 @@ class SaveMachine(JoinedSave):
                 return self._made(result)
             case "building", CommitBuilt():
                 self._built = result
-                task = WriteTable(self._target, result.table_key, result.table)
+                task = WriteTable(self._target, result.files)
                 return self._step("table", task, self._options.commit_timeout_s)
             case "table", Finished() if self._built is not None:
                 vote = self._vote.commit(self._built.record)
@@ -349,7 +349,7 @@ class SaveMachine(JoinedSave):
     def _written_keys(self) -> tuple[str, ...]:
         files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
-        return (*keys, *([self._built.table_key] if self._built else ()))
+        return (*keys, *(key for key, _ in (self._built.files if self._built else ())))
 
     def _undecided(self) -> Refused:
         if not self._vote.at_stake:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from ray_dcp.collector import collector_paused
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.format.table import decode_table
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.leftovers import target_of
 from ray_dcp.runtime.publishing import publish, republish
@@ -76,7 +75,7 @@ def write_metadata(
             return republish(storage, target.url)
         with collector_paused():
             metadata = encode_metadata(
-                decode_table(found.table), checkpoint_id=target.url, attempt=manifest.attempt
+                found.decoded(), checkpoint_id=target.url, attempt=manifest.attempt
             )
         return not publish(storage, found.slot, metadata, target.url).superseded
     except CheckpointError as error:

@@ -8,7 +8,6 @@ from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import DeleteRecord, Manifest
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.format.table import decode_table
 from ray_dcp.protocol.commands import Published
 from ray_dcp.runtime.records import standing_records
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -106,9 +105,7 @@ def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bo
     if not found.metadata_is_stale:
         return True
     with collector_paused():
-        metadata = encode_metadata(
-            decode_table(found.table), checkpoint_id=url, attempt=manifest.attempt
-        )
+        metadata = encode_metadata(found.decoded(), checkpoint_id=url, attempt=manifest.attempt)
     if digest_bytes(metadata).hex() != manifest.metadata.digest:
         return False  # another version of ray_dcp committed it, or under another url
     _put(storage, metadata)

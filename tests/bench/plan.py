@@ -192,13 +192,15 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
     }
 
 
-def measure(world_size: int, tensors: int, regular: bool, saves: int) -> dict[str, Any]:
+def measure(
+    world_size: int, tensors: int, regular: bool, saves: int, metadata: bool = False
+) -> dict[str, Any]:
     """Saves a state several times; returns what each save cost, and the peak memory."""
     storage = Written("bench")
     counted = Counted(storage)
     columns = list(slabs(world_size, tensors, regular=regular))
     memories = [PlanMemory() for _ in range(world_size)]
-    options = SaveOptions()
+    options = SaveOptions(stock_metadata=metadata)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = [
         save(counted, seq, world_size, columns.__getitem__, memories, options)

@@ -58,6 +58,7 @@ HOMES = {
             "runtime.rank",
             "runtime.rank_save",
             "runtime.rank_join",
+            "runtime.commit_files",
             "runtime.plan_memory",
             "runtime.keeping",
             "runtime.perform",
