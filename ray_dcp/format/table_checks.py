@@ -37,8 +37,11 @@ def encode_checks(file_start: Int64Array, places: Int64Array, checks: UInt64Arra
         checks: uint64[n], the block checksums of all chunks.
     """
     counts = np.array([len(file_start) - 1, len(places), len(checks)], dtype="<i8")
-    parts = (counts, file_start.astype("<i8"), places.astype("<i8"), checks.astype("<u8"))
-    return MAGIC + b"".join(part.tobytes() for part in parts)
+    parts = (
+        counts, file_start.astype("<i8", copy=False), places.astype("<i8", copy=False),
+        checks.astype("<u8", copy=False),
+    )  # fmt: skip
+    return b"".join([MAGIC, *(np.ascontiguousarray(part).data for part in parts)])
 
 
 def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:

@@ -14,8 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.merging import Boxes, Held
-from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, UInt64Array, ValueGroups
+from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, ValueGroups
 
 __all__ = ["digests_of", "find_disagreements", "group_values", "groups_of"]
 
@@ -49,29 +50,37 @@ def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
             told[code] = held.names[held.tensor[boxes.row[own]]]
     rank = held.rank[holder]
     order = np.lexsort((box, group, rank))
+    before = offsets_of((held.value > 0).astype(np.int64))
+    place = before[holder] - before[np.searchsorted(held.rank, rank)]
     return ValueGroups(
         rank=rank[order],
-        row=held.row[holder[order]],
+        place=place[order].astype(np.int32),
         group=group[order],
         told=tuple(sorted(told.items())),
     )
 
 
 def groups_of(groups: ValueGroups, rank: int) -> tuple[Int32Array, Int32Array]:
-    """Returns `(rows of the rank's columns, group of each)`, as `digests_of` takes them."""
+    """Returns `(place, group)` of one rank, as `digests_of` takes them."""
     start, stop = np.searchsorted(groups.rank, [rank, rank + 1])
-    return groups.row[start:stop], groups.group[start:stop]
+    return groups.place[start:stop], groups.group[start:stop]
 
 
-def digests_of(row: Int32Array, group: Int32Array, value: UInt64Array) -> bytes:
+def digests_of(place: Int32Array, group: Int32Array, contents: bytes) -> bytes:
     """Returns what a rank tells of its content: 8 bytes for each of its groups, in their order.
 
     Args:
-        row: int32[k], rows of the rank's columns.
+        place: int32[k], which of the rank's digests.
         group: int32[k], ascending.
-        value: uint64[n], `Columns.value`.
+        contents: `ray_dcp.plan.contents.contents_of` the rank.
+
+    Returns:
+        Nothing, which agrees with nobody, when there are fewer digests than that.
     """
-    values = value[row]
+    found = np.frombuffer(contents, dtype="<u8")
+    if len(place) == 0 or int(place.max()) >= len(found):
+        return b""
+    values = found[place]
     starts = np.append(np.flatnonzero(np.diff(group, prepend=-1)), len(group)).tolist()
     return b"".join(
         blake2b(values[start:stop].tobytes(), digest_size=DIGEST_BYTES).digest()

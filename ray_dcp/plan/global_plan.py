@@ -186,7 +186,7 @@ def _digest(
     columns: tuple[npt.NDArray[Any], ...] = (
         table.kind, table.dtype, table.ndim, table.shape, table.requires_grad, table.tensor,
         table.offset, table.size, table.file, table.item_offset, table.item_bytes,
-        table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.row,
+        table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.place,
         groups.group, *arrays,
     )  # fmt: skip
     for array in columns:

@@ -218,14 +218,14 @@ class ValueGroups:
 
     Attributes:
         rank: int32[m], ascending.
-        row: int32[m], row of that rank's `Columns`.
+        place: int32[m], which of that rank's digests that are not 0 (`contents.contents_of`).
         group: int32[m], ascending within a rank. All ranks of a group hold the same items of it, in
             the same order.
         told: `(group, fqn)` of the items, a group each, that differed when the plan was made.
     """
 
     rank: Int32Array
-    row: Int32Array
+    place: Int32Array
     group: Int32Array
     told: tuple[tuple[int, str], ...]
 

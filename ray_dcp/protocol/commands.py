@@ -87,9 +87,8 @@ class MakePlan:
     to_lowest_rank: bool = False
     """`SaveOptions.dedup_save_to_lowest_rank`."""
     contents: tuple[bytes, ...] = ()
-    """`SaveJoin.contents` of each rank, which `columns` then lack; empty when they do not."""
+    """`SaveJoin.contents`, which `columns` then lack, and `fingerprint`, to be checked."""
     fingerprints: tuple[bytes, ...] = ()
-    """`SaveJoin.fingerprint` of each rank, to be checked; empty when there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,9 +245,9 @@ class CommitBuilt:
 
     @property
     def files(self) -> tuple[tuple[str, bytes], ...]:
-        """Keys and bytes of the chunk table."""
-        both = ((self.table_key, self.table), (self.checks_key, self.checks))
-        return both if self.checks_key else both[:1]
+        """Of the chunk table."""
+        both = (self.table_key, self.table), (self.checks_key, self.checks)
+        return both[: 1 + bool(self.checks_key)]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,13 @@ from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import Planning
 from ray_dcp.protocol.save_errors import no_overwrite
 from ray_dcp.protocol.shelf import Shelf
-from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.verdict import combine, name_ranks
 
 __all__ = ["JoinedSave"]
+
+MOST_ROUNDS = 2
+"""A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
+all that a new one needs."""
 
 
 class JoinedSave(Operation):
@@ -34,6 +38,7 @@ class JoinedSave(Operation):
         self._seen = RecordsRead(0, None, None, ())
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
+        self._rounds = 0
 
     def use(self, shelf: Shelf) -> None:
         """Takes what the coordinator knows from earlier saves. To be called first."""
@@ -60,9 +65,15 @@ class JoinedSave(Operation):
             return self._wait(self._options.plan_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))
+        return self._ask_or_look()
+
+    def _ask_or_look(self) -> Commands:
         asked = self._planning.ask()
         if not asked:
-            return self._look()
+            return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
+        self._rounds += 1
+        if self._rounds > MOST_ROUNDS:
+            return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
         waiting = {rank: step for rank, step in self._waiting if rank in asked}
         self._call("gathering")
         for rank in range(self.world_size):
@@ -81,10 +92,7 @@ class JoinedSave(Operation):
             return self._wait(self._options.plan_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))
-        return self._look()
-
-    def _look(self) -> Commands:
-        return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
+        return self._ask_or_look()
 
     def _read(self, seen: RecordsRead) -> Commands:
         if seen.committed is not None and not self._options.overwrite:

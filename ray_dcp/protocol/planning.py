@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.agreement import find_disagreements, groups_of
+from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
 from ray_dcp.plan.fingerprint import plan_key
 from ray_dcp.plan.rank_plan import RankPlans
 from ray_dcp.protocol.commands import MakePlan, Planned
@@ -53,17 +53,25 @@ class Planning:
     def ask(self) -> dict[int, SendItems]:
         """Returns which ranks have to send what; none when a plan is known or can be made.
 
-        To be called when all ranks have joined, once.
+        To be called when all ranks have joined, and when those that were asked have answered.
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
         if not all(join.fingerprint for join in joins):
             return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
-        self._key = plan_key([join.fingerprint for join in joins])
-        self._pinned = self._warm(joins)
-        if self._pinned is not None:
-            return {}
-        # Why kept here as well: the shelf may forget them before the plan is made.
-        self._rows = {join.fingerprint: join.columns for join in joins if join.columns}
+        self._key = self._key or plan_key([join.fingerprint for join in joins])
+        planned = self._shelf.plan(self._key)
+        if planned is not None:
+            digest = planned.plan.digest
+            lacking = [j.rank for j in joins if j.known != digest and not _has_contents(j)]
+            if lacking:
+                return dict.fromkeys(lacking, SendItems(rows=False))
+            self._pinned = _warm(planned, joins)
+        return {} if self._pinned is not None else self._ask_all(joins)
+
+    def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
+        """Returns who has to send what so that a plan can be made."""
+        # Why kept here as well: the shelf may forget them before that.
+        self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
         asked: dict[int, SendItems] = {}
         wanted: set[bytes] = set()
         for join in joins:
@@ -74,16 +82,9 @@ class Planning:
             elif name not in wanted:
                 wanted.add(name)
                 asked[join.rank] = SendItems(rows=True)
-            if join.known:
+            if not _has_contents(join):
                 asked.setdefault(join.rank, SendItems(rows=False))
         return asked
-
-    def _warm(self, joins: Sequence[SaveJoin]) -> Planned | None:
-        planned = self._shelf.plan(self._key)
-        if planned is None or any(join.known != planned.plan.digest for join in joins):
-            return None
-        found = find_disagreements(planned.plan.groups, [join.values for join in joins])
-        return None if found is None else replace(planned, disagreements=differences(found))
 
     def plan(self) -> Planned | MakePlan:
         """Returns the plan, or the task of making it."""
@@ -91,9 +92,6 @@ class Planning:
             return self._pinned
         options = self._options
         joins = [self._joins[rank] for rank in range(self._world_size)]
-        for join in joins:
-            if join.columns and join.fingerprint:
-                self._rows[join.fingerprint] = join.columns
         if self._key:
             columns = tuple(self._rows[join.fingerprint] for join in joins)
             contents = tuple(join.contents for join in joins)
@@ -140,6 +138,23 @@ class Planning:
         self._joins.clear()
         self._rows.clear()
         self._pinned = None
+
+
+def _has_contents(join: SaveJoin) -> bool:
+    return not join.known or join.asked > 0
+
+
+def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
+    """Returns a plan of earlier with what differs now; None when it may not be used again."""
+    plan = planned.plan
+    told = [
+        digests_of(*groups_of(plan.groups, join.rank), join.contents)
+        if _has_contents(join)
+        else join.values
+        for join in joins
+    ]
+    found = find_disagreements(plan.groups, told)
+    return None if found is None else replace(planned, disagreements=differences(found))
 
 
 def differences(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:

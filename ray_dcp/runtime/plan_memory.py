@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ray_dcp.plan.agreement import digests_of
-from ray_dcp.plan.values import Columns, Int32Array, RankPlan
+from ray_dcp.plan.values import Int32Array, RankPlan
 
 __all__ = ["PlanMemory", "Remembered"]
 
@@ -22,18 +22,18 @@ class Remembered:
     Attributes:
         digest: Of the global plan.
         plan: What this rank writes.
-        row: int32[k], rows whose content others hold as well.
+        place: int32[k], those of the rank's digests of content that others have as well.
         group: int32[k], ascending; see `ray_dcp.plan.agreement`.
     """
 
     digest: bytes
     plan: RankPlan
-    row: Int32Array
+    place: Int32Array
     group: Int32Array
 
-    def values(self, columns: Columns) -> bytes:
-        """Returns what this rank tells of the content of these items."""
-        return digests_of(self.row, self.group, columns.value)
+    def values(self, contents: bytes) -> bytes:
+        """Returns what this rank tells of its content, from `contents_of` its items."""
+        return digests_of(self.place, self.group, contents)
 
 
 class PlanMemory:

@@ -105,7 +105,7 @@ def _first(
     )  # fmt: skip
     known = memory.get(name)
     if known is not None:
-        values = known.values(columns)
+        values = known.values(contents_of(columns))
         return replace(join, fingerprint=name, known=known.digest, values=values), known
     rows = encode(without_contents(columns)) if join.world_size <= ROWS_AT_ONCE else b""
     return replace(join, fingerprint=name, columns=rows, contents=contents_of(columns)), None

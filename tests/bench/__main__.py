@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import checksums, reshard, single, soak, staging
+from tests.bench import checksums, plan, reshard, single, soak, staging
 
 
 def main() -> int:
     if sys.argv[1:2] == ["soak"]:
         return soak.command(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("what", choices=["small", "big", "checksums", "reshard", "soak", "staging"])
+    parser.add_argument(
+        "what", choices=["small", "big", "checksums", "reshard", "soak", "staging", "plan"]
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
+    parser.add_argument("--tensors", type=int, default=1000, help="tensors of each rank (plan)")
+    parser.add_argument("--largest", type=int, default=10240, help="most ranks (plan)")
     arguments = parser.parse_args()
     if arguments.what == "small":
         single.small(arguments.rounds, arguments.dir)
@@ -23,6 +27,8 @@ def main() -> int:
         single.big(arguments.rounds, arguments.dir)
     elif arguments.what == "checksums":
         checksums.checksums(arguments.rounds, arguments.dir)
+    elif arguments.what == "plan":
+        return plan.plan(arguments.tensors, arguments.largest)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
     else:

@@ -7,6 +7,7 @@ that they are there. Only what the coordinator does is counted, in CPU seconds o
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import resource
@@ -15,12 +16,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from ray_dcp.format.checksums import digest, num_blocks_many
 from ray_dcp.options import SaveOptions
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveOutcome, SaveReceipt, Target
@@ -147,6 +152,9 @@ class Counted:
 def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Columns],
          memories: list[PlanMemory], options: SaveOptions) -> dict[str, Any]:  # fmt: skip
     """Plays one save of all ranks; returns what the coordinator spent on it."""
+    # What simulated ranks hold is in other processes else: the collector must not walk it here.
+    gc.collect()
+    gc.freeze()
     counted.cpu_s.clear()
     counted.bytes.clear()
     counted.messages.clear()
@@ -159,6 +167,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
             capture=partial(Held, held(rank)), memory=memories[rank],
         )  # fmt: skip
         sending[rank] = next(joins[rank])
+    gc.freeze()
     rows_moved = 0
     plans: list[tuple[Any, RankPlan]] = []
     while sending:
@@ -228,3 +237,118 @@ def measured(*arguments: Any) -> dict[str, Any]:
     found: dict[str, Any] = queue.get()
     child.join()
     return found
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+PLANNING = ("join", "go", "ReadRecords", "MakePlan")
+
+
+def stock_row_us(world_size: int, tensors: int) -> float:
+    """Returns what stock DCP's coordinator spends on a row, in microseconds: the peer."""
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    plans = []
+    for columns in slabs(world_size, tensors, regular=False):
+        rows = zip(
+            columns.names, columns.shape.tolist(), columns.offset.tolist(), columns.size.tolist(),
+            strict=True,
+        )  # fmt: skip
+        items = [
+            WriteItem(
+                MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offset), torch.Size(size)),
+                    TensorProperties(torch.float32), torch.Size(shape),
+                ),
+            )
+            for name, shape, offset, size in rows
+        ]  # fmt: skip
+        plans.append(pickle.dumps(SavePlan(items)))
+    start_s = time.process_time()
+    made, metadata = create_default_global_save_plan([pickle.loads(plan) for plan in plans])
+    sent = [pickle.dumps(plan) for plan in made]
+    pickle.dumps(metadata)
+    spent_s = time.process_time() - start_s
+    return spent_s / (world_size * tensors) * 1e6 if sent else 0.0
+
+
+def limit_row_us(world_size: int, tensors: int) -> float:
+    """Returns one sort of the rows and one look at each byte of them: what no planner is below."""
+    columns = list(slabs(world_size, tensors, regular=False))
+    start_s = time.process_time()
+    offset = np.concatenate([own.offset for own in columns])
+    size = np.concatenate([own.size for own in columns])
+    name = np.concatenate([own.name for own in columns]).astype(np.int64)
+    order = np.argsort(name * (int(offset.max()) + 1) + offset[:, 0], kind="stable")
+    checked = (offset[order][1:, 0] >= offset[order][:-1, 0] + size[order][:-1, 0]).sum()
+    spent_s = time.process_time() - start_s
+    return spent_s / len(order) * 1e6 if checked else 0.0
+
+
+def balance(world_size: int, layers: int) -> tuple[float, float, int]:
+    """Returns max/mean bytes over the writers, the least of one in MiB, and the number of writers.
+
+    Every rank holds the same state of a transformer, in float32.
+    """
+    builder = ColumnsBuilder()
+    for layer in range(layers):
+        for name, shape in (("q", (8192, 8192)), ("kv", (2048, 8192)), ("o", (8192, 8192)),
+                            ("up", (57344, 8192)), ("down", (8192, 28672)), ("norm", (8192,))):  # fmt: skip
+            builder.tensor(f"{layer}.{name}", "float32", shape, splittable=len(shape) > 1)
+    plan = make_plan([builder.build()] * world_size, min_writer_bytes=MIN_WRITER_BYTES)
+    written = np.bincount(plan.source_rank, plan.table.payload_bytes, world_size)
+    writers = written[written > 0]
+    return writers.max() / writers.mean(), writers.min() / (1 << 20), len(writers)
+
+
+def plan(tensors: int, largest: int) -> int:
+    """Prints what planning and committing cost, for growing numbers of ranks."""
+    worlds = [world for world in WORLDS if world <= largest]
+    print(__doc__.split("\n\n", 1)[1])
+    print(f"limit: {limit_row_us(256, tensors):.2f} us a row (one sort, one look)")
+    print(f"stock DCP's create_global_plan: {stock_row_us(32, tensors):.1f} us a row at 32 ranks\n")
+    head = f"{'ranks':>6} {'tensors':>7} {'save':>5} {'CPU s':>8} {'plan us/row':>11} {'rows moved':>10}"
+    print(f"{head} {'in MB':>7} {'out MB':>7} {'messages':>8} {'table B/row':>11} {'peak MiB':>8}")
+    slopes: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for count in (tensors, 1):
+        for world in worlds:
+            found = measured(world, count, False, 2)
+            rows = world * count
+            table = sum(size for key, size in found["files"].items() if "parquet" in key)
+            for name, cost in zip(("cold", "warm"), found["saves"], strict=True):
+                cpu, moved = cost["cpu_s"], cost["bytes"]
+                slopes[count, name].append(sum(cpu.values()))
+                planning = sum(cpu.get(step, 0.0) for step in PLANNING)
+                print(
+                    f"{world:>6} {count:>7} {name:>5} {sum(cpu.values()):>8.3f} "
+                    f"{planning / rows * 1e6:>11.2f} {cost['rows moved']:>10} "
+                    f"{(moved['join'] + moved['receipt']) / 1e6:>7.1f} "
+                    f"{(moved['go'] + moved['outcome']) / 1e6:>7.1f} {cost['messages']:>8} "
+                    f"{table / rows:>11.1f} {found['peak_bytes'] >> 20:>8}"
+                )
+                print(f"{'':>21}" + ", ".join(f"{k} {v:.3f}" for k, v in cpu.items() if v >= 5e-4))
+    for (count, name), spent in slopes.items():
+        steps = [b / a for a, b in pairwise(spent)]
+        print(
+            f"{name}, {count} tensors: CPU x {spent[-1] / spent[0]:.1f} for ranks x "
+            f"{worlds[-1] // worlds[0]} (steps {', '.join(f'{step:.1f}' for step in steps)})"
+        )
+    for world, layers in ((256, 16), (10_000, 80)):
+        ratio, least, writers = balance(world, layers)
+        print(
+            f"replicated state on {world} ranks: max/mean {ratio:.4f} over {writers} writers, "
+            f"each {least:.0f} MiB or more"
+        )
+    return 0

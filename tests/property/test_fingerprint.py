@@ -117,7 +117,7 @@ def test_digests_tell_what_rows_would(state, other):
     columns = [build(state, rank) for rank in range(WORLD)]
     plan = plan_of(columns)
     now = [build(new, rank) for rank in range(WORLD)]
-    told = [digests_of(*groups_of(plan.groups, r), now[r].value) for r in range(WORLD)]
+    told = [digests_of(*groups_of(plan.groups, r), contents_of(now[r])) for r in range(WORLD)]
     found = find_disagreements(plan.groups, told)
     fresh = plan_of(now)
     before = {name for name, _ in plan.disagreements}
@@ -126,7 +126,7 @@ def test_digests_tell_what_rows_would(state, other):
     else:
         assert dict(found) == dict(fresh.disagreements)
         assert {name for name, _ in found} <= before
-    same = [digests_of(*groups_of(plan.groups, r), columns[r].value) for r in range(WORLD)]
+    same = [digests_of(*groups_of(plan.groups, r), contents_of(columns[r])) for r in range(WORLD)]
     assert dict(find_disagreements(plan.groups, same)) == dict(plan.disagreements)
 
 

@@ -12,7 +12,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.plan.columns import ColumnsBuilder, encode
 from ray_dcp.protocol import shelf as shelf_module
 from ray_dcp.protocol.commands import Failed, MakePlan
-from ray_dcp.protocol.messages import SendItems, Target
+from ray_dcp.protocol.messages import Refused, SaveJoin, SendItems, Target
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
@@ -103,6 +103,7 @@ def test_ranks_that_forgot_everything_are_told_again(warm):
     committed(warm.save(sample_state(0)))
     warm.restart(3)
     committed(warm.save(sample_state(1)))
+    assert warm.plans_made == 0
     assert loads(warm, sample_state(1))
     committed(warm.save(sample_state(2)))
     assert warm.was_warm
@@ -113,7 +114,33 @@ def test_one_rank_that_forgot_makes_the_others_tell_no_rows(warm):
     warm.memories[1] = type(warm.memories[1])()
     committed(warm.save(sample_state(1)))
     assert warm.senders == {1}
+    assert warm.plans_made == 0
+    assert sorted(type(reply).__name__ for reply in warm.replies) == [
+        "SaveAgain", "SaveAgain", "SaveGo",
+    ]  # fmt: skip
     assert loads(warm, sample_state(1))
+
+
+def test_a_rank_that_forgot_and_differs_makes_all_tell(warm):
+    committed(warm.save(sample_state(0)))
+    warm.memories[1] = type(warm.memories[1])()
+    states = [sample_state(1), {**sample_state(1), "note": "mine"}, sample_state(1)]
+    outcome = committed(warm.save(states))[0]
+    assert warm.senders == {1}
+    assert warm.plans_made == 1
+    assert "'note' on rank 1" in outcome.warnings[0]
+    assert loads(warm, sample_state(1))
+
+
+def test_a_rank_of_another_layout_in_between_is_asked_for_content_only(warm, tmp_path):
+    """Rank 1 changes and changes back: the others know the plan in between, not the first."""
+    other = {**sample_state(1), "rep.more": np.arange(2)}
+    committed(warm.save(sample_state(0)))
+    committed(warm.save([sample_state(1), other, sample_state(1)]))
+    committed(warm.save(sample_state(2)))
+    assert not warm.senders
+    assert warm.plans_made == 0
+    assert loads(warm, sample_state(2))
 
 
 def test_another_world_size_is_cold(warm):
@@ -259,6 +286,17 @@ def test_a_restart_while_ranks_are_asked_asks_again():
     asked = {key[0]: reply for key, reply in play.replies.items()}
     assert asked == {0: SendItems(rows=True), 1: SendItems(rows=True)}
     assert {key[1] for key in play.replies} == {"SaveJoin", "SaveJoin 1"}
+
+
+def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
+    play = Play(world_size=1)
+    join = SaveJoin(KEY, 0, 1, Target("memory://x"), SaveOptions(), b"", None)
+    for asked in range(4):
+        reply = play.send(replace(join, fingerprint=bytes(32), asked=asked))
+        if not isinstance(reply, SendItems):
+            break
+    assert isinstance(reply, Refused)
+    assert "rank 0 without items" in reply.error.message
 
 
 class Holding:
