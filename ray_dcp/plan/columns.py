@@ -37,6 +37,9 @@ _FLAT = {
     "value": np.uint64,
 }
 _BOXES = ("shape", "offset", "size")
+# Why no threads: they cost more than the few kilobytes of a rank, 1 ms and more a message.
+_READING = pa.ipc.IpcReadOptions(use_threads=False)
+_WRITING = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _MAX_BYTES = float(1 << 62)
 _MAX_VOCABULARY_BYTES = 1 << 30
 _MAX_NDIM = 64
@@ -215,8 +218,7 @@ def encode(columns: Columns) -> bytes:
     metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": _packed(vocabulary)}
     batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.ipc.new_stream(sink, batch.schema, options=options) as stream:
+    with pa.ipc.new_stream(sink, batch.schema, options=_WRITING) as stream:
         stream.write_batch(batch)
     result: bytes = sink.getvalue().to_pybytes()
     return result
@@ -230,7 +232,7 @@ def decode(data: bytes) -> Columns:
         InternalError: They are no columns.
     """
     try:
-        with pa.ipc.open_stream(data) as stream:
+        with pa.ipc.open_stream(data, options=_READING) as stream:
             metadata = stream.schema.metadata or {}
             version = metadata.get(b"ray_dcp.columns")
             table = stream.read_all()

@@ -297,6 +297,12 @@ def limit_row_us(world_size: int, tensors: int) -> float:
     return spent_s / len(order) * 1e6 if checked else 0.0
 
 
+LAYER = {
+    "q": (8192, 8192), "kv": (2048, 8192), "o": (8192, 8192), "up": (57344, 8192),
+    "down": (8192, 28672), "norm": (8192,),
+}  # fmt: skip
+
+
 def balance(world_size: int, layers: int) -> tuple[float, float, int]:
     """Returns max/mean bytes over the writers, the least of one in MiB, and the number of writers.
 
@@ -304,8 +310,7 @@ def balance(world_size: int, layers: int) -> tuple[float, float, int]:
     """
     builder = ColumnsBuilder()
     for layer in range(layers):
-        for name, shape in (("q", (8192, 8192)), ("kv", (2048, 8192)), ("o", (8192, 8192)),
-                            ("up", (57344, 8192)), ("down", (8192, 28672)), ("norm", (8192,))):  # fmt: skip
+        for name, shape in LAYER.items():
             builder.tensor(f"{layer}.{name}", "float32", shape, splittable=len(shape) > 1)
     plan = make_plan([builder.build()] * world_size, min_writer_bytes=MIN_WRITER_BYTES)
     written = np.bincount(plan.source_rank, plan.table.payload_bytes, world_size)
@@ -318,9 +323,11 @@ def plan(tensors: int, largest: int) -> int:
     worlds = [world for world in WORLDS if world <= largest]
     print(__doc__.split("\n\n", 1)[1])
     print(f"limit: {limit_row_us(256, tensors):.2f} us a row (one sort, one look)")
-    print(f"stock DCP's create_global_plan: {stock_row_us(32, tensors):.1f} us a row at 32 ranks\n")
-    head = f"{'ranks':>6} {'tensors':>7} {'save':>5} {'CPU s':>8} {'plan us/row':>11} {'rows moved':>10}"
-    print(f"{head} {'in MB':>7} {'out MB':>7} {'messages':>8} {'table B/row':>11} {'peak MiB':>8}")
+    stock_us = stock_row_us(32, tensors)
+    print(f"stock DCP's create_global_plan: {stock_us:.1f} us a row at 32 ranks\n")
+    print(f"{'ranks':>6} {'tensors':>7} {'save':>5} {'CPU s':>8} {'plan us/row':>11}", end="")
+    print(f" {'rows moved':>10} {'in MB':>7} {'out MB':>7} {'messages':>8}", end="")
+    print(f" {'table B/row':>11} {'peak MiB':>8}")
     slopes: dict[tuple[int, str], list[float]] = defaultdict(list)
     for count in (tensors, 1):
         for world in worlds:
