@@ -79,8 +79,7 @@ class Coordination:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.epoch = epoch
-        self._attendance = Attendance(clock)
-        self._new_attempt = new_attempt
+        self._attendance, self._new_attempt = Attendance(clock), new_attempt
         self._active: dict[OpKey, Machine] = {}
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
@@ -347,18 +346,17 @@ class Coordination:
     def _machine_for(self, request: Request) -> Machine:
         if self._has_forgotten(request.key):
             raise unknown(request, "it ended long ago")
+        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+            check_world(request)
         match request:
             case SaveJoin():
-                check_world(request)
                 kind = StagedSaveMachine if request.staged else SaveMachine
                 machine = kind(request, epoch=self.epoch, new_attempt=self._new_attempt)
                 machine.use(self._shelf)
                 return machine
             case LoadJoin():
-                check_world(request)
                 return LoadMachine(request)
             case Exchange():
-                check_world(request)
                 return ExchangeMachine(request)
             case PartsHeld() | PartsWritten():
                 raise unknown(request, "this coordinator was restarted since")
