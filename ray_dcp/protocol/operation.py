@@ -387,10 +387,10 @@ def _compact(opening: Opening) -> Opening:
 
 def _content(opening: Opening) -> tuple[object, ...]:
     # Why not ==: errors are equal only to themselves, and came by way of a pickle.
-    skipped = {"error"}
+    skipped, error = {"error"}, opening.error
     if isinstance(opening, SaveJoin) and opening.fingerprint:
-        # Why: a rank that is asked for more joins once more, and it is the same call.
+        # Why: a rank that is asked for more joins once more, or fails then: it is the same call.
         skipped |= {"columns", "contents", "known", "values", "asked"}
+        error = None
     rest = [value for name, value in vars(opening).items() if name not in skipped]
-    error = opening.error
     return (*rest, None if error is None else (type(error), error.message))

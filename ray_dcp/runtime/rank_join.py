@@ -77,7 +77,9 @@ def join_save(
     with naming(target.url):
         reply = yield join
         while isinstance(reply, SendItems) and captured is not None:
-            join = _again(join, reply, captured.columns)
+            again = partial(_again, join, reply, captured.columns)
+            answer, error = attempt(again, "encoding the plan", rank)
+            join = answer or replace(join, error=error, asked=join.asked + 1)
             reply = yield join
         if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
             reply = SaveGo(reply.attempt, reply.epoch, known.plan, reply.warnings)

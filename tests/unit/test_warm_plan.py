@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ray_dcp.errors import PlanConflictError, RankDisagreementError
+from ray_dcp.errors import InvalidRequestError, PlanConflictError, RankDisagreementError
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.columns import ColumnsBuilder, encode
 from ray_dcp.protocol import shelf as shelf_module
@@ -16,7 +16,7 @@ from ray_dcp.protocol.messages import Refused, SaveJoin, SendItems, Target
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import same_state, sample_state
+from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
 from ray_dcp.testing.ranks import load_state
 from tests.protocol_play import KEY, Play
 from tests.warm_ranks import Warm
@@ -297,6 +297,22 @@ def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
             break
     assert isinstance(reply, Refused)
     assert "rank 0 without items" in reply.error.message
+
+
+def test_a_rank_that_can_not_say_what_it_holds_fails_the_save_for_all(tmp_path, monkeypatch):
+    """Its items are only looked at when it is asked for them, after the others have joined."""
+    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 0)
+    warm = Warm(3, str(tmp_path / "ckpt"))
+
+    def capture(state, rank, world_size):
+        found = ArrayCapture(state, rank, world_size)
+        if rank == 1:
+            found.columns = replace(found.columns, kind=found.columns.kind + np.int8(50))
+        return found
+
+    results = warm.save(sample_state(0), capture=capture)
+    assert {type(result.error) for result in results} == {InvalidRequestError}
+    assert all("rank 1" in str(result.error) for result in results)
 
 
 class Holding:
