@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol.commands import Answer, Planned, ReadRecords, RecordsRead
+from ray_dcp.protocol.commands import Answer, Planned, ReadRecords, RecordsRead, step_of
 from ray_dcp.protocol.messages import Reply, SaveJoin
 from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import Planning
@@ -74,15 +74,15 @@ class JoinedSave(Operation):
         self._rounds += 1
         if self._rounds > MOST_ROUNDS:
             return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
-        waiting = {rank: step for rank, step in self._waiting if rank in asked}
         self._call("gathering")
         for rank in range(self.world_size):
             if rank not in asked:
                 self._roll.note(rank, None)
-        answers = [self._ask(rank, waiting[rank], reply) for rank, reply in asked.items()]
+        answers = [self._ask(rank, reply) for rank, reply in asked.items()]
         return (*answers, *self._wait(self._options.plan_timeout_s))
 
-    def _ask(self, rank: int, step: str, reply: Reply) -> Answer:
+    def _ask(self, rank: int, reply: Reply) -> Answer:
+        step = step_of(self._planning.last_of(rank))
         del self._waiting[rank, step]
         self._given[rank, step] = reply
         return Answer(self.key, rank, step, reply)

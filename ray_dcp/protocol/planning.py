@@ -50,6 +50,10 @@ class Planning:
             return  # it came twice, the second time late
         self._joins[join.rank] = join
 
+    def last_of(self, rank: int) -> SaveJoin:
+        """Returns what a rank said last: that is the call in which it waits."""
+        return self._joins[rank]
+
     def ask(self) -> dict[int, SendItems]:
         """Returns which ranks have to send what; none when a plan is known or can be made.
 

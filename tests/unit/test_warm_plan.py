@@ -288,6 +288,21 @@ def test_a_restart_while_ranks_are_asked_asks_again():
     assert {key[1] for key in play.replies} == {"SaveJoin", "SaveJoin 1"}
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_join_that_comes_late_does_not_stand_for_the_one_after_it(complete):
+    """At a restarted coordinator, what a rank sent before it was asked may come last."""
+    play = Play(world_size=2)
+    rows = b"rows" if complete else b""
+    first = SaveJoin(KEY, 0, 2, Target("memory://x"), SaveOptions(), b"", None)
+    first = replace(first, fingerprint=bytes(32), known=bytes(32))
+    play.send(replace(first, columns=rows, asked=1))
+    play.send(first)
+    play.send(replace(first, rank=1, known=b"", fingerprint=bytes([1] * 32), columns=b"rows"))
+    asked = {at: reply for at, reply in play.replies.items() if isinstance(reply, SendItems)}
+    assert asked == ({} if complete else {(0, "SaveJoin 1"): SendItems(rows=True)})
+    assert type(play.task).__name__ == ("ReadRecords" if complete else "NoneType")
+
+
 def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
     play = Play(world_size=1)
     join = SaveJoin(KEY, 0, 1, Target("memory://x"), SaveOptions(), b"", None)
