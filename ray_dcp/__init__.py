@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp import errors
+from ray_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.collecting import collect as collect
     from ray_dcp.runtime.deleting import delete as delete
     from ray_dcp.runtime.leftovers import CollectReport as CollectReport
+    from ray_dcp.runtime.metadata_later import write_metadata as write_metadata
     from ray_dcp.runtime.outcome import outcome as outcome
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
@@ -83,8 +85,6 @@ if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
     from ray_dcp.warming import warm_up as warm_up
-
-__version__ = "0.1.0"
 
 _TORCH = "torch.distributed.checkpoint"
 
@@ -117,6 +117,7 @@ _HOMES: dict[str, str] = {
     "outcome": "ray_dcp.runtime.outcome",
     "collect": "ray_dcp.runtime.collecting",
     "delete": "ray_dcp.runtime.deleting",
+    "write_metadata": "ray_dcp.runtime.metadata_later",
     "CollectReport": "ray_dcp.runtime.leftovers",
     "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",

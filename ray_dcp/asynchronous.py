@@ -37,7 +37,7 @@ from ray_dcp.runtime.connection import Disconnected, shut_down_meanwhile, until_
 from ray_dcp.runtime.keeping import Keeping, keeping_of
 from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive
-from ray_dcp.runtime.rank_save import join_save
+from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.seam.decision import FOREIGN, Decision
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
 from ray_dcp.seam.state import stateful_to_state_dict
@@ -231,6 +231,7 @@ class _NativeSave(_Save):
         join = join_save(
             self._key, rank=session.rank, world_size=session.world_size, target=target,
             options=options, capture=take, staged=keeping.survives, vitals=vitals,
+            memory=session.plans,
         )  # fmt: skip
         go, captured = drive(join, call)
         error = keeping.stage(self._key, go, captured, target, options, vitals)

@@ -62,6 +62,10 @@ class SaveOptions:
     """Make files durable (fsync) before they are reported. False only for throw-away saves."""
     direct_io: bool = True
     """Bypass the page cache where the filesystem allows it."""
+    stock_metadata: bool = True
+    """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
+    100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
+    many thousand ranks leave it out, and let `ray-dcp metadata PATH` make it when it is needed."""
     max_pending: int = 1
     """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
     state in memory."""

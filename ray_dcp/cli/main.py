@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "ray_dcp.cli.reading:show",
     "verify": "ray_dcp.cli.reading:verify",
     "devstore": "ray_dcp.cli.devstore:devstore",
+    "metadata": "ray_dcp.cli.writing:metadata",
     "demo": "ray_dcp.cli.demo:demo",
 }
 
@@ -31,6 +32,7 @@ SUMMARIES = {
     "show": "Show what is in a checkpoint.",
     "verify": "Compare every stored byte with its checksums.",
     "devstore": "Run a local S3 server, for want of a cloud.",
+    "metadata": "Write the .metadata that a save left out, for stock DCP.",
     "demo": "Train, save, kill, resume on fewer and more ranks.",
 }
 

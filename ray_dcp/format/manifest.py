@@ -30,6 +30,7 @@ from ray_dcp.format.record_fields import (
 )
 
 __all__ = [
+    "CHECKS_VERSION",
     "FORMAT_VERSION",
     "AbortRecord",
     "DeleteRecord",
@@ -45,7 +46,12 @@ __all__ = [
     "slot_of",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Newest that can be read."""
+USUAL_VERSION = 2
+"""What is written where nothing newer is needed, so that older ray_dcp can read it."""
+CHECKS_VERSION = 3
+"""From which on a manifest may have `checks`."""
 """Version 1 had no `DeleteRecord` and no `Manifest.decided`."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
@@ -92,7 +98,7 @@ class Manifest:
     """Seconds since 1970 by the writer's clock; for people, nothing is decided by it."""
     files: tuple[FileEntry, ...]
     table: FileEntry
-    """The chunk table."""
+    """The chunk table; with `checks`, the part of it that is the same for all saves of the plan."""
     metadata: FileEntry | None
     """The `.metadata` that is published for stock DCP; None for containers without."""
     replaced_metadata: str | None
@@ -107,7 +113,14 @@ class Manifest:
     """Highest slot taken at planning; 0 when there was none. Records up to it may be removed."""
     decided: tuple[Verdict, ...] = ()
     """What became of the attempts that were there at planning, as far as is remembered."""
-    format_version: int = FORMAT_VERSION
+    checks: FileEntry | None = None
+    """The rest of a large chunk table (`ray_dcp.format.table_checks`)."""
+    format_version: int = USUAL_VERSION
+
+    @property
+    def tables(self) -> tuple[FileEntry, ...]:
+        """The files of the chunk table."""
+        return (self.table,) if self.checks is None else (self.table, self.checks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +131,7 @@ class AbortRecord:
     reason: str
     rank: int | None
     """The rank that declared it failed; None for the coordinator or a collector."""
-    format_version: int = FORMAT_VERSION
+    format_version: int = USUAL_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +149,7 @@ class DeleteRecord:
     """As `Manifest.previous_slot`."""
     decided: tuple[Verdict, ...] = ()
     """As `Manifest.decided`."""
-    format_version: int = FORMAT_VERSION
+    format_version: int = USUAL_VERSION
 
 
 Record = Manifest | AbortRecord | DeleteRecord
@@ -155,7 +168,7 @@ def encode_record(record: Record) -> bytes:
     """
     kind = next(kind for kind, (cls, _) in _KINDS.items() if isinstance(record, cls))
     try:
-        body = _canonical({"kind": kind, **asdict(record)})
+        body = _canonical(_fields_of(kind, record))
         found = _record_of(json.loads(body))
     except (CheckpointError, ValueError, TypeError) as exc:
         raise InternalError(f"This {kind} record would not be read back: {exc}") from exc
@@ -258,6 +271,13 @@ def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecor
     return found
 
 
+def _fields_of(kind: str, record: Record) -> dict[str, Any]:
+    fields = {"kind": kind, **asdict(record)}
+    if record.format_version < CHECKS_VERSION and fields.get("checks", 0) is None:
+        del fields["checks"]
+    return fields
+
+
 def _canonical(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -289,8 +309,10 @@ def _record_of(fields: Any) -> Record:
         raise damaged("an object", type(fields).__name__)
     kind = fields.get("kind")
     cls, readers = _KINDS.get(kind if isinstance(kind, str) else "", (None, {}))
-    if cls is Manifest and fields.get("format_version") == 1:
-        readers = {name: read for name, read in readers.items() if name != "decided"}
+    if cls is Manifest:
+        version = fields.get("format_version")
+        later = {"decided": 2, "checks": CHECKS_VERSION}
+        readers = {n: read for n, read in readers.items() if later.get(n, 0) <= (version or 0)}
     if cls is None or set(fields) != {"kind", *readers}:
         raise damaged("the fields of a manifest, an abort or a delete record", "others")
     return cls(**{name: read(fields[name], name) for name, read in readers.items()})
@@ -342,6 +364,7 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "payload_bytes": integer,
     "previous_slot": integer,
     "decided": _verdicts,
+    "checks": optional(_entry),
     "format_version": integer,
 }
 _ABORT_FIELDS: dict[str, Any] = {

@@ -202,6 +202,8 @@ def _chunk_columns(table: ChunkTable, tensor: npt.NDArray[np.int32]) -> dict[str
 
 
 def _digests(table: ChunkTable) -> list[bytes | None]:
+    if not len(table.checks):
+        return [None] * table.num_chunks
     digests = digest_many(table.checks, table.check_start)
     if (table.block_bytes > 0).all():
         return [*digests]

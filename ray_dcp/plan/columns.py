@@ -6,7 +6,9 @@ What the ranks' columns mean together is decided in `global_plan`.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -18,9 +20,15 @@ from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementE
 from ray_dcp.plan.grouping import group_rows
 from ray_dcp.plan.values import Columns, Int64Array, IntKey, Kind, Path
 
-__all__ = ["ColumnsBuilder", "check", "decode", "encode"]
+__all__ = [
+    "ColumnsBuilder",
+    "check",
+    "decode",
+    "encode",
+    "int_keys",
+]
 
-_VERSION = b"1"
+_VERSION = b"2"
 _FLAT = {
     "name": np.int32,
     "kind": np.int8,
@@ -31,7 +39,11 @@ _FLAT = {
     "value": np.uint64,
 }
 _BOXES = ("shape", "offset", "size")
+# Why no threads: they cost more than the few kilobytes of a rank, 1 ms and more a message.
+_READING = pa.ipc.IpcReadOptions(use_threads=False)
+_WRITING = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _MAX_BYTES = float(1 << 62)
+_MAX_VOCABULARY_BYTES = 1 << 30
 _MAX_NDIM = 64
 """numpy's own limit."""
 
@@ -204,17 +216,11 @@ def encode(columns: Columns) -> bytes:
         box = getattr(columns, key)
         for dim in range(box.shape[1]):
             arrays[f"{key}_{dim}"] = pa.array(np.ascontiguousarray(box[:, dim]))
-    vocabulary = {
-        "names": columns.names,
-        "paths": columns.paths,
-        "dtypes": columns.dtypes,
-        "int_keys": _int_keys(columns.paths),
-    }
-    metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": json.dumps(vocabulary).encode()}
+    vocabulary = (columns.names, columns.paths, columns.dtypes, int_keys(columns.paths))
+    metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": _packed(vocabulary)}
     batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.ipc.new_stream(sink, batch.schema, options=options) as stream:
+    with pa.ipc.new_stream(sink, batch.schema, options=_WRITING) as stream:
         stream.write_batch(batch)
     result: bytes = sink.getvalue().to_pybytes()
     return result
@@ -228,11 +234,11 @@ def decode(data: bytes) -> Columns:
         InternalError: They are no columns.
     """
     try:
-        with pa.ipc.open_stream(data) as stream:
+        with pa.ipc.open_stream(data, options=_READING) as stream:
             metadata = stream.schema.metadata or {}
             version = metadata.get(b"ray_dcp.columns")
             table = stream.read_all()
-        vocabulary = json.loads(metadata.get(b"vocabulary", b"{}"))
+        packed = metadata.get(b"vocabulary", b"")
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise InternalError(
             f"expected a rank's items, but found bytes that are none: {error}"
@@ -243,9 +249,13 @@ def decode(data: bytes) -> Columns:
             f"{version.decode(errors='replace')}: run the same version of ray_dcp on all ranks"
         )
     try:
-        columns = _from_table(table, vocabulary)
+        columns = _from_table(table, _unpacked(packed))
         wrong = check(columns)
-    except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InternalError(
+            f"expected a rank's items, but a column is missing: {error!r}"
+        ) from error
+    except (zlib.error, pa.ArrowException) as error:
         raise InternalError(
             f"expected a rank's items, but a column is missing: {error!r}"
         ) from error
@@ -254,7 +264,31 @@ def decode(data: bytes) -> Columns:
     return columns
 
 
-def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
+_Vocabulary = tuple[tuple[str, ...], tuple["Path | None", ...], tuple[str, ...]]
+
+
+def _packed(vocabulary: tuple[Sequence[object], ...]) -> bytes:
+    return zlib.compress(json.dumps(vocabulary).encode(), 1)
+
+
+@lru_cache(maxsize=64)
+def _unpacked(packed: bytes) -> _Vocabulary:
+    """Why cached: most ranks name the same things; they share one tuple then."""
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(packed, _MAX_VOCABULARY_BYTES)
+    if unpacker.unconsumed_tail:
+        raise ValueError(f"names and paths are longer than {_MAX_VOCABULARY_BYTES} bytes")
+    names, paths, dtypes, numbers = json.loads(data)
+    for row, place in numbers:
+        paths[row][place] = IntKey(paths[row][place])
+    return (
+        tuple(map(str, names)),
+        tuple(None if path is None else tuple(path) for path in paths),
+        tuple(map(str, dtypes)),
+    )
+
+
+def _from_table(table: pa.Table, vocabulary: _Vocabulary) -> Columns:
     width = sum(1 for key in table.column_names if key.startswith("shape_"))
     boxes: dict[str, Any] = {}
     for key in _BOXES:
@@ -262,19 +296,17 @@ def _from_table(table: pa.Table, vocabulary: Any) -> Columns:
         for dim in range(width):
             box[:, dim] = _numpy(table, f"{key}_{dim}", np.int64)
     flat: dict[str, Any] = {key: _numpy(table, key, dtype) for key, dtype in _FLAT.items()}
-    for row, place in vocabulary["int_keys"]:
-        vocabulary["paths"][row][place] = IntKey(vocabulary["paths"][row][place])
     return Columns(
-        names=tuple(map(str, vocabulary["names"])),
-        paths=tuple(None if path is None else tuple(path) for path in vocabulary["paths"]),
-        dtypes=tuple(map(str, vocabulary["dtypes"])),
+        names=vocabulary[0],
+        paths=vocabulary[1],
+        dtypes=vocabulary[2],
         **flat,
         **boxes,
     )
 
 
-def _int_keys(paths: Sequence[Path | None]) -> list[tuple[int, int]]:
-    """Returns where in the paths numbers are keys: JSON knows them as texts alone."""
+def int_keys(paths: Sequence[Path | None]) -> list[tuple[int, int]]:
+    """Returns where in the paths numbers are keys, as (row, place): JSON knows them as texts."""
     # Why the first look: it is done in C, and most state dicts have none.
     if IntKey not in set(map(type, chain.from_iterable(path for path in paths if path))):
         return []

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ray_dcp.errors import DamagedCheckpointError, InternalError
 from ray_dcp.format.checksums import digest, num_blocks_many
 from ray_dcp.plan.grouping import offsets_of
-from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
+from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array, UInt64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 
-__all__ = ["finish_table"]
+__all__ = ["finish_table", "places_and_checks"]
 
 
 def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]) -> ChunkTable:
@@ -34,19 +36,12 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileRece
         DamagedCheckpointError: A receipt's checksums do not have its digest.
     """
     table = plan.table
-    wrong = _check_receipts(plan, attempt, receipts)
-    if wrong:
-        raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
-    _check_digests(receipts)
-    places = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
+    found, checks = places_and_checks(plan, attempt, receipts)
     deferred = np.flatnonzero(table.payload_offset < 0)
-    told = [place for file in range(len(table.files)) for place in receipts[file].deferred]
-    # Invariant: deferred chunks and places are both in the order of files and, within, rows.
-    found = [(place.item_offset, place.item_bytes, place.block_bytes) for place in told]
-    places[:, deferred] = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    places = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
+    places[:, deferred] = found.T
     payload_offset, payload_bytes = table.payload_offset.copy(), table.payload_bytes.copy()
     payload_offset[deferred], payload_bytes[deferred] = places[:2, deferred]
-    checks = [receipts[file].checks for file in range(len(table.files))]
     return replace(
         table,
         files=tuple(key.replace("{attempt}", attempt) for key in table.files),
@@ -56,7 +51,39 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileRece
         payload_bytes=payload_bytes,
         block_bytes=places[2],
         check_start=offsets_of(num_blocks_many(payload_bytes, places[2])),
-        checks=np.concatenate([np.zeros(0, dtype=np.uint64), *checks]),
+        checks=checks,
+    )
+
+
+def places_and_checks(
+    plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]
+) -> tuple[Int64Array, UInt64Array]:
+    """Returns all that the receipts add to the plan, in the order of its chunks.
+
+    Args:
+        plan: The plan.
+        attempt: As for `finish_table`.
+        receipts: As there.
+
+    Returns:
+        `(int64[k, 3], uint64[n])`: item offset, item bytes and block bytes of each deferred chunk,
+        and all block checksums.
+
+    Raises:
+        CheckpointError: As `finish_table` does.
+    """
+    wrong = _check_receipts(plan, attempt, receipts)
+    if wrong:
+        raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
+    _check_digests(receipts)
+    files = range(len(plan.table.files))
+    told = [place for file in files for place in receipts[file].deferred]
+    # Invariant: deferred chunks and places are both in the order of files and, within, rows.
+    found = [(place.item_offset, place.item_bytes, place.block_bytes) for place in told]
+    checks = [receipts[file].checks for file in files]
+    return (
+        np.array(found, dtype=np.int64).reshape(-1, 3),
+        np.concatenate([np.zeros(0, dtype=np.uint64), *checks]),
     )
 
 
@@ -67,22 +94,42 @@ def _check_receipts(
     wrong = [
         f"file {file} is not planned" for file in receipts if file not in range(len(table.files))
     ]
-    starts = np.searchsorted(table.file, np.arange(len(table.files) + 1)).tolist()
-    planned_checks = offsets_of(
-        num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
-    )
+    shape = _shape_of(plan)
     for file, template in enumerate(table.files):
         key = template.replace("{attempt}", attempt)
         receipt = receipts.get(file)
         if receipt is None:
             wrong.append(f"{key} of rank {plan.file_rank[file]} has none")
             continue
-        start, stop = starts[file], starts[file + 1]
-        rows = plan.source_row[start:stop][table.payload_offset[start:stop] < 0]
-        fixed = int(planned_checks[stop] - planned_checks[start])
-        told = _check_receipt(receipt, file, key, fixed, rows.tolist(), int(plan.file_bytes[file]))
+        fixed, rows = shape.fixed_checks[file], shape.deferred.get(file, [])
+        told = _check_receipt(receipt, file, key, fixed, rows, int(plan.file_bytes[file]))
         wrong += [f"{key} of rank {plan.file_rank[file]}: {line}" for line in told]
     return wrong
+
+
+class _Shape(NamedTuple):
+    """What receipts of a plan have to look like."""
+
+    fixed_checks: list[int]
+    deferred: dict[int, list[int]]
+
+
+_shapes: WeakKeyDictionary[GlobalPlan, _Shape] = WeakKeyDictionary()
+
+
+def _shape_of(plan: GlobalPlan) -> _Shape:
+    """Why kept: a plan that is used again has the same every time."""
+    shape = _shapes.get(plan)
+    if shape is None:
+        table = plan.table
+        blocks = num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
+        starts = np.searchsorted(table.file, np.arange(len(table.files) + 1))
+        deferred: dict[int, list[int]] = {}
+        for chunk in np.flatnonzero(table.payload_offset < 0).tolist():
+            rows = deferred.setdefault(int(table.file[chunk]), [])
+            rows.append(int(plan.source_row[chunk]))
+        shape = _shapes[plan] = _Shape(np.diff(offsets_of(blocks)[starts]).tolist(), deferred)
+    return shape
 
 
 def _check_receipt(
@@ -100,7 +147,9 @@ def _check_receipt(
         end = max(end, place.item_offset + place.item_bytes)
     if receipt.num_bytes != end:
         wrong.append(f"expected {end} bytes, found {receipt.num_bytes}")
-    expected = fixed_checks + int(_deferred_checks(receipt.deferred).sum())
+    expected = fixed_checks
+    if receipt.deferred:
+        expected += int(_deferred_checks(receipt.deferred).sum())
     if len(receipt.checks) != expected:
         wrong.append(f"expected {expected} block checksums, found {len(receipt.checks)}")
     return wrong

@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.checksums import block_bytes_for_many
+from ray_dcp.plan.agreement import group_values
 from ray_dcp.plan.columns import check
 from ray_dcp.plan.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.plan.merging import Held, check_held, distinct_boxes, merge
 from ray_dcp.plan.sharing import Pieces, share_out
-from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan
+from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan, ValueGroups
 
-__all__ = ["MIN_PIECE_BYTES", "make_plan"]
+__all__ = ["MIN_PIECE_BYTES", "MIN_WRITER_BYTES", "make_plan"]
 
 _CONTAINERS = ("torch_save", "safetensors")
 
@@ -30,13 +31,20 @@ MIN_PIECE_BYTES = LARGE_BYTES
 storage and a row in every table, and one that starts on a page should be worth it."""
 
 
+MIN_WRITER_BYTES = 16 << 20
+"""What a rank should have to write at least, where others could write it as well. Why: a small file
+costs a storage as much as a large one, and with 10,000 ranks there would be as many."""
+
+
 def make_plan(
     columns: Sequence[Columns],
     *,
     container: str = "torch_save",
     part_bytes: int = 1 << 30,
     min_piece_bytes: int = MIN_PIECE_BYTES,
+    min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
+    checked: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
 
@@ -49,7 +57,10 @@ def make_plan(
         container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file.
         min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
+        min_writer_bytes: A rank that holds only copies of what others hold writes at least about
+            this much, or nothing, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
+        checked: `columns.decode` gave the columns, which has checked each.
 
     Returns:
         The plan. A rank with nothing to write has no file.
@@ -66,7 +77,7 @@ def make_plan(
         A few sorts of as many numbers as there are rows: 1.4 us a row for 1000 ranks that hold
         1000 shards each (2 shared cores).
     """
-    _check_request(columns, container, part_bytes, min_piece_bytes)
+    _check_request(columns, container, part_bytes, min_piece_bytes, checked)
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -75,14 +86,20 @@ def make_plan(
         boxes,
         world_size=len(columns),
         min_piece_bytes=min_piece_bytes,
+        min_writer_bytes=min_writer_bytes,
         to_lowest_rank=to_lowest_rank,
     )
     layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
-    return _plan(held, pieces, layout, len(columns), container)
+    groups = group_values(held, boxes, pieces.differing)
+    return _plan(held, pieces, layout, groups, len(columns), container)
 
 
 def _check_request(
-    columns: Sequence[Columns], container: str, part_bytes: int, min_piece_bytes: int
+    columns: Sequence[Columns],
+    container: str,
+    part_bytes: int,
+    min_piece_bytes: int,
+    checked: bool,
 ) -> None:
     if len(columns) == 0:
         raise InvalidRequestError("expected the items of at least one rank, found none")
@@ -94,13 +111,20 @@ def _check_request(
     for name, value in (("part_bytes", part_bytes), ("min_piece_bytes", min_piece_bytes)):
         if value < 1:
             raise InvalidRequestError(f"expected {name} of at least 1, found {value}", key=name)
+    if checked:
+        return
     wrong = [f"rank {rank}: {line}" for rank, own in enumerate(columns) for line in check(own)]
     if wrong:
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
 
 
 def _plan(
-    held: Held, pieces: Pieces, layout: Layout, world_size: int, container: str
+    held: Held,
+    pieces: Pieces,
+    layout: Layout,
+    groups: ValueGroups,
+    world_size: int,
+    container: str,
 ) -> GlobalPlan:
     row = pieces.held[layout.piece]
     fixed = layout.payload_bytes >= 0
@@ -139,23 +163,31 @@ def _plan(
         file_bytes=layout.file_bytes,
         file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
-        digest=_digest(table, (*source, layout.file_bytes), world_size, container),
+        digest=_digest(table, (*source, layout.file_bytes), groups, world_size, container),
+        groups=groups,
     )
 
 
 def _digest(
-    table: ChunkTable, arrays: tuple[npt.NDArray[Any], ...], world_size: int, container: str
+    table: ChunkTable,
+    arrays: tuple[npt.NDArray[Any], ...],
+    groups: ValueGroups,
+    world_size: int,
+    container: str,
 ) -> bytes:
-    """Returns 32 bytes that name all that the ranks will do.
+    """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
     """
-    words = [world_size, container, table.names, table.paths, table.dtypes, table.files]
+    words = [
+        world_size, container, table.names, table.paths, table.dtypes, table.files, groups.told,
+    ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (
         table.kind, table.dtype, table.ndim, table.shape, table.requires_grad, table.tensor,
         table.offset, table.size, table.file, table.item_offset, table.item_bytes,
-        table.payload_offset, table.payload_bytes, table.block_bytes, *arrays,
+        table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.place,
+        groups.group, *arrays,
     )  # fmt: skip
     for array in columns:
         state.update(str((array.dtype.str, array.shape)).encode())

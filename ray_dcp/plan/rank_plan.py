@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import overload
+
 import numpy as np
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.plan.values import FilePlan, GlobalPlan, RankPlan
 
-__all__ = ["rank_plan"]
+__all__ = ["RankPlans", "rank_plan"]
 
 
 def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
@@ -21,14 +24,42 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
         InvalidRequestError: The plan has no such rank.
 
     Complexity:
-        O(files of the plan + chunks of the rank).
+        O(chunks of the rank).
     """
     if not 0 <= rank < plan.world_size:
         raise InvalidRequestError(
             f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
         )
-    files = np.flatnonzero(plan.file_rank == rank).tolist()
-    return RankPlan(rank, plan.container, tuple(_file_plan(plan, file) for file in files))
+    # Invariant: files are in the order of their ranks.
+    start, stop = np.searchsorted(plan.file_rank, [rank, rank + 1]).tolist()
+    files = tuple(_file_plan(plan, file) for file in range(start, stop))
+    return RankPlan(rank, plan.container, files)
+
+
+class RankPlans(Sequence[RankPlan]):
+    """The parts of all ranks, each made when it is asked for.
+
+    Args:
+        plan: The plan of all ranks.
+    """
+
+    def __init__(self, plan: GlobalPlan) -> None:
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return self._plan.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> RankPlan: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[RankPlan]: ...
+
+    def __getitem__(self, rank: int | slice) -> RankPlan | list[RankPlan]:
+        ranks = range(len(self))[rank]
+        if isinstance(ranks, range):
+            return [rank_plan(self._plan, one) for one in ranks]
+        return rank_plan(self._plan, ranks)
 
 
 def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:

@@ -5,7 +5,9 @@ Where the pieces go in which file is decided in `layout`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +15,9 @@ import numpy.typing as npt
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.plan.boxes import volume
-from ray_dcp.plan.grouping import group_rows, within
+from ray_dcp.plan.grouping import group_rows, offsets_of, within
 from ray_dcp.plan.merging import Boxes, Held, ranks_text
-from ray_dcp.plan.values import BoolArray, Int64Array, Kind
+from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, Kind
 
 __all__ = ["ITEM_COST_BYTES", "Pieces", "share_out"]
 
@@ -37,6 +39,7 @@ class Pieces:
         start: int64[p], its first byte in the C-order bytes of the held item.
         num_bytes: int64[p], its raw bytes; 0 for objects, a guess for opaque tensors.
         disagreements: `(fqn, ranks whose content is not that of the planned copy)`.
+        differing: bool[g], the boxes that these are about.
     """
 
     held: Int64Array
@@ -45,6 +48,7 @@ class Pieces:
     start: Int64Array
     num_bytes: Int64Array
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
+    differing: BoolArray
 
 
 def share_out(
@@ -53,22 +57,24 @@ def share_out(
     *,
     world_size: int,
     min_piece_bytes: int,
+    min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
 ) -> Pieces:
     """Decides which holder writes which piece of which box.
 
-    A box that its holders may share is cut along its first dimension longer than 1, so that each
-    piece is one range of the item's bytes: into as many pieces as there are holders, or fewer
-    when there are not so many rows or pieces would get too small. Where a box has fewer pieces
-    than holders, they go to the holders that have least to write, neighbours to one rank where
-    possible, so that a reader finds them together. Content that differs between the ranks is
-    taken whole from the lowest.
+    Boxes with the same holders are laid on a line, which is cut where each holder has its share:
+    as much as lifts it to the common level. What its holders may share is cut there along its
+    first dimension longer than 1, so that each piece is one range of the item's bytes; everything
+    else stays whole and goes to whose share its middle is in. Content that differs between the
+    ranks is taken whole from the lowest.
 
     Args:
         held: Items of all ranks.
         boxes: Their distinct boxes.
         world_size: Number of ranks.
         min_piece_bytes: Don't cut into smaller pieces than this.
+        min_writer_bytes: Rather than give ranks less than this each, let fewer of them write;
+            those that have to write something of their own count as writers anyway.
         to_lowest_rank: The lowest holder writes every box, whole.
 
     Raises:
@@ -76,26 +82,45 @@ def share_out(
     """
     itemsize = _itemsizes(held, boxes)
     num_bytes = volume(held.size[boxes.row]) * itemsize
-    holders = np.diff(boxes.start)
     differing, disagreements = _disagreements(held, boxes)
-    count = _piece_counts(held, boxes, num_bytes, min_piece_bytes)
-    whole = differing | to_lowest_rank
-    count[whole] = 1
-
-    box = np.repeat(np.arange(len(count)), count)
-    place = within(count)
-    offset, size, start = _cut(held, boxes, itemsize, box, place, count)
-    length = volume(size) * itemsize[box]
-    # A piece goes to its own holder where there are as many, else to the first or who is free.
-    choice = np.where((count == holders)[box], place, 0)
-    free = np.flatnonzero(((count < holders) & ~whole)[box])
-    row = boxes.holder[boxes.start[box] + choice]
-    fixed = np.ones(len(box), dtype=bool)
-    fixed[free] = False
+    free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
+    cuttable = free & _splittable(held, boxes) & (num_bytes >= 2 * min_piece_bytes)
     load = np.zeros(world_size, dtype=np.int64)
-    np.add.at(load, held.rank[row[fixed]], length[fixed] + ITEM_COST_BYTES)
-    row[free] = _balanced(held, boxes, box[free], length[free] + ITEM_COST_BYTES, load)
-    return Pieces(row, offset, size, start, length, disagreements)
+    fixed = np.flatnonzero(~free)
+    writer = boxes.holder[boxes.start[:-1][fixed]]
+    np.add.at(load, held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
+    parts = [_Cuts(fixed, np.zeros_like(fixed), _lead_lengths(held, boxes, fixed), writer)]
+    for members in _by_holders(held, boxes, np.flatnonzero(free)):
+        start, stop = boxes.start[members[0] : members[0] + 2].tolist()
+        total = int((num_bytes[members] + ITEM_COST_BYTES).sum())
+        chosen = _writers(load[held.rank[boxes.holder[start:stop]]], total, min_writer_bytes)
+        ranks = held.rank[boxes.holder[start:stop]][chosen]
+        whole, line = members[~cuttable[members]], members[cuttable[members]]
+        if len(whole):
+            place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks, load)
+            rows = _lead_lengths(held, boxes, whole)
+            own = boxes.holder[boxes.start[whole] + chosen[place]]
+            parts.append(_Cuts(whole, np.zeros_like(whole), rows, own))
+        if len(line):
+            rows = _lead_lengths(held, boxes, line)
+            index, first, count, place = _cut_line(
+                num_bytes[line], rows, ranks, load, min_piece_bytes
+            )
+            own = boxes.holder[boxes.start[line[index]] + chosen[place]]
+            parts.append(_Cuts(line[index], first, count, own))
+    box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
+    offset, size, begin = _cut(held, boxes, itemsize, box, first, count)
+    length = volume(size) * itemsize[box]
+    return Pieces(row, offset, size, begin, length, disagreements, differing)
+
+
+class _Cuts(NamedTuple):
+    """Pieces: `rows` of a box's leading rows from `first` on, written by the row of `Held`."""
+
+    box: Int64Array
+    first: Int64Array
+    rows: Int64Array
+    row: Int64Array
 
 
 def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
@@ -137,17 +162,18 @@ def _disagreements(
     return differing, tuple(told)
 
 
-def _piece_counts(
-    held: Held, boxes: Boxes, num_bytes: Int64Array, min_piece_bytes: int
-) -> Int64Array:
+def _splittable(held: Held, boxes: Boxes) -> BoolArray:
+    """Tells which boxes all their holders let be cut."""
     if len(boxes.row) == 0:
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=bool)
     shared = np.logical_and.reduceat(held.splittable[boxes.holder], boxes.start[:-1])
-    shared &= held.kind[boxes.row] == Kind.TENSOR
-    size = held.size[boxes.row]
-    rows = np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
-    most = np.minimum(np.minimum(np.diff(boxes.start), rows), num_bytes // min_piece_bytes)
-    return np.where(shared, np.maximum(most, 1), 1)
+    return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
+
+
+def _lead_lengths(held: Held, boxes: Boxes, box: Int64Array) -> Int64Array:
+    """Returns how long the first dimension longer than 1 is."""
+    size = held.size[boxes.row[box]]
+    return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
 
 
 def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
@@ -160,54 +186,107 @@ def _cut(
     boxes: Boxes,
     itemsize: Int64Array,
     box: Int64Array,
-    place: Int64Array,
+    first: Int64Array,
     count: Int64Array,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Returns `(offset, size, first byte)` of piece `place` of `count[box]` near-equal ones."""
+    """Returns `(offset, size, first byte)` of `count` leading rows of each box from `first` on."""
     row = boxes.row[box]
     offset, size = held.offset[row], held.size[row]
     start = np.zeros(len(box), dtype=np.int64)
-    cut = np.flatnonzero(count[box] > 1)
+    cut = np.flatnonzero(count != _lead_lengths(held, boxes, box))
     lead = _lead(size[cut])
-    length, pieces, index = size[cut, lead], count[box[cut]], place[cut]
-    base, longer = length // pieces, length % pieces
-    first = index * base + np.minimum(index, longer)
-    start[cut] = first * (volume(size[cut]) // length) * itemsize[box[cut]]
-    offset[cut, lead] += first
-    size[cut, lead] = base + (index < longer)
+    start[cut] = first[cut] * (volume(size[cut]) // size[cut, lead]) * itemsize[box[cut]]
+    offset[cut, lead] += first[cut]
+    size[cut, lead] = count[cut]
     return offset, size, start
 
 
-def _balanced(
-    held: Held, boxes: Boxes, box: Int64Array, weight: Int64Array, load: Int64Array
-) -> Int64Array:
-    """Returns the holder's row for each piece, so that the ranks' loads become near-equal.
+def _by_holders(held: Held, boxes: Boxes, free: Int64Array) -> Iterator[Int64Array]:
+    """Yields the boxes that have the same holders."""
+    if len(free) == 0:
+        return
+    group = _holder_classes(held, boxes)[free]
+    order = np.argsort(group, kind="stable")
+    yield from np.split(free[order], np.flatnonzero(np.diff(group[order])) + 1)
 
-    Pieces with the same holders are laid on a line, which is cut where each holder has its
-    share: as much as lifts it to the common level. Off by at most one piece at each cut.
+
+def _writers(load: Int64Array, total: int, min_bytes: int) -> Int64Array:
+    """Returns which holders are to write: those that do anyway, and as many more as are worth it.
+
+    The others are taken at equal distances, so that they are on different nodes.
 
     Args:
-        held: Items of all ranks.
-        boxes: Their boxes.
-        box: int64[k], the box of each piece.
+        load: What each holder writes anyway.
+        total: What they have to share.
+        min_bytes: What a writer more should get at least.
+
+    Example:
+        >>> _writers(np.array([0, 0, 0, 0]), 20, 10).tolist()
+        [0, 2]
+        >>> _writers(np.array([0, 7, 0, 0]), 5, 10).tolist()
+        [1]
+    """
+    idle = np.flatnonzero(load == 0)
+    busy = len(load) - len(idle)
+    more = len(idle) if min_bytes <= 0 else total // min_bytes - busy
+    more = min(max(more, 0 if busy else 1), len(idle))
+    chosen = load > 0
+    chosen[idle[np.arange(more) * len(idle) // max(more, 1)]] = True
+    return np.flatnonzero(chosen)
+
+
+def _whole(weight: Int64Array, ranks: Int32Array, load: Int64Array) -> Int64Array:
+    """Returns which of the ranks gets each box, off by at most a box at each cut.
+
+    Args:
         weight: int64[k], above 0.
+        ranks: Who shares the boxes.
         load: int64[world size], what each rank writes anyway; grows.
     """
-    result = np.empty(len(box), dtype=np.int64)
-    if len(box) == 0:
-        return result
-    group = _holder_classes(held, boxes)[box]
-    order = np.argsort(group, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
-        start, stop = boxes.start[box[members[0]] : box[members[0]] + 2].tolist()
-        ranks = held.rank[boxes.holder[start:stop]]
-        line = np.cumsum(weight[members])
-        shares = np.cumsum(_shares(load[ranks], int(line[-1])))
-        middle = line - weight[members] // 2
-        chosen = np.minimum(np.searchsorted(shares, middle, side="left"), len(ranks) - 1)
-        np.add.at(load, ranks[chosen], weight[members])
-        result[members] = boxes.holder[boxes.start[box[members]] + chosen]
-    return result
+    line = np.cumsum(weight)
+    shares = np.cumsum(_shares(load[ranks], int(line[-1])))
+    chosen = np.searchsorted(shares, line - weight // 2, side="left")
+    chosen = np.minimum(chosen, len(ranks) - 1)
+    np.add.at(load, ranks[chosen], weight)
+    return np.asarray(chosen)
+
+
+def _cut_line(
+    num_bytes: Int64Array,
+    rows: Int64Array,
+    ranks: Int32Array,
+    load: Int64Array,
+    min_piece_bytes: int,
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Cuts boxes that lie on a line where each rank has its share, at the nearest whole row.
+
+    Args:
+        num_bytes: int64[k], at least two pieces each.
+        rows: int64[k], how many leading rows each box has.
+        ranks: Who shares the boxes.
+        load: int64[world size], what each rank writes anyway; grows.
+        min_piece_bytes: A cut that would leave less than this at an end of a box goes to that end.
+
+    Returns:
+        `(box, first row, rows, which of the ranks)` of each piece.
+    """
+    ends = np.cumsum(num_bytes)
+    cuts = np.cumsum(_shares(load[ranks], int(ends[-1])))[:-1]
+    box = np.minimum(np.searchsorted(ends, cuts, side="right"), len(ends) - 1)
+    height = num_bytes[box] // rows[box]
+    row = (cuts - (ends - num_bytes)[box] + height // 2) // height
+    row[row * height < min_piece_bytes] = 0
+    at_end = (rows[box] - row) * height < min_piece_bytes
+    row[at_end] = rows[box[at_end]]
+    # Where each piece begins: at every box, and at every cut within one.
+    before = offsets_of(rows)
+    cut = before[box] + row
+    begin = np.unique(np.concatenate([before[:-1], cut[cut < before[-1]]]))
+    owner = np.searchsorted(cut, begin, side="right")
+    piece_box = np.searchsorted(before, begin, side="right") - 1
+    count = np.diff(np.append(begin, before[-1]))
+    np.add.at(load, ranks[owner], count * (num_bytes // rows)[piece_box] + ITEM_COST_BYTES)
+    return piece_box, begin - before[piece_box], count, owner
 
 
 def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:

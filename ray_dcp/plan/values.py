@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "NO_GROUPS",
     "BoolArray",
     "ChunkTable",
     "Columns",
@@ -30,6 +31,7 @@ __all__ = [
     "Path",
     "RankPlan",
     "UInt64Array",
+    "ValueGroups",
 ]
 
 BoolArray = npt.NDArray[np.bool_]
@@ -229,6 +231,30 @@ class RankPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class ValueGroups:
+    """Which contents have to be equal on which ranks; see `agreement`.
+
+    Attributes:
+        rank: int32[m], ascending.
+        place: int32[m], which of that rank's digests that are not 0 (`contents.contents_of`).
+        group: int32[m], ascending within a rank. All ranks of a group hold the same items of it, in
+            the same order.
+        told: `(group, fqn)` of the items, a group each, that differed when the plan was made.
+    """
+
+    rank: Int32Array
+    place: Int32Array
+    group: Int32Array
+    told: tuple[tuple[int, str], ...]
+
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+NO_GROUPS = ValueGroups(_NONE, _NONE, _NONE, ())
+"""Nothing that several ranks hold has a digest."""
+
+
+@dataclass(frozen=True, eq=False)
 class GlobalPlan:
     """Who writes what, and where, for one state on one world size. A value named by `digest`.
 
@@ -241,12 +267,13 @@ class GlobalPlan:
         source_rank: int32[c], the rank that writes the chunk.
         source_row: int32[c], the row of that rank's `Columns`.
         source_start: int64[c], first byte of the chunk in that item's C-order bytes.
-        file_rank: int32[f], the rank that writes the file.
+        file_rank: int32[f], the rank that writes the file; ascending.
         file_bytes: int64[f], length of the fixed area of the file.
         file_headers: Bytes at the start of each file.
         disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest
             rank's copy is planned, whole.
         digest: 32 bytes that name the plan.
+        groups: Which contents have to be equal for the plan to be used again.
     """
 
     world_size: int
@@ -260,3 +287,4 @@ class GlobalPlan:
     file_headers: tuple[bytes, ...]
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     digest: bytes
+    groups: ValueGroups = NO_GROUPS

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ray_dcp.errors import DeadlineError
 from ray_dcp.protocol.beats import Beat, Doing, beat_interval_s
 from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Request, SaveJoin
-from ray_dcp.protocol.verdict import describe
+from ray_dcp.protocol.verdict import Call, call_of, describe_call
 
 __all__ = ["Attendance"]
 
@@ -35,7 +35,7 @@ class _Known:
     timeout_s: float | None = None
     place: str = ""
     doings: tuple[Doing, ...] = ()
-    last: tuple[OpKey, str] | None = None
+    last: tuple[OpKey, Call] | None = None
     promised: set[OpKey] = field(default_factory=set)
     """Operations during which it said that it would beat."""
 
@@ -77,7 +77,7 @@ class Attendance:
             known.timeout_s = timeout_s
             known.promised.add(request.key)
         if isinstance(request, SaveJoin | LoadJoin | Exchange):
-            known.last = (request.key, describe(request))
+            known.last = (request.key, call_of(request))
 
     def hear(self, beat: Beat) -> None:
         """Takes a beat."""
@@ -142,7 +142,10 @@ class Attendance:
         self._sessions.move_to_end(session)
         while len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
-        return ranks.setdefault(rank, _Known())
+        known = ranks.get(rank)
+        if known is None:  # why not setdefault: it would make one with every message
+            known = ranks[rank] = _Known()
+        return known
 
     def _due_s(self, key: OpKey, known: _Known) -> float | None:
         takes_part = key in known.promised or any(_covers(doing, key) for doing in known.doings)
@@ -161,8 +164,8 @@ class Attendance:
             rank=rank,
         )
 
-    def _last_call(self, last: tuple[OpKey, str]) -> str:
-        key, call = last
+    def _last_call(self, last: tuple[OpKey, Call]) -> str:
+        key, call = last[0], describe_call(last[1])
         ended_s = self._ended.get(key)
         end = "has not ended" if ended_s is None else f"ended {_age(self._clock() - ended_s)}"
         return f"its last operation was #{key.seq} ({call}), which {end}"

@@ -18,6 +18,7 @@ What a shell does with a batch of commands, in order:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ray_dcp.errors import CheckpointError
@@ -30,6 +31,7 @@ from ray_dcp.protocol.messages import (
     PartsWritten,
     Reply,
     Request,
+    SaveJoin,
     SaveStaged,
     Target,
 )
@@ -84,6 +86,9 @@ class MakePlan:
     part_bytes: int
     to_lowest_rank: bool = False
     """`SaveOptions.dedup_save_to_lowest_rank`."""
+    contents: tuple[bytes, ...] = ()
+    """`SaveJoin.contents`, which `columns` then lack, and `fingerprint`, to be checked."""
+    fingerprints: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +109,8 @@ class BuildCommit:
     """Digest of the foreign `.metadata` that stood at planning."""
     decided: tuple[Verdict, ...] = ()
     """`RecordsRead.decided`."""
+    stock_metadata: bool = True
+    """`SaveOptions.stock_metadata`."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,8 @@ class WriteTable:
     """Write the chunk table, durable when done. Result: `Finished`."""
 
     target: Target
-    table_key: str
-    data: bytes
+    files: tuple[tuple[str, bytes], ...]
+    """Keys and bytes."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +225,7 @@ class Planned:
     """The global plan and each rank's part of it."""
 
     plan: GlobalPlan
-    parts: tuple[RankPlan, ...]
+    parts: Sequence[RankPlan]
     """The index is the rank."""
     warnings: tuple[str, ...] = ()
     disagreements: str = ""
@@ -227,12 +234,20 @@ class Planned:
 
 @dataclass(frozen=True)
 class CommitBuilt:
-    """All bytes that the commit writes, in the order in which they are written."""
+    """All bytes that the commit writes; a large chunk table has a second file, `checks`."""
 
     table_key: str
     table: bytes
     record: bytes
     metadata: bytes | None
+    checks_key: str = ""
+    checks: bytes = b""
+
+    @property
+    def files(self) -> tuple[tuple[str, bytes], ...]:
+        """Of the chunk table."""
+        both = (self.table_key, self.table), (self.checks_key, self.checks)
+        return both[: 1 + bool(self.checks_key)]
 
 
 @dataclass(frozen=True)
@@ -378,6 +393,8 @@ def step_of(request: Request) -> str:
         case PartsWritten():
             files = ",".join(str(receipt.file) for receipt in request.files)
             return f"PartsWritten {request.incarnation}: {files or 'failed'}"
+        case SaveJoin(asked=asked) if asked:
+            return f"SaveJoin {asked}"
         case PartsHeld() | SaveStaged():
             return f"{type(request).__name__} {request.incarnation}"
     return type(request).__name__

@@ -31,6 +31,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.queueing import let_in
 from ray_dcp.protocol.save import SaveMachine
+from ray_dcp.protocol.shelf import Shelf
 from ray_dcp.protocol.staged_plan import StagedPlan
 from ray_dcp.protocol.staged_save import StagedSaveMachine
 from ray_dcp.protocol.strays import check_world, unknown, unknown_operation, went_ahead
@@ -78,13 +79,12 @@ class Coordination:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.epoch = epoch
-        self._attendance = Attendance(clock)
-        self._new_attempt = new_attempt
+        self._attendance, self._new_attempt = Attendance(clock), new_attempt
         self._active: dict[OpKey, Machine] = {}
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
-        self._early = Early()
+        self._early, self._shelf = Early(), Shelf()
 
     def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
         """Takes what a rank says.
@@ -346,16 +346,17 @@ class Coordination:
     def _machine_for(self, request: Request) -> Machine:
         if self._has_forgotten(request.key):
             raise unknown(request, "it ended long ago")
+        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+            check_world(request)
         match request:
             case SaveJoin():
-                check_world(request)
-                machine = StagedSaveMachine if request.staged else SaveMachine
-                return machine(request, epoch=self.epoch, new_attempt=self._new_attempt)
+                kind = StagedSaveMachine if request.staged else SaveMachine
+                machine = kind(request, epoch=self.epoch, new_attempt=self._new_attempt)
+                machine.use(self._shelf)
+                return machine
             case LoadJoin():
-                check_world(request)
                 return LoadMachine(request)
             case Exchange():
-                check_world(request)
                 return ExchangeMachine(request)
             case PartsHeld() | PartsWritten():
                 raise unknown(request, "this coordinator was restarted since")

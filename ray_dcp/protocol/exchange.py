@@ -60,7 +60,7 @@ class ExchangeMachine(Operation):
         return self._first.tag if isinstance(self._first, Exchange) else ""
 
     def _came(self) -> Commands:
-        if self._roll.missing:
+        if not self._roll.is_complete:
             return self._wait(self._timeout_s)
         if self._roll.errors:
             return self._refuse_all(combine(self._roll.errors, None))

@@ -102,7 +102,7 @@ class LoadMachine(Operation):
         return "read its share", read_s, "raise LoadOptions.read_timeout_s"
 
     def _came(self) -> Commands:
-        if self._roll.missing:
+        if not self._roll.is_complete:
             return self._wait(self._awaited()[1])
         if self._roll.errors:
             return self._refuse_all(combine(self._roll.errors, self._target.url))

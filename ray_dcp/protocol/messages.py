@@ -13,7 +13,7 @@ from typing import Any
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan.values import RankPlan, UInt64Array
+from ray_dcp.plan.values import Int32Array, RankPlan, UInt64Array
 
 __all__ = [
     "DeferredPlace",
@@ -34,11 +34,13 @@ __all__ = [
     "Refused",
     "Reply",
     "Request",
+    "SaveAgain",
     "SaveGo",
     "SaveJoin",
     "SaveOutcome",
     "SaveReceipt",
     "SaveStaged",
+    "SendItems",
     "TakeOver",
     "Target",
 ]
@@ -79,11 +81,31 @@ class SaveJoin:
     target: Target
     options: SaveOptions
     columns: bytes
-    """`ray_dcp.plan.columns.encode` of the rank's `Columns`; empty when `error` is set."""
+    """`ray_dcp.plan.columns.encode` of the rank's `Columns`; empty when `error` is set, and when
+    the coordinator may know them by their fingerprint: it asks otherwise."""
     error: CheckpointError | None = None
     """Why this rank can't take part; fails the save on every rank."""
     staged: bool = False
     """Whether stagers write the bytes, while the ranks go on: an asynchronous save."""
+    fingerprint: bytes = b""
+    """`ray_dcp.plan.fingerprint` of the rank's items; empty when `columns` say it all."""
+    contents: bytes = b""
+    """The digests of content (`Columns.value`) that are not 0, 8 bytes each."""
+    known: bytes = b""
+    """Digest of the global plan of which this rank has its part from an earlier save."""
+    values: bytes = b""
+    """With `known`: one digest for each group of items of that plan that others hold as well
+    (`ray_dcp.plan.agreement`)."""
+    asked: int = 0
+    """How many `SendItems` this rank has answered with it; more may follow after a restart."""
+
+
+@dataclass(frozen=True)
+class SendItems:
+    """Coordinator → rank: join again, with what I do not know. Reply to that: as to a join."""
+
+    rows: bool
+    """`columns` and `contents`; else only `contents`."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +115,21 @@ class SaveGo:
     attempt: str
     epoch: int
     plan: RankPlan
+    warnings: tuple[str, ...] = ()
+    digest: bytes = b""
+    """Of the global plan, by which this part may be used again; empty when it may not."""
+    groups: tuple[Int32Array, ...] = ()
+    """`ray_dcp.plan.agreement.groups_of` this rank."""
+
+
+@dataclass(frozen=True)
+class SaveAgain:
+    """Coordinator → rank: write what the plan says that you know, under this attempt."""
+
+    attempt: str
+    epoch: int
+    digest: bytes
+    """`SaveJoin.known`."""
     warnings: tuple[str, ...] = ()
 
 
@@ -216,7 +253,8 @@ class SaveOutcome:
     attempt: str
     slot: int
     manifest: bytes
-    """The committed manifest, as on storage."""
+    """The committed manifest, as on storage; empty when it is so long that ranks which want it
+    have to read it there."""
     warnings: tuple[str, ...] = ()
 
 
@@ -329,6 +367,8 @@ Request = (
 )
 Reply = (
     SaveGo
+    | SaveAgain
+    | SendItems
     | SaveOutcome
     | TakeOver
     | Noted

@@ -57,6 +57,14 @@ class Roll:
         if error is not None:
             self.errors.setdefault(rank, error)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether something is known of every rank. Costs the same for any number of ranks."""
+        # Why only then: who came and who failed may be the same ranks.
+        if len(self.came) + len(self.errors) < self.world_size:
+            return False
+        return len(self.came) >= self.world_size or not self.missing
+
     def blame(self, errors: Mapping[int, CheckpointError]) -> None:
         """Notes that ranks failed without saying so themselves; earlier errors stay."""
         for rank, error in errors.items():
@@ -255,7 +263,7 @@ class Operation(ABC):
             return self._refuse_all(error)
         self._differing[request.rank] = _compact(request)
         self._roll.note(request.rank, error)
-        return self._wait(GRACE_S) if self._roll.missing else self._refuse_all(error)
+        return self._refuse_all(error) if self._roll.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
         """Whether the ranks were told that they differ: who comes late is told just that."""
@@ -368,6 +376,9 @@ def _two_calls(request: Opening, what: str) -> RankDisagreementError:
 
 def _compact(opening: Opening) -> Opening:
     """Returns what has to be kept to recognise a request that comes twice."""
+    if isinstance(opening, SaveJoin) and opening.fingerprint:
+        heavy = opening.columns or opening.contents
+        return replace(opening, columns=b"", contents=b"") if heavy else opening
     if isinstance(opening, SaveJoin) and opening.columns:
         digest = hashlib.blake2b(opening.columns, digest_size=32).digest()
         return replace(opening, columns=digest)
@@ -376,6 +387,10 @@ def _compact(opening: Opening) -> Opening:
 
 def _content(opening: Opening) -> tuple[object, ...]:
     # Why not ==: errors are equal only to themselves, and came by way of a pickle.
-    rest = [value for name, value in vars(opening).items() if name != "error"]
-    error = opening.error
+    skipped, error = {"error"}, opening.error
+    if isinstance(opening, SaveJoin) and opening.fingerprint:
+        # Why: a rank that is asked for more joins once more, or fails then: it is the same call.
+        skipped |= {"columns", "contents", "known", "values", "asked"}
+        error = None
+    rest = [value for name, value in vars(opening).items() if name not in skipped]
     return (*rest, None if error is None else (type(error), error.message))

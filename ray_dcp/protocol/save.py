@@ -2,7 +2,8 @@
 
 | phase | waits for | then |
 |---|---|---|
-| joining | `SaveJoin` of every rank | look at what stands there |
+| joining | `SaveJoin` of every rank | ask some for what is not known, or look what stands there |
+| gathering | `SaveJoin` of those, again | look at what stands there |
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
 | writing | `SaveReceipt` of every rank | build table, manifest and `.metadata` |
@@ -35,11 +36,9 @@ from ray_dcp.protocol.commands import (
     CommitBuilt,
     Failed,
     Finished,
-    MakePlan,
     Planned,
     Published,
     PublishMetadata,
-    ReadRecords,
     RecordCreated,
     RecordsRead,
     Result,
@@ -47,24 +46,23 @@ from ray_dcp.protocol.commands import (
     SlotTaken,
     WriteTable,
 )
+from ray_dcp.protocol.joined_save import JoinedSave
 from ray_dcp.protocol.messages import (
     Fenceable,
     FileReceipt,
     Refused,
     Reply,
     Request,
-    SaveGo,
     SaveJoin,
     SaveOutcome,
     SaveReceipt,
 )
-from ray_dcp.protocol.operation import Commands, Operation
+from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.save_errors import (
     REPLACED_SINCE,
     disagreeing_values,
     fenced_off,
     lost_race,
-    no_overwrite,
     other_attempt,
     overtaken,
     slow,
@@ -78,8 +76,12 @@ __all__ = ["SaveMachine"]
 
 REASON_LENGTH = 500
 
+MOST_TOLD_BYTES = 64 << 10
+"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
+each get one, 10 GB would leave the coordinator."""
 
-class SaveMachine(Operation):
+
+class SaveMachine(JoinedSave):
     """One save of all ranks of a session.
 
     Args:
@@ -96,19 +98,13 @@ class SaveMachine(Operation):
         self._epoch = epoch
         self._epochs = {epoch}
         self._new_attempt = new_attempt
-        self._target = first.target
-        self._options = first.options
-        self._columns: dict[int, bytes] = {}
-        self._seen = RecordsRead(0, None, None, ())
         self._plan: GlobalPlan | None = None
         self._attempt = ""
         self._receipts: list[FileReceipt] = []
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
-        self._error: CheckpointError | None = None
         self.is_cancelled = False
-        self._warnings: list[str] = []
 
     def cancel(self, reason: str) -> Commands:
         """Fails the save, unless its commit has begun.
@@ -134,10 +130,8 @@ class SaveMachine(Operation):
 
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:
-            case "joining", SaveJoin():
-                self._admit(request)
-                self._columns[request.rank] = request.columns
-                return self._joined()
+            case (("joining" | "gathering"), SaveJoin()):
+                return self._on_join(request)
             case "writing", SaveReceipt():
                 self._note(request, request.error)
                 self._receipts.extend(request.files)
@@ -153,10 +147,10 @@ class SaveMachine(Operation):
             case "reading", RecordsRead():
                 return self._read(result)
             case "planning", Planned():
-                return self._planned(result)
+                return self._made(result)
             case "building", CommitBuilt():
                 self._built = result
-                task = WriteTable(self._target, result.table_key, result.table)
+                task = WriteTable(self._target, result.files)
                 return self._step("table", task, self._options.commit_timeout_s)
             case "table", Finished() if self._built is not None:
                 vote = self._vote.commit(self._built.record)
@@ -193,6 +187,8 @@ class SaveMachine(Operation):
         match self.phase:
             case "joining":
                 return self._overdue_ranks("join the save", "plan_timeout_s")
+            case "gathering":
+                return self._overdue_ranks("say what it holds", "plan_timeout_s")
             case "writing":
                 return self._overdue_ranks("write its part", "write_timeout_s")
             case "reading" | "planning":
@@ -214,6 +210,9 @@ class SaveMachine(Operation):
             case "joining":
                 self._roll.blame(errors)
                 return self._joined()
+            case "gathering":
+                self._roll.blame(errors)
+                return self._gathered()
             case "reading" | "planning":
                 return self._fail(combine(errors, self._target.url))
             case "writing":
@@ -224,26 +223,7 @@ class SaveMachine(Operation):
 
     # Planning
 
-    def _joined(self) -> Commands:
-        if self._roll.missing:
-            return self._wait(self._options.plan_timeout_s)
-        if self._roll.errors:
-            return self._fail(combine(self._roll.errors, self._target.url))
-        return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
-
-    def _read(self, seen: RecordsRead) -> Commands:
-        if seen.committed is not None and not self._options.overwrite:
-            return self._fail(no_overwrite(seen.committed, self._target.url))
-        self._seen = seen
-        self._warnings.extend(seen.warnings)
-        columns = tuple(self._columns.pop(rank) for rank in range(self.world_size))
-        options = self._options
-        task = MakePlan(
-            columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank
-        )
-        return self._step("planning", task, self._options.plan_timeout_s)
-
-    def _planned(self, planned: Planned) -> Commands:
+    def _on_plan(self, planned: Planned) -> Commands:
         if planned.disagreements and self._options.replicas == "check":
             return self._fail(disagreeing_values(planned.disagreements, self._target.url))
         if planned.disagreements:
@@ -253,12 +233,10 @@ class SaveMachine(Operation):
         self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
         self._call("writing")
         warnings = planned.warnings
-        return (
-            self._arm(self._options.write_timeout_s),
-            *self._give(
-                lambda rank: SaveGo(self._attempt, self._epoch, planned.parts[rank], warnings)
-            ),
-        )
+        go = self._planning.go
+        told = self._give(lambda rank: go(rank, planned, self._attempt, self._epoch, warnings))
+        self._planning.clear()
+        return (self._arm(self._options.write_timeout_s), *told)
 
     # Writing
 
@@ -269,7 +247,7 @@ class SaveMachine(Operation):
             raise self._contradiction(f"SaveReceipt of rank {receipt.rank}")
 
     def _received(self) -> Commands:
-        if self._roll.missing:
+        if not self._roll.is_complete:
             return self._wait(self._options.write_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))
@@ -284,6 +262,7 @@ class SaveMachine(Operation):
             self._seen.last_slot,
             self._seen.foreign_metadata,
             self._seen.decided,
+            self._options.stock_metadata,
         )
         return self._step("building", task, self._options.commit_timeout_s)
 
@@ -324,7 +303,8 @@ class SaveMachine(Operation):
     def _success(self) -> Reply:
         if self._won is None:
             raise self._contradiction("success before the commit")
-        return SaveOutcome(self._attempt, self._won.slot, self._won.record, tuple(self._warnings))
+        record = self._won.record if len(self._won.record) <= MOST_TOLD_BYTES else b""
+        return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
 
     # Failing
 
@@ -369,7 +349,7 @@ class SaveMachine(Operation):
     def _written_keys(self) -> tuple[str, ...]:
         files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
-        return (*keys, *([self._built.table_key] if self._built else ()))
+        return (*keys, *(key for key, _ in (self._built.files if self._built else ())))
 
     def _undecided(self) -> Refused:
         if not self._vote.at_stake:
@@ -392,6 +372,6 @@ class SaveMachine(Operation):
     def _end(self, phase: str) -> list[Command]:
         self._plan = None
         self._built = None
-        self._columns.clear()
+        self._planning.clear()
         self._receipts.clear()
         return super()._end(phase)

@@ -30,7 +30,7 @@ from ray_dcp.errors import (
     InternalError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import Answer, Command, Planned, Result, step_of
+from ray_dcp.protocol.commands import Answer, Command, Planned, step_of
 from ray_dcp.protocol.lagging import Pace, laggards
 from ray_dcp.protocol.messages import (
     Noted,
@@ -83,7 +83,7 @@ class StagedSaveMachine(SaveMachine):
         if self.phase != "writing" or self._plan is None:
             return None
         return StagedPlan(
-            first=replace(self._join, columns=b""),
+            first=replace(self._join, columns=b"", contents=b"", values=b""),
             epoch=self._epoch,
             attempt=self._attempt,
             plan=self._plan,
@@ -201,7 +201,8 @@ class StagedSaveMachine(SaveMachine):
     def is_replaceable(self) -> bool:
         """Nothing of it is known to be written, and nothing of it can be committed."""
         begun = bool(self._receipts) or self._error is not None or self._outcome is not None
-        return self.phase in ("reading", "planning", "writing") and not begun
+        phases = ("gathering", "reading", "planning", "writing")
+        return self.phase in phases and not begun
 
     @property
     def options(self) -> SaveOptions:
@@ -257,12 +258,11 @@ class StagedSaveMachine(SaveMachine):
                 return ()
         return super()._on_request(request)
 
-    def _on_result(self, result: Result) -> Commands:
-        if self.phase == "planning" and isinstance(result, Planned):
-            self._plan_files(
-                tuple(frozenset(file.file for file in part.files) for part in result.parts)
-            )
-        return super()._on_result(result)
+    def _on_plan(self, planned: Planned) -> Commands:
+        self._plan_files(
+            tuple(frozenset(file.file for file in part.files) for part in planned.parts)
+        )
+        return super()._on_plan(planned)
 
     def _plan_files(self, files: tuple[frozenset[int], ...]) -> None:
         self._files = files
@@ -277,7 +277,7 @@ class StagedSaveMachine(SaveMachine):
         return (*self._conclude(self._undecided()), *self._finish())
 
     def _joined(self) -> Commands:
-        if self._roll.missing or self._roll.errors:
+        if not self._roll.is_complete or self._roll.errors:
             return super()._joined()
         self._to("queued")
         return ()

@@ -18,11 +18,14 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, SaveJoin
 
 __all__ = [
+    "Call",
     "Opening",
     "blame",
+    "call_of",
     "combine",
     "deadline",
     "describe",
+    "describe_call",
     "disagreement",
     "identity",
     "located",
@@ -35,6 +38,9 @@ MOST_TOLD = 16
 
 Opening = SaveJoin | LoadJoin | Exchange
 """A request with which a rank begins an operation."""
+
+Call = tuple[str, SaveOptions | LoadOptions | None]
+"""What a rank called and with which options, for messages."""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -214,13 +220,21 @@ def describe(request: Opening) -> str:
     Args:
         request: How the rank begins it.
     """
-    match request:
-        case SaveJoin():
-            return f"save to {request.target.url}{_chosen(request.options)}"
-        case LoadJoin():
-            return f"load from {request.target.url}{_chosen(request.options)}"
-        case Exchange():
-            return f"exchange {request.tag!r}"
+    return describe_call(call_of(request))
+
+
+def call_of(request: Opening) -> Call:
+    """Returns what `describe` needs to know of a request, without what the rank holds."""
+    if isinstance(request, Exchange):
+        return (f"exchange {request.tag!r}", None)
+    what = "save to" if isinstance(request, SaveJoin) else "load from"
+    return (f"{what} {request.target.url}", request.options)
+
+
+def describe_call(call: Call) -> str:
+    """Returns a call as a person would say it."""
+    what, options = call
+    return what if options is None else f"{what}{_chosen(options)}"
 
 
 def _chosen(options: SaveOptions | LoadOptions) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol.messages import OpKey, Reply, Request
+from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.vitals import Vitals
 
 __all__ = ["LEAVING_S", "ActiveSession", "Activity"]
@@ -26,6 +27,7 @@ class ActiveSession(Protocol):
 
     rank: int
     world_size: int
+    plans: PlanMemory
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""
@@ -90,6 +92,11 @@ class Activity:
     def world_size(self) -> int:
         """Number of ranks of the session."""
         return self._session.world_size
+
+    @property
+    def plans(self) -> PlanMemory:
+        """Plans of this rank's earlier saves."""
+        return self._session.plans
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""

@@ -22,6 +22,7 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
 from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.shell import Performer, Shell, Time
 from ray_dcp.runtime.vitals import Vitals
 
@@ -88,6 +89,7 @@ class InlineSession:
         self._under_way: set[Future[Result]] = set()
         self._vitals: set[Vitals] = set()
         self._next_seq = 0
+        self.plans = PlanMemory()
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""

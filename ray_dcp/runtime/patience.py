@@ -27,9 +27,11 @@ MARGIN_S = 120.0
 """How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
 coordinator knows who is missing, so its error is the better one."""
 
-_PLAN_PHASES = 3
+_PLAN_PHASES = 5
 """Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks come,
-the storage is looked at, the plan is made."""
+some are asked for what they hold, twice at most, the storage is looked at, the plan is made."""
+_OPEN_PHASES = 3
+"""The same of a load: all ranks come, the storage is looked at, with one to spare."""
 _COMMIT_PHASES = 5
 """Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
 _REMEMBERED = 16
@@ -62,7 +64,8 @@ class Patience:
             case SaveJoin(options=options) | LoadJoin(options=options):
                 kept = [*self._options.items()][-_REMEMBERED:]
                 self._options = dict([*kept, (request.key, options)])
-                return _PLAN_PHASES * options.plan_timeout_s + MARGIN_S
+                phases = _PLAN_PHASES if isinstance(request, SaveJoin) else _OPEN_PHASES
+                return phases * options.plan_timeout_s + MARGIN_S
             case SaveReceipt() | SaveStaged() | PartsHeld() | PartsWritten():
                 save = self._options.get(request.key)
                 save = save if isinstance(save, SaveOptions) else SaveOptions()

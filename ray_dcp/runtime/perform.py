@@ -6,34 +6,35 @@ Nothing is decided here, and nothing raw escapes: an error becomes a `Failed` re
 from __future__ import annotations
 
 import secrets
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 from ray_dcp.collector import collector_paused
-from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, StorageError
-from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InternalError,
+    RankDisagreementError,
+    StorageError,
+)
 from ray_dcp.format.manifest import (
     AbortRecord,
     DeleteRecord,
-    FileEntry,
-    Manifest,
     decode_record,
     encode_record,
     record_key,
 )
-from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.format.table import encode_table
 from ray_dcp.plan.columns import decode
-from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
+from ray_dcp.plan.contents import with_contents
+from ray_dcp.plan.fingerprint import fingerprint
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
     CollectReplaced,
-    CommitBuilt,
     CreateAbort,
     CreateRecord,
     Failed,
@@ -52,7 +53,8 @@ from ray_dcp.protocol.commands import (
     WriteTable,
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
-from ray_dcp.protocol.verdict import name_ranks
+from ray_dcp.protocol.planning import differences
+from ray_dcp.runtime.commit_files import build_commit
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
     confirm_record,
@@ -63,7 +65,7 @@ from ray_dcp.runtime.records import (
 )
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
-from ray_dcp.transfer.opening import METADATA_KEY, find_checkpoint
+from ray_dcp.transfer.opening import find_checkpoint
 from ray_dcp.transfer.threads import run_tasks
 
 __all__ = ["new_attempt", "perform"]
@@ -109,9 +111,11 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case BuildCommit():
             _check_complete(opener(task.target), task)
             with collector_paused():
-                return _build_commit(task)
+                return build_commit(task)
         case WriteTable():
-            opener(task.target).write(task.table_key, task.data)
+            storage = opener(task.target)
+            for key, data in task.files:
+                storage.write(key, data)
             return Finished()
         case CreateRecord():
             return _create(opener(task.target), task.slot, task.record)
@@ -138,26 +142,43 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
 
 
 def _make_plan(task: MakePlan) -> Planned:
-    columns = [decode(encoded) for encoded in task.columns]
     plan = make_plan(
-        columns,
+        _columns(task),
         container=task.container,
         part_bytes=task.part_bytes,
+        min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
+        checked=True,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=_disagreements(plan.disagreements))
+    return Planned(plan, parts, disagreements=differences(plan.disagreements))
 
 
-def _disagreements(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    if not found:
-        return ""
-    named = ", ".join(f"{fqn!r} on {name_ranks(ranks)}" for fqn, ranks in found[:MOST_NAMED])
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return (
-        f"Expected each item to be equal on all ranks that hold it, but these differ from the "
-        f"lowest rank's: {named}{more}"
-    )
+def _columns(task: MakePlan) -> list[Columns]:
+    """Returns what each rank holds; ranks that hold the same share it."""
+    known: dict[bytes, Columns] = {}
+    found = []
+    for rank, encoded in enumerate(task.columns):
+        name = task.fingerprints[rank] if task.fingerprints else b""
+        columns = known.get(name) if name else None
+        if columns is None:
+            columns = known[name] = decode(encoded)
+            if name and _fingerprint(columns, task) != name:
+                raise RankDisagreementError(
+                    f"expected the items of rank {rank} to have the fingerprint that it sent, but "
+                    f"they have another one: run the same version of ray_dcp on all ranks",
+                    rank=rank,
+                )
+        found.append(with_contents(columns, task.contents[rank], rank) if name else columns)
+    return found
+
+
+def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
+    """Returns the fingerprint of columns under the options of a task."""
+    return fingerprint(
+        columns, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip
 
 
 def _check_complete(storage: Storage, task: BuildCommit) -> None:
@@ -213,54 +234,6 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
             f"it, but {', '.join(sorted(wrong)[:MOST_NAMED])}{more}. Save to a place that all "
             f"nodes share"
         )
-
-
-def _build_commit(task: BuildCommit) -> CommitBuilt:
-    receipts = _by_file(task.receipts)
-    table = finish_table(task.plan, task.attempt, receipts)
-    table_bytes = encode_table(table)
-    table_key = f"chunks.{task.attempt}.parquet"
-    metadata = None
-    if task.plan.container == "torch_save":
-        metadata = encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
-    manifest = Manifest(
-        attempt=task.attempt,
-        epoch=task.epoch,
-        world_size=task.plan.world_size,
-        container=task.plan.container,
-        created_s=time.time(),
-        files=tuple(
-            FileEntry(receipt.key, receipt.num_bytes, receipt.digest.hex())
-            for _, receipt in sorted(receipts.items())
-        ),
-        table=_entry(table_key, table_bytes),
-        metadata=None if metadata is None else _entry(METADATA_KEY, metadata),
-        replaced_metadata=task.replaced_metadata,
-        plan_digest=task.plan.digest.hex(),
-        num_tensors=table.num_tensors,
-        num_chunks=table.num_chunks,
-        payload_bytes=int(table.payload_bytes.sum()),
-        previous_slot=task.previous_slot,
-        decided=task.decided,
-    )
-    return CommitBuilt(table_key, table_bytes, encode_record(manifest), metadata)
-
-
-def _by_file(receipts: tuple[FileReceipt, ...]) -> dict[int, FileReceipt]:
-    found: dict[int, FileReceipt] = {}
-    for receipt in receipts:
-        if receipt.file in found:
-            raise InternalError(
-                f"Expected one receipt for file {receipt.file}, but found two: "
-                f"{found[receipt.file].key} and {receipt.key}. Please report this",
-                key=receipt.key,
-            )
-        found[receipt.file] = receipt
-    return found
-
-
-def _entry(key: str, data: bytes) -> FileEntry:
-    return FileEntry(key, len(data), digest_bytes(data).hex())
 
 
 def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotTaken:

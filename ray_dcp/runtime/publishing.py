@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ray_dcp.collector import collector_paused
+from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import DeleteRecord, Manifest
+from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.format.table import decode_table
 from ray_dcp.protocol.commands import Published
 from ray_dcp.runtime.records import standing_records
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -97,18 +98,25 @@ def withdraw(storage: Storage, record: DeleteRecord) -> bool:
 
 def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bool:
     if manifest.metadata is None:
-        _put(storage, None)
+        # Why kept: the save left it out, and somebody has made it since (`metadata_later`).
+        if not _is_of(storage, manifest.attempt):
+            _put(storage, None)
         return True
     if not found.metadata_is_stale:
         return True
     with collector_paused():
-        metadata = encode_metadata(
-            decode_table(found.table), checkpoint_id=url, attempt=manifest.attempt
-        )
+        metadata = encode_metadata(found.decoded(), checkpoint_id=url, attempt=manifest.attempt)
     if digest_bytes(metadata).hex() != manifest.metadata.digest:
         return False  # another version of ray_dcp committed it, or under another url
     _put(storage, metadata)
     return True
+
+
+def _is_of(storage: Storage, attempt: str) -> bool:
+    try:
+        return decode_metadata(storage.read(METADATA_KEY)).attempt == attempt
+    except (KeyMissingError, DamagedCheckpointError, UnsafeCheckpointError):
+        return False
 
 
 def _put(storage: Storage, metadata: bytes | None) -> None:

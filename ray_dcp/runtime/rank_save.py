@@ -9,20 +9,15 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, ParticipantError
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.columns import encode
-from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
     Refused,
     Reply,
     Request,
-    SaveGo,
-    SaveJoin,
     SaveOutcome,
     SaveReceipt,
     SaveStaged,
@@ -33,39 +28,20 @@ from ray_dcp.protocol.save_errors import replaced_since
 from ray_dcp.protocol.verdict import located
 from ray_dcp.protocol.vote import Fenced, Lost, Won
 from ray_dcp.runtime.outcome import settle
+from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.publishing import republish
-from ray_dcp.runtime.telling import attempt, naming, refusal
+from ray_dcp.runtime.rank_captured import Captured
+from ray_dcp.runtime.rank_join import join_save
+from ray_dcp.runtime.telling import attempt, refusal
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.threads import Stop, run_within
 from ray_dcp.transfer.writer import write_part
 
-__all__ = ["Captured", "await_outcome", "join_save", "save_rank"]
+__all__ = ["Captured", "await_outcome", "save_rank"]
 
 Opener = Callable[[Target], Storage]
-
-
-class Captured(Protocol):
-    """What a rank holds; `ray_dcp.seam.capture.Capture` is one."""
-
-    @property
-    def columns(self) -> Columns:
-        """One row an item."""
-        ...
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user should know."""
-        ...
-
-    def source(self, row: int, /) -> memoryview:
-        """Returns the C-order bytes of a fixed item."""
-        ...
-
-    def deferred(self, row: int, /) -> bytes:
-        """Returns the serialised bytes of a deferred item."""
-        ...
 
 
 def save_rank(
@@ -78,6 +54,7 @@ def save_rank(
     capture: Callable[[], Captured],
     opener: Opener = open_storage,
     vitals: Vitals | None = None,
+    memory: PlanMemory | None = None,
 ) -> Generator[Request, Reply, SaveOutcome]:
     """Returns the part of one rank in a save.
 
@@ -90,6 +67,7 @@ def save_rank(
         capture: Makes the local plan; called once, at the start.
         opener: What opens the storage.
         vitals: Where it notes how far it is, and is told to stop.
+        memory: Plans of earlier saves of this rank's session.
 
     Returns:
         A generator that ends with the outcome; its warnings are those of this rank as well.
@@ -101,7 +79,7 @@ def save_rank(
     vitals = vitals or Vitals()
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        vitals=vitals,
+        vitals=vitals, memory=memory,
     )  # fmt: skip
 
     def write() -> tuple[FileReceipt, ...]:
@@ -126,48 +104,6 @@ def save_rank(
     vitals.over = True
     warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
     return replace(outcome, warnings=tuple(warnings))
-
-
-def join_save(
-    key: OpKey,
-    *,
-    rank: int,
-    world_size: int,
-    target: Target,
-    options: SaveOptions,
-    capture: Callable[[], Captured],
-    staged: bool = False,
-    vitals: Vitals | None = None,
-) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
-    """Returns the first half of a rank's save: what it is to write, and what it captured.
-
-    Args:
-        key: The operation.
-        rank: This rank.
-        world_size: Number of ranks.
-        target: Where to save.
-        options: How.
-        capture: Makes the local plan; called once, at the start.
-        staged: Whether stagers write the bytes.
-        vitals: Where it notes how far it is.
-
-    Raises:
-        CheckpointError: The save failed, on this rank or on another: the same error on all.
-    """
-    vitals = vitals or Vitals()
-    vitals.begin(key)
-    vitals.enter("capturing")
-    captured, error = attempt(capture, "capturing the state dict", rank)
-    columns = b""
-    if captured is not None:
-        encoded, error = attempt(lambda: encode(captured.columns), "encoding the plan", rank)
-        columns = encoded or b""
-    vitals.enter("waiting")
-    with naming(target.url):
-        go = yield SaveJoin(key, rank, world_size, target, options, columns, error, staged)
-        if not isinstance(go, SaveGo) or captured is None:
-            raise refusal(go, rank)
-    return go, captured
 
 
 def await_outcome(

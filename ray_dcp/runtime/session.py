@@ -38,6 +38,7 @@ from ray_dcp.runtime.company import may_have_company
 from ray_dcp.runtime.connect_check import check_connect
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease
 from ray_dcp.runtime.patience import MARGIN_S, Patience
+from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.vitals import Vitals
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ __all__ = ["Session", "connect", "current_session"]
 class Session:
     """The operations of one rank in one group of ranks, over one coordinator.
 
-    Calls may come from several threads. It owns nothing but its place: the coordinator leaves by
-    itself.
+    Calls may come from several threads. It owns nothing but its place.
 
     Args:
         name: Of this session, the same on all its ranks and never used before.
@@ -82,6 +82,7 @@ class Session:
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
         self._next_seq = 0
+        self.plans = PlanMemory()
         self._handle: Any = None
         from ray_dcp.runtime import hooks
 

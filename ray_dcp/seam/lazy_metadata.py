@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ray_dcp.errors import CheckpointNotFoundError
+from ray_dcp.format.manifest import record_key
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.seam.tensors import dtype_of
@@ -73,7 +75,14 @@ class CommittedMetadata(Metadata):
 
         def load() -> Metadata:
             storage = open_storage(target)
-            checkpoint = checkpoint_from(storage, "native", outcome.slot, outcome.manifest)
+            record = outcome.manifest or storage.read(record_key(outcome.slot))
+            checkpoint = checkpoint_from(storage, "native", outcome.slot, record)
+            if checkpoint.attempt != outcome.attempt:
+                raise CheckpointNotFoundError(
+                    f"expected the checkpoint that attempt {outcome.attempt} committed, but "
+                    f"{checkpoint.attempt} has replaced it; load what stands there",
+                    checkpoint_id=target.url,
+                )
             return metadata_of(checkpoint, checkpoint_id=target.url)
 
         return cls.lazy(load, attempt=outcome.attempt, slot=outcome.slot)

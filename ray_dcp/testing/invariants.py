@@ -246,7 +246,7 @@ def nothing_is_left(after: Aftermath) -> None:
     expected = {*after.foreign, METADATA_KEY, record_key(checkpoint.slot)}
     if checkpoint.manifest is not None:
         expected |= {entry.key for entry in checkpoint.manifest.files}
-        expected.add(checkpoint.manifest.table.key)
+        expected |= {entry.key for entry in checkpoint.manifest.tables}
     found = set(all_keys(after.storage))
     # Why not those: once the `.metadata` that named them is replaced, nothing tells whose they are.
     left = {key for key in found - expected if not _STOCK_FILE.fullmatch(key)}

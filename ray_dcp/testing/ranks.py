@@ -29,7 +29,8 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.runtime.inline import RankResult, run_ranks
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.rank import Captured, LoadResult, load_rank, save_rank
-from ray_dcp.runtime.rank_save import await_outcome, join_save
+from ray_dcp.runtime.rank_join import join_save
+from ray_dcp.runtime.rank_save import await_outcome
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage

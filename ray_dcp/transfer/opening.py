@@ -29,6 +29,7 @@ from ray_dcp.format.metadata_in import ForeignMetadata, decode_metadata
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.table import MAX_TABLE_BYTES, decode_table
+from ray_dcp.format.table_checks import join_checks
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.lookaround import not_found
@@ -71,6 +72,20 @@ class Found(NamedTuple):
     table: bytes = b""
     """The chunk table as on storage, verified; empty for a checkpoint that is not ours."""
     metadata_is_stale: bool = False
+    checks: bytes = b""
+    """The other file of a large chunk table, verified; empty where there is none."""
+
+    def decoded(self) -> ChunkTable:
+        """Returns the chunk table of a checkpoint that is ours.
+
+        Raises:
+            DamagedCheckpointError: It contradicts itself.
+        """
+        with collector_paused():
+            table = decode_table(self.table)
+            if self.manifest is None or self.manifest.checks is None:
+                return table
+            return join_checks(table, self.checks, self.manifest.attempt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,15 +311,15 @@ def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) ->
 def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
     slot, data, manifest = committed
     table = _verified(storage, manifest.table)
-    return Found("native", slot, data, manifest, table, metadata_is_stale)
+    checks = b"" if manifest.checks is None else _verified(storage, manifest.checks)
+    return Found("native", slot, data, manifest, table, metadata_is_stale, checks)
 
 
 def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
     """Decodes what was found."""
     manifest, foreign = found.manifest, None
     if manifest is not None:
-        with collector_paused():
-            table = decode_table(found.table)
+        table = found.decoded()
         _check_table(table, manifest)
     elif found.kind == "stock":
         foreign = decode_foreign(found.record)

@@ -138,7 +138,7 @@ def _state(storage: Storage, files: Mapping[str, int]) -> tuple[State, str, Mani
     wrong = [
         f"{entry.key} is missing" if entry.key not in files
         else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
-        for entry in (*manifest.files, manifest.table)
+        for entry in (*manifest.files, *manifest.tables)
         if files.get(entry.key) != entry.num_bytes
     ]  # fmt: skip
     return ("damaged" if wrong else "committed"), "; ".join(wrong), manifest

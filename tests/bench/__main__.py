@@ -9,6 +9,7 @@ from tests.bench import (
     async_saves,
     checksums,
     manager,
+    plan,
     reshard,
     single,
     soak,
@@ -17,7 +18,8 @@ from tests.bench import (
 )
 
 CHOICES = (
-    "async", "small", "big", "checksums", "manager", "reshard", "soak", "staging", "storage",
+    "async", "small", "big", "checksums", "manager", "plan", "reshard",
+    "soak", "staging", "storage",
 )  # fmt: skip
 
 
@@ -32,6 +34,8 @@ def main() -> int:
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
     parser.add_argument("--megabytes", type=int, default=512, help="length of the state (storage)")
+    parser.add_argument("--tensors", type=int, default=1000, help="tensors of each rank (plan)")
+    parser.add_argument("--largest", type=int, default=10240, help="most ranks (plan)")
     arguments = parser.parse_args()
     if arguments.what == "small":
         single.small(arguments.rounds, arguments.dir)
@@ -41,6 +45,8 @@ def main() -> int:
         checksums.checksums(arguments.rounds, arguments.dir)
     elif arguments.what == "manager":
         manager.manager(arguments.rounds, arguments.dir)
+    elif arguments.what == "plan":
+        return plan.plan(arguments.tensors, arguments.largest)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
     elif arguments.what == "storage":

@@ -19,6 +19,7 @@ PACKAGE = REPOSITORY / "ray_dcp"
 
 LAYERS = {
     "errors": 0,
+    "version": 0,
     "options": 1,
     "events": 1,
     "clock": 1,
@@ -57,6 +58,9 @@ HOMES = {
             "runtime.inline",
             "runtime.rank",
             "runtime.rank_save",
+            "runtime.rank_join",
+            "runtime.commit_files",
+            "runtime.plan_memory",
             "runtime.keeping",
             "runtime.perform",
         },

@@ -20,7 +20,7 @@ from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.finish import finish_table
 from ray_dcp.plan.global_plan import make_plan
 from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns, Kind
+from ray_dcp.plan.values import Columns, GlobalPlan, Kind
 from tests.plan_cases import Case, Piece, Tensor, truth, write
 
 MIB = 1 << 20
@@ -39,10 +39,10 @@ def replicated(world_size: int, shape: tuple[int, ...], splittable: bool = True)
 
 def test_a_large_replicated_tensor_is_cut_over_its_holders_along_its_first_long_dimension() -> None:
     plan = make_plan(replicated(4, (1, 10, 1 << 16)))
-    assert plan.table.size[:, 1].tolist() == [3, 3, 2, 2]
-    assert plan.table.offset[:, 1].tolist() == [0, 3, 6, 8]
+    assert plan.table.size[:, 1].tolist() == [3, 2, 3, 2]
+    assert plan.table.offset[:, 1].tolist() == [0, 3, 5, 8]
     assert plan.source_rank.tolist() == [0, 1, 2, 3]
-    assert (plan.source_start // (4 << 16)).tolist() == [0, 3, 6, 8]
+    assert (plan.source_start // (4 << 16)).tolist() == [0, 3, 5, 8]
 
 
 def test_fewer_rows_than_holders_are_one_row_each() -> None:
@@ -54,6 +54,50 @@ def test_fewer_rows_than_holders_are_one_row_each() -> None:
 @pytest.mark.parametrize(("shape", "chunks"), [((100,), 1), ((1 << 14,), 1), ((1 << 15,), 2)])
 def test_pieces_are_not_cut_below_64_kib(shape: tuple[int, ...], chunks: int) -> None:
     assert make_plan(replicated(8, shape)).table.num_chunks == chunks
+
+
+def bytes_by_rank(plan: GlobalPlan) -> np.ndarray:
+    own = np.bincount(plan.source_rank, plan.table.payload_bytes, plan.world_size)
+    return own.astype(np.int64)
+
+
+@pytest.mark.parametrize("world_size", [256, 3000])
+def test_replicated_tensors_with_few_rows_each_are_balanced_together(world_size: int) -> None:
+    # Cut one by one, a rank would get one or two of the 4096 rows of each: 1.5 times the mean.
+    columns = on_ranks(1, lambda b, _: layers(b, 40))
+    plan = make_plan(columns * world_size)
+    written = bytes_by_rank(plan)
+    assert written.max() / written.mean() < 1.01
+    assert plan.table.num_chunks < 80 + world_size
+
+
+def layers(builder: ColumnsBuilder, count: int) -> None:
+    for index in range(count):
+        builder.tensor(f"w{index}", "float32", (4096, 4096), splittable=True)
+        builder.tensor(f"b{index}", "float32", (4096,))
+
+
+def test_no_rank_writes_less_than_it_is_worth() -> None:
+    columns = on_ranks(1, lambda b, _: layers(b, 2)) * 64
+    written = bytes_by_rank(make_plan(columns, min_writer_bytes=16 * MIB))
+    writers = np.flatnonzero(written)
+    assert writers.tolist() == list(range(0, 64, 8))
+    assert written[writers].min() >= 16 * MIB
+    assert written.max() / written[writers].mean() < 1.01
+    few = bytes_by_rank(make_plan(columns, min_writer_bytes=1 << 40))
+    assert np.flatnonzero(few).tolist() == [0]
+
+
+def test_who_writes_anyway_takes_the_copies_along() -> None:
+    def fill(builder: ColumnsBuilder, rank: int) -> None:
+        builder.tensor("copy", "float32", (64,))
+        if rank in (2, 5):
+            size = (MIB, 1)
+            builder.tensor("own", "float32", (2 * MIB, 1), offset=(rank // 3 * MIB, 0), size=size)
+
+    plan = make_plan(on_ranks(8, fill), min_writer_bytes=16 * MIB)
+    assert np.flatnonzero(bytes_by_rank(plan)).tolist() == [2, 5]
+    assert len(plan.table.files) == 2
 
 
 def test_what_may_not_be_split_is_whole() -> None:

@@ -461,7 +461,7 @@ def test_a_result_that_nobody_asked_for_is_a_bug_and_changes_nothing():
     play.join(1)
     todo = play.todo[0]
     with pytest.raises(InternalError, match="perform ReadRecords"):
-        play.coordination.performed(todo.key, WriteTable(TARGET, "t", b""), Finished())
+        play.coordination.performed(todo.key, WriteTable(TARGET, (("t", b""),)), Finished())
     with pytest.raises(InternalError):
         play.coordination.performed(todo.key, todo.task, Finished())
     play.done(NOTHING)

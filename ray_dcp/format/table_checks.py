@@ -1,0 +1,105 @@
+"""The part of a large chunk table that differs from save to save, in a file of its own.
+
+A chunk table of many chunks is the same in every save of the same plan, but for the attempt in
+the names of its files, the block checksums, and the places of deferred items. So it is encoded
+once, with `{attempt}` in its names, and a file beside it has the rest: little-endian, first the
+magic, then the numbers of files, deferred chunks and checksums, where the checksums of each file
+begin, `(item_offset, item_bytes, block_bytes)` of each deferred chunk, and the checksums, both in
+the order of the table. The index is there for readers that need a few files only: the manifest has
+the digest of each file's checksums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.checksums import num_blocks_many
+from ray_dcp.format.record_fields import damaged
+from ray_dcp.format.table_check import check_table
+from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.values import ChunkTable, Int64Array, UInt64Array
+
+__all__ = ["MAGIC", "encode_checks", "join_checks"]
+
+MAGIC = b"RDCPCHK1"
+_HEAD = len(MAGIC) + 3 * 8
+
+
+def encode_checks(file_start: Int64Array, places: Int64Array, checks: UInt64Array) -> bytes:
+    """Returns the file that `join_checks` reads.
+
+    Args:
+        file_start: int64[f + 1], where the checksums of each file begin.
+        places: int64[k, 3], item offset, item bytes and block bytes of each deferred chunk.
+        checks: uint64[n], the block checksums of all chunks.
+    """
+    counts = np.array([len(file_start) - 1, len(places), len(checks)], dtype="<i8")
+    parts = (
+        counts, file_start.astype("<i8", copy=False), places.astype("<i8", copy=False),
+        checks.astype("<u8", copy=False),
+    )  # fmt: skip
+    return b"".join([MAGIC, *(np.ascontiguousarray(part).data for part in parts)])
+
+
+def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:
+    """Returns the whole chunk table of one attempt.
+
+    Args:
+        table: The part that all saves of the plan share.
+        data: What `encode_checks` made for this attempt.
+        attempt: Which.
+
+    Raises:
+        DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
+    """
+    file_start, places, checks = _decode(data)
+    deferred = np.flatnonzero(table.payload_offset < 0)
+    if len(places) != len(deferred) or len(file_start) != len(table.files) + 1:
+        raise damaged(
+            f"{len(deferred)} places and {len(table.files)} files in the file of checksums",
+            f"{len(places)} and {len(file_start) - 1}",
+        )
+    found = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
+    found[:, deferred] = places.T
+    if (found < 0).any() or (found[2, deferred] == 0).any():
+        raise damaged("a place for each deferred item", "a negative number or no block length")
+    payload_offset, payload_bytes = table.payload_offset.copy(), table.payload_bytes.copy()
+    payload_offset[deferred], payload_bytes[deferred] = places[:, 0], places[:, 1]
+    check_start = offsets_of(num_blocks_many(payload_bytes, found[2]))
+    by_file = check_start[np.searchsorted(table.file, np.arange(len(table.files) + 1))]
+    if len(checks) != check_start[-1] or not np.array_equal(by_file, file_start):
+        raise damaged(f"{check_start[-1]} checksums, file by file", f"{len(checks)}")
+    whole = replace(
+        table,
+        files=tuple(key.replace("{attempt}", attempt) for key in table.files),
+        item_offset=found[0],
+        item_bytes=found[1],
+        block_bytes=found[2],
+        payload_offset=payload_offset,
+        payload_bytes=payload_bytes,
+        check_start=check_start,
+        checks=checks,
+    )
+    check_table(whole)
+    return whole
+
+
+def _decode(data: bytes) -> tuple[Int64Array, Int64Array, UInt64Array]:
+    if len(data) < _HEAD or data[: len(MAGIC)] != MAGIC:
+        raise DamagedCheckpointError(
+            "expected a file of checksums, found another one; load an earlier step"
+        )
+    files, places, checks = np.frombuffer(data, "<i8", 3, len(MAGIC)).tolist()
+    words = [files + 1, 3 * places, checks]
+    # Why Python's integers: theirs do not overflow.
+    if min(files, places, checks) < 0 or len(data) != _HEAD + 8 * sum(words):
+        raise damaged("as many bytes as the file of checksums says", f"{len(data)}")
+    at = np.cumsum([_HEAD, *(8 * count for count in words)]).tolist()
+    return (
+        np.frombuffer(data, "<i8", words[0], at[0]).astype(np.int64),
+        np.frombuffer(data, "<i8", words[1], at[1]).astype(np.int64).reshape(-1, 3),
+        np.frombuffer(data, "<u8", words[2], at[2]).astype(np.uint64),
+    )

@@ -1,0 +1,109 @@
+"""The first half of a save: from the ranks' joins to a plan. Nothing is at stake yet.
+
+The phases are in `save`, which goes on from here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.protocol.commands import Answer, Planned, ReadRecords, RecordsRead, step_of
+from ray_dcp.protocol.messages import Reply, SaveJoin
+from ray_dcp.protocol.operation import Commands, Operation
+from ray_dcp.protocol.planning import Planning
+from ray_dcp.protocol.save_errors import no_overwrite
+from ray_dcp.protocol.shelf import Shelf
+from ray_dcp.protocol.verdict import combine, name_ranks
+
+__all__ = ["JoinedSave"]
+
+MOST_ROUNDS = 2
+"""A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
+all that a new one needs."""
+
+
+class JoinedSave(Operation):
+    """A save until it has a plan.
+
+    Args:
+        first: The first join; hand it to `receive` as well.
+    """
+
+    def __init__(self, first: SaveJoin) -> None:
+        super().__init__(first)
+        self._target = first.target
+        self._options = first.options
+        self._planning = Planning(first.world_size, first.options, Shelf())
+        self._seen = RecordsRead(0, None, None, ())
+        self._error: CheckpointError | None = None
+        self._warnings: list[str] = []
+        self._rounds = 0
+
+    def use(self, shelf: Shelf) -> None:
+        """Takes what the coordinator knows from earlier saves. To be called first."""
+        self._planning = Planning(self.world_size, self._options, shelf)
+
+    @abstractmethod
+    def _on_plan(self, planned: Planned) -> Commands:
+        """Takes the plan."""
+
+    @abstractmethod
+    def _fail(self, error: CheckpointError) -> Commands:
+        """Fails the save."""
+
+    def _on_join(self, join: SaveJoin) -> Commands:
+        self._planning.take(join)
+        if self.phase == "joining":
+            self._admit(join)
+            return self._joined()
+        self._note(join, join.error)
+        return self._gathered()
+
+    def _joined(self) -> Commands:
+        if not self._roll.is_complete:
+            return self._wait(self._options.plan_timeout_s)
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self._target.url))
+        return self._ask_or_look()
+
+    def _ask_or_look(self) -> Commands:
+        asked = self._planning.ask()
+        if not asked:
+            return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
+        self._rounds += 1
+        if self._rounds > MOST_ROUNDS:
+            return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
+        self._call("gathering")
+        for rank in range(self.world_size):
+            if rank not in asked:
+                self._roll.note(rank, None)
+        answers = [self._ask(rank, reply) for rank, reply in asked.items()]
+        return (*answers, *self._wait(self._options.plan_timeout_s))
+
+    def _ask(self, rank: int, reply: Reply) -> Answer:
+        step = step_of(self._planning.last_of(rank))
+        del self._waiting[rank, step]
+        self._given[rank, step] = reply
+        return Answer(self.key, rank, step, reply)
+
+    def _gathered(self) -> Commands:
+        if not self._roll.is_complete:
+            return self._wait(self._options.plan_timeout_s)
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self._target.url))
+        return self._ask_or_look()
+
+    def _read(self, seen: RecordsRead) -> Commands:
+        if seen.committed is not None and not self._options.overwrite:
+            return self._fail(no_overwrite(seen.committed, self._target.url))
+        self._seen = seen
+        self._warnings.extend(seen.warnings)
+        plan = self._planning.plan()
+        if isinstance(plan, Planned):
+            return self._on_plan(plan)
+        return self._step("planning", plan, self._options.plan_timeout_s)
+
+    def _made(self, planned: Planned) -> Commands:
+        self._planning.made(planned)
+        return self._on_plan(planned)

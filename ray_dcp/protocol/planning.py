@@ -1,0 +1,177 @@
+"""How one save comes to its plan: from what is known, or from what the ranks are asked for.
+
+Ranks whose items are as in an earlier save join with a fingerprint. When the coordinator knows the
+plan of all fingerprints, and no content differs that did not differ before, it is used again: no
+row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint, and the
+digests of content of all. It can't come to a wrong plan in that way, only to a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
+from ray_dcp.plan.fingerprint import plan_key
+from ray_dcp.plan.rank_plan import RankPlans
+from ray_dcp.protocol.commands import MakePlan, Planned
+from ray_dcp.protocol.messages import SaveAgain, SaveGo, SaveJoin, SendItems
+from ray_dcp.protocol.shelf import Shelf
+from ray_dcp.protocol.verdict import name_ranks
+
+__all__ = ["Planning", "differences"]
+
+MOST_NAMED = 20
+
+
+class Planning:
+    """The plan of one save in the making.
+
+    Args:
+        world_size: Number of ranks.
+        options: How it is saved.
+        shelf: What is known from earlier saves.
+    """
+
+    def __init__(self, world_size: int, options: SaveOptions, shelf: Shelf) -> None:
+        self._world_size = world_size
+        self._options = options
+        self._shelf = shelf
+        self._joins: dict[int, SaveJoin] = {}
+        self._key = b""
+        self._pinned: Planned | None = None
+        self._rows: dict[bytes, bytes] = {}
+
+    def take(self, join: SaveJoin) -> None:
+        """Takes what a rank says that it holds; what it was asked for completes the rest."""
+        known = self._joins.get(join.rank)
+        if known is not None and join.asked < known.asked:
+            return  # it came twice, the second time late
+        self._joins[join.rank] = join
+
+    def last_of(self, rank: int) -> SaveJoin:
+        """Returns what a rank said last: that is the call in which it waits."""
+        return self._joins[rank]
+
+    def ask(self) -> dict[int, SendItems]:
+        """Returns which ranks have to send what; none when a plan is known or can be made.
+
+        To be called when all ranks have joined, and when those that were asked have answered.
+        """
+        joins = [self._joins[rank] for rank in range(self._world_size)]
+        if not all(join.fingerprint for join in joins):
+            return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
+        self._key = self._key or plan_key([join.fingerprint for join in joins])
+        planned = self._shelf.plan(self._key)
+        if planned is not None:
+            digest = planned.plan.digest
+            lacking = [j.rank for j in joins if j.known != digest and not _has_contents(j)]
+            if lacking:
+                return dict.fromkeys(lacking, SendItems(rows=False))
+            self._pinned = _warm(planned, joins)
+        return {} if self._pinned is not None else self._ask_all(joins)
+
+    def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
+        """Returns who has to send what so that a plan can be made."""
+        # Why kept here as well: the shelf may forget them before that.
+        self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
+        asked: dict[int, SendItems] = {}
+        wanted: set[bytes] = set()
+        for join in joins:
+            name = join.fingerprint
+            found = self._rows.get(name) or self._shelf.rows(name)
+            if found is not None:
+                self._rows[name] = found
+            elif name not in wanted:
+                wanted.add(name)
+                asked[join.rank] = SendItems(rows=True)
+            if not _has_contents(join):
+                asked.setdefault(join.rank, SendItems(rows=False))
+        return asked
+
+    def plan(self) -> Planned | MakePlan:
+        """Returns the plan, or the task of making it."""
+        if self._pinned is not None:
+            return self._pinned
+        options = self._options
+        joins = [self._joins[rank] for rank in range(self._world_size)]
+        if self._key:
+            columns = tuple(self._rows[join.fingerprint] for join in joins)
+            contents = tuple(join.contents for join in joins)
+            fingerprints = tuple(join.fingerprint for join in joins)
+        else:
+            columns, contents, fingerprints = tuple(join.columns for join in joins), (), ()
+        return MakePlan(
+            columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
+            contents, fingerprints,
+        )  # fmt: skip
+
+    def made(self, planned: Planned) -> None:
+        """Takes the plan that was made."""
+        for fingerprint, rows in self._rows.items():
+            self._shelf.put_rows(fingerprint, rows)
+        if self._key:
+            # Why: the parts repeat all of the plan, and who saves again has his.
+            parts = RankPlans(planned.plan)
+            self._shelf.put_plan(self._key, replace(planned, parts=parts))
+        self._rows.clear()
+
+    def go(
+        self, rank: int, planned: Planned, attempt: str, epoch: int, warnings: tuple[str, ...]
+    ) -> SaveGo | SaveAgain:
+        """Returns what a rank is told: only that its plan still holds, if it has it.
+
+        Args:
+            rank: Who.
+            planned: By what `plan` gave or led to.
+            attempt: Under which attempt.
+            epoch: Of the coordinator.
+            warnings: For the rank.
+        """
+        plan = planned.plan
+        if not self._key:
+            return SaveGo(attempt, epoch, planned.parts[rank], warnings)
+        if self._joins[rank].known == plan.digest:
+            return SaveAgain(attempt, epoch, plan.digest, warnings)
+        groups = groups_of(plan.groups, rank)
+        return SaveGo(attempt, epoch, planned.parts[rank], warnings, plan.digest, groups)
+
+    def clear(self) -> None:
+        """Forgets what the ranks sent: the plan went out, or the save has failed."""
+        self._joins.clear()
+        self._rows.clear()
+        self._pinned = None
+
+
+def _has_contents(join: SaveJoin) -> bool:
+    return not join.known or join.asked > 0
+
+
+def _warm(planned: Planned, joins: Sequence[SaveJoin]) -> Planned | None:
+    """Returns a plan of earlier with what differs now; None when it may not be used again."""
+    plan = planned.plan
+    told = [
+        digests_of(*groups_of(plan.groups, join.rank), join.contents)
+        if _has_contents(join)
+        else join.values
+        for join in joins
+    ]
+    found = find_disagreements(plan.groups, told)
+    return None if found is None else replace(planned, disagreements=differences(found))
+
+
+def differences(found: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    """Returns which contents differ, in words; empty when none do.
+
+    Args:
+        found: As in `GlobalPlan.disagreements`.
+    """
+    if not found:
+        return ""
+    named = ", ".join(f"{fqn!r} on {name_ranks(ranks)}" for fqn, ranks in found[:MOST_NAMED])
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return (
+        f"Expected each item to be equal on all ranks that hold it, but these differ from the "
+        f"lowest rank's: {named}{more}"
+    )

@@ -1,0 +1,3 @@
+"""The version of this library, for whoever must not import the facade."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,361 @@
+"""Planning and commit at scale: simulated ranks, real messages, the coordinator's real code.
+
+Every request and reply is pickled and unpickled as Ray does it and goes through `Coordination`
+and `perform`, as in the actor. Left out are Ray's transport, and the ranks' files: the storage says
+that they are there. Only what the coordinator does is counted, in CPU seconds of all its threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import pickle
+import resource
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_dcp.format.checksums import digest, num_blocks_many
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveOutcome, SaveReceipt, Target
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.plan_memory import PlanMemory
+from ray_dcp.runtime.rank_join import join_save
+from ray_dcp.runtime.shell import Shell
+from ray_dcp.store.memory import MemoryStorage
+
+WORLDS = (64, 256, 1024, 4096, 10240)
+TENSORS = 1000
+COLUMNS = 64
+TARGET = Target("memory://bench")
+
+
+# --- what the ranks hold ------------------------------------------------------------------------
+
+
+def slabs(world_size: int, tensors: int, *, regular: bool) -> Iterator[Columns]:
+    """Yields what each rank holds: a slab of every tensor, of equal or of uneven heights."""
+    names = tuple(f"model.layers.{index}.weight" for index in range(tensors))
+    rng = np.random.default_rng(world_size)
+    high = np.full(tensors, 4, np.int64) if regular else rng.integers(8, 64, tensors)
+    length = high * world_size
+    # Uneven: every cut is moved by up to a quarter of a slab, another way for each tensor.
+    phase = rng.integers(0, 1 << 30, tensors)
+
+    def cut(rank: int) -> Any:
+        if regular or rank in (0, world_size):
+            return high * rank
+        return high * rank + (phase * (rank + 1) * 2654435761 >> 7) % (high // 4)
+
+    ones = np.ones(tensors, np.int8)
+    shape = np.stack([length, np.full(tensors, COLUMNS)], axis=1)
+    for rank in range(world_size):
+        low, top = cut(rank), cut(rank + 1)
+        yield Columns(
+            names=names, paths=tuple((name,) for name in names), dtypes=("float32",),
+            name=np.arange(tensors, dtype=np.int32), kind=ones * np.int8(Kind.TENSOR),
+            dtype=ones * np.int8(0), ndim=ones * np.int8(2), shape=shape,
+            offset=np.stack([low, np.zeros(tensors, np.int64)], axis=1),
+            size=np.stack([top - low, np.full(tensors, COLUMNS)], axis=1),
+            requires_grad=ones.astype(np.bool_), splittable=np.zeros(tensors, np.bool_),
+            value=np.zeros(tensors, np.uint64),
+        )  # fmt: skip
+
+
+class Held:
+    """What a simulated rank captured: columns without bytes."""
+
+    warnings = ()
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    def source(self, row: int, /) -> memoryview:
+        """Never asked for."""
+        raise NotImplementedError
+
+    def deferred(self, row: int, /) -> bytes:
+        """Never asked for."""
+        raise NotImplementedError
+
+
+def receipt_of(file: FilePlan, attempt: str) -> FileReceipt:
+    """Returns what a rank says once it has written a file, with made-up checksums."""
+    count = int(num_blocks_many(file.payload_bytes, file.block_bytes).sum())
+    checks = np.random.default_rng(file.file).integers(0, 1 << 63, count, dtype=np.uint64)
+    key = file.key.replace("{attempt}", attempt)
+    return FileReceipt(file.file, key, file.num_bytes, digest(checks), checks)
+
+
+class Written(MemoryStorage):
+    """A storage in which every part file is there, at the length that it should have."""
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """Returns the last byte of a part file; what was written of others."""
+        return b"x" if key.endswith(".distcp") else super().read(key, start, num_bytes)
+
+
+# --- the coordinator ----------------------------------------------------------------------------
+
+
+class Counted:
+    """A coordinator whose CPU seconds, messages and bytes are counted."""
+
+    def __init__(self, storage: MemoryStorage) -> None:
+        coordination = Coordination(epoch=1, new_attempt=new_attempt)
+        self.cpu_s: dict[str, float] = defaultdict(float)
+        self.bytes: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self.shell = Shell(coordination, partial(perform, opener=lambda target: storage))
+
+    def take(self, blob: bytes, sort: str) -> None:
+        """Takes a message as it comes over the wire."""
+        self.messages[sort] += 1
+        self.bytes[sort] += len(blob)
+        with self._counting(sort):
+            refused = self.shell.receive(pickle.loads(blob))
+        if refused is not None:
+            raise refused.error
+
+    def work(self) -> None:
+        """Performs all tasks."""
+        while self.shell.tasks:
+            with self._counting(type(self.shell.tasks[0].task).__name__):
+                self.shell.perform(0)
+
+    def answers(self, sort: str) -> dict[int, bytes]:
+        """Returns the answers given, as they go over the wire."""
+        answers, self.shell.answers = self.shell.answers, []
+        with self._counting(sort):
+            sent = {answer.rank: pickle.dumps(answer.reply, 5) for answer in answers}
+        self.bytes[sort] += sum(map(len, sent.values()))
+        return sent
+
+    @contextmanager
+    def _counting(self, sort: str) -> Iterator[None]:
+        start_s = time.process_time()
+        yield
+        self.cpu_s[sort] += time.process_time() - start_s
+
+
+def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Columns],
+         memories: list[PlanMemory], options: SaveOptions) -> dict[str, Any]:  # fmt: skip
+    """Plays one save of all ranks; returns what the coordinator spent on it."""
+    # What simulated ranks hold is in other processes else: the collector must not walk it here.
+    gc.collect()
+    gc.freeze()
+    counted.cpu_s.clear()
+    counted.bytes.clear()
+    counted.messages.clear()
+    key = OpKey("bench", seq)
+    joins: dict[int, Any] = {}
+    sending: dict[int, Any] = {}
+    for rank in range(world_size):
+        joins[rank] = join_save(
+            key, rank=rank, world_size=world_size, target=TARGET, options=options,
+            capture=partial(Held, held(rank)), memory=memories[rank],
+        )  # fmt: skip
+        sending[rank] = next(joins[rank])
+    gc.freeze()
+    rows_moved = 0
+    plans: list[tuple[Any, RankPlan]] = []
+    while sending:
+        for rank, request in sending.items():
+            rows_moved += len(held(rank)) if request.columns else 0
+            counted.take(pickle.dumps(request, 5), "join")
+        counted.work()
+        sending = {}
+        for rank, blob in sorted(counted.answers("go").items()):
+            try:
+                sending[rank] = joins[rank].send(pickle.loads(blob))
+            except StopIteration as end:
+                plans.append((end.value[0], end.value[0].plan))
+    written: Counter[int] = Counter()
+    for go, plan in plans:
+        receipts = tuple(receipt_of(file, go.attempt) for file in plan.files)
+        written[plan.rank] += sum(int(file.payload_bytes.sum()) for file in plan.files)
+        message = SaveReceipt(key, plan.rank, go.attempt, go.epoch, receipts)
+        counted.take(pickle.dumps(message, 5), "receipt")
+    counted.work()
+    outcomes = counted.answers("outcome")
+    first = pickle.loads(outcomes[0])
+    if not isinstance(first, SaveOutcome) or len(outcomes) != world_size:
+        raise AssertionError(f"expected {world_size} commits, found {len(outcomes)}: {first}")
+    return {
+        "cpu_s": dict(counted.cpu_s),
+        "bytes": dict(counted.bytes),
+        "messages": sum(counted.messages.values()),
+        "rows moved": rows_moved,
+        "balance": max(written.values()) * world_size / max(1, sum(written.values())),
+    }
+
+
+def measure(
+    world_size: int, tensors: int, regular: bool, saves: int, metadata: bool = False
+) -> dict[str, Any]:
+    """Saves a state several times; returns what each save cost, and the peak memory."""
+    storage = Written("bench")
+    counted = Counted(storage)
+    columns = list(slabs(world_size, tensors, regular=regular))
+    memories = [PlanMemory() for _ in range(world_size)]
+    options = SaveOptions(stock_metadata=metadata)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = [
+        save(counted, seq, world_size, columns.__getitem__, memories, options)
+        for seq in range(saves)
+    ]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sizes = {
+        key: len(storage.read(key))
+        for key in (entry.key for entry in storage.list())
+        if "distcp" not in key
+    }
+    return {"saves": found, "peak_bytes": (peak - before) << 10, "files": sizes}
+
+
+def _in_child(queue: Any, arguments: tuple[Any, ...]) -> None:
+    queue.put(measure(*arguments))
+
+
+def measured(*arguments: Any) -> dict[str, Any]:
+    """Measures in a process of its own, so that peaks do not add up."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue, arguments))
+    child.start()
+    found: dict[str, Any] = queue.get()
+    child.join()
+    return found
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+PLANNING = ("join", "go", "ReadRecords", "MakePlan")
+
+
+def stock_row_us(world_size: int, tensors: int) -> float:
+    """Returns what stock DCP's coordinator spends on a row, in microseconds: the peer."""
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    plans = []
+    for columns in slabs(world_size, tensors, regular=False):
+        rows = zip(
+            columns.names, columns.shape.tolist(), columns.offset.tolist(), columns.size.tolist(),
+            strict=True,
+        )  # fmt: skip
+        items = [
+            WriteItem(
+                MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offset), torch.Size(size)),
+                    TensorProperties(torch.float32), torch.Size(shape),
+                ),
+            )
+            for name, shape, offset, size in rows
+        ]  # fmt: skip
+        plans.append(pickle.dumps(SavePlan(items)))
+    start_s = time.process_time()
+    made, metadata = create_default_global_save_plan([pickle.loads(plan) for plan in plans])
+    sent = [pickle.dumps(plan) for plan in made]
+    pickle.dumps(metadata)
+    spent_s = time.process_time() - start_s
+    return spent_s / (world_size * tensors) * 1e6 if sent else 0.0
+
+
+def limit_row_us(world_size: int, tensors: int) -> float:
+    """Returns one sort of the rows and one look at each byte of them: what no planner is below."""
+    columns = list(slabs(world_size, tensors, regular=False))
+    start_s = time.process_time()
+    offset = np.concatenate([own.offset for own in columns])
+    size = np.concatenate([own.size for own in columns])
+    name = np.concatenate([own.name for own in columns]).astype(np.int64)
+    order = np.argsort(name * (int(offset.max()) + 1) + offset[:, 0], kind="stable")
+    checked = (offset[order][1:, 0] >= offset[order][:-1, 0] + size[order][:-1, 0]).sum()
+    spent_s = time.process_time() - start_s
+    return spent_s / len(order) * 1e6 if checked else 0.0
+
+
+LAYER = {
+    "q": (8192, 8192), "kv": (2048, 8192), "o": (8192, 8192), "up": (57344, 8192),
+    "down": (8192, 28672), "norm": (8192,),
+}  # fmt: skip
+
+
+def balance(world_size: int, layers: int) -> tuple[float, float, int]:
+    """Returns max/mean bytes over the writers, the least of one in MiB, and the number of writers.
+
+    Every rank holds the same state of a transformer, in float32.
+    """
+    builder = ColumnsBuilder()
+    for layer in range(layers):
+        for name, shape in LAYER.items():
+            builder.tensor(f"{layer}.{name}", "float32", shape, splittable=len(shape) > 1)
+    plan = make_plan([builder.build()] * world_size, min_writer_bytes=MIN_WRITER_BYTES)
+    written = np.bincount(plan.source_rank, plan.table.payload_bytes, world_size)
+    writers = written[written > 0]
+    return writers.max() / writers.mean(), writers.min() / (1 << 20), len(writers)
+
+
+def plan(tensors: int, largest: int) -> int:
+    """Prints what planning and committing cost, for growing numbers of ranks."""
+    worlds = [world for world in WORLDS if world <= largest]
+    print(__doc__.split("\n\n", 1)[1])
+    print(f"limit: {limit_row_us(256, tensors):.2f} us a row (one sort, one look)")
+    stock_us = stock_row_us(32, tensors)
+    print(f"stock DCP's create_global_plan: {stock_us:.1f} us a row at 32 ranks\n")
+    print(f"{'ranks':>6} {'tensors':>7} {'save':>5} {'CPU s':>8} {'plan us/row':>11}", end="")
+    print(f" {'rows moved':>10} {'in MB':>7} {'out MB':>7} {'messages':>8}", end="")
+    print(f" {'table B/row':>11} {'peak MiB':>8}")
+    slopes: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for count in (tensors, 1):
+        for world in worlds:
+            found = measured(world, count, False, 2)
+            rows = world * count
+            table = sum(size for key, size in found["files"].items() if "parquet" in key)
+            for name, cost in zip(("cold", "warm"), found["saves"], strict=True):
+                cpu, moved = cost["cpu_s"], cost["bytes"]
+                slopes[count, name].append(sum(cpu.values()))
+                planning = sum(cpu.get(step, 0.0) for step in PLANNING)
+                print(
+                    f"{world:>6} {count:>7} {name:>5} {sum(cpu.values()):>8.3f} "
+                    f"{planning / rows * 1e6:>11.2f} {cost['rows moved']:>10} "
+                    f"{(moved['join'] + moved['receipt']) / 1e6:>7.1f} "
+                    f"{(moved['go'] + moved['outcome']) / 1e6:>7.1f} {cost['messages']:>8} "
+                    f"{table / rows:>11.1f} {found['peak_bytes'] >> 20:>8}"
+                )
+                print(f"{'':>21}" + ", ".join(f"{k} {v:.3f}" for k, v in cpu.items() if v >= 5e-4))
+    for (count, name), spent in slopes.items():
+        steps = [b / a for a, b in pairwise(spent)]
+        print(
+            f"{name}, {count} tensors: CPU x {spent[-1] / spent[0]:.1f} for ranks x "
+            f"{worlds[-1] // worlds[0]} (steps {', '.join(f'{step:.1f}' for step in steps)})"
+        )
+    for world, layers in ((256, 16), (10_000, 80)):
+        ratio, least, writers = balance(world, layers)
+        print(
+            f"replicated state on {world} ranks: max/mean {ratio:.4f} over {writers} writers, "
+            f"each {least:.0f} MiB or more"
+        )
+    return 0

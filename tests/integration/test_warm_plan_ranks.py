@@ -1,0 +1,110 @@
+"""Real ranks and a real coordinator: a second save sends no rows, also after a restart of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
+from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.workers import WorkerGroup
+from tests.polling import eventually
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+Said = tuple[int, int, list[str]]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with WorkerGroup(2, release_s=2.0) as group:
+        yield group
+
+
+def state_of(step: int, more: int = 0) -> dict[str, object]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(64 * (3 + more), dtype=torch.float32).reshape(64, -1) + step
+    return {
+        "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        "plain": torch.full((5,), float(step)),
+        "step": step,
+    }
+
+
+def save_and_listen(path: str, step: int, more: int = 0, *, staged: bool = False) -> Said:
+    """Saves; returns the bytes of rows and of content that this rank sent, and what it was told."""
+    session = current_session()
+    assert session is not None
+    call, said = type(session).call, []
+
+    def listen(request: Request, **options: object) -> Reply:
+        reply = call(session, request, **options)
+        said.append((request, reply))
+        return reply
+
+    session.call = listen
+    try:
+        if staged:
+            ray_dcp.async_save(state_of(step, more), checkpoint_id=path).result(120)
+        else:
+            ray_dcp.save(state_of(step, more), checkpoint_id=path)
+    finally:
+        del session.call
+    joins = [(request, reply) for request, reply in said if isinstance(request, SaveJoin)]
+    return (
+        sum(len(request.columns) for request, _ in joins),
+        sum(len(request.contents) for request, _ in joins),
+        [type(reply).__name__ for _, reply in joins],
+    )
+
+
+def check_loaded(path: str, step: int, more: int = 0) -> bool:
+    state = state_of(0, more)
+    ray_dcp.load(state, checkpoint_id=path)
+    expected = state_of(step, more)
+    same = torch.equal(state["sharded"].to_local(), expected["sharded"].to_local())
+    return same and torch.equal(state["plain"], expected["plain"]) and state["step"] == step
+
+
+def coordinator_pid() -> int:
+    session = current_session()
+    assert session is not None
+    return int(session.coordinator_info()["pid"])
+
+
+GO, AGAIN, SEND = SaveGo.__name__, SaveAgain.__name__, SendItems.__name__
+
+
+def test_a_second_save_sends_no_rows(ranks, tmp_path):
+    path = [str(tmp_path / f"step{step}") for step in range(6)]
+    first = ranks.run(save_and_listen, path[0], 0)
+    assert [told for _, _, told in first] == [[GO]] * 2
+    assert all(rows > 0 for rows, _, _ in first)
+    assert ranks.run(save_and_listen, path[1], 1) == [(0, 0, [AGAIN])] * 2
+    assert ranks.run(check_loaded, path[1], 1) == [True] * 2
+    # An asynchronous save uses the same plan; so does the synchronous one after it.
+    assert ranks.run(save_and_listen, path[2], 2, staged=True) == [(0, 0, [AGAIN])] * 2
+    assert ranks.run(check_loaded, path[2], 2) == [True] * 2
+    # Another shape is another plan.
+    changed = ranks.run(save_and_listen, path[3], 3, 1)
+    assert [told for _, _, told in changed] == [[GO]] * 2
+    assert ranks.run(check_loaded, path[3], 3, 1) == [True] * 2
+
+    # A coordinator that died has lost its plans, and asks; the ranks still have theirs.
+    pid = ranks.run(coordinator_pid)[0]
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: ranks.run(coordinator_pid)[0] != pid, 60)
+    asked = ranks.run(save_and_listen, path[4], 4)
+    assert [told for _, _, told in asked] == [[SEND, AGAIN]] * 2
+    assert all(rows > 0 for rows, _, _ in asked)
+    assert ranks.run(check_loaded, path[4], 4) == [True] * 2
+    assert ranks.run(save_and_listen, path[5], 5) == [(0, 0, [AGAIN])] * 2
+    assert ranks.run(check_loaded, path[5], 5) == [True] * 2

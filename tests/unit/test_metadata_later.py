@@ -1,0 +1,99 @@
+"""A save without `.metadata`: what reads it, who makes it later, and what may remove it again."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+
+import ray_dcp
+from ray_dcp.cli.main import main
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+
+stock_load = partial(dcp.load, no_dist=True)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+WITHOUT = ray_dcp.SaveOptions(stock_metadata=False)
+
+
+def state_of(step):
+    return {"w": torch.arange(6.0) + step, "step": step}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "ckpt"
+    ray_dcp.save(state_of(1), checkpoint_id=path, options=WITHOUT)
+    return path
+
+
+def loaded(load, path):
+    state = state_of(0)
+    load(state, checkpoint_id=path)
+    return torch.equal(state["w"], state_of(1)["w"]) and state["step"] == 1
+
+
+def test_ours_reads_it_and_stock_sees_nothing(path):
+    assert not (path / ".metadata").exists()
+    assert loaded(ray_dcp.load, path)
+    assert ray_dcp.verify(path).ok
+    assert ray_dcp.open(path).attempt
+
+
+def test_the_one_before_does_not_stay(tmp_path):
+    ray_dcp.save(state_of(0), checkpoint_id=tmp_path)
+    assert (tmp_path / ".metadata").exists()
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path, options=WITHOUT)
+    assert not (tmp_path / ".metadata").exists()
+    assert loaded(ray_dcp.load, tmp_path)
+
+
+def test_made_later_it_is_what_the_save_would_have_written(path, tmp_path):
+    assert ray_dcp.write_metadata(path)
+    assert loaded(stock_load, path)
+    assert loaded(ray_dcp.load, path)
+    assert ray_dcp.verify(path).ok
+    made = (path / ".metadata").read_bytes()
+    assert ray_dcp.write_metadata(path)
+    assert (path / ".metadata").read_bytes() == made
+
+
+def test_it_stays_when_others_look_after_the_checkpoint_and_goes_with_it(path):
+    ray_dcp.write_metadata(path)
+    ray_dcp.collect(path)
+    assert (path / ".metadata").exists()
+    ray_dcp.save(state_of(1), checkpoint_id=path, options=WITHOUT)
+    assert not (path / ".metadata").exists()
+    ray_dcp.write_metadata(path)
+    ray_dcp.delete(path)
+    assert not (path / ".metadata").exists()
+
+
+def test_a_missing_one_is_put_right(tmp_path):
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path)
+    (tmp_path / ".metadata").unlink()
+    assert ray_dcp.write_metadata(tmp_path)
+    assert loaded(stock_load, tmp_path)
+
+
+def test_the_command_makes_it(path, tmp_path):
+    done = CliRunner().invoke(main, ["metadata", str(path)])
+    assert (done.exit_code, "stock DCP can read" in done.output) == (0, True)
+    assert loaded(stock_load, path)
+    missing = CliRunner().invoke(main, ["metadata", str(tmp_path / "nothing")])
+    assert missing.exit_code == 2
+
+
+def test_what_has_no_use_for_it_is_refused(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.write_metadata(tmp_path / "nothing")
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "stock", no_dist=True)
+    before = (tmp_path / "stock" / ".metadata").read_bytes()
+    with pytest.raises(InvalidRequestError, match="stock DCP"):
+        ray_dcp.write_metadata(tmp_path / "stock")
+    assert (tmp_path / "stock" / ".metadata").read_bytes() == before
+    options = ray_dcp.SaveOptions(container="safetensors")
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "flat", options=options)
+    with pytest.raises(InvalidRequestError, match="safetensors"):
+        ray_dcp.write_metadata(tmp_path / "flat")

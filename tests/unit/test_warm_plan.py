@@ -1,0 +1,354 @@
+"""Saves after the first: what ranks say, when a plan is used again, and what makes it cold."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ray_dcp.errors import InvalidRequestError, PlanConflictError, RankDisagreementError
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.columns import ColumnsBuilder, encode
+from ray_dcp.protocol import shelf as shelf_module
+from ray_dcp.protocol.commands import Failed, MakePlan
+from ray_dcp.protocol.messages import Refused, SaveJoin, SendItems, Target
+from ray_dcp.runtime import rank_join
+from ray_dcp.runtime.perform import perform
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
+from ray_dcp.testing.ranks import load_state
+from tests.protocol_play import KEY, Play
+from tests.warm_ranks import Warm
+
+
+@pytest.fixture
+def warm(tmp_path):
+    return Warm(3, str(tmp_path / "ckpt"))
+
+
+def loads(warm, state, world_size=2):
+    return same_state(state, load_state(open_storage(Target(warm.url)), state, world_size))
+
+
+def committed(results):
+    return [result.get() for result in results]
+
+
+def test_a_second_save_moves_no_rows_and_makes_no_plan(warm):
+    committed(warm.save(sample_state(0)))
+    assert warm.senders == {0, 1, 2}
+    assert warm.plans_made == 1
+    committed(warm.save(sample_state(1)))
+    assert warm.was_warm
+    assert all(len(join.fingerprint) == 32 for join in warm.joins)
+    assert loads(warm, sample_state(1))
+
+
+def test_warm_and_cold_saves_write_the_same_bytes(warm, tmp_path):
+    def files(url):
+        storage = open_storage(Target(url))
+        found = {}
+        for entry in storage.list():
+            if entry.key.endswith(".distcp"):
+                rank, _, _ = entry.key.partition(".")
+                found[rank] = storage.read(entry.key)
+        return found
+
+    committed(warm.save(sample_state(0)))
+    committed(warm.save(sample_state(1)))
+    assert warm.was_warm
+    cold = Warm(3, str(tmp_path / "cold"))
+    committed(cold.save(sample_state(1)))
+    assert files(warm.url) == files(cold.url) != {}
+
+
+def test_two_layouts_in_turn_are_both_warm(warm, tmp_path):
+    other = {"ema": np.arange(30.0), "step": 1}
+    for _ in range(2):
+        committed(warm.save(sample_state(0)))
+        committed(warm.save(other, url=str(tmp_path / "ema")))
+    committed(warm.save(sample_state(2)))
+    assert warm.was_warm
+    committed(warm.save(other, url=str(tmp_path / "ema")))
+    assert warm.was_warm
+
+
+def test_only_the_rank_that_changed_sends_rows(warm):
+    committed(warm.save(sample_state(0)))
+    changed = {**sample_state(1), "big": sample_state(1)["big"]}
+    states = [sample_state(1), sample_state(1), {**changed, "mine": np.arange(3)}]
+    states[2]["rep.mine"] = states[2].pop("mine")
+    committed(warm.save(states))
+    assert warm.senders == {2}
+    assert warm.plans_made == 1
+    committed(warm.save(states))
+    assert warm.was_warm
+
+
+def test_a_coordinator_that_forgot_everything_asks(warm):
+    committed(warm.save(sample_state(0)))
+    warm.restart_coordinator()
+    committed(warm.save(sample_state(1)))
+    assert warm.senders == {0, 1, 2}
+    assert warm.plans_made == 1
+    # What they know is what comes out again, so it is not sent a second time.
+    assert {type(reply).__name__ for reply in warm.replies} == {"SendItems", "SaveAgain"}
+    assert loads(warm, sample_state(1))
+    committed(warm.save(sample_state(2)))
+    assert warm.was_warm
+
+
+def test_ranks_that_forgot_everything_are_told_again(warm):
+    committed(warm.save(sample_state(0)))
+    warm.restart(3)
+    committed(warm.save(sample_state(1)))
+    assert warm.plans_made == 0
+    assert loads(warm, sample_state(1))
+    committed(warm.save(sample_state(2)))
+    assert warm.was_warm
+
+
+def test_one_rank_that_forgot_makes_the_others_tell_no_rows(warm):
+    committed(warm.save(sample_state(0)))
+    warm.memories[1] = type(warm.memories[1])()
+    committed(warm.save(sample_state(1)))
+    assert warm.senders == {1}
+    assert warm.plans_made == 0
+    assert sorted(type(reply).__name__ for reply in warm.replies) == [
+        "SaveAgain", "SaveAgain", "SaveGo",
+    ]  # fmt: skip
+    assert loads(warm, sample_state(1))
+
+
+def test_a_rank_that_forgot_and_differs_makes_all_tell(warm):
+    committed(warm.save(sample_state(0)))
+    warm.memories[1] = type(warm.memories[1])()
+    states = [sample_state(1), {**sample_state(1), "note": "mine"}, sample_state(1)]
+    outcome = committed(warm.save(states))[0]
+    assert warm.senders == {1}
+    assert warm.plans_made == 1
+    assert "'note' on rank 1" in outcome.warnings[0]
+    assert loads(warm, sample_state(1))
+
+
+def test_a_rank_of_another_layout_in_between_is_asked_for_content_only(warm, tmp_path):
+    """Rank 1 changes and changes back: the others know the plan in between, not the first."""
+    other = {**sample_state(1), "rep.more": np.arange(2)}
+    committed(warm.save(sample_state(0)))
+    committed(warm.save([sample_state(1), other, sample_state(1)]))
+    committed(warm.save(sample_state(2)))
+    assert not warm.senders
+    assert warm.plans_made == 0
+    assert loads(warm, sample_state(2))
+
+
+def test_another_world_size_is_cold(warm):
+    committed(warm.save(sample_state(0)))
+    memories = warm.memories
+    warm.restart(2)
+    warm.memories = memories[:2]
+    committed(warm.save(sample_state(1)))
+    assert warm.senders == {0, 1}
+    assert loads(warm, sample_state(1), 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SaveOptions(num_threads=1, container="safetensors"),
+        SaveOptions(num_threads=1, part_bytes=4096),
+        SaveOptions(num_threads=1, dedup_save_to_lowest_rank=True),
+    ],
+)
+def test_other_options_are_cold(warm, options):
+    committed(warm.save(sample_state(0)))
+    committed(warm.save(sample_state(1), options=options))
+    assert warm.plans_made == 1
+    assert loads(warm, sample_state(1))
+
+
+def test_options_that_no_plan_depends_on_stay_warm(warm):
+    committed(warm.save(sample_state(0)))
+    committed(warm.save(sample_state(1), options=SaveOptions(num_threads=2, sync_files=False)))
+    assert warm.was_warm
+
+
+def test_content_that_begins_to_differ_is_planned_again_and_told(warm):
+    committed(warm.save(sample_state(0)))
+    states = [sample_state(1), sample_state(1), {**sample_state(1), "note": "mine"}]
+    outcome = committed(warm.save(states))[0]
+    assert warm.plans_made == 1
+    assert not warm.senders
+    assert ["'note' on rank 2" in warning for warning in outcome.warnings] == [True]
+    assert loads(warm, sample_state(1))
+
+
+def test_content_that_differs_each_time_stays_warm_and_is_told_exactly(warm):
+    def states(step, ranks):
+        return [
+            {**sample_state(step), "note": f"rank {rank}" if rank in ranks else "same"}
+            for rank in range(3)
+        ]
+
+    committed(warm.save(states(0, {1, 2})))
+    outcome = committed(warm.save(states(1, {2})))[0]
+    assert warm.was_warm
+    assert "'note' on rank 2" in outcome.warnings[0]
+    assert committed(warm.save(states(2, set())))[0].warnings == ()
+    assert warm.was_warm
+    assert loads(warm, {**sample_state(2), "note": "same"})
+
+
+def test_differing_content_is_refused_on_the_warm_path_too(warm):
+    options = SaveOptions(num_threads=1, replicas="check")
+    committed(warm.save(sample_state(0), options=options))
+    states = [sample_state(1), {**sample_state(1), "note": "mine"}, sample_state(1)]
+    results = warm.save(states, options=options)
+    assert ["'note' on rank 1" in str(result.error) for result in results] == [True] * 3
+
+
+def test_conflicts_of_a_rank_that_changed_are_told_for_all(warm):
+    committed(warm.save(sample_state(0)))
+    other = {**sample_state(1), "rep.scalar": np.array(1, np.int32)}
+    results = warm.save([sample_state(1), other, sample_state(1)])
+    errors = [result.error for result in results]
+    assert {type(error) for error in errors} == {PlanConflictError}
+    assert "'rep.scalar'" in errors[0].message
+    assert "rank 1" in errors[0].message
+    committed(warm.save(sample_state(2)))
+    assert loads(warm, sample_state(2))
+
+
+def test_many_ranks_that_hold_the_same_send_it_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 1)
+    warm = Warm(5, str(tmp_path / "ckpt"))
+    state = {"rep.w": np.arange(5000.0), "rep.b": np.arange(3), "step": 3}
+    committed(warm.save(state))
+    assert warm.senders == {0}
+    assert loads(warm, state)
+    committed(warm.save(state))
+    assert warm.was_warm
+
+
+def test_rows_beyond_the_shelf_are_asked_for(warm, monkeypatch):
+    warm.coordination._shelf._most_rows_bytes = 1
+    committed(warm.save(sample_state(0)))
+    committed(warm.save(sample_state(1)))
+    assert warm.was_warm
+    states = [{**sample_state(2), "rep.more": np.arange(2)}, sample_state(2), sample_state(2)]
+    committed(warm.save(states))
+    assert warm.senders == {0, 1, 2}
+    monkeypatch.setattr(shelf_module, "MOST_PLANS", 1)
+    committed(warm.save(states))
+    assert warm.was_warm
+
+
+@pytest.mark.parametrize("step", ["SaveJoin", "SaveReceipt"])
+def test_messages_that_come_twice_do_no_harm(warm, step):
+    committed(warm.save(sample_state(0)))
+    warm.restart_coordinator()
+
+    def fate(request):
+        return "twice" if type(request).__name__ == step else "live"
+
+    committed(warm.save(sample_state(1), fate=fate))
+    assert loads(warm, sample_state(1))
+
+
+def test_a_rank_that_dies_when_it_is_asked_fails_the_save_for_all(warm):
+    committed(warm.save(sample_state(0)))
+    warm.restart_coordinator()
+
+    def fate(request):
+        return "die" if getattr(request, "asked", 0) and request.rank == 1 else "live"
+
+    results = warm.save(sample_state(1), fate=fate)
+    assert ["rank 1" in str(results[rank].error) for rank in (0, 2)] == [True, True]
+    assert loads(warm, sample_state(0))
+
+
+def test_a_restart_while_ranks_are_asked_asks_again():
+    """A rank may have answered the old coordinator: its answer opens the save at the new one."""
+    play = Play(world_size=2)
+    joins = []
+    for rank in range(2):
+        builder = ColumnsBuilder()
+        builder.tensor("w", "float32", (4,), offset=(2 * rank,), size=(2,))
+        columns = builder.build()
+        steps = rank_join.join_save(
+            KEY, rank=rank, world_size=2, target=Target("memory://x"),
+            options=SaveOptions(), capture=partial(Holding, columns),
+        )  # fmt: skip
+        joins.append(replace(next(steps), columns=b"", known=bytes(32)))
+    assert play.send(replace(joins[0], contents=b"", asked=1)) is None
+    play.send(joins[1])
+    asked = {key[0]: reply for key, reply in play.replies.items()}
+    assert asked == {0: SendItems(rows=True), 1: SendItems(rows=True)}
+    assert {key[1] for key in play.replies} == {"SaveJoin", "SaveJoin 1"}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_join_that_comes_late_does_not_stand_for_the_one_after_it(complete):
+    """At a restarted coordinator, what a rank sent before it was asked may come last."""
+    play = Play(world_size=2)
+    rows = b"rows" if complete else b""
+    first = SaveJoin(KEY, 0, 2, Target("memory://x"), SaveOptions(), b"", None)
+    first = replace(first, fingerprint=bytes(32), known=bytes(32))
+    play.send(replace(first, columns=rows, asked=1))
+    play.send(first)
+    play.send(replace(first, rank=1, known=b"", fingerprint=bytes([1] * 32), columns=b"rows"))
+    asked = {at: reply for at, reply in play.replies.items() if isinstance(reply, SendItems)}
+    assert asked == ({} if complete else {(0, "SaveJoin 1"): SendItems(rows=True)})
+    assert type(play.task).__name__ == ("ReadRecords" if complete else "NoneType")
+
+
+def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
+    play = Play(world_size=1)
+    join = SaveJoin(KEY, 0, 1, Target("memory://x"), SaveOptions(), b"", None)
+    for asked in range(4):
+        reply = play.send(replace(join, fingerprint=bytes(32), asked=asked))
+        if not isinstance(reply, SendItems):
+            break
+    assert isinstance(reply, Refused)
+    assert "rank 0 without items" in reply.error.message
+
+
+def test_a_rank_that_can_not_say_what_it_holds_fails_the_save_for_all(tmp_path, monkeypatch):
+    """Its items are only looked at when it is asked for them, after the others have joined."""
+    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 0)
+    warm = Warm(3, str(tmp_path / "ckpt"))
+
+    def capture(state, rank, world_size):
+        found = ArrayCapture(state, rank, world_size)
+        if rank == 1:
+            found.columns = replace(found.columns, kind=found.columns.kind + np.int8(50))
+        return found
+
+    results = warm.save(sample_state(0), capture=capture)
+    assert {type(result.error) for result in results} == {InvalidRequestError}
+    assert all("rank 1" in str(result.error) for result in results)
+
+
+class Holding:
+    warnings = ()
+
+    def __init__(self, columns):
+        self.columns = columns
+
+
+def test_a_fingerprint_of_another_version_is_refused():
+    builder = ColumnsBuilder()
+    builder.tensor("w", "float32", (4,))
+    rows = encode(builder.build())
+    result = perform(MakePlan((rows,), "torch_save", 1 << 30, False, (b"",), (bytes(32),)))
+    assert isinstance(result, Failed)
+    assert type(result.error) is RankDisagreementError
+    assert "same version" in result.error.message
+
+
+def test_no_warning_is_lost(warm):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        committed(warm.save(sample_state(0)))
+        committed(warm.save(sample_state(1)))

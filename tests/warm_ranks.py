@@ -1,0 +1,93 @@
+"""Ranks that save again and again through one coordination, and what they say meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.commands import MakePlan
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.messages import OpKey, SaveAgain, SaveGo, SaveJoin, SendItems, Target
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.plan_memory import PlanMemory
+from ray_dcp.runtime.rank import save_rank
+from ray_dcp.testing.array_states import ArrayCapture
+
+
+class Warm:
+    """A session of ranks.
+
+    Attributes:
+        joins: Of the last save.
+        replies: To them.
+        plans_made: In the last save.
+    """
+
+    def __init__(self, world_size: int, url: str) -> None:
+        self.url = url
+        self.numbers = count()
+        self.restart(world_size)
+        self.restart_coordinator()
+
+    def restart(self, world_size: int) -> None:
+        """Begins with other processes."""
+        self.world_size = world_size
+        self.memories = [PlanMemory() for _ in range(world_size)]
+
+    def restart_coordinator(self) -> None:
+        self.coordination = Coordination(epoch=next(self.numbers) + 1, new_attempt=new_attempt)
+
+    def save(self, states, *, options=None, capture=ArrayCapture, choose=None, fate=None, url=None):
+        """Saves; returns what each rank was told. `states`: one of all ranks, or one each."""
+        states = states if isinstance(states, list) else [states] * self.world_size
+        self.joins, self.replies, self.plans_made = [], [], 0
+        key = OpKey("warm", next(self.numbers))
+        ranks = [
+            self.listened(
+                save_rank(
+                    key, rank=rank, world_size=self.world_size, target=Target(url or self.url),
+                    options=options or SaveOptions(num_threads=1), memory=self.memories[rank],
+                    capture=partial(capture, states[rank], rank, self.world_size),
+                )
+            )
+            for rank in range(self.world_size)
+        ]  # fmt: skip
+        return run_ranks(
+            ranks, performer=self.perform, coordination=self.coordination, choose=choose, fate=fate
+        )
+
+    def listened(self, steps):
+        request = next(steps)
+        while True:
+            try:
+                if isinstance(request, SaveJoin):
+                    self.joins.append(request)
+                try:
+                    reply = yield request
+                except CheckpointError as error:
+                    request = steps.throw(error)
+                    continue
+                if isinstance(reply, SaveGo | SaveAgain | SendItems):
+                    self.replies.append(reply)
+                request = steps.send(reply)
+            except StopIteration as end:
+                return end.value
+
+    def perform(self, task):
+        self.plans_made += isinstance(task, MakePlan)
+        return perform(task)
+
+    @property
+    def senders(self) -> set[int]:
+        """Ranks that sent rows."""
+        return {join.rank for join in self.joins if join.columns}
+
+    @property
+    def was_warm(self) -> bool:
+        """No rows, no values, no plan moved, and none was made."""
+        quiet = not self.senders and not any(join.contents for join in self.joins)
+        again = all(isinstance(reply, SaveAgain) for reply in self.replies)
+        return quiet and again and not self.plans_made
