@@ -7,6 +7,11 @@ Names are loaded on first use: importing this package loads neither torch nor Ra
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp import errors
@@ -20,22 +25,32 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import (
         DefaultSavePlanner as DefaultSavePlanner,
     )
-    from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter as FileSystemWriter
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from torch.distributed.checkpoint.metadata import Metadata as Metadata
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorStorageMetadata
+    from torch.distributed.checkpoint.optimizer import (
+        load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict,
+    )
     from torch.distributed.checkpoint.planner import LoadPlan as LoadPlan
     from torch.distributed.checkpoint.planner import LoadPlanner as LoadPlanner
     from torch.distributed.checkpoint.planner import ReadItem as ReadItem
     from torch.distributed.checkpoint.planner import SavePlan as SavePlan
     from torch.distributed.checkpoint.planner import SavePlanner as SavePlanner
     from torch.distributed.checkpoint.planner import WriteItem as WriteItem
+    from torch.distributed.checkpoint.quantized_hf_storage import (
+        QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
+    )
+    from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager as BlockingAsyncStager
     from torch.distributed.checkpoint.stateful import Stateful as Stateful
     from torch.distributed.checkpoint.storage import StorageReader as StorageReader
     from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
+    from ray_dcp.conversion import dcp_to_safetensors as dcp_to_safetensors
+    from ray_dcp.conversion import dcp_to_torch_save as dcp_to_torch_save
+    from ray_dcp.conversion import read_state_dict as read_state_dict
+    from ray_dcp.conversion import torch_save_to_dcp as torch_save_to_dcp
     from ray_dcp.entrypoints import async_save as async_save
     from ray_dcp.entrypoints import load as load
     from ray_dcp.entrypoints import load_newest as load_newest
@@ -46,6 +61,7 @@ if TYPE_CHECKING:
     from ray_dcp.handle import SaveHandle as SaveHandle
     from ray_dcp.handle import SaveProgress as SaveProgress
     from ray_dcp.handle import SaveReport as SaveReport
+    from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
     from ray_dcp.runtime.collecting import collect as collect
@@ -56,6 +72,13 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
     from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
+    from ray_dcp.seam.file_system import FileSystemReader as FileSystemReader
+    from ray_dcp.seam.file_system import FileSystemWriter as FileSystemWriter
+    from ray_dcp.seam.file_system import FsspecReader as FsspecReader
+    from ray_dcp.seam.file_system import FsspecWriter as FsspecWriter
+    from ray_dcp.seam.hugging_face import HuggingFaceStorageReader as HuggingFaceStorageReader
+    from ray_dcp.seam.hugging_face import HuggingFaceStorageWriter as HuggingFaceStorageWriter
+    from ray_dcp.seam.per_rank import PerRank as PerRank
     from ray_dcp.seam.report import LoadReport as LoadReport
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
@@ -71,15 +94,21 @@ _HOMES: dict[str, str] = {
     "SaveHandle": "ray_dcp.handle",
     "SaveProgress": "ray_dcp.handle",
     "SaveReport": "ray_dcp.handle",
+    "CheckpointManager": "ray_dcp.manager.manager",
     "load": "ray_dcp.entrypoints",
     "save_state_dict": "ray_dcp.entrypoints",
     "load_newest": "ray_dcp.entrypoints",
     "load_state_dict": "ray_dcp.entrypoints",
     "warm_up": "ray_dcp.warming",
+    "dcp_to_safetensors": "ray_dcp.conversion",
+    "dcp_to_torch_save": "ray_dcp.conversion",
+    "read_state_dict": "ray_dcp.conversion",
+    "torch_save_to_dcp": "ray_dcp.conversion",
     "connect": "ray_dcp.runtime.session",
     "Session": "ray_dcp.runtime.session",
     "WorkerGroup": "ray_dcp.runtime.workers",
     "LoadReport": "ray_dcp.seam.report",
+    "PerRank": "ray_dcp.seam.per_rank",
     "SaveOptions": "ray_dcp.options",
     "LoadOptions": "ray_dcp.options",
     "open": "ray_dcp.view.checkpoint_view",
@@ -90,17 +119,25 @@ _HOMES: dict[str, str] = {
     "write_metadata": "ray_dcp.runtime.metadata_later",
     "CollectReport": "ray_dcp.runtime.leftovers",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
+    # DCP's storages, ours: they are torch's classes too.
+    "FileSystemReader": "ray_dcp.seam.file_system",
+    "FileSystemWriter": "ray_dcp.seam.file_system",
+    "FsspecReader": "ray_dcp.seam.file_system",
+    "FsspecWriter": "ray_dcp.seam.file_system",
+    "HuggingFaceStorageReader": "ray_dcp.seam.hugging_face",
+    "HuggingFaceStorageWriter": "ray_dcp.seam.hugging_face",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
+    "AsyncStager": f"{_TORCH}.staging",
+    "BlockingAsyncStager": f"{_TORCH}.staging",
     "BytesStorageMetadata": _TORCH,
     "CheckpointException": _TORCH,
     "ChunkStorageMetadata": _TORCH,
     "DefaultLoadPlanner": _TORCH,
     "DefaultSavePlanner": _TORCH,
-    "FileSystemReader": _TORCH,
-    "FileSystemWriter": _TORCH,
     "LoadPlan": _TORCH,
     "LoadPlanner": _TORCH,
     "Metadata": _TORCH,
+    "QuantizedHuggingFaceStorageReader": _TORCH,
     "ReadItem": _TORCH,
     "SavePlan": _TORCH,
     "SavePlanner": _TORCH,
@@ -109,13 +146,51 @@ _HOMES: dict[str, str] = {
     "StorageWriter": _TORCH,
     "TensorStorageMetadata": _TORCH,
     "WriteItem": _TORCH,
+    "load_sharded_optimizer_state_dict": _TORCH,
 }
 _HOMES.update(dict.fromkeys(errors.__all__, "ray_dcp.errors"))
 
 __all__ = sorted(_HOMES)
 
 
+# DCP's submodules: `ray_dcp.X` is `ray_dcp.dcp.X`, so that only the first line of a script changes.
+_MODULES = frozenset(
+    (
+        "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
+        "default_planner", "filesystem", "format_utils", "hf_storage", "logger",
+        "logging_handlers", "metadata", "optimizer", "planner", "planner_helpers",
+        "quantized_hf_storage", "resharding", "staging", "state_dict", "state_dict_loader",
+        "state_dict_saver", "stateful", "storage", "utils",
+    )
+)  # fmt: skip
+
+
+class _Alias(MetaPathFinder, Loader):
+    """Imports `ray_dcp.X` as the module `ray_dcp.dcp.X` itself."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        return ModuleSpec(fullname, self) if package == __name__ and name in _MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(f"{__name__}.dcp.{spec.name.partition('.')[2]}")
+        self._true_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Why: the import system has just told the module that it is the alias.
+        module.__spec__ = sys.modules[module.__name__].__spec__ = self._true_spec
+
+
+if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):
+    sys.meta_path.append(_Alias())
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ray_dcp' has no attribute {name!r}")
@@ -125,4 +200,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *(name for name in _MODULES if name[0] != "_")})

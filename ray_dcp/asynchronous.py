@@ -10,11 +10,10 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,8 +31,11 @@ from ray_dcp.operations import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
+from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.connection import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.keeping import Keeping, keeping_of
+from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive
 from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.seam.decision import FOREIGN, Decision
@@ -105,9 +107,10 @@ class _Save:
         self._decision = decision
         self._session = session
         self._options = options
-        self._seconds: dict[str, float] = {}
-        self._bytes_staged = 0
-        self._attempt: str | None = None
+        self._account = Account(
+            "async_save", handle.checkpoint_id,
+            rank=session.rank, world_size=session.world_size, path=decision.path,
+        )  # fmt: skip
         self._staging = ""
         handle._run_by(self)
 
@@ -124,33 +127,37 @@ class _Save:
         return SaveReport(
             path=self._decision.path,
             staging=self._staging,
-            attempt=self._attempt,
-            seconds=dict(self._seconds),
-            bytes_staged=self._bytes_staged,
+            rank=self._session.rank,
+            attempt=self._account.attempt,
+            seconds=dict(self._account.seconds),
+            bytes_staged=self._account.bytes.get("stage", 0),
+            bytes_written=self._account.bytes_written,
             takeovers=self._takeovers(),
         )
 
     def _takeovers(self) -> int:
         return 0
 
-    def _timed(self, phase: str, begin_s: float) -> float:
-        now_s = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now_s - begin_s
-        return now_s
+    def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
+        """Ends the handle; what is counted is counted before anybody hears of it."""
+        self._account.takeovers = self._takeovers()
+        self._account.end(error)
+        self._handle._end(metadata, error)
 
     def _go_on(self, finish: Callable[[], Metadata]) -> None:
         """Runs the rest in a thread of its own, which ends the handle."""
 
         def run() -> None:
-            begin_s = time.perf_counter()
             metadata, error = None, None
+            draws = self._options.progress and self._session.rank == 0
+            bar = ProgressBar(self._handle.checkpoint_id, self.progress) if draws else nullcontext()
             try:
-                metadata = finish()
+                with bar:
+                    metadata = finish()
             except BaseException as exc:  # noqa: BLE001 - the handle tells it
                 error = exc
-            self._timed("write", begin_s)
             _running.discard(self)
-            self._handle._end(metadata, error)
+            self._end(metadata, error)
 
         # Why a daemon: the interpreter must not wait for ever; `_drain` waits with a deadline.
         thread = threading.Thread(target=run, name=f"ray_dcp save {self._handle.checkpoint_id}")
@@ -166,7 +173,8 @@ class _Save:
             logger.error(
                 "The asynchronous save to %s has not ended after %g s and is left; ask "
                 "ray_dcp.outcome(%r, %r) what became of it",
-                self._handle.checkpoint_id, timeout_s, self._handle.checkpoint_id, self._attempt,
+                self._handle.checkpoint_id, timeout_s, self._handle.checkpoint_id,
+                self._account.attempt,
             )  # fmt: skip
         self._handle._tell_if_unseen()
 
@@ -199,8 +207,11 @@ class _NativeSave(_Save):
             try:
                 finish = self._stage(activity, state_dict)
             except CheckpointError as error:
-                self._handle._end(None, error)
+                self._end(None, error)
                 return
+            except BaseException as error:
+                self._account.end(error)
+                raise
             # The rank beats on until the save has ended.
             rest = stack.pop_all()
 
@@ -212,9 +223,8 @@ class _NativeSave(_Save):
 
     def _stage(self, session: Activity, state_dict: StateDict) -> Callable[[], Metadata]:
         target, options, vitals = target_of(self._decision), self._options, session.vitals
-        now_s = time.perf_counter()
+        account, call = self._account, self._account.watching(session.call)
         take = capture_of(self._decision, session, state_dict, options)
-        now_s = self._timed("capture", now_s)
         keeping = self._keeping = keeping_of(self._session)
         self._staging = keeping.kind
         self._key = session.next_key()
@@ -223,20 +233,22 @@ class _NativeSave(_Save):
             options=options, capture=take, staged=keeping.survives, vitals=vitals,
             memory=session.plans,
         )  # fmt: skip
-        go, captured = drive(join, session.call)
-        self._attempt = go.attempt
-        now_s = self._timed("plan", now_s)
+        go, captured = drive(join, call)
         error = keeping.stage(self._key, go, captured, target, options, vitals)
-        self._bytes_staged = keeping.num_bytes
-        self._timed("stage", now_s)
+        account.done("stage", keeping.num_bytes)
         self._handle._is_staged(error)
         noted = (*captured.warnings, *go.warnings)
 
         def finish() -> Metadata:
             committed = False
             try:
-                outcome: SaveOutcome = drive(keeping.finish(), session.call)
+                connection = getattr(self._session, "connection", None)
+                connected = until_disconnected(call, connection)
+                outcome: SaveOutcome = drive(keeping.finish(), connected)
                 committed = vitals.over = True
+            except Disconnected as error:
+                failed = shut_down_meanwhile(target.url, go.attempt, session.rank)
+                raise failed from error.__cause__
             finally:
                 keeping.release(committed=committed)
             if session.rank == 0:
@@ -270,23 +282,27 @@ class _StagedByUser(_Save):
     def begin(self, state_dict: StateDict) -> None:
         """Stages the state as DCP does, in the caller's thread or the stager's."""
         session = _Reserved(self._session)
-        begin_s = time.perf_counter()
         try:
             staged = self._stager.stage(stateful_to_state_dict(state_dict))
-        except BaseException:
+        except BaseException as error:
+            self._account.end(error)
             self._close()
             raise
         if isinstance(staged, Future):
             staged.add_done_callback(self._staged)
         else:
-            self._timed("stage", begin_s)
+            self._account.done("stage")
 
         def finish() -> Metadata:
             try:
-                state = staged.result() if isinstance(staged, Future) else staged
+                if isinstance(staged, Future):
+                    state = staged.result()
+                    self._account.done("stage")
+                else:
+                    state = staged
                 return run_save(
                     self._decision, session, state, self._options, self._checkpoint_id,
-                    stateful=False, use_collectives=self.use_collectives,
+                    stateful=False, use_collectives=self.use_collectives, account=self._account,
                 )  # fmt: skip
             finally:
                 self._close()

@@ -24,6 +24,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.newest import StepRange
 from ray_dcp.seam.arguments import check_planner
 from ray_dcp.seam.decision import FOREIGN
+from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.paths import decide_load, decide_save
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.store.opening import open_storage
@@ -86,11 +87,15 @@ def save(
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save`.
     """
     writer = _second_argument("storage_writer", positional, storage_writer)
-    decision = decide_save(planner, writer, checkpoint_id)
-    session = session_for(process_group, no_dist)
-    return run_save(
-        decision, session, state_dict, options, checkpoint_id, use_collectives=use_collectives
-    )
+    with OperationLog(
+        "save", checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner
+    ) as log:
+        decision = decide_save(planner, writer, checkpoint_id)
+        session = session_for(process_group, no_dist)
+        return run_save(
+            decision, session, state_dict, options, checkpoint_id,
+            use_collectives=use_collectives, log=log,
+        )  # fmt: skip
 
 
 def async_save(
@@ -156,12 +161,17 @@ def async_save(
             f"and should_synchronize_after_execute, but found {type(async_stager).__name__}",
             key="async_stager",
         )
-    decision = decide_save(planner, storage_writer, checkpoint_id)
-    session = session_for(process_group, no_dist)
-    return run_async_save(
-        decision, session, state_dict, options, checkpoint_id,
-        stager=async_stager, use_collectives=use_collectives,
-    )  # fmt: skip
+    with OperationLog(
+        "async_save", checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner
+    ) as log:
+        decision = decide_save(planner, storage_writer, checkpoint_id)
+        session = session_for(process_group, no_dist)
+        handle = run_async_save(
+            decision, session, state_dict, options, checkpoint_id,
+            stager=async_stager, use_collectives=use_collectives,
+        )  # fmt: skip
+        log.uploading(handle)
+        return handle
 
 
 def save_state_dict(
@@ -188,14 +198,13 @@ def save_state_dict(
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `save_state_dict`.
     """
     warnings.warn("save_state_dict is deprecated: use ray_dcp.save", FutureWarning, stacklevel=2)
-    decision = decide_save(planner, storage_writer, None)
-    session = session_for(process_group, no_dist)
-    if decision.path == FOREIGN:
-        storage_writer.reset()
-    return run_save(
-        decision, session, state_dict, None, None,
-        coordinator_rank=coordinator_rank, stateful=False,
-    )  # fmt: skip
+    with OperationLog("save_state_dict", storage_writer=storage_writer, planner=planner) as log:
+        decision = decide_save(planner, storage_writer, None)
+        session = session_for(process_group, no_dist)
+        if decision.path == FOREIGN:
+            storage_writer.reset()
+        how: dict[str, Any] = {"coordinator_rank": coordinator_rank, "stateful": False, "log": log}
+        return run_save(decision, session, state_dict, None, None, **how)
 
 
 def load(
@@ -250,10 +259,12 @@ def load(
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
     reader = _second_argument("storage_reader", positional, storage_reader)
-    decision = decide_load(planner, reader, checkpoint_id)
-    return run_load(
-        decision, session_for(process_group, no_dist), state_dict, options, checkpoint_id
-    )
+    with OperationLog(
+        "load", checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner
+    ) as log:
+        decision = decide_load(planner, reader, checkpoint_id)
+        session = session_for(process_group, no_dist)
+        return run_load(decision, session, state_dict, options, checkpoint_id, log=log)
 
 
 def load_newest(
@@ -323,10 +334,11 @@ def load_newest(
         (9, 9, 1, 1)
     """
     check_planner(planner, LoadPlanner)
-    report = run_load_newest(
-        session := session_for(process_group, no_dist), state_dict, options or LoadOptions(),
-        open_storage(run).url, planner, StepRange(at_most=at_most, newer_than=newer_than),
-    )  # fmt: skip
+    with OperationLog("load_newest", checkpoint_id=run, planner=planner):
+        report = run_load_newest(
+            session := session_for(process_group, no_dist), state_dict, options or LoadOptions(),
+            open_storage(run).url, planner, StepRange(at_most=at_most, newer_than=newer_than),
+        )  # fmt: skip
     # Why only now: a warning can be an error, and the other ranks must not wait for this one.
     if session.rank == 0:
         for path, error in report.damaged:
@@ -363,14 +375,13 @@ def load_state_dict(
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load_state_dict`.
     """
     warnings.warn("load_state_dict is deprecated: use ray_dcp.load", FutureWarning, stacklevel=2)
-    decision = decide_load(planner, storage_reader, None)
-    session = session_for(process_group, no_dist)
-    if decision.path == FOREIGN:
-        storage_reader.reset()
-    return run_load(
-        decision, session, state_dict, None, None,
-        coordinator_rank=coordinator_rank, stateful=False,
-    )  # fmt: skip
+    with OperationLog("load_state_dict", storage_reader=storage_reader, planner=planner) as log:
+        decision = decide_load(planner, storage_reader, None)
+        session = session_for(process_group, no_dist)
+        if decision.path == FOREIGN:
+            storage_reader.reset()
+        how: dict[str, Any] = {"coordinator_rank": coordinator_rank, "stateful": False, "log": log}
+        return run_load(decision, session, state_dict, None, None, **how)
 
 
 def _second_argument(name: str, positional: tuple[Any, ...], keyword: Any) -> Any:

@@ -175,7 +175,7 @@ class UncommittedCheckpointError(CheckpointNotFoundError):
     """There are files of a save here, but none was ever committed."""
 
 
-class CheckpointExistsError(CheckpointError, FileExistsError):
+class CheckpointExistsError(CheckpointError, FileExistsError, RuntimeError):
     """A committed checkpoint has this id already, or another attempt won the race for it."""
 
 

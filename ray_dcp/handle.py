@@ -43,12 +43,22 @@ class SaveReport:
     attempt: str | None
     """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long each phase took: `capture`, `plan`, `stage` (together the stall), `write`
-    (until all ranks' bytes are durable and committed)."""
+    """How long each phase took that has ended: `capture`, `plan` (until all ranks had joined and
+    the plan was there), `stage` (the copy), `write` and `commit`. Where a stager writes, `write`
+    lasts until the commit, and there is no `commit`."""
     bytes_staged: int = 0
     """Bytes that this rank copied."""
+    bytes_written: int = 0
+    """Bytes of this rank's part files, once they are known to be durable."""
+    rank: int = 0
+    """This rank."""
     takeovers: int = 0
     """How often another stager had to take this rank's bytes over."""
+
+    @property
+    def stall_s(self) -> float:
+        """How long training waited: `capture`, `plan` and `stage` together, in seconds."""
+        return sum(self.seconds.get(phase, 0.0) for phase in ("capture", "plan", "stage"))
 
 
 class SaveHandle(Future[Metadata], AsyncSaveResponse):

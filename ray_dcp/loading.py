@@ -10,20 +10,24 @@ from collections.abc import Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ray_dcp.errors import CheckpointError, MissingKeyError
+from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
+from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.kept import await_staged, kept_storage
 from ray_dcp.runtime.newest import StepRange, load_newest_rank
 from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
-from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
+from ray_dcp.seam.decision import FOREIGN, HOOKS, NATIVE, Decision
 from ray_dcp.seam.foreign import foreign_load
 from ray_dcp.seam.lazy_metadata import metadata_of
+from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.paths import decide_load
+from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planner_load import targets_with_planner
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.seam.targets import plan_targets
@@ -46,6 +50,7 @@ def run_load(
     *,
     coordinator_rank: int = 0,
     stateful: bool = True,
+    log: OperationLog | None = None,
 ) -> LoadReport:
     """Loads on this rank and reports.
 
@@ -57,19 +62,34 @@ def run_load(
         checkpoint_id: As given to `load`; foreign storages are reset to it.
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Load into the state of top-level `Stateful` values.
+        log: Hears of phases.
 
     Raises:
         CheckpointError: As `load` does.
     """
     options = decision.apply(options or LoadOptions())
-    with session.activity(options.heartbeat_timeout_s) as activity:
+    url = decision.target.url if decision.target is not None else checkpoint_id
+    with (
+        _account(session, url, decision.path) as account,
+        session.activity(options.heartbeat_timeout_s) as activity,
+    ):
+        if log is not None:
+            activity.vitals.on_enter = log.enter
         if decision.target is not None:
             _await_staged(decision.target.url, activity, options)
         steps = _load_steps(
             decision, activity, state_dict, options, checkpoint_id,
             coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
         )  # fmt: skip
-        return drive(steps, activity.call)
+        report = drive(steps, account.watching(activity.call))
+        return replace(report, seconds=dict(account.seconds))
+
+
+def _account(session: RankSession, url: CheckpointId | None, path: str = "native") -> Account:
+    return Account(
+        "load", None if url is None else os.fspath(url),
+        rank=session.rank, world_size=session.world_size, path=path,
+    )  # fmt: skip
 
 
 def run_load_newest(
@@ -109,16 +129,21 @@ def run_load_newest(
             coordinator_rank=0, stateful=True, overwritten=overwritten,
         )  # fmt: skip
 
-    with session.activity(options.heartbeat_timeout_s) as activity:
+    with (
+        _account(session, run) as account,
+        session.activity(options.heartbeat_timeout_s) as activity,
+    ):
         _await_staged(run, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
                 run=Target(run), steps=steps, timeout_s=options.plan_timeout_s, load=load,
             ),
-            activity.call,
+            account.watching(activity.call),
         )  # fmt: skip
-    return replace(found.value, step=found.step, skipped=found.skipped)
+    return replace(
+        found.value, step=found.step, skipped=found.skipped, seconds=dict(account.seconds)
+    )
 
 
 def _load_steps(
@@ -146,9 +171,14 @@ def _load_steps(
             them all. Its own are added when it fails.
     """
     rank, world_size = session.rank, session.world_size
+    if decision.path != NATIVE:
+        _check_simple(decision, state_dict, options)
     if decision.path == FOREIGN:
         yield from foreign_load(
-            session.next_key, state_dict, decision.storage, decision.planner,
+            session.next_key, state_dict, decision.storage,
+            decision.planner or DefaultLoadPlanner(
+                allow_partial_load=options.allow_partial_load or options.strict is False
+            ),
             rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
             timeout_s=options.read_timeout_s, coordinator_rank=coordinator_rank,
             stateful=stateful,
@@ -175,7 +205,7 @@ def _load_steps(
                 state_dict, checkpoint.table, options=options,
                 flatten_state_dict=decision.flags.flatten_state_dict,
                 flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
-                stateful=stateful,
+                stateful=stateful, rank=rank, world_size=world_size,
             )  # fmt: skip
         _check_replaces(work.loaded, overwritten)
         works.append(work)
@@ -184,7 +214,7 @@ def _load_steps(
     try:
         result: LoadResult = yield from load_rank(
             session.next_key(), rank=rank, world_size=world_size, target=target,
-            options=options, plan=plan, vitals=session.vitals,
+            options=options.without_choices(), plan=plan, vitals=session.vitals,
             kept=kept_storage,
         )  # fmt: skip
     except CheckpointError:
@@ -196,6 +226,7 @@ def _load_steps(
         missing=work.missing,
         unexpected=work.unexpected,
         cast=work.cast,
+        resized=work.resized,
         bytes_needed=result.outcome.bytes_needed,
         bytes_read=result.outcome.bytes_read,
         bytes_from_memory=result.outcome.bytes_from_memory,
@@ -209,6 +240,20 @@ def _await_staged(url: str, session: Activity, options: LoadOptions) -> None:
     if options.from_memory:
         session.vitals.enter("waiting for a save that is staged")
         await_staged(url, options.plan_timeout_s, session.vitals.stop)
+
+
+def _check_simple(decision: Decision, state_dict: StateDict, options: LoadOptions) -> None:
+    """Raises where a plug-in decides what goes where, and so nobody would look at a choice."""
+    chosen = options.choices
+    if decision.path == FOREIGN and options.strict:
+        chosen = (*chosen, "strict=True")
+    if chosen:
+        raise InvalidRequestError(
+            f"LoadOptions with {', '.join(chosen)} need the default planner and a storage of "
+            f"ray_dcp's, but this load goes another way: {decision.reason}",
+            key=chosen[0].partition("=")[0],
+        )
+    refuse_per_rank(state_dict, decision.path)
 
 
 def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:

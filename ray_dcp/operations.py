@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -16,14 +17,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
+from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive, save_rank
 from ray_dcp.runtime.session import current_session
 from ray_dcp.seam.capture import Capture, capture
 from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
 from ray_dcp.seam.foreign import foreign_save
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
+from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.planner_hooks import capture_with_planner
 
 __all__ = [
@@ -87,6 +91,8 @@ def run_save(
     coordinator_rank: int = 0,
     stateful: bool = True,
     use_collectives: bool = True,
+    log: OperationLog | None = None,
+    account: Account | None = None,
 ) -> Metadata:
     """Saves on this rank and returns the metadata of the committed checkpoint.
 
@@ -99,13 +105,45 @@ def run_save(
         coordinator_rank: Where a third-party planner or storage decides.
         stateful: Replace top-level `Stateful` values by their state.
         use_collectives: For foreign storages.
+        log: Hears of phases.
+        account: Of whoever tells the end of the save; by default it is told here.
 
     Raises:
         CheckpointError: As `save` does.
     """
     options = decision.apply(options or SaveOptions())
     rank, world_size = session.rank, session.world_size
+    with ExitStack() as stack:
+        if account is None:
+            account = stack.enter_context(
+                Account(
+                    "save", decision.target.url if decision.target else _text(checkpoint_id),
+                    rank=rank, world_size=world_size, path=decision.path,
+                )
+            )  # fmt: skip
+        return _run_save(
+            decision, session, state_dict, options, checkpoint_id, account, log,
+            coordinator_rank=coordinator_rank, stateful=stateful, use_collectives=use_collectives,
+        )  # fmt: skip
+
+
+def _run_save(
+    decision: Decision,
+    session: RankSession,
+    state_dict: StateDict,
+    options: SaveOptions,
+    checkpoint_id: CheckpointId | None,
+    account: Account,
+    log: OperationLog | None,
+    *,
+    coordinator_rank: int,
+    stateful: bool,
+    use_collectives: bool,
+) -> Metadata:
+    rank, world_size = session.rank, session.world_size
     with session.activity(options.heartbeat_timeout_s) as activity:
+        if log is not None:
+            activity.vitals.on_enter = log.enter
         if decision.path == FOREIGN:
             steps = foreign_save(
                 activity.next_key, state_dict, decision.storage, decision.planner,
@@ -113,23 +151,29 @@ def run_save(
                 timeout_s=options.write_timeout_s, coordinator_rank=coordinator_rank,
                 use_collectives=use_collectives, stateful=stateful,
             )  # fmt: skip
-            return drive(steps, activity.call)
+            metadata: Metadata = drive(steps, activity.call)
+            account.done("write")
+            return metadata
         target = target_of(decision)
         take = capture_of(
             decision, activity, state_dict, options,
             coordinator_rank=coordinator_rank, stateful=stateful,
         )  # fmt: skip
-        outcome = drive(
-            save_rank(
-                activity.next_key(), rank=rank, world_size=world_size, target=target,
-                options=options, capture=take, vitals=activity.vitals, memory=activity.plans,
-            ),
-            activity.call,
+        save = save_rank(
+            activity.next_key(), rank=rank, world_size=world_size, target=target,
+            options=options, capture=take, vitals=activity.vitals, memory=activity.plans,
         )  # fmt: skip
+        draws = options.progress and rank == 0
+        with ProgressBar(target.url, activity.vitals.written) if draws else nullcontext():
+            outcome = drive(save, account.watching(activity.call))
     if rank == 0:
         for warning in outcome.warnings:
-            warnings.warn(warning, UserWarning, stacklevel=3)
+            warnings.warn(warning, UserWarning, stacklevel=4)
     return CommittedMetadata.of(target, outcome)
+
+
+def _text(checkpoint_id: CheckpointId | None) -> str | None:
+    return None if checkpoint_id is None else os.fspath(checkpoint_id)
 
 
 def capture_of(

@@ -6,15 +6,17 @@ of it here and passes it whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_origin
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = ["Container", "DtypePolicy", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
+__all__ = ["Container", "DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
 
 Container = Literal["torch_save", "safetensors"]
-DtypePolicy = Literal["widen", "error", "cast"]
+DtypePolicy = Literal["widen", "error", "cast", "keep"]
+KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], "str | None"]
 Verify = Literal["always", "sample", "never"]
 WhenFull = Literal["wait", "skip", "replace"]
 
@@ -78,6 +80,9 @@ class SaveOptions:
     keep_peer_copy: bool = False
     """What stays in memory by `keep_in_memory` is also copied into the memory of another node, and
     so survives the loss of one. Needs a cluster of two nodes or more."""
+    progress: bool = False
+    """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
+    the driver, also when the ranks are actors. Without Ray nothing is drawn."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0
@@ -125,11 +130,27 @@ class LoadOptions:
 
     allow_partial_load: bool = False
     """Leave keys that the checkpoint lacks as they are, instead of raising `MissingKeyError`."""
-    strict: bool = False
-    """Also refuse keys of the checkpoint that the state dict does not ask for."""
+    strict: bool | None = None
+    """None: keys that the checkpoint lacks are an error, those that nobody asked for are reported,
+    as in DCP. True: both are errors. False: neither is, as in `Module.load_state_dict`. Shapes
+    that differ are an error in any case; see `resize`."""
+    key_map: KeyMap | None = field(default=None, hash=False)
+    """New names for the keys of the checkpoint, where the state dict calls them otherwise: a dict
+    of old to new names; `(regular expression, replacement)` pairs, applied in order to each; or a
+    function of the old name, which returns None to leave a key out."""
+    prefixes: Sequence[str] = field(default=(), hash=False)
+    """Load only what lies at or below these dotted names of the state dict; the rest stays as it
+    is and is not missed. None given: everything."""
+    resize: Mapping[str, int | Sequence[int]] = field(default_factory=dict, hash=False)
+    """Shell patterns of FQNs, each with the dimensions in which the saved and the wanted length
+    may differ. What both have is loaded; what only the target has keeps its value or gets
+    `resize_fill`; what only the checkpoint has is left out. Told by `LoadReport.resized`."""
+    resize_fill: float | None = None
+    """Value of what only the target has; None leaves it as it is."""
     dtype: DtypePolicy = "widen"
     """`widen`: cast where no value can be lost, refuse otherwise. `error`: never cast.
-    `cast`: cast anything, as stock DCP does."""
+    `cast`: cast anything, as stock DCP does. `keep`: keep the saved dtype, by putting a new tensor
+    in the place of a target that has another; a `Stateful` casts what it is given."""
     verify: Verify = "always"
     """Which block checksums to verify: all that are read, one block in 16, or none."""
     weights_only: bool = True
@@ -156,6 +177,64 @@ class LoadOptions:
             self, "num_threads", "scratch_bytes", "plan_timeout_s", "read_timeout_s",
             "heartbeat_timeout_s",
         )  # fmt: skip
+        _check_choices(self)
+
+    def without_choices(self) -> LoadOptions:
+        """Returns them without what only this rank needs to know, for others to read.
+
+        Functions of a user's script do not arrive in another process.
+        """
+        return replace(self, key_map=None, prefixes=(), resize={}, resize_fill=None)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the fields that say which values go where, as far as they are set."""
+        named = {
+            "key_map": self.key_map is not None,
+            "prefixes": bool(self.prefixes),
+            "resize": bool(self.resize),
+            "dtype='keep'": self.dtype == "keep",
+        }
+        return tuple(name for name, is_set in named.items() if is_set)
+
+
+def _check_choices(options: LoadOptions) -> None:
+    wrong: list[tuple[str, str, object]] = []
+    if options.strict not in (None, True, False):
+        wrong.append(("strict", "None, True or False", options.strict))
+    if options.strict is True and options.allow_partial_load:
+        wrong.append(("strict", "None or False together with allow_partial_load", True))
+    if not _is_key_map(options.key_map):
+        wrong.append(("key_map", "a dict, pairs of texts or a function", options.key_map))
+    prefixes = options.prefixes
+    if isinstance(prefixes, str) or not all(isinstance(it, str) and it for it in prefixes):
+        wrong.append(("prefixes", "a list of dotted names", prefixes))
+    if not isinstance(options.resize, Mapping) or not all(
+        isinstance(pattern, str) and all(type(dim) is int for dim in dims_of(dims))
+        for pattern, dims in options.resize.items()
+    ):
+        wrong.append(("resize", "a dict of patterns to dimensions", options.resize))
+    for name, expected, found in wrong:
+        raise InvalidRequestError(
+            f"LoadOptions.{name} must be {expected}, but is {found!r}", key=name
+        )
+
+
+def dims_of(dims: int | Sequence[int]) -> tuple[Any, ...]:
+    """Returns the dimensions of an entry of `LoadOptions.resize`."""
+    return tuple(dims) if isinstance(dims, (list, tuple)) else (dims,)
+
+
+def _is_key_map(key_map: object) -> bool:
+    if key_map is None or callable(key_map):
+        return True
+    if isinstance(key_map, Mapping):
+        pairs: list[Any] = list(key_map.items())
+    elif isinstance(key_map, (list, tuple)):
+        pairs = [pair if isinstance(pair, (list, tuple)) else () for pair in key_map]
+    else:
+        return False
+    return all(len(pair) == 2 and all(isinstance(it, str) for it in pair) for pair in pairs)
 
 
 def _check_literals(options: SaveOptions | LoadOptions) -> None:
@@ -167,19 +246,19 @@ def _check_literals(options: SaveOptions | LoadOptions) -> None:
         "objects": Literal["warn", "refuse"],
         "when_full": WhenFull,
     }
-    for field in fields(options):
-        value = getattr(options, field.name)
-        hint = hints.get(field.name)
+    for each in fields(options):
+        value = getattr(options, each.name)
+        hint = hints.get(each.name)
         if hint is not None and get_origin(hint) is Literal and value not in get_args(hint):
             raise InvalidRequestError(
-                f"{type(options).__name__}.{field.name} must be one of "
+                f"{type(options).__name__}.{each.name} must be one of "
                 f"{', '.join(map(repr, get_args(hint)))}, but is {value!r}",
-                key=field.name,
+                key=each.name,
             )
-        if isinstance(field.default, bool) and not isinstance(value, bool):
+        if isinstance(each.default, bool) and not isinstance(value, bool):
             raise InvalidRequestError(
-                f"{type(options).__name__}.{field.name} must be True or False, but is {value!r}",
-                key=field.name,
+                f"{type(options).__name__}.{each.name} must be True or False, but is {value!r}",
+                key=each.name,
             )
 
 

@@ -21,10 +21,12 @@ from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.torch_items import NeedMoreBytes
 
 __all__ = [
+    "ALL_CODES",
     "DATA_ALIGNMENT",
     "DTYPE_CODE",
     "Entry",
     "SafetensorsHeader",
+    "global_shapes",
     "header",
     "parse_header",
     "saved_offsets",
@@ -65,6 +67,8 @@ _READABLE = {code: dtype for dtype, code in DTYPE_CODE.items()} | {
     "U32": "uint32",
     "U64": "uint64",
 }
+ALL_CODES = MappingProxyType({dtype: code for code, dtype in _READABLE.items()})
+"""Every dtype of torch that the safetensors library knows."""
 _UNSUPPORTED = {
     "F4": "4-bit floats, two a byte",
     "F6_E2M3": "6-bit floats",
@@ -100,15 +104,18 @@ class SafetensorsHeader:
 def header(
     entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
     metadata: Mapping[str, str] | None = None,
+    *,
+    codes: Mapping[str, str] = DTYPE_CODE,
 ) -> bytes:
     """Returns the bytes before the data; their length is a multiple of 4,096.
 
     Args:
         entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
         metadata: The `__metadata__` of the file, for example `sharding_metadata(...)`.
+        codes: How dtypes are spelled, `DTYPE_CODE` or `ALL_CODES`.
 
     Raises:
-        UnsupportedValueError: A dtype is not in `DTYPE_CODE`, or the header would be longer than
+        UnsupportedValueError: A dtype is not in `codes`, or the header would be longer than
             other readers accept.
         InternalError: The entries leave gaps, overlap, or one name comes twice.
 
@@ -120,10 +127,10 @@ def header(
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, size, begin, end in entries:
-        code = DTYPE_CODE.get(dtype)
+        code = codes.get(dtype)
         if code is None:
             raise UnsupportedValueError(
-                f"Expected one of the dtypes {', '.join(DTYPE_CODE)} in a safetensors file, found "
+                f"Expected one of the dtypes {', '.join(codes)} in a safetensors file, found "
                 f"{dtype}; it belongs into the companion file",
                 key=name,
             )
@@ -185,13 +192,19 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
     return SafetensorsHeader(tuple(entries), metadata, 8 + length)
 
 
-def sharding_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def sharding_metadata(
+    offsets: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, str]:
     """Returns the `__metadata__` by which DCP's reader finds each tensor's place.
 
     Args:
         offsets: Where the file's chunk starts in its global tensor, by FQN.
+        shapes: Global shapes by FQN. DCP's reader does not look at them; ours can tell by them
+            that a file is missing.
     """
     info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    for name, shape in (shapes or {}).items():
+        info[name]["global_shape"] = list(shape)
     return {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
 
 
@@ -201,6 +214,30 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
     Raises:
         DamagedCheckpointError: It is no sharding info.
     """
+    info = _sharding_info(metadata)
+    if info is None:
+        return None
+    return {name: _lengths(name, _field(value, "saved_offsets")) for name, value in info.items()}
+
+
+def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Returns the global shapes that `sharding_metadata` was given; none for files of others.
+
+    Raises:
+        DamagedCheckpointError: It is no sharding info.
+    """
+    shapes = {
+        name: _field(value, "global_shape")
+        for name, value in (_sharding_info(metadata) or {}).items()
+    }
+    return {name: _lengths(name, shape) for name, shape in shapes.items() if shape is not None}
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _sharding_info(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
         return None
@@ -212,11 +249,7 @@ def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | N
         raise _damaged("JSON in DCP_SHARDING_INFO", str(exc)[:200]) from exc
     if not isinstance(info, dict):
         raise _damaged("an object in DCP_SHARDING_INFO", type(info).__name__)
-    found = {}
-    for name, value in info.items():
-        offset = value.get("saved_offsets") if isinstance(value, dict) else None
-        found[name] = _lengths(name, offset)
-    return found
+    return info
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

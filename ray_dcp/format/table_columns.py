@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow
 
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.plan.values import BoolArray, Int8Array, Int64Array, Path
+from ray_dcp.plan.values import BoolArray, Int8Array, Int64Array, IntKey, Path
 
 __all__ = [
     "ArrowArray",
@@ -100,19 +100,23 @@ def int_column(column: ArrowArray, dtype: type[np.signedinteger[Any]]) -> npt.ND
 def paths_to_arrow(paths: Sequence[Path | None]) -> tuple[ArrowArray, ArrowArray]:
     """Returns paths as lists of texts, and which of their components are list indices.
 
+    Of a component that is the number of a mapping's key that is missing.
+
     Args:
         paths: Of str and int; None stays a missing list.
     """
     missing = np.array([path is None for path in paths], dtype=bool)
     parts = list(chain.from_iterable(path for path in paths if path is not None))
-    is_index = np.array([type(part) is int for part in parts], dtype=bool)
+    kinds = list(map(type, parts))
+    is_index = np.array([kind is int for kind in kinds], dtype=bool)
     texts = list(map(str, parts)) if is_index.any() else parts
+    is_key = np.array([kind is IntKey for kind in kinds]) if IntKey in kinds else None
     lengths = [0 if path is None else len(path) for path in paths]
     starts = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
     mask = pa.array(missing) if missing.any() else None
     return (
         pa.ListArray.from_arrays(starts, pa.array(texts, pa.string()), mask=mask),
-        pa.ListArray.from_arrays(starts, pa.array(is_index), mask=mask),
+        pa.ListArray.from_arrays(starts, pa.array(is_index, mask=is_key), mask=mask),
     )
 
 
@@ -125,11 +129,15 @@ def paths_of(texts: ArrowArray, is_index: ArrowArray) -> tuple[Path | None, ...]
     if not (texts.is_valid().equals(is_index.is_valid()) and _lengths(texts) == _lengths(is_index)):
         raise damaged("path_is_index for every component of path", "something else")
     parts, marks = texts.flatten(), is_index.flatten()
-    if parts.null_count or marks.null_count:
+    if parts.null_count:
         raise damaged("a text for every component of path", "none")
     components: list[str | int] = texts_of(parts)
-    for position in np.flatnonzero(marks.to_numpy(zero_copy_only=False)).tolist():
+    is_index = marks.fill_null(False).to_numpy(zero_copy_only=False)
+    for position in np.flatnonzero(is_index).tolist():
         components[position] = _index(str(components[position]))
+    if marks.null_count:
+        for position in np.flatnonzero(marks.is_null().to_numpy(zero_copy_only=False)).tolist():
+            components[position] = IntKey(_index(str(components[position])))
     found: list[Path | None] = []
     start = 0
     for length in _lengths(texts):

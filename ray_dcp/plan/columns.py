@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,13 +18,14 @@ import pyarrow as pa
 
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 from ray_dcp.plan.grouping import group_rows
-from ray_dcp.plan.values import Columns, Int64Array, Kind, Path
+from ray_dcp.plan.values import Columns, Int64Array, IntKey, Kind, Path
 
 __all__ = [
     "ColumnsBuilder",
     "check",
     "decode",
     "encode",
+    "int_keys",
 ]
 
 _VERSION = b"2"
@@ -266,7 +268,8 @@ _Vocabulary = tuple[tuple[str, ...], tuple["Path | None", ...], tuple[str, ...]]
 
 
 def _packed(vocabulary: _Vocabulary) -> bytes:
-    return zlib.compress(json.dumps(vocabulary).encode(), 1)
+    words = (*vocabulary, int_keys(vocabulary[1]))
+    return zlib.compress(json.dumps(words).encode(), 1)
 
 
 @lru_cache(maxsize=64)
@@ -276,7 +279,9 @@ def _unpacked(packed: bytes) -> _Vocabulary:
     data = unpacker.decompress(packed, _MAX_VOCABULARY_BYTES)
     if unpacker.unconsumed_tail:
         raise ValueError(f"names and paths are longer than {_MAX_VOCABULARY_BYTES} bytes")
-    names, paths, dtypes = json.loads(data)
+    names, paths, dtypes, keys = json.loads(data)
+    for row, place in keys:
+        paths[row][place] = IntKey(paths[row][place])
     return (
         tuple(map(str, names)),
         tuple(None if path is None else tuple(path) for path in paths),
@@ -299,6 +304,19 @@ def _from_table(table: pa.Table, vocabulary: _Vocabulary) -> Columns:
         **flat,
         **boxes,
     )
+
+
+def int_keys(paths: Sequence[Path | None]) -> list[tuple[int, int]]:
+    """Returns where in the paths numbers are keys: JSON knows them as texts alone."""
+    # Why the first look: it is done in C, and most state dicts have none.
+    if IntKey not in set(map(type, chain.from_iterable(path for path in paths if path))):
+        return []
+    return [
+        (row, place)
+        for row, path in enumerate(paths)
+        for place, part in enumerate(path or ())
+        if type(part) is IntKey
+    ]
 
 
 def _numpy(table: pa.Table, key: str, dtype: type[_T]) -> npt.NDArray[_T]:

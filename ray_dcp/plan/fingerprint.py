@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from ray_dcp.plan.columns import int_keys
 from ray_dcp.plan.values import Columns, Path
 from ray_dcp.version import __version__
 
@@ -63,6 +64,8 @@ def fingerprint(
     """
     words = [__version__, _FORM, world_size, container, part_bytes, to_lowest_rank]
     state = blake2b(json.dumps(words).encode(), digest_size=FINGERPRINT_BYTES)
+    # Why apart: a number as a key equals its text, for the cache too.
+    state.update(json.dumps(int_keys(columns.paths)).encode())
     state.update(_vocabulary(columns.names, columns.paths, columns.dtypes))
     for key in _ARRAYS:
         array = getattr(columns, key)

@@ -26,6 +26,7 @@ __all__ = [
     "Int8Array",
     "Int32Array",
     "Int64Array",
+    "IntKey",
     "Kind",
     "Path",
     "RankPlan",
@@ -40,7 +41,24 @@ Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 Path = tuple["str | int", ...]
-"""Where a value sits in the nested state dict: str for mapping keys, int for list indices."""
+"""Where a value sits in the nested state dict: str for mapping keys (an `IntKey` where the key is a
+number), int for list indices."""
+
+
+class IntKey(str):
+    """The text of a mapping key that is a number: for DCP a text like any other.
+
+    Example:
+        >>> IntKey(7) == "7", IntKey("7").key
+        (True, 7)
+    """
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> int:
+        """The key itself."""
+        return int(self)
 
 
 class Kind(IntEnum):

@@ -20,7 +20,7 @@ from ray.exceptions import (
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
 
-__all__ = ["call_actor"]
+__all__ = ["call_actor", "check_ray"]
 
 MOST_REPEATS = 20
 """How often a call is repeated when the actor can't be reached or has to be made again."""
@@ -65,8 +65,10 @@ def call_actor(
     last: Exception = TimeoutError()
     for attempt in range(MOST_REPEATS):
         try:
-            answer = send(handle(fresh))
-            _await(answer, end_s, lambda: given_up(failed))  # noqa: B023 - called at once
+            actor = handle(fresh)
+            check_ray(who, rank)
+            answer = _sent(send, actor, who, rank)
+            _await(answer, end_s, lambda: given_up(failed), who, rank)  # noqa: B023 - at once
             return ray.get(answer, timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
             raise DeadlineError(
@@ -86,13 +88,48 @@ def call_actor(
     raise _out_of_reach(last, who, rank) from last
 
 
-def _await(answer: Any, end_s: float, given_up: Callable[[], CheckpointError | None]) -> None:
+def check_ray(who: str, rank: int | None = None) -> None:
+    """Raises `ParticipantError` when this process has shut its Ray down.
+
+    *Why*: a call of Ray's in a process without it starts a new cluster, without being asked.
+
+    Args:
+        who: Was to be called, in words.
+        rank: The calling rank, for errors.
+    """
+    if not ray.is_initialized():
+        raise ParticipantError(
+            f"Expected Ray to be up in this process to reach {who}, but it was shut down. Call "
+            f"ray.shutdown() after the last save or load has ended; to go on, connect again",
+            rank=rank,
+        )
+
+
+def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) -> Any:
+    try:
+        return send(actor)
+    except Exception as error:
+        # So does Ray call a handle that is of another cluster than the one it is connected to.
+        if type(error) is Exception:
+            raise _out_of_reach(error, who, rank) from error
+        raise
+
+
+def _await(
+    answer: Any,
+    end_s: float,
+    given_up: Callable[[], CheckpointError | None],
+    who: str,
+    rank: int | None,
+) -> None:
     """Returns when there is an answer or time is over.
 
     Raises:
+        ParticipantError: Ray was shut down meanwhile.
         CheckpointError: What `given_up` returned meanwhile.
     """
     while True:
+        check_ray(who, rank)
         reason = given_up()
         if reason is not None:
             raise reason

@@ -15,7 +15,6 @@ from typing import Any
 
 from ray_dcp.errors import RankDisagreementError
 from ray_dcp.protocol.verdict import name_ranks
-from ray_dcp.runtime import hooks
 
 __all__ = ["announced", "connects", "leaves_connect", "may_have_company", "meet"]
 
@@ -102,15 +101,17 @@ def _all_came(store: Any, keys: list[str], look_s: float) -> bool:
 
 def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> None:
     if store is None:
+        # Why here: a process that is alone has no need of Ray.
+        from ray_dcp.runtime import hooks
+
         store, rank = hooks.job_place()
     if store is not None:
         say(store, f"{_KEY}/connect/{rank}")
 
 
 def may_have_company() -> bool:
-    """Returns whether this process could be a rank: it uses Ray, or has a process group."""
+    """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
     distributed = sys.modules.get("torch.distributed")
-    grouped = (
-        distributed is not None and distributed.is_available() and distributed.is_initialized()
-    )
-    return grouped or "ray" in sys.modules
+    if "ray" in sys.modules or distributed is None or not distributed.is_available():
+        return "ray" in sys.modules
+    return bool(distributed.is_initialized() and distributed.get_world_size() > 1)

@@ -192,7 +192,7 @@ class _Beating:
         heart = self._heart
         while True:
             with heart._changed:
-                if not heart._active:
+                if not heart._active or not ray.is_initialized():
                     return
                 active = dict(heart._active)
                 wait_s = max(heart._first_beat_s - time.monotonic(), 0.0)

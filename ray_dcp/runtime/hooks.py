@@ -146,6 +146,14 @@ def this_caller(pid: int) -> Caller:
     return Caller("job", context.get_job_id(), pid, platform.node())
 
 
+def this_connection() -> tuple[str, str] | None:
+    """Returns what tells this process's connection to a Ray from any other one; None for none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
 @dataclass(frozen=True)
 class Life:
     """What Ray's tables say of an actor."""

@@ -82,12 +82,14 @@ class Session:
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
-        self._next_seq = 0
-        self.plans = PlanMemory()
+        self._next_seq, self.plans = 0, PlanMemory()
         self._handle: Any = None
         from ray_dcp.runtime import hooks
 
         self._caller = hooks.this_caller(os.getpid())
+        from ray_dcp.runtime.connection import Connection
+
+        self.connection = Connection(repr(self), rank)
         self._patience = Patience()
         from ray_dcp.runtime.heart import Heart
 
@@ -182,6 +184,7 @@ class Session:
         from ray_dcp.runtime.staging import RankStaging
 
         self._check_open()
+        self.connection.check()
         with self._staging_lock:
             if self._staging is None:
                 self._staging = RankStaging.open(
@@ -264,11 +267,9 @@ class Session:
             return
         self.closed = True
         registry.forget(self)
-        import ray
-
-        if self._staging is not None and ray.is_initialized():
+        if self._staging is not None:
             self._staging.close()
-        if self._handle is not None and ray.is_initialized():
+        if self._handle is not None and self.connection.is_up:
             self._handle.leave.remote(self.name, self.rank)
 
     @property
@@ -291,6 +292,7 @@ class Session:
     def _reach(self, fresh: bool) -> Any:
         from ray_dcp.runtime.coordinator_handle import coordinator_of
 
+        self.connection.check()
         with self._lock:
             if fresh or self._handle is None:
                 self._handle = coordinator_of(

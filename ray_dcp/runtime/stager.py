@@ -16,17 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.errors import CheckpointError, InternalError, LimitError
-from ray_dcp.runtime import hooks
+from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.runtime import hooks, metrics
 from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
-from ray_dcp.runtime.place import Place
+from ray_dcp.runtime.place import Place, as_window
 from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
 from ray_dcp.stage.copies import CopyingSpool
@@ -77,9 +76,13 @@ class Stager:
     Args:
         lease_s: It leaves after so many seconds without calls, ranks and work.
         options: How to stage.
+        namespace: Ray namespace of the stagers.
     """
 
-    def __init__(self, lease_s: float, options: StagingOptions) -> None:
+    def __init__(
+        self, lease_s: float, options: StagingOptions, namespace: str = NAMESPACE
+    ) -> None:  # fmt: skip
+        self._namespace = namespace
         self._loop = asyncio.get_running_loop()
         self._self = ray.get_runtime_context().current_actor
         self._node_id = ray.get_runtime_context().get_node_id()
@@ -196,7 +199,7 @@ class Stager:
             refs: The object of the store that holds its bytes (uint8 array), if one does.
         """
         self._touch()
-        data = None if refs is None else _adopted(window, await refs[0])
+        data = None if refs is None else as_window(window, await refs[0])
         self._spool.deliver(key, window, data)
 
     async def seal(self, key: StageKey) -> bool | Unknown:
@@ -313,9 +316,9 @@ class Stager:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._lease_s / 4))
-            if not self._spool.num_adopted():
-                while self._adopted:
-                    self._adopted.popitem()[1].close()
+            metrics.staging_memory(self._spool.used_bytes(), self._limit_bytes)
+            while self._adopted and not self._spool.num_adopted():
+                self._adopted.popitem()[1].close()
             unseen = {name: rank for name, rank in self._ranks.items() if rank.pidfd < 0}
             if unseen:
                 callers = {rank.caller for rank in unseen.values()}
@@ -338,10 +341,11 @@ class Stager:
 
     def _peer(self) -> Any:
         node = next_node(self._node_id, alive_nodes())
-        namespace = ray.get_runtime_context().namespace
-        return None if node is None else stager_of(
-            node, namespace=namespace, lease_s=self._lease_s, options=self._options
-        )  # fmt: skip
+        if node is None:
+            return None
+        return stager_of(
+            node, namespace=self._namespace, lease_s=self._lease_s, options=self._options
+        )
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""
@@ -377,7 +381,7 @@ def stager_of(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    return actor.remote(check_lease(lease_s), options or StagingOptions())
+    return actor.remote(check_lease(lease_s), options or StagingOptions(), namespace)
 
 
 def _channel(limit_bytes: int, options: StagingOptions) -> Channel:
@@ -389,12 +393,3 @@ def _arena_channel(limit_bytes: int, options: StagingOptions) -> Channel:
     channel = _channel(limit_bytes, options)
     channel.arena = Arena.create(channel.ledger.num_slots, channel.slot_bytes)
     return channel
-
-
-def _adopted(window: int, array: Any) -> memoryview:
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-        raise InternalError(
-            f"Expected window {window} to be a uint8 array of one dimension, but found "
-            f"{type(array).__name__}. Please report this"
-        )
-    return memoryview(array)  # type: ignore[arg-type]

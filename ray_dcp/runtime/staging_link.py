@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.runtime import hooks
-from ray_dcp.runtime.call import call_actor
+from ray_dcp.runtime.call import call_actor, check_ray
 from ray_dcp.runtime.place import Place
 from ray_dcp.stage.arena import Arena
 
@@ -76,8 +76,9 @@ class Link:
 
     def post(self, method: str, *arguments: Any) -> None:
         """Tells the stager something; nobody waits for whether it came."""
-        # Suppressed: that the stager is gone is found by the next call.
-        with suppress(RayError):
+        # Suppressed: that the stager is gone, or Ray, is found by the next call.
+        with suppress(Exception):
+            check_ray(self.stager)
             getattr(self.handle, method).remote(*arguments)
 
     def end_stager(self, timeout_s: float) -> None:

@@ -31,6 +31,7 @@ class Vitals:
         over: That save or load has its outcome on this rank.
         stop: Asked to stop when going on is of no use: it failed elsewhere, or was cancelled.
         abandoned: Why its coordinator will never answer; None while it may.
+        on_enter: Told every phase that begins.
 
     Example:
         >>> vitals = Vitals(lambda: 0.0)
@@ -45,6 +46,7 @@ class Vitals:
         self.over = False
         self.stop = Stop()
         self.abandoned: CheckpointError | None = None
+        self.on_enter: Callable[[str], None] = lambda _: None
         self._clock = clock
         self._lock = threading.Lock()
         self._first_seq: int | None = None
@@ -76,6 +78,7 @@ class Vitals:
             self._phase = phase
             self._entered_s = self._moved_s = self._clock()
             self._done_bytes, self._total_bytes = 0, total_bytes
+        self.on_enter(phase)
 
     def moved(self, num_bytes: int) -> None:
         """Notes that bytes went to the storage or came from it."""
@@ -125,6 +128,11 @@ class Vitals:
                 quiet_s=now_s - self._moved_s,
                 key=next(iter([*self._at.values()]), None),
             )
+
+    def written(self) -> tuple[int, int]:
+        """Returns bytes written and bytes in all; zeros while nothing is written."""
+        doing = self.doing
+        return (doing.done_bytes, doing.total_bytes) if doing.phase == "writing" else (0, 0)
 
     def overdue(self, what: str, option: str, after_s: float, rank: int) -> CheckpointError:
         """Returns the error of this rank's own work that takes too long.

@@ -21,6 +21,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import BoolArray, Columns, Int8Array, Int64Array, Kind, Path
 from ray_dcp.seam.flatten import Flat, flatten, flatten_top
 from ray_dcp.seam.objects import dump_object, is_simple, load_problem, simple_digest
+from ray_dcp.seam.per_rank import PerRank, named_for_rank
 from ray_dcp.seam.shards import Box, Layouts, is_sharded, sharded
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.seam.tensors import (
@@ -82,7 +83,7 @@ def capture(
     Args:
         state_dict: Values, nested as DCP allows; top-level `Stateful` values are asked for their
             `state_dict()`. Not changed.
-        rank: Of this process, for messages.
+        rank: Of this process, for messages and for `PerRank` values.
         world_size: Number of ranks that save together.
         is_coordinator: Accepted as DCP's planners do; makes no difference.
         options: `objects="refuse"` makes an object that a safe load refuses an error.
@@ -113,7 +114,8 @@ def capture(
         flatten_sharded_tensors=flatten_sharded_tensors,
     )
     with collector_paused():
-        rows.fill(flatten(plain) if flatten_state_dict else flatten_top(plain))
+        flat = flatten(plain) if flatten_state_dict else flatten_top(plain)
+        rows.fill(named_for_rank(flat, rank, world_size))
         _check(rows, options, rank)
         columns = rows.columns()
     values = rows.values
@@ -246,6 +248,9 @@ class _Rows:
             self._add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, tuple(value.shape),
                       value.requires_grad)  # fmt: skip
             self._value.append(bytes_digest(data) if self._digests else 0)
+        elif type(value) is PerRank:
+            self._add(_OBJECT, _Deferred(fqn, None, self._dump(fqn, value.value)), None, (), False)
+            self._value.append(0)
         elif is_simple(value):
             self._add(_OBJECT, _Deferred(fqn, value), None, (), False)
             self._value.append(simple_digest(value) if self._digests else 0)

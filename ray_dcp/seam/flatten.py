@@ -1,25 +1,26 @@
 """Nested state dicts to flat ones with dotted names, by DCP's rules, and back.
 
 The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if a mapping or a
-tensor is in it, at any depth of lists; everything else is one value, tuples too. Empty mappings
-leave no trace. Source: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`.
+tensor is in it, at any depth of lists; everything else is one value, tuples too.
+Source: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`.
 
 Beyond DCP, each flat value knows the container it sits in and its real key there, so that a loaded
-value goes back to where it came from under integer keys too.
+value goes back to where it came from under integer keys too; paths tell which keys are numbers;
+and an empty mapping, which leaves no trace in DCP, is a value.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ray_dcp.errors import DamagedCheckpointError, StateDictError
-from ray_dcp.plan.values import Path
+from ray_dcp.plan.values import IntKey, Path
 
 __all__ = ["Flat", "flatten", "flatten_top", "set_by_path", "unflatten"]
 
@@ -29,6 +30,11 @@ Python's stack than there is."""
 
 MAX_LIST = 1 << 20
 """Longest list that a stored path may ask for."""
+
+_PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+_LARGEST_KEY = 1 << 60
+"""Numbers from here on are texts as mapping keys."""
 
 _VALUE, _MAPPING, _LIST, _TENSOR = range(4)
 
@@ -43,6 +49,7 @@ class Flat:
         values: The values themselves.
         parents: The container that holds each value.
         keys: The value's key or index in that container.
+        empty: Names whose value is a mapping without entries.
     """
 
     names: list[str] = field(default_factory=list)
@@ -50,6 +57,23 @@ class Flat:
     values: list[Any] = field(default_factory=list)
     parents: list[Any] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
+    empty: set[str] = field(default_factory=set)
+
+    def only(self, rows: Sequence[int]) -> Flat:
+        """Returns some of it.
+
+        Args:
+            rows: Which, in order.
+        """
+        lists: tuple[list[Any], ...] = (
+            self.names,
+            self.paths,
+            self.values,
+            self.parents,
+            self.keys,
+        )
+        names, paths, values, parents, keys = ([each[row] for row in rows] for each in lists)
+        return Flat(names, paths, values, parents, keys, self.empty)
 
 
 def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
@@ -72,6 +96,11 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
     """
     flat = Flat()
     _Walker(flat, before_2_4).walk("", (), state_dict, 0)
+    if flat.empty and len(set(flat.names)) != len(flat.names):
+        # Why: for DCP these mappings are not there, so that their names are free for others.
+        values = enumerate(flat.values)
+        rows = [row for row, value in values if not (isinstance(value, Mapping) and not value)]
+        flat = replace(flat.only(rows), empty=set())
     _check_unique(flat.names)
     return flat
 
@@ -85,7 +114,7 @@ def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
     flat = Flat()
     for key, value in state_dict.items():
         flat.names.append(str(key))
-        flat.paths.append((str(key),))
+        flat.paths.append((key if type(key) is str else _text(key),))
         flat.values.append(value)
         flat.parents.append(state_dict)
         flat.keys.append(key)
@@ -123,11 +152,15 @@ def set_by_path(root: dict[str, Any], path: Path, value: Any) -> None:
         if isinstance(here, list):
             if here[key] is None:
                 here[key] = [] if isinstance(next_key, int) else {}
-        elif key not in here:
-            here[key] = [] if isinstance(next_key, int) else {}
-        here = here[key]
+        elif _key(key) not in here:
+            here[_key(key)] = [] if isinstance(next_key, int) else {}
+        here = here[_key(key)]
     _check_step(here, path[-1], path)
-    here[path[-1]] = value
+    here[_key(path[-1])] = value
+
+
+def _key(part: str | int) -> str | int:
+    return part.key if isinstance(part, IntKey) else part
 
 
 class _Walker:
@@ -140,17 +173,24 @@ class _Walker:
 
     def visit(self, parent: Any, key: Any, name: str, path: Path, value: Any, depth: int) -> None:
         kind = self._kind(type(value))
-        if kind == _MAPPING and not (self._before_2_4 and self._is_value(value, depth)):
+        if kind == _MAPPING and not value and not self._before_2_4:
+            self._flat.empty.add(name)
+            # Why another: a mapping of a class of its own need not pickle.
+            self._add(parent, key, name, path, value if type(value) in _PLAIN_MAPPINGS else {})
+        elif kind == _MAPPING and not (self._before_2_4 and self._is_value(value, depth)):
             self.walk(name + ".", path, value, depth)
         elif kind == _LIST and not self._is_value(value, depth):
             self._list(name + ".", path, value, depth)
         else:
-            flat = self._flat
-            flat.names.append(name)
-            flat.paths.append(path)
-            flat.values.append(value)
-            flat.parents.append(parent)
-            flat.keys.append(key)
+            self._add(parent, key, name, path, value)
+
+    def _add(self, parent: Any, key: Any, name: str, path: Path, value: Any) -> None:
+        flat = self._flat
+        flat.names.append(name)
+        flat.paths.append(path)
+        flat.values.append(value)
+        flat.parents.append(parent)
+        flat.keys.append(key)
 
     def walk(self, prefix: str, path: Path, mapping: Mapping[Any, Any], depth: int) -> None:
         """Adds what is in a mapping."""
@@ -159,7 +199,7 @@ class _Walker:
         add_name, add_path, add_value = flat.names.append, flat.paths.append, flat.values.append
         add_key = flat.keys.append
         for key, value in mapping.items():
-            text = key if type(key) is str else str(key)
+            text = key if type(key) is str else _text(key)
             kind = kinds.get(type(value))
             if kind in (_TENSOR, _VALUE):
                 add_name(prefix + text)
@@ -194,6 +234,10 @@ class _Walker:
         if kind is None:
             kind = self._kinds[cls] = _classify(cls)
         return kind
+
+
+def _text(key: Any) -> str:
+    return IntKey(key) if type(key) is int and abs(key) < _LARGEST_KEY else str(key)
 
 
 def _classify(cls: type) -> int:

@@ -30,6 +30,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.protocol.messages import OpKey
 from ray_dcp.seam.awaiting import await_future
+from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.rounds import Group, Sealed, Steps, all_reduce, reduce_scatter, reserve
 from ray_dcp.seam.state import put_back, stateful_to_load_targets, stateful_to_state_dict
 
@@ -86,6 +87,7 @@ def foreign_save(
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_save_state_dict`.
     """
+    refuse_per_rank(state_dict, f"the storage {type(storage_writer).__name__}")
     group = Group(
         reserve(next_key, num_steps=2, world_size=world_size),
         rank, world_size, timeout_s, "save", _text(checkpoint_id), coordinator_rank,

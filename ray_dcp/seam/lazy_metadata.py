@@ -167,7 +167,9 @@ def metadata_of_table(table: ChunkTable, *, checkpoint_id: str | None = None) ->
 
 def _planner_data(table: ChunkTable) -> dict[str, Any] | None:
     paths = {
-        name: path for name, path in zip(table.names, table.paths, strict=True) if path is not None
+        name: tuple(str(part) if isinstance(part, str) else part for part in path)
+        for name, path in zip(table.names, table.paths, strict=True)
+        if path is not None
     }
     return paths or None
 

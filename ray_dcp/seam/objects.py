@@ -104,7 +104,7 @@ def load_object(
     try:
         if not weights_only:
             return _torch_load(data, weights_only=False)
-        with _allowed():
+        with allowed():
             return _torch_load(data, weights_only=True)
     except pickle.UnpicklingError as error:
         refused = _unsafe_globals(data)
@@ -202,7 +202,7 @@ def _torch_load(data: bytes | memoryview, *, weights_only: bool) -> Any:
 
 
 def _unsafe_globals(data: bytes | memoryview) -> list[str]:
-    with _allowed():
+    with allowed():
         try:
             return sorted(serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
         except Exception:  # noqa: BLE001 - only to word a message
@@ -246,7 +246,7 @@ _PICKLE.Pickler = _Pickler  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _allowed() -> Iterator[None]:
+def allowed() -> Iterator[None]:
     """Adds our allow-list to torch's for a moment; what the user added stays as it was.
 
     The list of torch is one per process, hence the lock.

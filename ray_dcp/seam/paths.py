@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint import _fsspec_filesystem, filesystem, hf_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -31,6 +30,14 @@ from ray_dcp.seam.decision import (
     PathName,
     PlannerFlags,
 )
+from ray_dcp.seam.file_system import (
+    FileSystemReader,
+    FileSystemWriter,
+    FsspecReader,
+    FsspecWriter,
+    is_default_registry,
+)
+from ray_dcp.seam.hugging_face import HuggingFaceStorageReader
 
 __all__ = [
     "Decision",
@@ -103,7 +110,11 @@ class _Side:
 
     argument: str
     local: type
-    fsspec_name: str
+    """torch's class, from which all others come."""
+    taken: tuple[type, ...]
+    """Exactly these classes are taken at their word."""
+    fsspecs: tuple[type, ...]
+    """Of those, the ones for URLs; the first is made for ids that only fsspec serves."""
     options: Callable[[Any], Mapping[str, object]]
     ignored: Callable[[Any], tuple[str, ...]]
 
@@ -148,22 +159,19 @@ def _place_of_id(checkpoint_id: Any, side: _Side) -> Decision:
     if protocol in ("", "file", "memory"):
         how = f"a {protocol}:// URL" if protocol else "a local path"
         return _native(f"checkpoint_id is {how}", Target(_url(checkpoint_id)), None)
-    stock = _fsspec(side)
-    if stock is None:
-        raise _no_storage(checkpoint_id, side, "fsspec can't be imported")
+    made = side.fsspecs[0]
     try:
-        storage = stock(os.fspath(checkpoint_id))
+        storage = made(os.fspath(checkpoint_id))
     except (ValueError, ImportError, OSError) as error:
         raise _no_storage(checkpoint_id, side, str(error)) from error
-    return _foreign(f"{protocol}:// goes through torch's {stock.__name__}", storage)
+    return _foreign(f"{protocol}:// goes through {made.__name__}", storage)
 
 
 def _why_foreign(storage: Any, checkpoint_id: Any, side: _Side) -> str | None:
     """Returns why a plug-in does its own work, or None when it can be taken at its word."""
     kind = type(storage).__name__
-    fsspec = _fsspec(side)
-    is_fsspec = fsspec is not None and type(storage) is fsspec
-    if not is_fsspec and type(storage) is not side.local:
+    is_fsspec = type(storage) in side.fsspecs
+    if type(storage) not in side.taken:
         if isinstance(storage, side.local):
             return f"{kind} is a subclass of {side.local.__name__}"
         return f"{kind} is a third-party {side.argument}"
@@ -188,21 +196,11 @@ def _shadowed(storage: Any) -> list[str]:
 
 def _has_extensions(storage: Any) -> bool:
     transforms = storage.transforms
-    registry = getattr(transforms, "extension_registry", None)
-    if registry is None:
+    if hasattr(transforms, "extensions"):
         return bool(transforms.extensions)
     # A registry only matters to a checkpoint that has transformed items. The default one says
     # nothing about the user's wishes; one with more, or of another class, does.
-    is_default = registry.extensions == ExtensionRegistry().extensions
-    return type(registry) is not ExtensionRegistry or not is_default
-
-
-def _fsspec(side: _Side) -> Any:
-    try:
-        from torch.distributed.checkpoint import _fsspec_filesystem
-    except ImportError:
-        return None
-    return getattr(_fsspec_filesystem, side.fsspec_name)
+    return not is_default_registry(storage)
 
 
 def _fsspec_protocol(storage: Any, checkpoint_id: Any) -> str:
@@ -284,14 +282,23 @@ def _ignored_by_writer(writer: Any) -> tuple[str, ...]:
 _SAVE = _Side(
     "storage_writer",
     filesystem.FileSystemWriter,
-    "FsspecWriter",
+    (filesystem.FileSystemWriter, FileSystemWriter, FsspecWriter, _fsspec_filesystem.FsspecWriter),
+    (FsspecWriter, _fsspec_filesystem.FsspecWriter),
     _writer_options,
     _ignored_by_writer,
 )
 _LOAD = _Side(
     "storage_reader",
     filesystem.FileSystemReader,
-    "FsspecReader",
+    (
+        filesystem.FileSystemReader,
+        FileSystemReader,
+        FsspecReader,
+        _fsspec_filesystem.FsspecReader,
+        hf_storage.HuggingFaceStorageReader,
+        HuggingFaceStorageReader,
+    ),
+    (FsspecReader, _fsspec_filesystem.FsspecReader),
     lambda _: {},
     lambda _: (),
 )

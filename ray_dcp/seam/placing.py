@@ -13,23 +13,24 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.errors import (
-    DamagedCheckpointError,
     InternalError,
     ShapeMismatchError,
     StateDictError,
     UnsupportedValueError,
 )
 from ray_dcp.options import LoadOptions
-from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.seam.flatten import Flat
+from ray_dcp.seam.fresh import fresh_dtensor, fresh_plain
 from ray_dcp.seam.objects import load_object
+from ray_dcp.seam.per_rank import OwnValues
+from ray_dcp.seam.resizing import Resizing
 from ray_dcp.seam.shards import Layouts, is_sharded, sharded
-from ray_dcp.seam.sink import Fresh, TensorSink, copy_into, fresh_like, is_direct, is_writable
+from ray_dcp.seam.sink import Fresh, TensorSink, is_direct, is_writable
 from ray_dcp.seam.tensors import dtype_name, dtype_of, find_dtype, loses_nothing, refusal
 from ray_dcp.seam.wanted_boxes import Boxes
 
-__all__ = ["ItemPlacer", "ObjectTaker", "Placing"]
+__all__ = ["ObjectTaker", "Placing"]
 
 ObjectTaker = Callable[[bytes], None]
 """Takes the verified bytes of one item (`torch.save` output)."""
@@ -51,6 +52,7 @@ class Placing:
         objects: `(chunk, FQN, place)` of Python objects; chunk -1 when none is stored.
         loaded: FQNs that take part.
         cast: `(FQN, stored dtype, target dtype)` where they differ.
+        resizing: Targets of other shapes than what is saved.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Placing:
         self.cast: list[tuple[str, str, str]] = []
         self._flatten_sharded_tensors = flatten_sharded_tensors
         self._layouts = Layouts()
+        self.resizing = Resizing(options)
         self._fresh: list[tuple[Place, Fresh]] = []
         self._placed: dict[int, Any] = {}
         self._mismatches: list[str] = []
@@ -168,7 +171,24 @@ class Placing:
             parent[key] = fresh.value
         for number, (_, _, (parent, key)) in enumerate(self.objects):
             parent[key] = self._placed[number]
+        self.resizing.fill()
         self.raw.sink.finish()
+
+    def own_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
+        """Yields the chunk of each `PerRank` value and what takes its bytes."""
+        for number, fqn in own.numbers:
+            yield int(self._first_chunk[number]), self._own_taker(own, number, fqn)
+
+    def has_chunk(self, number: int) -> bool:
+        """Whether anything is stored of a tensor or object."""
+        return bool(self._first_chunk[number] >= 0)
+
+    def _own_taker(self, own: OwnValues, number: int, fqn: str) -> ObjectTaker:
+        def take(data: bytes) -> None:
+            weights_only = self.options.weights_only
+            own.take(number, load_object(data, fqn=fqn, weights_only=weights_only))
+
+        return take
 
     def _object_taker(self, number: int, fqn: str) -> ObjectTaker:
         def take(data: bytes) -> None:
@@ -185,15 +205,18 @@ class Placing:
         shape = tuple(tensor.shape)
         stored = self._check_fit(fqn, shape, tensor.dtype, number)
         boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
-        if tensor.is_meta:
-            fresh = self._add_fresh(fqn, place, lambda: _fresh_plain(tensor))
+        if tensor.is_meta or self._keeps(tensor.dtype, stored):
+            self.resizing.refuse_new(fqn)
+            kept = stored if self.options.dtype == "keep" else tensor.dtype
+            fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
             if 0 not in shape:
                 boxes.add(number, (0,) * len(shape), shape)
                 boxes.sink.add_fresh(fresh, 0, stored)
             return
-        if 0 not in shape:
-            boxes.add(number, (0,) * len(shape), shape)
-            self._add_target(fqn, tensor, stored, boxes.sink)
+        part = self.resizing.part(tensor, (0,) * len(shape), shape, self._shapes[number])
+        if part is not None:
+            boxes.add(number, (0,) * len(shape), tuple(part.shape))
+            self._add_target(fqn, part, stored, boxes.sink)
 
     def _sharded(self, fqn: str, value: Any, place: Place, number: int) -> None:
         held = sharded(
@@ -203,23 +226,31 @@ class Placing:
         stored = self._check_fit(fqn, held.shape, held.dtype, number)
         boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
         fresh = None
-        if any(tensor.is_meta for tensor in held.tensors):
+        keeps = self._keeps(held.dtype, stored)
+        if keeps or any(tensor.is_meta for tensor in held.tensors):
+            self.resizing.refuse_new(fqn)
             if not isinstance(value, DTensor):
                 raise UnsupportedValueError(
                     f"{fqn!r} is a {type(value).__qualname__} on the meta device: give it memory "
                     "before loading"
+                    if not keeps
+                    else f"{fqn!r} is a {type(value).__qualname__}, of which "
+                    "LoadOptions(dtype='keep') can't make one of another dtype"
                 )
-            fresh = self._add_fresh(fqn, place, lambda: _fresh_dtensor(value, fqn))
+            kept = stored if self.options.dtype == "keep" else held.dtype
+            fresh = self._add_fresh(fqn, place, lambda: fresh_dtensor(value, fqn, kept))
         for number_of_box, ((offset, size), tensor) in enumerate(
             zip(held.boxes, held.tensors, strict=True)
         ):
-            if 0 in size:
-                continue
-            boxes.add(number, offset, size)
             if fresh is not None:
-                boxes.sink.add_fresh(fresh, number_of_box, stored)
-            else:
-                self._add_target(fqn, tensor, stored, boxes.sink)
+                if 0 not in size:
+                    boxes.add(number, offset, size)
+                    boxes.sink.add_fresh(fresh, number_of_box, stored)
+                continue
+            part = self.resizing.part(tensor, offset, size, self._shapes[number])
+            if part is not None:
+                boxes.add(number, offset, tuple(part.shape))
+                self._add_target(fqn, part, stored, boxes.sink)
 
     def _add_target(
         self, fqn: str, tensor: torch.Tensor, stored: torch.dtype, sink: TensorSink
@@ -248,6 +279,8 @@ class Placing:
             stored = self._dtypes[code] = dtype_of(self.table.dtypes[code], fqn=fqn)
         self._itemsizes[number] = stored.itemsize
         if shape != self._shapes[number]:
+            if self.resizing.allows(fqn, self._shapes[number], shape) and stored == dtype:
+                return stored
             self._mismatches.append(
                 f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
             )
@@ -257,6 +290,8 @@ class Placing:
 
     def _check_cast(self, fqn: str, stored: torch.dtype, dtype: torch.dtype) -> None:
         policy = self.options.dtype
+        if policy == "keep":
+            return
         if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
             self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))
             return
@@ -266,101 +301,9 @@ class Placing:
             f"that {why}: use a target of the saved dtype, or LoadOptions(dtype='cast')"
         )
 
-
-class ItemPlacer:
-    """Puts whole `torch.save` items of tensor chunks into the boxes that want parts of them."""
-
-    def __init__(self, placing: Placing, raw: Wanted) -> None:
-        self._placing = placing
-        self._raw = raw
-
-    def place_item(self, chunk: int, data: bytes) -> None:
-        """Puts a tensor item into the buffers of every raw row that it meets.
-
-        Raises:
-            UnsafeCheckpointError: It asks for a class that is not on the allow-list.
-            DamagedCheckpointError: It is no tensor of the chunk's shape.
-        """
-        table = self._placing.table
-        stored = self._load(chunk, data)
-        for row in np.flatnonzero(self._raw.tensor == table.tensor[chunk]).tolist():
-            box = (self._raw.offset[row], self._raw.size[row])
-            into = self._placing.raw.sink.region(row)
-            _copy_common(into, box, stored, (table.offset[chunk], table.size[chunk]))
-
-    def opaque_takers(self, plan: ReadPlan) -> list[tuple[int, ObjectTaker]]:
-        """Returns every chunk of the plan with what takes its item to the opaque targets."""
-        rows: dict[int, list[int]] = {}
-        for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
-            rows.setdefault(chunk, []).append(row)
-        wanted = self._placing.opaque.wanted()
-        return [(chunk, self._opaque_taker(chunk, rows[chunk], wanted)) for chunk in rows]
-
-    def _opaque_taker(self, chunk: int, rows: list[int], wanted: Wanted) -> ObjectTaker:
-        table = self._placing.table
-
-        def take(data: bytes) -> None:
-            stored = self._load(chunk, data)
-            for row in rows:
-                box = (wanted.offset[row], wanted.size[row])
-                into = self._placing.opaque.sink.target(row)
-                _copy_common(into, box, stored, (table.offset[chunk], table.size[chunk]))
-
-        return take
-
-    def _load(self, chunk: int, data: bytes) -> torch.Tensor:
-        table = self._placing.table
-        number = int(table.tensor[chunk])
-        fqn, ndim = table.names[number], int(table.ndim[number])
-        weights_only = self._placing.options.weights_only
-        loaded = load_object(data, fqn=fqn, weights_only=weights_only)
-        size = tuple(table.size[chunk, :ndim].tolist())
-        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != size:
-            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded)
-            raise DamagedCheckpointError(
-                f"a chunk of {fqn!r} should be a tensor of shape {size}, but is {found}; load an "
-                "earlier checkpoint",
-                key=fqn,
-            )
-        return loaded
-
-
-def _copy_common(
-    into: torch.Tensor, wanted: tuple[Any, Any], stored: torch.Tensor, chunk: tuple[Any, Any]
-) -> None:
-    """Copies what two boxes have in common; boxes are padded offset and size arrays."""
-    for dim in range(stored.dim()):
-        low = max(int(wanted[0][dim]), int(chunk[0][dim]))
-        high = min(int(wanted[0][dim] + wanted[1][dim]), int(chunk[0][dim] + chunk[1][dim]))
-        if high <= low:
-            return
-        into = _narrow(into, dim, low - int(wanted[0][dim]), high - low)
-        stored = _narrow(stored, dim, low - int(chunk[0][dim]), high - low)
-    copy_into(into, stored)
-
-
-def _narrow(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    # Why not always: tensor subclasses need not know how to be narrowed.
-    if length == tensor.size(dim):
-        return tensor
-    return tensor.detach().narrow(dim, start, length)
-
-
-def _fresh_plain(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    made = fresh_like(tensor)
-    return made, (made,)
-
-
-def _fresh_dtensor(tensor: DTensor, fqn: str) -> tuple[DTensor, tuple[torch.Tensor, ...]]:
-    # Shape and stride are told, as the tensor may be sharded unevenly.
-    made = DTensor.from_local(
-        fresh_like(tensor.to_local(), tensor.device_mesh.device_type),
-        device_mesh=tensor.device_mesh,
-        placements=tensor.placements,
-        shape=tensor.size(),
-        stride=tensor.stride(),
-    )
-    return made, sharded(made, fqn, Layouts(), saving=False).tensors
+    def _keeps(self, dtype: torch.dtype, stored: torch.dtype) -> bool:
+        """Whether the target must give way to one of the saved dtype."""
+        return self.options.dtype == "keep" and dtype != stored
 
 
 def _check_replaceable(fqn: str, place: Place) -> None:

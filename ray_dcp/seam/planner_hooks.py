@@ -36,6 +36,7 @@ from ray_dcp.seam.capture import Capture
 from ray_dcp.seam.failures import call_user_code
 from ray_dcp.seam.foreign import set_up_save_planner
 from ray_dcp.seam.objects import dump_object, is_simple, load_object, simple_digest
+from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planned_metadata import is_path, metadata_problems
 from ray_dcp.seam.planned_rows import Row, columns_of
 from ray_dcp.seam.rounds import Group, Steps, reduce_scatter, reserve
@@ -91,8 +92,9 @@ def capture_with_planner(
         CheckpointError: A hook raised; `.failures` has what it raised. The same error on every
             rank if plans are exchanged, else on this rank.
         InvalidRequestError: The planner resolves something else than it planned, or its metadata
-            can't be told by a native checkpoint.
+            can't be told by a native checkpoint; or the state dict has a `PerRank`.
     """
+    refuse_per_rank(state_dict, f"the planner {type(planner).__name__}")
     group = Group(
         reserve(next_key, num_steps=int(plans_globally(planner)), world_size=world_size),
         rank, world_size, options.plan_timeout_s, "save", checkpoint_id, coordinator_rank,

@@ -35,7 +35,7 @@ from ray_dcp.seam.state import put_back, stateful_to_load_targets
 from ray_dcp.seam.targets import Targets
 from ray_dcp.seam.tensors import dtype_of
 
-__all__ = ["targets_with_planner"]
+__all__ = ["PlannedReads", "targets_with_planner"]
 
 
 def targets_with_planner(
@@ -123,7 +123,7 @@ def _steps(
         guard("set_up_planner", set_up)
         plan = guard("create_local_plan", planner.create_local_plan)
         plan = guard("finish_plan", lambda: planner.finish_plan(plan))
-    reads = _Reads(planner, table, options, group.rank)
+    reads = PlannedReads(planner, table, options, group.rank)
     for item in plan.items:
         reads.add(item)
     reads.check_complete()
@@ -149,7 +149,7 @@ _ZIP = b"PK\x03\x04"
 """How everything begins that torch.save has written since torch 1.6."""
 
 
-class _Reads:
+class PlannedReads:
     """The read items of one planner, told against the chunk table."""
 
     def __init__(
@@ -175,6 +175,11 @@ class _Reads:
         self._stored: set[int] = set()
 
     def add(self, item: ReadItem) -> None:
+        """Notes what an item wants.
+
+        Raises:
+            StateDictError: The checkpoint has nothing like it.
+        """
         fqn = item.storage_index.fqn
         tensor = self._index.get(fqn)
         if tensor is None:
@@ -216,6 +221,12 @@ class _Reads:
             )
 
     def targets(self, metadata: Metadata, finish: Callable[[], None]) -> Targets:
+        """Returns where everything goes.
+
+        Args:
+            metadata: The checkpoint as DCP tells it, to say what is missing.
+            finish: Called when all bytes are in place.
+        """
         rows, opaque = self._wanted, self._opaque
         wanted = Wanted(
             tensor=np.array([box.tensor for box in rows], dtype=np.int32),

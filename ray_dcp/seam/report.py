@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 
@@ -28,6 +29,9 @@ class LoadReport:
     """FQNs of the checkpoint that the state dict did not ask for."""
     cast: tuple[tuple[str, str, str], ...]
     """`(FQN, dtype in the checkpoint, dtype of the target)` where the two differ."""
+    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    """`(FQN, shape in the checkpoint, shape of the target)` where `LoadOptions.resize` let them
+    differ."""
     bytes_needed: int = 0
     """Bytes that the targets of all ranks hold."""
     bytes_read: int = 0
@@ -46,6 +50,10 @@ class LoadReport:
     skipped: tuple[tuple[str, CheckpointError], ...] = ()
     """`(path or URL, why)` of newer steps that `load_newest` did not load, newest first: a
     `CheckpointNotFoundError` where none is committed, else what is damaged. Equal on all ranks."""
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """How long each phase took on this rank: `plan` (what is stored and who reads what, until all
+    ranks were ready), `read`, and `finish` (until all ranks had read). Over all tries of
+    `load_newest` together."""
 
     @property
     def damaged(self) -> tuple[tuple[str, CheckpointError], ...]:

@@ -14,7 +14,15 @@ import torch.distributed as dist
 
 from ray_dcp.seam.tensors import host_bytes, is_plain, writable_bytes
 
-__all__ = ["Fresh", "TensorSink", "copy_into", "fresh_like", "is_direct", "is_writable"]
+__all__ = [
+    "Fresh",
+    "TensorSink",
+    "copy_into",
+    "default_device",
+    "fresh_like",
+    "is_direct",
+    "is_writable",
+]
 
 
 class Fresh:
@@ -170,6 +178,11 @@ def fresh_like(value: torch.Tensor, device_type: str | None = None) -> torch.Ten
     Source: `torch/distributed/checkpoint/planner_helpers.py`, `_init_state_dict`.
     """
     return torch.empty_like(value, device=_current_device(device_type or _default_type()))
+
+
+def default_device() -> torch.device:
+    """Returns what the process group works on, or torch's default device."""
+    return _current_device(_default_type())
 
 
 def _current_device(device_type: str) -> torch.device:

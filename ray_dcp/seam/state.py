@@ -5,13 +5,14 @@ Nested `Stateful` values are left alone, as DCP leaves them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ray_dcp.errors import StateDictError
+from ray_dcp.seam.key_maps import concerns
 
 __all__ = ["put_back", "stateful_to_load_targets", "stateful_to_state_dict"]
 
@@ -38,7 +39,9 @@ def stateful_to_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def stateful_to_load_targets(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def stateful_to_load_targets(
+    state_dict: Mapping[str, Any], prefixes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Returns the state to load into: sorted by key, `Stateful` values as their `state_dict()`.
 
     Keys are sorted so that all ranks call `state_dict()` (which may run collectives of the
@@ -46,6 +49,7 @@ def stateful_to_load_targets(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         state_dict: What the user gave to `load`. Not changed.
+        prefixes: See `LoadOptions.prefixes`: keys that they do not concern are left out.
 
     Returns:
         A new dictionary with the same values or their states.
@@ -60,7 +64,7 @@ def stateful_to_load_targets(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value if type(value := state_dict[key]) in _NEVER else _plain(value)
         for key in _sorted_keys(state_dict)
-        if key in state_dict
+        if (not prefixes or concerns(str(key), prefixes)) and key in state_dict
     }
 
 

@@ -6,18 +6,21 @@ planning, and `Targets.check_coverage` is the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from ray_dcp.collector import collector_paused
-from ray_dcp.errors import CoverageError, MissingKeyError, StateDictError
+from ray_dcp.errors import CoverageError, InvalidRequestError, MissingKeyError, StateDictError
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import ReadPlan, Wanted, plan_reads
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.seam.flatten import Flat, flatten, flatten_top
-from ray_dcp.seam.placing import ItemPlacer, ObjectTaker, Placing
+from ray_dcp.seam.item_placer import ItemPlacer
+from ray_dcp.seam.key_maps import below, stored_names
+from ray_dcp.seam.per_rank import OwnValues
+from ray_dcp.seam.placing import ObjectTaker, Placing
 from ray_dcp.seam.state import put_back, stateful_to_load_targets
 from ray_dcp.transfer.reader import TargetSink
 
@@ -49,6 +52,7 @@ class Targets:
         missing: FQNs that the checkpoint lacks (only with `allow_partial_load`).
         unexpected: FQNs of the checkpoint that the state dict does not ask for.
         cast: `(FQN, stored dtype, target dtype)` where they differ.
+        resized: `(FQN, stored shape, target shape)` where they differ.
     """
 
     wanted: Wanted
@@ -62,6 +66,7 @@ class Targets:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     cast: tuple[tuple[str, str, str], ...]
+    resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
 def plan_targets(
@@ -72,6 +77,8 @@ def plan_targets(
     flatten_state_dict: bool = True,
     flatten_sharded_tensors: bool = True,
     stateful: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Targets:
     """Returns where the bytes of a checkpoint go in a state dict.
 
@@ -80,11 +87,14 @@ def plan_targets(
             values are asked for their `state_dict()` now and given it back by `finish`. Otherwise
             not changed before the first byte arrives.
         table: What the checkpoint holds.
-        options: `allow_partial_load`, `strict`, `dtype` and `weights_only` are used.
+        options: `allow_partial_load`, `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
+            `resize` are used.
         flatten_state_dict: As in DCP's `DefaultLoadPlanner`.
         flatten_sharded_tensors: As there.
         stateful: Load into the state of top-level `Stateful` values; False as in DCP's
             `load_state_dict`.
+        rank: This rank, for `PerRank` values.
+        world_size: Number of ranks that load.
 
     Raises:
         MissingKeyError: The checkpoint lacks keys; all are named, with similar ones it has.
@@ -93,36 +103,69 @@ def plan_targets(
         StateDictError: `options.strict` and there are unexpected keys; or a tensor of the
             checkpoint is asked for by a value that is none.
         UnsupportedValueError: A target can't be written to.
+        InvalidRequestError: `options.key_map` or `options.prefixes` does not fit.
 
     Complexity: linear; about 2.5 us for a plain CPU tensor.
 
     Source: `torch/distributed/checkpoint/default_planner.py`, `DefaultLoadPlanner`.
     """
     options = options or LoadOptions()
-    loaded = stateful_to_load_targets(state_dict) if stateful else state_dict
+    prefixes = tuple(options.prefixes)
+    loaded = stateful_to_load_targets(state_dict, prefixes) if stateful else state_dict
+    placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
     with collector_paused():
-        return _planned(
-            state_dict, loaded, table, options, flatten_state_dict, flatten_sharded_tensors
-        )
+        index = stored_names(table.names, options.key_map)
+        flat = _wanted(_matching_flat(loaded, index, flatten_state_dict), prefixes)
+        own = OwnValues(flat, index, rank, world_size)
+        missing, unexpected = _compared(own, index, table.names, options)
+        placing.fill(own.rest, index)
+        placing.check()
+        return _targets(placing, own, state_dict, loaded, missing, unexpected)
 
 
-def _planned(
-    state_dict: MutableMapping[str, Any],
-    loaded: MutableMapping[str, Any],
-    table: ChunkTable,
-    options: LoadOptions,
-    nested: bool,
-    flatten_sharded_tensors: bool,
-) -> Targets:
-    index = {name: i for i, name in enumerate(table.names)}
-    flat = _matching_flat(loaded, index, nested)
-    asked = set(flat.names)
+def _wanted(flat: Flat, prefixes: tuple[str, ...]) -> Flat:
+    """Returns what of the state dict takes part."""
+    if prefixes:
+        rows = [row for row, name in enumerate(flat.names) if below(name, prefixes)]
+        if not rows:
+            raise InvalidRequestError(
+                f"LoadOptions.prefixes are {', '.join(map(repr, prefixes))}, but the state dict "
+                f"has no key at or below one of them",
+                key="prefixes",
+            )
+        flat = flat.only(rows)
+    # Why: there is nothing to load into a mapping without entries; for DCP it is not there.
+    if flat.empty:
+        flat = flat.only([row for row, name in enumerate(flat.names) if name not in flat.empty])
+    return flat
+
+
+def _compared(
+    own: OwnValues, index: Mapping[str, int], stored: Sequence[str], options: LoadOptions
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns keys that the checkpoint lacks, and its own keys that nobody asks for.
+
+    Raises:
+        MissingKeyError: There are some of the first kind, and it matters.
+        StateDictError: There are some of the second kind, and it matters.
+    """
+    asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())}
     # Why the comparison first: it is done in C, and nothing is missing or unexpected as a rule.
-    all_there = index.keys() >= asked
-    missing = () if all_there else tuple(name for name in flat.names if name not in index)
-    same = all_there and len(asked) == len(index)
-    unexpected = () if same else tuple(name for name in table.names if name not in asked)
-    if missing and not options.allow_partial_load:
+    all_there = index.keys() >= asked and not own.missing
+    same = all_there and len(asked) == len(index) == len(stored)
+    missing = () if all_there else (*(n for n in own.rest.names if n not in index), *own.missing)
+    unexpected: tuple[str, ...] = ()
+    if not same:
+        prefixes = options.prefixes
+        named = dict.fromkeys(index.values()) if options.key_map is not None else None
+        unexpected = tuple(
+            stored[number]
+            for name, number in index.items()
+            if name not in asked and (not prefixes or below(name, prefixes))
+        )
+        if named is not None and not prefixes:
+            unexpected += tuple(n for i, n in enumerate(stored) if i not in named)
+    if missing and not options.allow_partial_load and options.strict is not False:
         raise _missing_error(missing, unexpected)
     if unexpected and options.strict:
         raise StateDictError(
@@ -130,14 +173,12 @@ def _planned(
             f"the state dict does not ask for: {', '.join(map(repr, unexpected))}",
             key=unexpected[0],
         )
-    placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
-    placing.fill(flat, index)
-    placing.check()
-    return _targets(placing, state_dict, loaded, missing, unexpected)
+    return (*missing, *own.kept), unexpected
 
 
 def _targets(
     placing: Placing,
+    own: OwnValues,
     state_dict: MutableMapping[str, Any],
     loaded: MutableMapping[str, Any],
     missing: tuple[str, ...],
@@ -155,26 +196,33 @@ def _targets(
             for row, missing_bytes in opaque_plan.uncovered
         ]
         holes += [(fqn, 0) for chunk, fqn, _ in placing.objects if chunk < 0]
+        holes += [(fqn, 0) for number, fqn in own.numbers if not placing.has_chunk(number)]
         if holes:
             raise _coverage_error(holes)
 
     def finish() -> None:
         placing.finish()
+        own.finish()
         if loaded is not state_dict:
             put_back(state_dict, loaded)
 
     return Targets(
         wanted=raw,
         sink=placing.raw.sink,
-        objects=(*placing.object_takers(), *items.opaque_takers(opaque_plan)),
+        objects=(
+            *placing.object_takers(),
+            *placing.own_takers(own),
+            *items.opaque_takers(opaque_plan),
+        ),
         place_item=items.place_item,
         finish=finish,
         check_coverage=check_coverage,
         names=names,
-        loaded=tuple(placing.loaded),
+        loaded=(*placing.loaded, *own.loaded),
         missing=missing,
         unexpected=unexpected,
         cast=tuple(placing.cast),
+        resized=tuple(placing.resizing.done),
     )
 
 
@@ -195,7 +243,7 @@ def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int], nested: 
     if not nested:
         return flatten_top(loaded)
     flat = flatten(loaded)
-    if index.keys() >= set(flat.names):
+    if index.keys() >= set(flat.names) - flat.empty:
         return flat
     old = flatten(loaded, before_2_4=True)
     new_names = set(flat.names)

@@ -72,7 +72,7 @@ def check_crashes(
     *,
     storage: Callable[[], Storage] | None = None,
     variants: Iterable[Variant] = ALL_VARIANTS,
-    invariants: Sequence[Invariant] = INVARIANTS,
+    invariants: Sequence[Invariant] | None = None,
     interrupt: Interrupt = interrupted_storage,
     every: int = 1,
 ) -> Reached:
@@ -87,7 +87,8 @@ def check_crashes(
             what stands before is then written from a copy); a `MemoryStorage` by default. What is
             left in it is deleted.
         variants: What becomes of the call.
-        invariants: What must hold, in the order in which it is checked.
+        invariants: What must hold, in the order in which it is checked; those of the operation,
+            or else `INVARIANTS`, if None.
         interrupt: At which calls: of the storage by default, or of the operating system
             (`system_calls.interrupted_system`).
         every: Interrupt only every n-th of the calls that a variant applies to, to save time.
@@ -110,7 +111,8 @@ def check_crashes(
     if isinstance(operation, str):
         operation = registered_operation(operation)
     make = storage or partial(MemoryStorage, f"ray_dcp-testing/{uuid.uuid4().hex}")
-    enumeration = _Enumeration(operation, make, invariants, interrupt)
+    chosen = operation.invariants or INVARIANTS if invariants is None else invariants
+    enumeration = _Enumeration(operation, make, chosen, interrupt)
     steps = enumeration.steps()
     expect(len(steps) > 0, f"{operation.name} asks nothing of its storage")
     points: Counter[Variant] = Counter()
@@ -158,7 +160,7 @@ def aftermath_of(
     }  # fmt: skip
     return Aftermath(
         storage=storage, allowed=allowed[told], earlier=(previous,), others=(new, NEXT), told=told,
-        attempt=attempt, foreign=FOREIGN, beside=beside,
+        attempt=attempt, foreign=FOREIGN, beside=beside, look=operation.look,
     )  # fmt: skip
 
 

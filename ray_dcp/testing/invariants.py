@@ -77,6 +77,8 @@ class Aftermath:
     """Files of somebody else, which must stay as they are."""
     beside: frozenset[str] = frozenset()
     """Names in the parent of a local directory before the operation."""
+    look: Callable[[Storage, tuple[State, ...]], State | None] | None = None
+    """Finds what stands, as `Operation.look`."""
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -87,7 +89,7 @@ class Aftermath:
     @cached_property
     def standing(self) -> State | None:
         """The state that stands; see `standing_state`. Looked up once."""
-        return standing_state(self.storage, self.states)
+        return (self.look or standing_state)(self.storage, self.states)
 
 
 Invariant = Callable[[Aftermath], None]

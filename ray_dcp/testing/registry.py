@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import SaveOptions
@@ -101,6 +102,11 @@ class Operation:
     needs_path: bool = False
     """It does not use `Place.storage`, but opens the path: only its system calls can be
     interrupted, in a local directory."""
+    invariants: Sequence[Callable[[Any], None]] | None = None
+    """What must hold afterwards, each called with an `Aftermath`; `INVARIANTS` if None."""
+    look: Callable[[Storage, tuple[State, ...]], State | None] | None = None
+    """From a place and the states that were ever there to the one that stands; for places that are
+    no checkpoint themselves. `standing_state` if None."""
 
     def __str__(self) -> str:
         return self.name
@@ -118,6 +124,8 @@ def register_operation(
     new: State | None = None,
     fails: bool = False,
     needs_path: bool = False,
+    invariants: Sequence[Callable[[Any], None]] | None = None,
+    look: Callable[[Storage, tuple[State, ...]], State | None] | None = None,
 ) -> Operation:
     """Adds an operation to those that the tests interrupt at every point.
 
@@ -129,6 +137,8 @@ def register_operation(
         new: What stands after it; None for nothing.
         fails: It raises a `CheckpointError` also when nothing is wrong with the storage.
         needs_path: It opens the path by itself.
+        invariants: See `Operation.invariants`.
+        look: See `Operation.look`.
 
     Raises:
         InvalidRequestError: The name is taken.
@@ -149,7 +159,7 @@ def register_operation(
         raise InvalidRequestError(f"an operation {name!r} is registered already; take another name")
     operation = Operation(
         name=name, prepare=prepare, run=run, previous=previous, new=new, fails=fails,
-        needs_path=needs_path,
+        needs_path=needs_path, invariants=invariants, look=look,
     )  # fmt: skip
     _OPERATIONS[name] = operation
     return operation

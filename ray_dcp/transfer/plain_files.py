@@ -16,6 +16,7 @@ from ray_dcp.format.safetensors_frame import (
 )
 from ray_dcp.format.safetensors_frame import (
     SafetensorsHeader,
+    global_shapes,
     parse_header,
     saved_offsets,
 )
@@ -37,6 +38,8 @@ class _Found:
     tensor: Tensor
     offset: tuple[int, ...]
     payload_offset: int
+    shape: tuple[int, ...]
+    """Global shape as far as this file tells."""
 
 
 def plain_files(storage: Storage) -> list[Entry]:
@@ -51,7 +54,8 @@ def plain_files(storage: Storage) -> list[Entry]:
 def plain_table(storage: Storage) -> ChunkTable:
     """Returns the chunk table of the safetensors files in a storage's root.
 
-    A tensor's global shape is what its chunks reach to, as for DCP's reader: it is not stored.
+    A tensor's global shape is what its chunks reach to, as for DCP's reader, unless the file says
+    it: those of ray_dcp's `HuggingFaceStorageWriter` do.
 
     Raises:
         DamagedCheckpointError: A header is damaged, a file cut off, or one tensor has two dtypes
@@ -92,7 +96,7 @@ def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:
 
 
 def _tensors_of(file: int, header: SafetensorsHeader) -> list[_Found]:
-    offsets = saved_offsets(header.metadata)
+    offsets, shapes = saved_offsets(header.metadata), global_shapes(header.metadata)
     found = []
     for tensor in header.entries:
         offset = (0,) * len(tensor.size) if offsets is None else offsets.get(tensor.name)
@@ -101,7 +105,14 @@ def _tensors_of(file: int, header: SafetensorsHeader) -> list[_Found]:
                 f"expected an offset of {len(tensor.size)} dimensions for {tensor.name!r} in "
                 f"DCP_SHARDING_INFO, found {offset}; load an earlier step"
             )
-        found.append(_Found(file, tensor, offset, header.data_offset + tensor.begin))
+        reach = tuple(o + n for o, n in zip(offset, tensor.size, strict=True))
+        shape = shapes.get(tensor.name, reach)
+        if len(shape) != len(reach) or any(n < r for n, r in zip(shape, reach, strict=True)):
+            raise DamagedCheckpointError(
+                f"expected {tensor.name!r} to lie within its global shape {shape}, but it reaches "
+                f"to {reach}; load an earlier step"
+            )
+        found.append(_Found(file, tensor, offset, header.data_offset + tensor.begin, shape))
     return found
 
 
@@ -125,7 +136,7 @@ def _table(files: list[str], found: list[_Found]) -> ChunkTable:
     offset = _padded([chunk.offset for chunk in found], width, 0)
     size = _padded([chunk.tensor.size for chunk in found], width, 1)
     shape = np.zeros((len(rows), width), np.int64)
-    np.maximum.at(shape, tensor, offset + size)
+    np.maximum.at(shape, tensor, _padded([chunk.shape for chunk in found], width, 1))
     place = np.array([chunk.payload_offset for chunk in found], np.int64)
     length = np.array([chunk.tensor.end - chunk.tensor.begin for chunk in found], np.int64)
     return ChunkTable(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.bench import checksums, plan, reshard, single, soak, staging
+from tests.bench import async_saves, checksums, manager, plan, reshard, single, soak, staging
+
+CHOICES = ("async", "small", "big", "checksums", "manager", "plan", "reshard", "soak", "staging")
 
 
 def main() -> int:
     if sys.argv[1:2] == ["soak"]:
         return soak.command(sys.argv[2:])
+    if sys.argv[1:2] == ["async"]:
+        return async_saves.command(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument(
-        "what", choices=["small", "big", "checksums", "reshard", "soak", "staging", "plan"]
-    )
+    parser.add_argument("what", choices=CHOICES)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
@@ -29,6 +31,8 @@ def main() -> int:
         checksums.checksums(arguments.rounds, arguments.dir)
     elif arguments.what == "plan":
         return plan.plan(arguments.tensors, arguments.largest)
+    elif arguments.what == "manager":
+        manager.manager(arguments.rounds, arguments.dir)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
     else:

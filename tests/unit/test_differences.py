@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ray_dcp" / "DIFFERENCES.md").read_text()
-ROWS = re.findall(r"^\| ([SLE]\d+) \|", PAGE, re.MULTILINE)
-TESTS = dict(re.findall(r"^\* ([SLE]\d+): `([^`]+)`$", PAGE, re.MULTILINE))
+ROWS = re.findall(r"^\| ([SLEMD]\d+) \|", PAGE, re.MULTILINE)
+TESTS = dict(re.findall(r"^\* ([SLEMD]\d+): `([^`]+)`$", PAGE, re.MULTILINE))
 
 
 def test_every_difference_names_its_test():

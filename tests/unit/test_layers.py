@@ -35,6 +35,7 @@ LAYERS = {
     "runtime": 4,
     "testing": 4,
     "asynchronous": 5,
+    "conversion": 5,
     "entrypoints": 5,
     "handle": 5,
     "loading": 5,
@@ -72,6 +73,7 @@ HOMES = {
             "loading",
             "asynchronous",
             "warming",
+            "conversion",
             "handle",
             "entrypoints",
             "manager",
@@ -251,6 +253,7 @@ def test_modules_that_load_without_torch_import_no_torch_module_of_ours_at_once(
         "runtime",
         "operations",
         "entrypoints",
+        "conversion",
         "manager",
         "dcp",
         "xla",
@@ -339,6 +342,15 @@ def test_this_file_would_notice_a_loaded_torch():
 
 def test_importing_the_package_loads_neither_ray_nor_torch():
     assert loaded_by("import ray_dcp; ray_dcp.SaveOptions; ray_dcp.CheckpointError") == set()
+
+
+def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):
+    program = (
+        "import sys, torch, ray_dcp\n"
+        "with ray_dcp.CheckpointManager(sys.argv[1], 1) as manager:\n"
+        "    manager.save(1, {'w': torch.ones(1)})\n"
+    )
+    assert loaded_by(program, str(tmp_path)) == {"torch"}
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])

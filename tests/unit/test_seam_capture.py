@@ -293,11 +293,11 @@ def test_values_of_every_kind_are_rows_of_torchs_plan_with_dcp_paths() -> None:
         "plain list": [1, 2],
         "tuple": (1, base),
         "none": None,
-        "nothing": {},
     }
-    captured = of(state)
-    assert rows(captured.columns) == torch_rows(state)
+    captured = of({**state, "nothing": {}})
+    assert rows(captured.columns) == {*torch_rows(state), ("nothing", "object")}
     values, paths = flatten_state_dict(state)
+    values["nothing"], paths["nothing"] = {}, ("nothing",)
     assert dict(zip(captured.columns.names, captured.columns.paths, strict=True)) == paths
     for row, name in enumerate(captured.columns.names):
         if captured.columns.kind[row] == Kind.OBJECT:

@@ -235,11 +235,11 @@ def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
     assert decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}").path == "native"
 
 
-def test_a_protocol_that_only_fsspec_serves_gets_the_stock_classes():
+def test_a_protocol_that_only_fsspec_serves_gets_the_fsspec_classes():
     decision = decide_save(checkpoint_id="simplecache::memory://x")
     assert decision.path == "foreign storage"
-    assert type(decision.storage) is FsspecWriter
-    assert type(decide_load(checkpoint_id="simplecache::memory://x").storage) is FsspecReader
+    assert isinstance(decision.storage, FsspecWriter)
+    assert isinstance(decide_load(checkpoint_id="simplecache::memory://x").storage, FsspecReader)
 
 
 def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():

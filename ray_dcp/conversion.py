@@ -1,0 +1,376 @@
+"""Checkpoints into other formats and back, streaming: `torch.save` files, safetensors, plain dicts.
+
+Tensors are read straight into the mapped pages of the new file, or written straight from those of
+the old one: memory holds neither whole, whatever its size.
+"""
+
+from __future__ import annotations
+
+import glob
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.serialization import set_default_mmap_options, skip_data
+
+from ray_dcp.entrypoints import load, save
+from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
+from ray_dcp.format.safetensors_frame import ALL_CODES, header
+from ray_dcp.operations import CheckpointId
+from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
+from ray_dcp.seam.casting import CastingSavePlanner
+from ray_dcp.seam.decision import FOREIGN
+from ray_dcp.seam.flatten import flatten
+from ray_dcp.seam.paths import decide_load
+from ray_dcp.seam.stored import (
+    Stored,
+    chosen,
+    get_by_path,
+    nested,
+    stored_in_metadata,
+    stored_in_table,
+)
+from ray_dcp.seam.tensors import dtype_name
+from ray_dcp.seam.torch_files import fill_storages, load_torch_file
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.consolidation import file_name, write_index
+from ray_dcp.transfer.opening import read_checkpoint
+
+__all__ = [
+    "dcp_to_safetensors",
+    "dcp_to_torch_save",
+    "load_state_dict_from_keys",
+    "read_state_dict",
+    "torch_save_to_dcp",
+]
+
+
+def read_state_dict(
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    include: Sequence[str] = (),
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+    storage_reader: StorageReader | None = None,
+    options: LoadOptions | None = None,
+) -> dict[Any, Any]:
+    """Returns a checkpoint as a state dict, without targets: whole tensors, in this process.
+
+    Of a checkpoint of ray_dcp it is what was saved: numbers as mapping keys, tuples and empty
+    mappings come back. Mappings of other classes come back as dicts.
+
+    Args:
+        checkpoint_id: Path or URL of any checkpoint that `load` reads.
+        include: Shell patterns of FQNs; everything if none is given.
+        key_map: See `LoadOptions.key_map`.
+        dtype: What floating tensors are cast to; their own if None.
+        storage_reader: As for `load`.
+        options: As for `load`.
+
+    Raises:
+        InvalidRequestError: Nothing matches, or two names become one.
+        CheckpointError: As `load` does.
+
+    Example:
+        >>> import tempfile, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = ray_dcp.save({"s": {0: torch.ones(1), "e": {}}}, checkpoint_id=f"{root}/a")
+        ...     read_state_dict(f"{root}/a")
+        {'s': {0: tensor([1.]), 'e': {}}}
+    """
+    stored = chosen(_stored(checkpoint_id, storage_reader), include, key_map, dtype)
+    flat: dict[str, Any] = {each.name: _empty(each) for each in stored}
+    _load(flat, checkpoint_id, storage_reader, options)
+    return nested({each.path: flat[each.name] for each in stored})
+
+
+def dcp_to_torch_save(
+    dcp_checkpoint_dir: CheckpointId,
+    torch_save_path: str | os.PathLike[str],
+    *,
+    include: Sequence[str] = (),
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+    options: LoadOptions | None = None,
+) -> None:
+    """Makes a `torch.save` file of a checkpoint.
+
+    The file is laid out first, then tensors are read into its mapped pages. It appears under its
+    name when it is complete and durable. The CRC32 fields of its zip are left 0, which `torch.load`
+    does not look at.
+
+    Args:
+        dcp_checkpoint_dir: Path or URL of any checkpoint that `load` reads.
+        torch_save_path: Of the new file, on a filesystem of this machine.
+        include: As for `read_state_dict`.
+        key_map: As there.
+        dtype: As there.
+        options: As for `load`.
+
+    Raises:
+        CheckpointError: As `read_state_dict` does. There is no new file then.
+
+    Complexity:
+        O(bytes); anonymous memory for objects and for one tensor of each reading thread where
+        dtypes are cast.
+
+    Source: `torch/distributed/checkpoint/format_utils.py`, `dcp_to_torch_save`.
+    """
+    stored = chosen(_stored(dcp_checkpoint_dir, None), include, key_map, dtype)
+    objects: dict[str, Any] = {each.name: None for each in stored if each.dtype is None}
+    if objects:
+        _load(objects, dcp_checkpoint_dir, None, options)
+    with _published(torch_save_path) as temporary:
+        with FakeTensorMode():
+            values = {
+                each.path: objects[each.name]
+                if each.dtype is None
+                else torch.empty(each.shape, dtype=each.dtype)
+                for each in stored
+            }
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(nested(values), temporary)
+        with set_default_mmap_options(mmap.MAP_SHARED):
+            # Why not weights_only: this process has just made the file, of what it trusts.
+            mapped = torch.load(temporary, mmap=True, weights_only=False)
+        for each in stored:
+            if each.dtype is None:
+                fill_storages(get_by_path(mapped, each.path), objects[each.name])
+        targets = {
+            each.name: get_by_path(mapped, each.path) for each in stored if each.dtype is not None
+        }
+        if targets:
+            _load(targets, dcp_checkpoint_dir, None, options)
+
+
+def dcp_to_safetensors(
+    dcp_checkpoint_dir: CheckpointId,
+    output_dir: str | os.PathLike[str],
+    *,
+    include: Sequence[str] = (),
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5 << 30,
+    options: LoadOptions | None = None,
+) -> None:
+    """Makes safetensors files and their index of the tensors of a checkpoint, as the hub has them.
+
+    Args:
+        dcp_checkpoint_dir: Path or URL of any checkpoint that `load` reads.
+        output_dir: Directory, which is made.
+        include: As for `read_state_dict`.
+        key_map: As there.
+        dtype: As there.
+        file_bytes: Aimed size of a file; one with a larger tensor is larger.
+        options: As for `load`.
+
+    Raises:
+        UnsupportedValueError: Something is no tensor, or of a dtype that safetensors lacks; leave
+            it out by `include` or `key_map`. No file is made.
+        CheckpointError: As `read_state_dict` does.
+    """
+    if file_bytes < 1:
+        raise InvalidRequestError(f"file_bytes must be above 0, but is {file_bytes}")
+    stored = chosen(_stored(dcp_checkpoint_dir, None), include, key_map, dtype)
+    wrong = [e.name for e in stored if e.dtype is None or dtype_name(e.dtype) not in ALL_CODES]
+    if wrong:
+        raise UnsupportedValueError(
+            f"safetensors files hold tensors of {', '.join(ALL_CODES)} alone; leave out "
+            f"{', '.join(map(repr, wrong[:8]))} by include= or key_map=",
+            key=wrong[0],
+        )
+    files = _dealt(stored, file_bytes)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    file_of: dict[str, str] = {}
+    for index, entries in enumerate(files, start=1):
+        name = file_name(index, len(files))
+        file_of.update((each.fqn, name) for each in entries)
+        _write_safetensors(Path(output_dir, name), entries, dcp_checkpoint_dir, options)
+    write_index(output_dir, file_of, sum(map(_num_bytes, stored)))
+
+
+def torch_save_to_dcp(
+    torch_save_path: str | os.PathLike[str],
+    dcp_checkpoint_dir: CheckpointId,
+    *,
+    include: Sequence[str] = (),
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+    weights_only: bool = True,
+    options: SaveOptions | None = None,
+) -> None:
+    """Makes a checkpoint of a `torch.save` file, whose tensors are mapped and not read whole.
+
+    Args:
+        torch_save_path: The file.
+        dcp_checkpoint_dir: Path or URL of the new checkpoint.
+        include: As for `read_state_dict`.
+        key_map: As there.
+        dtype: As there. What is cast goes through a planner: numbers as mapping keys become texts.
+        weights_only: Refuse objects that are not on the allow-list. DCP does not: False runs code
+            from the file.
+        options: As for `save`.
+
+    Raises:
+        UnsafeCheckpointError: The file asks for code to run.
+        DamagedCheckpointError: It is none of `torch.save`.
+        StateDictError: It holds no state dict.
+        CheckpointError: As `save` does.
+
+    Source: `torch/distributed/checkpoint/format_utils.py`, `torch_save_to_dcp`.
+    """
+    state = load_torch_file(torch_save_path, weights_only=weights_only)
+    if not isinstance(state, Mapping):
+        raise StateDictError(
+            f"expected a state dict in {os.fspath(torch_save_path)}, found "
+            f"{type(state).__name__}; save a dict: {{'model': model.state_dict()}}"
+        )
+    if include or key_map is not None:
+        state = _subset(state, include, key_map)
+    planner = None if dtype is None else CastingSavePlanner(dtype)
+    save(
+        dict(state), checkpoint_id=dcp_checkpoint_dir, planner=planner, no_dist=True,
+        options=options,
+    )  # fmt: skip
+
+
+def _stored(checkpoint_id: CheckpointId | None, reader: StorageReader | None) -> list[Stored]:
+    decision = decide_load(None, reader, checkpoint_id)
+    if decision.path != FOREIGN and decision.target is not None:
+        return stored_in_table(read_checkpoint(open_storage(decision.target)).table)
+    if checkpoint_id is not None:
+        decision.storage.reset(checkpoint_id)
+    return stored_in_metadata(decision.storage.read_metadata())
+
+
+def _load(
+    flat: dict[str, Any],
+    checkpoint_id: CheckpointId | None,
+    reader: StorageReader | None,
+    options: LoadOptions | None,
+) -> None:
+    options = options or LoadOptions()
+    if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
+        # Why: what differs was asked for.
+        options = replace(options, dtype="cast")
+    load(
+        flat, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
+    )  # fmt: skip
+
+
+def _empty(stored: Stored) -> torch.Tensor | None:
+    return None if stored.dtype is None else torch.empty(stored.shape, dtype=stored.dtype)
+
+
+def _subset(state: Mapping[Any, Any], include: Sequence[str], key_map: KeyMap | None) -> Any:
+    flat = flatten(state)
+    everything = [
+        Stored(name, path, (), None) for name, path in zip(flat.names, flat.paths, strict=True)
+    ]
+    values = dict(zip(flat.names, flat.values, strict=True))
+    kept = chosen(everything, include, key_map)
+    return nested({each.path: values[each.name] for each in kept})
+
+
+@contextmanager
+def _published(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Gives a name beside a path; what is there in the end becomes the path, durable."""
+    final = Path(path)
+    if final.is_dir() or not final.parent.is_dir():
+        raise InvalidRequestError(
+            f"expected the name of a new file in a directory that exists, found {final}",
+            key="torch_save_path",
+        )
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    try:
+        yield os.fspath(temporary)
+        for place, flags in ((temporary, os.O_RDWR), (final.parent, os.O_RDONLY)):
+            if place != temporary:
+                temporary.replace(final)
+            descriptor = os.open(place, flags)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _num_bytes(stored: Stored) -> int:
+    return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
+
+
+def _dealt(stored: Sequence[Stored], file_bytes: int) -> list[list[Stored]]:
+    files: list[list[Stored]] = [[]]
+    room = file_bytes
+    for each in stored:
+        if files[-1] and _num_bytes(each) > room:
+            files.append([])
+            room = file_bytes
+        files[-1].append(each)
+        room -= _num_bytes(each)
+    return files
+
+
+def _write_safetensors(
+    path: Path, stored: Sequence[Stored], checkpoint_id: CheckpointId, options: LoadOptions | None
+) -> None:
+    entries, end = [], 0
+    for each in stored:
+        begin, end = end, end + _num_bytes(each)
+        dtype = dtype_name(each.dtype or torch.uint8)
+        entries.append((each.fqn, dtype, each.shape, begin, end))
+    head = header(entries, {"format": "pt"}, codes=ALL_CODES)
+    with _published(path) as temporary, Path(temporary).open("w+b") as stream:
+        stream.write(head)
+        stream.truncate(len(head) + end)
+        stream.flush()
+        mapped = mmap.mmap(stream.fileno(), 0)
+        targets: dict[str, Any] = {}
+        for each, (_, _, shape, begin, stop) in zip(stored, entries, strict=True):
+            dtype_ = each.dtype or torch.uint8
+            if stop == begin:
+                targets[each.name] = torch.empty(shape, dtype=dtype_)
+                continue
+            place = torch.frombuffer(
+                mapped, dtype=dtype_, count=prod(shape), offset=len(head) + begin
+            )
+            targets[each.name] = place.view(shape)
+        if targets:
+            _load(targets, checkpoint_id, None, options)
+        mapped.flush()
+
+
+def load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: Any = None,
+) -> dict[Any, Any]:
+    """Returns a part of a checkpoint as a state dict: DCP's private function that scripts use.
+
+    Args:
+        keys: FQNs or dotted prefixes; everything if None.
+        checkpoint_id: As for `read_state_dict`.
+        storage_reader: As there.
+        process_group: Accepted for DCP's sake: every rank reads for itself.
+
+    Raises:
+        CheckpointError: As `read_state_dict` does.
+
+    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `_load_state_dict_from_keys`.
+    """
+    names = [keys] if isinstance(keys, str) else sorted(keys or ())
+    include = [
+        pattern for name in names for pattern in (glob.escape(name), f"{glob.escape(name)}.*")
+    ]
+    return read_state_dict(checkpoint_id, include=include, storage_reader=storage_reader)

@@ -1,0 +1,162 @@
+"""Events: what happened to a save or a load on one rank, as frozen values, and their log.
+
+Who wants them calls `subscribe`, or adds a handler to the logger `ray_dcp.events` and reads
+`record.event`, a dict that can be written as JSON. Phases are told at level DEBUG, and so are ends
+but those on rank 0, which are told at INFO: one line for each save and load of a job. Metrics are
+made of the same events, in `runtime.metrics`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ray_dcp.errors import CommitUnknownError, SaveCancelledError, SaveSkippedError
+
+__all__ = ["LOGGER_NAME", "Event", "emit", "outcome_of", "subscribe"]
+
+LOGGER_NAME = "ray_dcp.events"
+
+Listener = Callable[["Event"], None]
+
+_logger = logging.getLogger(LOGGER_NAME)
+_lock = threading.Lock()
+_listeners: tuple[Listener, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened on one rank.
+
+    A save tells `save.capture`, `save.plan`, `save.stage`, `save.write` and `save.commit`, each
+    when that phase has ended and as far as it got, and then exactly one end: `save.committed`,
+    `save.failed`, `save.cancelled`, `save.skipped` or `save.unknown`. A load tells `load.plan`,
+    `load.read` and `load.finish`, and then `load.loaded` or `load.failed`.
+
+    Example:
+        >>> event = Event(name="save.stage", checkpoint_id="/run/step-1", seconds=0.5, num_bytes=8)
+        >>> event.as_dict()["num_bytes"], event.is_end
+        (8, False)
+        >>> print(event)
+        save.stage /run/step-1 on rank 0: 0.500 s, 8 bytes
+    """
+
+    name: str
+    checkpoint_id: str | None = None
+    """Path or URL; None when only a third party's plug-in knows."""
+    rank: int = 0
+    world_size: int = 1
+    mode: str = ""
+    """How it was asked for: `"save"`, `"async_save"` or `"load"`."""
+    path: str = ""
+    """`"native"`, `"planner hooks"` or `"foreign storage"`."""
+    attempt: str | None = None
+    """Id of the attempt of a save, once it is planned."""
+    seconds: float = 0.0
+    """How long the phase took; of an end, how long all of it took."""
+    stall_s: float | None = None
+    """Of the end of a save: how long training waited, in seconds."""
+    num_bytes: int = 0
+    """Bytes that this rank staged, wrote or read in this phase; of an end, wrote or read."""
+    staged_bytes: int = 0
+    """Of the end of a save: bytes that were copied for it."""
+    takeovers: int = 0
+    """Of the end of a save: how often another stager had to take this rank's bytes over."""
+    memory_bytes: int = 0
+    """Of the end of a load: those of `num_bytes` that came from the memory of the nodes."""
+    error: str | None = None
+    """Of an end that failed: type and message of the error."""
+
+    @property
+    def outcome(self) -> str:
+        """What comes after the dot: the phase, or how it ended."""
+        return self.name.partition(".")[2]
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing more will be told of this save or load."""
+        return self.outcome in _ENDS
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns what is known, as JSON takes it."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        told = f"{self.name} {self.checkpoint_id} on rank {self.rank}: {self.seconds:.3f} s"
+        told += f", {self.num_bytes} bytes" if self.num_bytes else ""
+        return told + (f", {self.error}" if self.error else "")
+
+
+_ENDS = ("committed", "failed", "cancelled", "skipped", "unknown", "loaded")
+
+
+def outcome_of(error: BaseException | None, good: str) -> str:
+    """Returns how a save or load ended, in the word that events have for it.
+
+    Args:
+        error: What it raised.
+        good: The word for no error.
+
+    Example:
+        >>> outcome_of(SaveSkippedError("enough"), "committed")
+        'skipped'
+    """
+    match error:
+        case None:
+            return good
+        case SaveSkippedError():
+            return "skipped"
+        case SaveCancelledError():
+            return "cancelled"
+        case CommitUnknownError():
+            return "unknown"
+    return "failed"
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Lets a function hear every event of this process.
+
+    Args:
+        listener: Called in the thread in which it happens, so it must be quick. What it raises is
+            logged, and nothing else comes of it.
+
+    Returns:
+        A function that ends it.
+
+    Example:
+        >>> heard = []
+        >>> unsubscribe = subscribe(heard.append)
+        >>> emit(Event(name="save.committed", checkpoint_id="/run/step-1"))
+        >>> unsubscribe()
+        >>> heard[0].outcome
+        'committed'
+    """
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+    def unsubscribe() -> None:
+        global _listeners
+        with _lock:
+            _listeners = tuple(each for each in _listeners if each is not listener)
+
+    return unsubscribe
+
+
+def emit(event: Event) -> None:
+    """Logs an event, with the event itself as `record.event`, and tells it to all listeners.
+
+    Args:
+        event: What happened.
+    """
+    level = logging.INFO if event.is_end and event.rank == 0 else logging.DEBUG
+    if _logger.isEnabledFor(level):
+        _logger.log(level, "%s", event, extra={"event": event.as_dict()})
+    for listener in _listeners:
+        try:
+            listener(event)
+        except Exception:
+            _logger.exception("A listener of events failed on %s", event)

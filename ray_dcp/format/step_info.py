@@ -1,0 +1,223 @@
+"""What a `CheckpointManager` stores beside the checkpoint of a step, and its catalogue of steps.
+
+One JSON object a file, canonical, with a digest of the rest. Which info belongs to which commit is
+told by names: the one written at slot P belongs to the first manifest above P.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.record_fields import attempt, damaged, integer, seconds, short, text
+
+__all__ = [
+    "CatalogueRow",
+    "StepInfo",
+    "check_metadata",
+    "decode_catalogue",
+    "decode_info",
+    "encode_catalogue",
+    "encode_info",
+    "info_key",
+    "info_slot",
+]
+
+_INFO_KEY = re.compile(r"step-info-([0-9]{8,16})\.json")
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,16})?")
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """What was told about a step when it was saved."""
+
+    step: int
+    created_s: float
+    """Seconds since 1970 by the clock of rank 0."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The user's, of what JSON can hold."""
+    items: Mapping[str, str] = field(default_factory=dict)
+    """Folder of each named item, below the step's; empty for a step of one unnamed state."""
+
+
+@dataclass(frozen=True)
+class CatalogueRow:
+    """What is known of a step folder, as long as its highest slot stays what it is."""
+
+    name: str
+    last_slot: int
+    """Highest slot in use."""
+    slot: int
+    """Slot of the manifest that stands; 0 when none does."""
+    attempt: str
+    """Of that manifest; "" when there is none."""
+    created_s: float
+    info: StepInfo | None
+
+
+def info_key(slot: int) -> str:
+    """Returns the key of an info that is written when `slot` is the highest one in use.
+
+    Example:
+        >>> info_key(0)
+        'step-info-00000000.json'
+    """
+    return f"step-info-{slot:08d}.json"
+
+
+def info_slot(key: str) -> int | None:
+    """Returns the slot of such a key; None for other keys."""
+    found = _INFO_KEY.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def check_metadata(metadata: object) -> dict[str, Any]:
+    """Returns the user's metadata of a step, as JSON will give it back.
+
+    Args:
+        metadata: A mapping, or None.
+
+    Raises:
+        InvalidRequestError: JSON does not give it back.
+
+    Example:
+        >>> check_metadata({"commit": "3f2a", "tokens": 10**12})
+        {'commit': '3f2a', 'tokens': 1000000000000}
+    """
+    if metadata is None:
+        return {}
+    try:
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"it is a {type(metadata).__name__}")
+        found = json.loads(_canonical(dict(metadata)))
+        if found != metadata:
+            raise TypeError(f"it would be read back as {short(found)}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"metadata must be a dict of what JSON can hold (texts as keys, no tuples), but "
+            f"{error}. Put everything else into the state dict",
+            key="metadata",
+        ) from error
+    return found  # type: ignore[no-any-return]
+
+
+def encode_info(info: StepInfo) -> bytes:
+    """Returns the bytes of an info, equal for equal ones.
+
+    Example:
+        >>> info = StepInfo(step=5, created_s=1.5, metrics={"loss": 0.25})
+        >>> decode_info(encode_info(info)) == info
+        True
+    """
+    return _sealed({"version": _VERSION, **asdict(info)})
+
+
+def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
+    """Returns the info that bytes hold.
+
+    Args:
+        data: A file under an `info_key`.
+        key: That key, for messages.
+
+    Raises:
+        DamagedCheckpointError: The bytes are not what `encode_info` made.
+    """
+    try:
+        return _info_of(_opened(data))
+    except DamagedCheckpointError as error:
+        error.key = error.key or key
+        raise
+
+
+def encode_catalogue(rows: list[CatalogueRow]) -> bytes:
+    """Returns the bytes of a catalogue."""
+    infos = [None if row.info is None else asdict(row.info) for row in rows]
+    return _sealed({
+        "version": _VERSION,
+        "rows": [
+            [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
+            for row, info in zip(rows, infos, strict=True)
+        ],
+    })  # fmt: skip
+
+
+def decode_catalogue(data: bytes) -> list[CatalogueRow]:
+    """Returns the rows of a catalogue.
+
+    Raises:
+        DamagedCheckpointError: The bytes are not what `encode_catalogue` made.
+    """
+    found = _opened(data)
+    rows = found.get("rows")
+    if found.get("version") != _VERSION or not isinstance(rows, list):
+        raise damaged(f"a catalogue of version {_VERSION}", short(found.get("version")))
+    try:
+        return [
+            CatalogueRow(
+                text(name, "name"), integer(last, "last_slot"), integer(slot, "slot"),
+                attempt(saved_by, "attempt"), seconds(created_s, "created_s"),
+                None if info is None else _info_of({"version": _VERSION, **info}),
+            )
+            for name, last, slot, saved_by, created_s, info in rows
+        ]  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise damaged("rows of a catalogue", str(error)) from error
+
+
+def _info_of(found: Mapping[str, Any]) -> StepInfo:
+    if found.get("version") != _VERSION or len(found) != 6:
+        raise damaged(f"an info of version {_VERSION}", short(found.get("version")))
+    metrics, metadata, items = (_mapping(found, n) for n in ("metrics", "metadata", "items"))
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise damaged(f"a number as metric {short(name)}", short(value))
+    for folder in items.values():
+        # Why: it becomes a path, which must not lead out of the step's folder.
+        if not isinstance(folder, str) or _FOLDER.fullmatch(folder) is None:
+            raise damaged("the folder of an item", short(folder))
+    return StepInfo(
+        step=integer(found.get("step"), "step"),
+        created_s=seconds(found.get("created_s"), "created_s"),
+        metrics={name: float(value) for name, value in metrics.items()},
+        metadata=metadata,
+        items=items,
+    )
+
+
+def _mapping(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = found.get(name)
+    if not isinstance(value, dict):
+        raise damaged(f"a mapping as {name}", short(value))
+    return value
+
+
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    data = _canonical(body)
+    return b'{"digest":"' + digest_bytes(data).hex().encode() + b'","info":' + data + b"}\n"
+
+
+def _opened(data: bytes) -> dict[str, Any]:
+    head, rest = data[:11], data[11:]
+    body = rest[41:-2]
+    sealed = head == b'{"digest":"' and rest[32:41] == b'","info":' and rest[-2:] == b"}\n"
+    if not sealed or digest_bytes(body).hex().encode() != rest[:32]:
+        raise damaged("an info with the digest of its bytes", f"{len(data)} other bytes")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise damaged("JSON", str(error)) from error
+    if not isinstance(found, dict):
+        raise damaged("an object in JSON", short(found))
+    return found
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return text.encode()

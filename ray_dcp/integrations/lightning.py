@@ -1,0 +1,195 @@
+"""`RayDcpCheckpointIO`: checkpoints of PyTorch Lightning. Needs `ray-dcp[lightning]`.
+
+Lightning hands over one nested checkpoint on rank 0. Its tensors are saved as such, what holds them
+as one object: so that any structure comes back as it was, and loads by safe rules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
+
+from ray_dcp.entrypoints import async_save, load, save
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.format.step_names import StepNames
+from ray_dcp.handle import SaveHandle
+from ray_dcp.manager.places import Root
+from ray_dcp.manager.steps import Steps
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.leftovers import target_of
+from ray_dcp.seam.tensors import dtype_of
+from ray_dcp.store.opening import open_storage
+from ray_dcp.view.checkpoint_view import open as open_view
+
+__all__ = ["RayDcpCheckpointIO"]
+
+STRUCTURE = "structure"
+_TENSOR = "__ray_dcp_tensor__"
+
+
+class RayDcpCheckpointIO(CheckpointIO):
+    """Saves and loads the checkpoints of a Lightning `Trainer`: `Trainer(plugins=[this])`.
+
+    Each is a directory. It is there at once or not at all, its bytes are verified when it is
+    loaded, and saving over one keeps it until the new one is committed. For strategies that hand
+    the whole checkpoint to rank 0 (single device, DDP).
+
+    Args:
+        in_background: Return from a save once the bytes are copied. Errors are raised by the next
+            call and at the end of the run.
+        save_options: How to save.
+        load_options: How to load.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_background: bool = False,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+    ) -> None:
+        self._in_background = in_background
+        self._save_options = save_options or SaveOptions()
+        self._load_options = load_options or LoadOptions()
+        self._under_way: list[SaveHandle] = []
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves a checkpoint.
+
+        Args:
+            checkpoint: As Lightning makes it.
+            path: Of the directory.
+            storage_options: Not taken.
+
+        Raises:
+            InvalidRequestError: `storage_options` was given.
+            CheckpointError: As `ray_dcp.save`; or an earlier save in the background failed.
+        """
+        if storage_options is not None:
+            raise InvalidRequestError(
+                "RayDcpCheckpointIO takes no storage_options; mount the storage as a directory",
+                key="storage_options",
+            )
+        tensors: dict[str, Any] = {}
+        # Why a tuple: DCP flattens dicts and lists, and keeps a tuple as one object.
+        state = {STRUCTURE: (_without_tensors(checkpoint, tensors),), "tensors": tensors}
+        if not self._in_background:
+            save(state, checkpoint_id=path, no_dist=True, options=self._save_options)
+            return
+        self._raise_failures(wait=False)
+        self._under_way.append(
+            async_save(state, checkpoint_id=path, no_dist=True, options=self._save_options)
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: str | torch.device | Callable[[Any], Any] | dict[str, str] | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Returns a checkpoint as it was saved.
+
+        Args:
+            path: Of the directory.
+            map_location: A device for the tensors, or a function of tensor and place; the CPU if
+                None.
+            weights_only: False runs code from the checkpoint; the load options' if None.
+
+        Raises:
+            CheckpointError: As `ray_dcp.load`.
+        """
+        self._raise_failures(wait=True)
+        view = open_view(path)
+        prefix = "tensors."
+        tensors = {
+            name[len(prefix) :]: torch.empty(info.shape, dtype=dtype_of(info.dtype))
+            for name, info in view.tensors.items()
+        }
+        state: dict[str, Any] = {STRUCTURE: None, "tensors": tensors}
+        options = self._load_options
+        if weights_only is not None:
+            options = replace(options, weights_only=weights_only)
+        load(state, checkpoint_id=path, no_dist=True, options=options)
+        found: dict[str, Any] = _with_tensors(state[STRUCTURE][0], state["tensors"], map_location)
+        return found
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint, with its directory unless others keep files there.
+
+        Args:
+            path: Of the directory.
+
+        Raises:
+            CheckpointError: It could not be removed.
+        """
+        self._raise_failures(wait=True)
+        target = target_of(path, None)
+        place = PurePath(target.url)
+        steps = Steps(Root(Target(str(place.parent))), StepNames(), open_storage)
+        steps.remove(place.name)
+
+    def teardown(self) -> None:
+        """Waits for saves in the background.
+
+        Raises:
+            CheckpointError: One failed.
+        """
+        self._raise_failures(wait=True)
+
+    def _raise_failures(self, *, wait: bool) -> None:
+        errors: list[CheckpointError] = []
+        for handle in list(self._under_way):
+            if not wait and not handle.done():
+                continue
+            self._under_way.remove(handle)
+            error = handle.exception()
+            if isinstance(error, CheckpointError):
+                errors.append(error)
+            elif error is not None:
+                raise error
+        if errors:
+            raise errors[0]
+
+
+def _without_tensors(value: Any, tensors: dict[str, Any]) -> Any:
+    """Returns a structure with numbers in the place of its tensors, which go to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        # Why a plain dict: Lightning's own classes of dicts need no code to be loaded then.
+        return {key: _without_tensors(one, tensors) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(one, tensors) for one in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: dict[str, Any], map_location: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return _placed(tensors[value[_TENSOR]], map_location)
+        return {key: _with_tensors(one, tensors, map_location) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(one, tensors, map_location) for one in value)
+    return value
+
+
+def _placed(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+    if map_location is None:
+        return tensor
+    if isinstance(map_location, dict):
+        return tensor.to(map_location.get("cpu", "cpu"))
+    if callable(map_location):
+        placed = map_location(tensor, "cpu")
+        return tensor if placed is None else placed
+    return tensor.to(map_location)

@@ -1,0 +1,54 @@
+"""`CheckpointManager`, with the policies that say when it saves and what it keeps."""
+
+from __future__ import annotations
+
+from ray_dcp.manager.manager import CheckpointManager
+from ray_dcp.manager.restoring import RestoreReport, SavedStep
+from ray_dcp.manager.settings import Item
+from ray_dcp.protocol.retention import (
+    BestN,
+    KeepAllOf,
+    KeepAnyOf,
+    KeepEveryHours,
+    KeepEverySteps,
+    KeepNot,
+    LatestN,
+    RetentionPolicy,
+    StepFacts,
+)
+from ray_dcp.protocol.save_policy import (
+    AllOf,
+    AnyOf,
+    AtSteps,
+    EveryMinutes,
+    EverySteps,
+    Not,
+    OnPreemption,
+    SaveFacts,
+    SavePolicy,
+)
+
+__all__ = [
+    "AllOf",
+    "AnyOf",
+    "AtSteps",
+    "BestN",
+    "CheckpointManager",
+    "EveryMinutes",
+    "EverySteps",
+    "Item",
+    "KeepAllOf",
+    "KeepAnyOf",
+    "KeepEveryHours",
+    "KeepEverySteps",
+    "KeepNot",
+    "LatestN",
+    "Not",
+    "OnPreemption",
+    "RestoreReport",
+    "RetentionPolicy",
+    "SaveFacts",
+    "SavePolicy",
+    "SavedStep",
+    "StepFacts",
+]

@@ -1,0 +1,385 @@
+"""`CheckpointManager`: the checkpoints of a run, step by step.
+
+What is public; the part that only looks is in `looking`. What all ranks do together is in
+`together` and `loading_steps`, what rank 0 does for them in `writer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.format.step_names import STEP_NAME
+from ray_dcp.manager.closing import close_at_exit, forget
+from ray_dcp.manager.loading_steps import Restoring
+from ray_dcp.manager.looking import Looks
+from ray_dcp.manager.places import Root
+from ray_dcp.manager.preemption import Preemption
+from ray_dcp.manager.restoring import RestoreReport, Wanted
+from ray_dcp.manager.settings import Item, make_settings
+from ray_dcp.manager.steps import Order
+from ray_dcp.manager.together import Telling, Together
+from ray_dcp.manager.writer import Writer
+from ray_dcp.manager.writing import LEASE_S
+from ray_dcp.options import LoadOptions
+from ray_dcp.protocol.retention import RetentionPolicy
+from ray_dcp.protocol.save_policy import SavePolicy
+from ray_dcp.runtime.leftovers import target_of
+from ray_dcp.store.opening import open_storage
+
+__all__ = ["CheckpointManager"]
+
+DRAIN_S = 300.0
+"""How long `join` waits for deletions, in seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager(Looks):
+    """The checkpoints of a run: when to save, which to keep, which to restore.
+
+    Each step is a checkpoint in a folder of the root, as `step-00000500`. What is committed is read
+    off the storage. All ranks make the manager, and call its methods in the same order; those that
+    only look (`all_steps`, `latest_step`, `best_step`, `step_info`, `reading`, `follow`) any
+    process may call at any time.
+
+    A root has one writer at a time, which is told from a second one; readers need no right.
+
+    Args:
+        path: Path or URL of the root.
+        save_interval: Steps between saves; or give `save_policy`.
+        max_to_keep: Newest steps to keep, 0 for all; or give `retention`.
+        max_pending_async: Asynchronous saves under way at a time; the next one waits.
+        num_of_threads: Threads with which a rank writes; 1 leaves it to `SaveOptions.num_threads`.
+        process_group: The ranks; the default group if None.
+        chkpt_on_preemption: Save as well when a rank gets SIGTERM, or calls
+            `notice_preemption`. A first SIGTERM does not end the process then.
+        save_policy: When to save: `EverySteps(100) | EveryMinutes(30)`.
+        retention: What to keep: `LatestN(3) | BestN(2, "loss") | KeepEverySteps(10_000)`. Whatever
+            it says, the newest step and those with a tag are kept.
+        item: How steps of one state are saved and loaded.
+        items: Makes a step of several named states, each saved and loaded in its own way; the state
+            dict then has one for each name.
+        step_name: How folders are named.
+        also_read: Further names of step folders that are read: `("{step}", "global_step{step}")`.
+        order: "increasing" refuses a step that is not newer than all others; "any" takes it, and
+            replaces one that is there.
+        read_only: Refuse to save and delete.
+        takeover: Take the right to write away from a process that lives.
+        sync_every: Ranks agree about clocks and preemption at steps that this divides.
+        lease_s: Silence after which a writer or reader on another machine counts as gone, in
+            seconds.
+        on_failure: Called with step and error, in a thread, when an asynchronous save fails.
+        no_dist: This process is alone, whatever the process group.
+
+    Raises:
+        InvalidRequestError: An argument has a value that it can't have, or two contradict each
+            other.
+
+    Example:
+        >>> import tempfile, torch
+        >>> root = tempfile.TemporaryDirectory()
+        >>> with CheckpointManager(root.name, 100, max_to_keep=2) as manager:
+        ...     for step in range(301):
+        ...         saved = manager.save(step, {"w": torch.full((2,), float(step))})
+        ...     manager.join()
+        ...     manager.all_steps()
+        [200, 300]
+        >>> state = {"w": torch.zeros(2)}
+        >>> with CheckpointManager(root.name, 100) as manager:
+        ...     manager.restore("latest", state).step, state["w"].tolist()
+        (300, [300.0, 300.0])
+        >>> root.cleanup()
+
+    Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        save_interval: int | None = None,
+        max_to_keep: int = 0,
+        max_pending_async: int = 1,
+        num_of_threads: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        chkpt_on_preemption: bool = True,
+        *,
+        save_policy: SavePolicy | None = None,
+        retention: RetentionPolicy | None = None,
+        item: Item | None = None,
+        items: Mapping[str, Item] | None = None,
+        step_name: str = STEP_NAME,
+        also_read: tuple[str, ...] = (),
+        order: Order = "increasing",
+        read_only: bool = False,
+        takeover: bool = False,
+        sync_every: int = 1,
+        lease_s: float = LEASE_S,
+        on_failure: Callable[[int, CheckpointError], object] | None = None,
+        no_dist: bool = False,
+    ) -> None:
+        settings = make_settings(
+            save_interval=save_interval, max_to_keep=max_to_keep,
+            max_pending_async=max_pending_async, num_of_threads=num_of_threads,
+            chkpt_on_preemption=chkpt_on_preemption, save_policy=save_policy, retention=retention,
+            item=item, items=items, step_name=step_name, also_read=also_read, order=order,
+            read_only=read_only, takeover=takeover, sync_every=sync_every, lease_s=lease_s,
+            on_failure=on_failure,
+        )  # fmt: skip
+        root = Root(target_of(path, None))
+        super().__init__(root, settings, Writer(root, settings, open_storage))
+        self._preemption = Preemption()
+        self._together = Together(
+            self._root, self._settings, self._writer, self._preemption, process_group, no_dist
+        )
+        self._restoring = Restoring(
+            self._root, self._settings, self._writer, self._together, process_group, no_dist
+        )
+        if self._settings.preemption:
+            self._preemption.listen()
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self._root.url!r})"
+
+    # Saving: by all ranks
+
+    def should_save(self, step: int) -> bool:
+        """Tells whether a step is due, on all ranks the same.
+
+        Args:
+            step: From 0.
+
+        Raises:
+            InvalidRequestError: It is no step.
+            CheckpointError: The ranks could not agree; not where the policy looks only at the step.
+        """
+        self._check_open()
+        return self._together.should_save(step)
+
+    def save(
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool = False,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        tags: Collection[str] = (),
+        replace: bool = False,
+    ) -> bool:
+        """Saves a step if it is due, and returns once it is committed.
+
+        Args:
+            step: From 0, newer than all that are committed or under way.
+            state_dict: As for `ray_dcp.save`; with `items`, a state dict for each of them.
+            force: Save whether it is due or not.
+            metrics: Numbers by name; rank 0's count, as for the next two.
+            metadata: Of what JSON can hold; comes back in `step_info`.
+            tags: While a step has one it is kept.
+            replace: Take the place of a step that is committed, atomically.
+
+        Returns:
+            Whether the step was due.
+
+        Raises:
+            InvalidRequestError: The step is committed already, or not newer than the newest; a
+                metric by which steps are kept is missing or NaN; metadata or tags can't be taken;
+                the manager is closed or only reads.
+            CheckpointExistsError: Another process writes to this root.
+            CheckpointError: As `ray_dcp.save`; earlier steps are as they were.
+        """
+        self._check_open()
+        telling = Telling(metrics=metrics, metadata=metadata, tags=tags, replace=replace)
+        return self._together.save(step, state_dict, force, telling)
+
+    def save_async(
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool = False,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        tags: Collection[str] = (),
+        replace: bool = False,
+    ) -> bool:
+        """Saves a step in the background if it is due, and returns once its bytes are copied.
+
+        Waits while `max_pending_async` saves are under way. The step is in `all_steps` when it is
+        committed. A save that fails is told by `join`, by `on_failure`, and in the log.
+
+        Args:
+            step: As for `save`, like the others.
+            state_dict: May change when this returns.
+            force: Save whether it is due or not.
+            metrics: See `save`.
+            metadata: See `save`.
+            tags: See `save`.
+            replace: See `save`.
+
+        Returns:
+            Whether the step was due.
+
+        Raises:
+            CheckpointError: As `save`, as far as it shows before the bytes are copied.
+        """
+        self._check_open()
+        close_at_exit(self)
+        telling = Telling(metrics=metrics, metadata=metadata, tags=tags, replace=replace)
+        return self._together.save_async(step, state_dict, force, telling)
+
+    def join(self) -> None:
+        """Waits for all saves that are under way, and for deletions.
+
+        Raises:
+            CheckpointError: An asynchronous save failed since `join` was last called; the first
+                one, with notes on the others. The step is not committed.
+        """
+        self._together.finisher.wait()
+        if not self._writer.remover.drain(DRAIN_S):
+            logger.warning("Deletions in %s still go on after %g s", self.path, DRAIN_S)
+        failed = self._together.finisher.failures()
+        if failed:
+            error = failed[0][1]
+            for step, other in failed[1:]:
+                error.__notes__ = [
+                    *getattr(error, "__notes__", ()), f"Step {step} failed as well: {other}"
+                ]  # fmt: skip
+            raise error
+
+    def reached_preemption(self, step: int) -> bool:
+        """Tells whether some rank was told that its machine is taken away.
+
+        Args:
+            step: At which all ranks ask.
+
+        Raises:
+            InvalidRequestError: `chkpt_on_preemption` is False.
+            CheckpointError: The ranks could not agree.
+        """
+        self._check_open()
+        if not self._settings.preemption:
+            raise InvalidRequestError(
+                "Preemption detection not enabled. Make the manager with chkpt_on_preemption=True",
+                key="chkpt_on_preemption",
+            )
+        return self._together.is_preempted(step)
+
+    def notice_preemption(self) -> None:
+        """Tells that this rank's machine is to be taken away: the next step is due on all ranks."""
+        self._preemption.tell()
+
+    # Restoring and changing: by all ranks
+
+    def restore(
+        self, step: Wanted, state_dict: Any, *, options: LoadOptions | None = None
+    ) -> RestoreReport:
+        """Loads a step into a state dict, in place.
+
+        Args:
+            step: Its number; "latest", the newest committed one; "best", by the metric of the
+                retention's `BestN`; "auto", the newest that can be loaded: a damaged one is passed
+                over with a warning, on all ranks alike, and may then be saved again.
+            state_dict: As for `ray_dcp.load`; with `items`, a state dict for those that are wanted.
+            options: How; those of the item if None.
+
+        Returns:
+            Which step, and what each load did.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step; the message says which there are.
+            DamagedCheckpointError: It is damaged; with "auto" all are.
+            InvalidRequestError: The step consists of other items than the manager has.
+            CheckpointError: As `ray_dcp.load` does.
+        """
+        self._check_open()
+        return self._restoring.restore(step, state_dict, options)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, on rank 0's word, and returns when it is gone.
+
+        Raises:
+            CheckpointNotFoundError: It is not committed.
+            InvalidRequestError: It was not written by ray_dcp, or is being saved.
+            CheckpointError: Another process writes to this root, or reads the step.
+        """
+        self._check_open()
+        self._together.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
+
+    def rewind(self, step: int) -> list[int]:
+        """Deletes all steps after one, so that training can go on from there.
+
+        Args:
+            step: The newest that stays; it need not be committed itself.
+
+        Returns:
+            What was deleted, newest first.
+
+        Raises:
+            CheckpointError: As `delete`; steps that were not yet deleted stay.
+        """
+        self._check_open()
+        gone: list[int] = self._together.agree(
+            f"rewinding to step {step}", lambda _: self._writer.rewind(step)
+        )
+        return list(gone)
+
+    def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
+        """Gives a tag to a step, which keeps it, or takes it away.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed.
+            InvalidRequestError: The tag can't be part of a file name.
+            CheckpointExistsError: Another process writes to this root.
+        """
+        self._check_open()
+        self._together.agree(
+            f"the tag {tag!r} of step {step}",
+            lambda _: self._writer.tag(step, tag, remove=remove),
+        )
+
+    # The end
+
+    def close(self) -> None:
+        """Waits for saves and deletions, and lets others write to the root. May be repeated.
+
+        Raises:
+            CheckpointError: As `join`.
+        """
+        if self._closed:
+            return
+        try:
+            self.join()
+        finally:
+            self._closed = True
+            forget(self)
+            self._together.finisher.close()
+            self._preemption.stop()
+            self._writer.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            # Why only logged: what ended the block must not be hidden by it.
+            logger.error("%s, when %r was closed: %s", type(failed).__name__, self, failed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError(f"{self!r} is closed; make another one")

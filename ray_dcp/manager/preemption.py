@@ -1,0 +1,78 @@
+"""Whether this process was told that its machine is taken away: by SIGTERM, or by the caller.
+
+The first SIGTERM is noted, and the process goes on, so that it can save. A second one does what it
+would have done without a manager.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import weakref
+from types import FrameType
+from typing import Any
+
+__all__ = ["Preemption"]
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption:
+    """What one manager knows of it."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the process was told."""
+        return self._told.is_set()
+
+    def tell(self) -> None:
+        """Notes that the machine will be taken away."""
+        self._told.set()
+
+    def listen(self) -> bool:
+        """Begins to take SIGTERM; returns whether that is possible: only in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.info(
+                "SIGTERM is not listened to, as the manager was not made in the main thread; "
+                "call notice_preemption() when the machine is to be taken away"
+            )
+            return False
+        _listeners.add(self)
+        if signal.getsignal(signal.SIGTERM) is not _take:
+            _before[0] = signal.signal(signal.SIGTERM, _take)
+        return True
+
+    def stop(self) -> None:
+        """Ends it; the last listener gives SIGTERM back, if it is in the main thread."""
+        _listeners.discard(self)
+        in_main = threading.current_thread() is threading.main_thread()
+        if not _listeners and in_main and signal.getsignal(signal.SIGTERM) is _take:
+            signal.signal(signal.SIGTERM, _or_default(_before[0]))
+
+
+_listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
+_before: list[Any] = [signal.SIG_DFL]
+
+
+def _take(number: int, frame: FrameType | None) -> None:
+    waiting = [one for one in _listeners if not one.is_told]
+    for one in waiting:
+        one.tell()
+    if waiting:
+        return
+    before = _or_default(_before[0])
+    if callable(before):
+        before(number, frame)
+    elif before == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _or_default(handler: Any) -> Any:
+    # Why: None stands for a handler that was not set from Python, which can't be set again.
+    return signal.SIG_DFL if handler is None else handler

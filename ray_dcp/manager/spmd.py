@@ -1,0 +1,109 @@
+"""`CheckpointManager` with torch_xla's meaning: for state dicts of XLA tensors under SPMD."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ray_dcp.manager.manager import CheckpointManager
+from ray_dcp.manager.settings import Item
+from ray_dcp.seam.spmd import SPMDLoadPlanner, SPMDSavePlanner, xla_modules
+
+__all__ = ["SPMDCheckpointManager"]
+
+
+class SPMDCheckpointManager(CheckpointManager):
+    """The manager of `ray_dcp.xla`: as `ray_dcp.CheckpointManager`, with these defaults.
+
+    Saves and loads go through the SPMD planners. A step may be saved again, and replaces itself
+    atomically; steps may come in any order. Steps that torch_xla's manager wrote are read
+    (`also_read=("{step}",)`), and never deleted.
+
+    Args:
+        path: As for `ray_dcp.CheckpointManager`, like the others.
+        save_interval: Steps between saves.
+        max_to_keep: Newest steps to keep, 0 for all.
+        max_pending_async: Asynchronous saves under way at a time.
+        num_of_threads: Threads with which a rank writes.
+        process_group: The ranks.
+        chkpt_on_preemption: Save as well when a rank is preempted. Works on every device.
+        **more: Further arguments of `ray_dcp.CheckpointManager`.
+
+    Raises:
+        InvalidRequestError: An argument has a value that it can't have.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     with SPMDCheckpointManager(root, 10) as manager:
+        ...         manager.save(10, {"w": torch.ones(2)}), manager.all_steps()
+        (True, [10])
+
+    Source: `torch_xla/experimental/distributed_checkpoint/manager.py`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        save_interval: int | None = None,
+        max_to_keep: int = 0,
+        max_pending_async: int = 1,
+        num_of_threads: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        chkpt_on_preemption: bool = True,
+        **more: Any,
+    ) -> None:
+        if more.get("items") is None:
+            more.setdefault(
+                "item", Item(save_planner=SPMDSavePlanner, load_planner=SPMDLoadPlanner)
+            )
+        more.setdefault("order", "any")
+        more.setdefault("also_read", ("{step}",))
+        super().__init__(
+            path, save_interval, max_to_keep, max_pending_async, num_of_threads, process_group,
+            chkpt_on_preemption, **more,
+        )  # fmt: skip
+
+    def save(
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool = False,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        tags: Collection[str] = (),
+        replace: bool = False,
+    ) -> bool:
+        """See `CheckpointManager.save`; what the devices have been asked is done first."""
+        _sync()
+        return super().save(
+            step, state_dict, force, metrics=metrics, metadata=metadata, tags=tags, replace=replace
+        )
+
+    def save_async(
+        self,
+        step: int,
+        state_dict: Any,
+        force: bool = False,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        tags: Collection[str] = (),
+        replace: bool = False,
+    ) -> bool:
+        """See `CheckpointManager.save_async`; what the devices have been asked is done first."""
+        _sync()
+        return super().save_async(
+            step, state_dict, force, metrics=metrics, metadata=metadata, tags=tags, replace=replace
+        )
+
+
+def _sync() -> None:
+    modules = xla_modules()
+    if modules is not None:
+        modules.root.sync()
+        modules.model.wait_device_ops()

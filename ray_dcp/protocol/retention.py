@@ -1,0 +1,400 @@
+"""What a `CheckpointManager` keeps: small policies over the committed steps, with `|`, `&`, `~`.
+
+A policy looks at no clock and at no storage. Whatever it says, `superfluous` never gives up the
+newest step, one that carries a tag, or one that a caller protects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from ray_dcp.errors import InvalidRequestError
+
+__all__ = [
+    "BestN",
+    "KeepAllOf",
+    "KeepAnyOf",
+    "KeepEveryHours",
+    "KeepEverySteps",
+    "KeepNot",
+    "LatestN",
+    "Mode",
+    "RetentionPolicy",
+    "StepFacts",
+    "best_of",
+    "check_metrics",
+    "check_retention",
+    "rankings",
+    "superfluous",
+]
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What a retention policy may look at of one committed step."""
+
+    step: int
+    created_s: float = 0.0
+    """Seconds since 1970 by the clock of the rank that saved it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+
+
+@runtime_checkable
+class RetentionPolicy(Protocol):
+    """Tells which steps to keep. Must be a pure function of the facts.
+
+    Example:
+        >>> class FirstTen:
+        ...     def keeps(self, steps):
+        ...         return [facts.step <= 10 for facts in steps]
+        >>> isinstance(FirstTen(), RetentionPolicy)
+        True
+    """
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """Tells for each step whether to keep it; `steps` go up."""
+        ...
+
+
+class _Combines:
+    """Gives policies `|`, `&` and `~`."""
+
+    def __or__(self, other: RetentionPolicy) -> KeepAnyOf:
+        return KeepAnyOf(self, other)  # type: ignore[arg-type]
+
+    def __and__(self, other: RetentionPolicy) -> KeepAllOf:
+        return KeepAllOf(self, other)  # type: ignore[arg-type]
+
+    def __invert__(self) -> KeepNot:
+        return KeepNot(self)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class LatestN(_Combines):
+    """Keeps the `n` newest steps.
+
+    Raises:
+        InvalidRequestError: `n` is no whole number above 0.
+
+    Example:
+        >>> LatestN(1).keeps([StepFacts(step=1), StepFacts(step=2)])
+        [False, True]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count(self.n, "LatestN.n")
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [index >= len(steps) - self.n for index in range(len(steps))]
+
+
+@dataclass(frozen=True)
+class BestN(_Combines):
+    """Keeps the `n` steps with the best value of a metric; of equal ones the newer.
+
+    A step without that metric is not kept by it. Every save must then tell the metric.
+
+    Raises:
+        InvalidRequestError: `n` is no whole number above 0, or the mode is none.
+
+    Example:
+        >>> steps = [StepFacts(step=s, metrics={"loss": x}) for s, x in ((1, 0.5), (2, 0.9))]
+        >>> BestN(1, "loss").keeps(steps), BestN(1, "loss", mode="max").keeps(steps)
+        ([True, False], [False, True])
+    """
+
+    n: int
+    metric: str
+    mode: Mode = "min"
+    """Which values are the best: the lowest or the highest."""
+
+    def __post_init__(self) -> None:
+        _check_count(self.n, "BestN.n")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise InvalidRequestError(
+                f"BestN.metric must be the name of a metric, but is {self.metric!r}", key="metric"
+            )
+        if self.mode not in get_args(Mode):
+            raise InvalidRequestError(
+                f"BestN.mode must be 'min' or 'max', but is {self.mode!r}", key="mode"
+            )
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        kept = {facts.step for facts in best_of(steps, self.metric, self.mode)[: self.n]}
+        return [facts.step in kept for facts in steps]
+
+
+@dataclass(frozen=True)
+class KeepEverySteps(_Combines):
+    """Keeps every step that `interval` divides.
+
+    Raises:
+        InvalidRequestError: The interval is no whole number above 0.
+
+    Example:
+        >>> policy = LatestN(1) | KeepEverySteps(1000)
+        >>> policy.keeps([StepFacts(step=step) for step in (900, 1000, 1100, 1200)])
+        [False, True, False, True]
+    """
+
+    interval: int
+
+    def __post_init__(self) -> None:
+        _check_count(self.interval, "KeepEverySteps.interval")
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [facts.step % self.interval == 0 for facts in steps]
+
+
+@dataclass(frozen=True)
+class KeepEveryHours(_Combines):
+    """Keeps the first step, and each that was saved `hours` after the last one that it keeps.
+
+    Raises:
+        InvalidRequestError: The hours are no number above 0.
+
+    Example:
+        >>> times = [StepFacts(step=s, created_s=1800.0 * s) for s in range(5)]
+        >>> KeepEveryHours(1).keeps(times)
+        [True, False, True, False, True]
+    """
+
+    hours: float
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.hours, (int, float)) and not isinstance(self.hours, bool)
+        if not good or not 0 < self.hours < math.inf:
+            raise InvalidRequestError(
+                f"KeepEveryHours.hours must be a number above 0, but is {self.hours!r}", key="hours"
+            )
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        kept: list[bool] = []
+        last_s = -math.inf
+        for facts in steps:
+            # Why abs: a clock that was set back must not make everything after it superfluous.
+            kept.append(abs(facts.created_s - last_s) >= 3600.0 * self.hours)
+            if kept[-1]:
+                last_s = facts.created_s
+        return kept
+
+
+class _Composed(_Combines):
+    """A policy made of others."""
+
+    def __init__(self, *policies: RetentionPolicy) -> None:
+        if not policies:
+            raise InvalidRequestError(f"{type(self).__name__} needs at least one policy")
+        self.policies = tuple(check_retention(policy) for policy in policies)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"
+
+    def _each(self, steps: Sequence[StepFacts]) -> Iterator[tuple[bool, ...]]:
+        said = [_said(policy, steps) for policy in self.policies]
+        return zip(*said, strict=True)
+
+
+class KeepAnyOf(_Composed):
+    """Keeps what one of the policies keeps; `a | b`.
+
+    Args:
+        *policies: At least one.
+
+    Raises:
+        InvalidRequestError: There is none, or one is no retention policy.
+    """
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [any(each) for each in self._each(steps)]
+
+
+class KeepAllOf(_Composed):
+    """Keeps what all of the policies keep; `a & b`.
+
+    Args:
+        *policies: At least one.
+
+    Raises:
+        InvalidRequestError: There is none, or one is no retention policy.
+    """
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [all(each) for each in self._each(steps)]
+
+
+class KeepNot(_Composed):
+    """Keeps what the policy does not keep; `~a`.
+
+    Args:
+        policy: Of which the contrary is meant.
+
+    Raises:
+        InvalidRequestError: It is no retention policy.
+    """
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        super().__init__(policy)
+
+    def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
+        """See `RetentionPolicy`."""
+        return [not each for (each,) in self._each(steps)]
+
+
+def superfluous(
+    steps: Iterable[StepFacts], policy: RetentionPolicy | None, *, protected: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Returns the steps that may go, oldest first.
+
+    The newest step, those with a tag and those that are protected never go.
+
+    Args:
+        steps: All that are committed and good, in any order.
+        policy: What to keep; None for everything.
+        protected: Steps that are needed for another reason.
+
+    Raises:
+        InvalidRequestError: The policy does not give one answer a step.
+
+    Example:
+        >>> steps = [StepFacts(step=s, metrics={"loss": float(s)}) for s in (1, 2, 3)]
+        >>> superfluous(steps, BestN(1, "loss"))
+        (2,)
+    """
+    known = sorted(steps, key=lambda facts: facts.step)
+    if policy is None or not known:
+        return ()
+    newest = known[-1].step
+    return tuple(
+        facts.step
+        for facts, kept in zip(known, _said(policy, known), strict=True)
+        if not kept and facts.step != newest and not facts.tags and facts.step not in protected
+    )
+
+
+def best_of(steps: Iterable[StepFacts], metric: str, mode: Mode) -> list[StepFacts]:
+    """Returns the steps that have a metric, best first; of equal ones the newer first.
+
+    Args:
+        steps: In any order.
+        metric: Its name.
+        mode: Which values are best.
+    """
+    sign = 1.0 if mode == "min" else -1.0
+    # Why nan is out: nothing is better or worse than it, so it would end up anywhere.
+    having = [s for s in steps if metric in s.metrics and not math.isnan(s.metrics[metric])]
+    return sorted(having, key=lambda facts: (sign * facts.metrics[metric], -facts.step))
+
+
+def rankings(policy: RetentionPolicy | None) -> tuple[BestN, ...]:
+    """Returns the policies by metric that a policy is made of.
+
+    Args:
+        policy: Also one of the user's.
+    """
+    if policy is None:
+        return ()
+    own = (policy,) if isinstance(policy, BestN) else ()
+    return own + tuple(
+        found for part in getattr(policy, "policies", ()) for found in rankings(part)
+    )
+
+
+def check_retention(policy: object) -> RetentionPolicy:
+    """Returns a policy after checking that it is one.
+
+    Args:
+        policy: Built in or the user's.
+
+    Raises:
+        InvalidRequestError: It is none.
+    """
+    if not isinstance(policy, RetentionPolicy):
+        raise InvalidRequestError(
+            f"retention must have a method keeps(steps), as LatestN(3) | BestN(1, 'loss') has, but "
+            f"is {policy!r}; save policies go to save_policy=",
+            key="retention",
+        )
+    return policy
+
+
+def check_metrics(
+    metrics: Mapping[str, object] | None,
+    policy: RetentionPolicy | None,
+    as_number: Callable[[object], float] = float,  # type: ignore[assignment]
+) -> dict[str, float]:
+    """Returns the metrics of a step as numbers.
+
+    Args:
+        metrics: By name: numbers, or what `as_number` takes, as a tensor of one element.
+        policy: Every metric by which it ranks must be there.
+        as_number: Makes a number of a value.
+
+    Raises:
+        InvalidRequestError: One is no number, is NaN although the policy ranks by it, or is
+            missing.
+
+    Example:
+        >>> check_metrics({"loss": 1}, BestN(2, "loss"))
+        {'loss': 1.0}
+        >>> check_metrics({}, BestN(2, "loss"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ray_dcp.errors.InvalidRequestError: BestN(n=2, metric='loss', mode='min') ranks by ...
+    """
+    found: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(
+                f"metrics must have texts as names, but one is {name!r}", key="metrics"
+            )
+        try:
+            found[name] = as_number(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidRequestError(
+                f"the metric {name!r} must be a number, but is {value!r}", key=name
+            ) from error
+    for ranking in rankings(policy):
+        value = found.get(ranking.metric)
+        if value is None or math.isnan(value):
+            said = "is NaN" if value is not None else "is missing"
+            raise InvalidRequestError(
+                f"{ranking!r} ranks by {ranking.metric!r}, which {said} (there are: "
+                f"{', '.join(sorted(found)) or 'none'}). Give "
+                f"save(..., metrics={{{ranking.metric!r}: value}}), or use a retention without it",
+                key=ranking.metric,
+            )
+    return found
+
+
+def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
+    said = [bool(kept) for kept in policy.keeps(steps)]
+    if len(said) != len(steps):
+        raise InvalidRequestError(
+            f"{policy!r} must say of each of {len(steps)} steps whether to keep it, but gave "
+            f"{len(said)} answers",
+            key="retention",
+        )
+    return said
+
+
+def _check_count(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequestError(
+            f"{name} must be a whole number above 0, but is {value!r}",
+            key=name.rpartition(".")[2],
+        )

@@ -1,0 +1,178 @@
+"""`prime_optimizer`: gives an optimizer the state that it would only make at its first step.
+
+A load is in place, so that the state must be there before. Nothing else may change by that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.seam.spmd import is_on_xla, xla_modules
+
+__all__ = ["prime_optimizer"]
+
+AT_ONCE_BYTES = 256 << 20
+"""Parameters that are primed together, in bytes: as much memory is needed beside them."""
+
+_FRESH: dict[str, dict[str, str | float]] = {
+    "NAdam": {"mu_product": 1.0},
+    "ASGD": {"mu": 1.0, "eta": "lr"},
+}
+"""State that a step changes although parameters and gradients are 0, with what it begins at; a text
+names an option of the parameter group."""
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+def prime_optimizer(optimizer: O) -> O:
+    """Gives an optimizer the state of one that has made no step, so that a load can fill it.
+
+    For each parameter that has no state yet. Parameters, gradients, the state that is there,
+    options and step counts are as before; new step counts are 0. On XLA devices new state is
+    sharded as its parameter is.
+
+    Args:
+        optimizer: Any that makes its state in `step()` without a closure.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        InvalidRequestError: It is no optimizer, or needs a closure, as `LBFGS`.
+
+    Complexity:
+        One step of the optimizer for each `AT_ONCE_BYTES` of parameters.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = prime_optimizer(torch.optim.AdamW([weight], weight_decay=0.5))
+        >>> state = optimizer.state[weight]
+        >>> weight.tolist(), state["step"].item(), state["exp_avg"].tolist()
+        ([1.0, 1.0], 0.0, [0.0, 0.0])
+
+    Source: `torch_xla/experimental/distributed_checkpoint/util.py`, whose own makes a real step.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidRequestError(
+            f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}", key="optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidRequestError(
+            "LBFGS has no state before a step with a closure; make one, and load then",
+            key="optimizer",
+        )
+    _sync()
+    todo = [
+        (parameter, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and not optimizer.state.get(parameter)
+    ]
+    with _without_gradients(optimizer), _without_hooks(optimizer):
+        for some in _batches(todo):
+            _prime(optimizer, some)
+    _sync()
+    return optimizer
+
+
+def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Steps with parameters and gradients of 0, which leaves state at its beginning."""
+    kept = [parameter.detach().clone() for parameter, _ in some]
+    with torch.no_grad():
+        try:
+            for parameter, _ in some:
+                parameter.detach().zero_()
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                _shard_like(parameter.grad, parameter)
+            # Why the class's: a scheduler has put a wrapper around the optimizer's own, which
+            # counts.
+            type(optimizer).step(optimizer)
+        finally:
+            for (parameter, _), value in zip(some, kept, strict=True):
+                parameter.grad = None
+                parameter.detach().copy_(value)
+        for parameter, group in some:
+            _to_beginning(optimizer, parameter, group)
+    _sync()
+
+
+def _to_beginning(optimizer: torch.optim.Optimizer, parameter: Any, group: dict[str, Any]) -> None:
+    state = optimizer.state[parameter]
+    fresh: dict[str, Any] = {"step": 0.0}
+    for cls in type(optimizer).__mro__:
+        fresh |= _FRESH.get(cls.__name__, {})
+    for name, value in state.items():
+        if name in fresh:
+            begins = group[fresh[name]] if isinstance(fresh[name], str) else fresh[name]
+            if isinstance(value, torch.Tensor):
+                value.fill_(float(begins))
+            elif isinstance(value, (int, float)):
+                state[name] = type(value)(begins)
+        elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            _shard_like(value, parameter)
+
+
+def _batches(
+    todo: list[tuple[Any, dict[str, Any]]],
+) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    some: list[tuple[Any, dict[str, Any]]] = []
+    num_bytes = 0
+    for parameter, group in todo:
+        some.append((parameter, group))
+        num_bytes += parameter.numel() * parameter.element_size()
+        if num_bytes >= AT_ONCE_BYTES:
+            yield some
+            some, num_bytes = [], 0
+    if some:
+        yield some
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Takes gradients away, so that a step changes nothing, and gives them back."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _without_hooks(optimizer: Any) -> Iterator[None]:
+    """Keeps a user's step hooks from being called."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    for name in kept:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(optimizer, name, hooks)
+
+
+def _shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+    modules = xla_modules()
+    if modules is None or not is_on_xla(parameter):
+        return
+    sharding = modules.root._XLAC._get_xla_op_sharding(parameter)
+    if sharding and not modules.root._XLAC._get_xla_op_sharding(tensor):
+        modules.root._XLAC._xla_mark_sharding(tensor, sharding)
+
+
+def _sync() -> None:
+    """Has all that was asked of XLA devices done."""
+    modules = xla_modules()
+    if modules is not None:
+        modules.root.sync()
+        modules.model.wait_device_ops()

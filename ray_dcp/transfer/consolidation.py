@@ -1,0 +1,190 @@
+"""Sharded safetensors files into whole ones, byte by byte: right for every dtype, 0-d tensors too.
+
+Both sides are mapped into memory, so that memory use is that of the page cache.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ray_dcp.errors import CoverageError, InvalidRequestError
+from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.safetensors_frame import ALL_CODES, header
+from ray_dcp.plan.boxes import volume
+from ray_dcp.plan.values import ChunkTable
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.plain_files import plain_table
+
+__all__ = ["INDEX_NAME", "consolidate", "file_name", "write_index"]
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def file_name(index: int, largest: int, shard: int | None = None) -> str:
+    """Returns the name of a file, as DCP and the Hugging Face hub give it.
+
+    Args:
+        index: From 1.
+        largest: Highest index.
+        shard: Of a rank, from 1; None for whole tensors.
+
+    Example:
+        >>> file_name(1, 3, shard=2)
+        'shard-00002-model-00001-of-00003.safetensors'
+    """
+    whole = f"model-{index:05d}-of-{largest:05d}.safetensors"
+    return whole if shard is None else f"shard-{shard:05d}-{whole}"
+
+
+def consolidate(
+    input_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    file_of: Mapping[str, str],
+    *,
+    num_threads: int = 1,
+) -> int:
+    """Writes whole tensors of sharded files into new files.
+
+    Args:
+        input_dir: Where the sharded files are, directly.
+        output_dir: Where the new files go.
+        file_of: FQN to the name of its file. Other tensors of `input_dir` are left out.
+        num_threads: Files that are written at a time.
+
+    Returns:
+        Bytes of all tensors that were written.
+
+    Raises:
+        InvalidRequestError: `file_of` names a tensor that no file has.
+        CoverageError: The files lack a part of a tensor. Nothing is written.
+        DamagedCheckpointError: A file is damaged.
+        StorageError: A file can't be read or written.
+
+    Complexity:
+        O(bytes). A file appears under its name when it is complete and durable.
+    """
+    table = plain_table(open_storage(input_dir))
+    number_of = {name: number for number, name in enumerate(table.names)}
+    unknown = [name for name in file_of if name not in number_of]
+    if unknown:
+        raise InvalidRequestError(
+            f"expected only tensors that {os.fspath(input_dir)} holds, but "
+            f"{', '.join(map(repr, unknown[:8]))} are in none of its files",
+            key=unknown[0],
+        )
+    _check_complete(table, [number_of[name] for name in file_of])
+    files: dict[str, list[int]] = {}
+    for name, file in file_of.items():
+        files.setdefault(file, []).append(number_of[name])
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max(1, num_threads)) as pool:
+        work = [
+            pool.submit(_write, table, Path(input_dir), Path(output_dir, file), numbers)
+            for file, numbers in files.items()
+        ]
+        return sum(each.result() for each in work)
+
+
+def write_index(
+    output_dir: str | os.PathLike[str], file_of: Mapping[str, str], total_bytes: int
+) -> None:
+    """Writes the index file that Hugging Face readers look for.
+
+    Args:
+        output_dir: Where the files are.
+        file_of: FQN to the name of its file.
+        total_bytes: Of all tensors.
+    """
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(file_of)}
+    path = Path(output_dir, INDEX_NAME)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as stream:
+        json.dump(index, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    _sync_directory(path.parent)
+
+
+def _check_complete(table: ChunkTable, numbers: list[int]) -> None:
+    have = np.zeros(table.num_tensors, np.int64)
+    np.add.at(have, table.tensor, volume(table.size))
+    short = [table.names[n] for n in numbers if have[n] < volume(table.shape[n : n + 1])[0]]
+    if short:
+        raise CoverageError(
+            f"the sharded files lack parts of {', '.join(map(repr, short[:8]))}: is the file of a "
+            f"rank missing?",
+            key=short[0],
+        )
+
+
+def _write(table: ChunkTable, source: Path, path: Path, numbers: list[int]) -> int:
+    entries, end = [], 0
+    for number in numbers:
+        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
+        dtype = table.dtypes[table.dtype[number]]
+        begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
+        entries.append((table.names[number], dtype, shape, begin, end))
+    head = header(entries, {"format": "pt"}, codes=ALL_CODES)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w+b") as stream:
+            stream.write(head)
+            stream.truncate(len(head) + end)
+            stream.flush()
+            with mmap.mmap(stream.fileno(), 0) as target:
+                for number, (_, dtype, shape, begin, _) in zip(numbers, entries, strict=True):
+                    _fill(table, source, number, target, len(head) + begin, dtype, shape)
+                target.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_directory(path.parent)
+    return end
+
+
+def _fill(
+    table: ChunkTable,
+    source: Path,
+    number: int,
+    target: mmap.mmap,
+    place: int,
+    dtype: str,
+    shape: tuple[int, ...],
+) -> None:
+    """Copies all chunks of one tensor into its place."""
+    if 0 in shape:
+        return
+    raw = np.dtype(f"V{ITEMSIZE[dtype]}")
+    # Why copies of views die here: a map can't be closed while an array looks at it.
+    whole = np.ndarray(shape, raw, target, place)
+    for chunk in np.flatnonzero(table.tensor == number).tolist():
+        size = tuple(table.size[chunk, : len(shape)].tolist())
+        if 0 in size:
+            continue
+        start = table.offset[chunk, : len(shape)].tolist()
+        box = tuple(slice(low, low + n) for low, n in zip(start, size, strict=True))
+        with Path(source, table.files[table.file[chunk]]).open("rb") as stream:
+            mapped = np.memmap(
+                stream, np.uint8, "r", int(table.payload_offset[chunk]),
+                (int(table.payload_bytes[chunk]),),
+            )  # fmt: skip
+        whole[box] = np.ndarray(size, raw, mapped)
+    del whole
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

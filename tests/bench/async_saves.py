@@ -1,0 +1,357 @@
+"""Saves beside training: what they cost it, how soon they stand, and what they survive.
+
+The limits (a copy into warm memory, a plain direct write) and the peers are measured in the same
+rounds. `python -m tests.bench async --help` tells the options; rows are in `async_rows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.async_rows import KEYS, Table
+from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
+from tests.bench.soak_leaks import leaked_shared_memory, shared_memory
+
+__all__ = ["command"]
+
+BUDGET_BYTES = 64 << 20
+
+RAY_SETTINGS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for on the command line."""
+
+    rounds: int
+    num_bytes: int
+    work_s: float
+    rows: tuple[str, ...]
+
+
+def command(arguments: list[str]) -> int:
+    """Runs the bench; returns 0."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench async", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
+    parser.add_argument("--rows", nargs="+", choices=KEYS, default=KEYS, help="only these rows")
+    parser.add_argument("--megabytes", type=float, default=1410, help="size of the state")
+    parser.add_argument("--work-s", type=float, default=5, help="least length of a training round")
+    parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
+    parser.add_argument("--json", default=None, help="file to write all numbers to")
+    given = parser.parse_args(arguments)
+    options = Options(given.rounds, int(given.megabytes * 1e6), given.work_s, tuple(given.rows))
+    os.environ.update(RAY_SETTINGS)
+    table = Table(given.json)
+    root = Path(tempfile.mkdtemp(prefix="bench-", dir=given.dir))
+    before = shared_memory()
+    try:
+        _run(options, root, table)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    table.note(f"left in /dev/shm: {leaked_shared_memory(before) or 'nothing'}")
+    table.end()
+    return 0
+
+
+def _run(options: Options, root: Path, table: Table) -> None:
+    from tests.bench import async_ranks
+
+    state = state_of(options.num_bytes)
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    print(
+        f"\nasynchronous saves, {num_bytes / 1e9:.3f} GB in {len(state)} tensors   (load average "
+        f"{os.getloadavg()[0]:.1f}; medians of {options.rounds})"
+    )
+    wanted = set(options.rows)
+    if wanted - {"throttled"}:
+        with one_node():
+            if wanted & {"stall", "first", "durable", "cpu", "memory"}:
+                _Saves(options, root, table, state).measure()
+            if "lost" in wanted:
+                _training(options, root, table, state)
+            if "budget" in wanted:
+                _budget(options, root, table, state)
+            del state
+            if "restore" in wanted:
+                async_ranks.restore(options.rounds, options.num_bytes, root, table)
+    if "throttled" in wanted:
+        async_ranks.throttled(options.rounds, options.num_bytes, root, table)
+
+
+def state_of(num_bytes: int, share: int = 1) -> dict[str, Any]:
+    """Returns 243 tensors of about so many bytes.
+
+    Args:
+        num_bytes: Of all of them.
+        share: Cut the rows of each by this number: what one of as many ranks holds.
+    """
+    import torch
+
+    sizes = [(1200, 1200)] * 200 + [(3072, 512)] * 40 + [(4096, 1024)] * 3
+    scale = num_bytes / share / (4 * sum(rows * width for rows, width in sizes))
+    return {
+        f"l{index}": torch.randn(max(round(rows * scale), 1), width)
+        for index, (rows, width) in enumerate(sizes)
+    }
+
+
+@contextlib.contextmanager
+def one_node() -> Iterator[None]:
+    """A Ray of one node, which ends with it."""
+    import ray
+
+    # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
+    directory = tempfile.mkdtemp(prefix="rb", dir="/tmp")
+    ray.init(
+        num_cpus=4, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False,
+        configure_logging=False, _temp_dir=directory,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def session_of(namespace: str) -> Iterator[Any]:
+    """A session of this process, whose coordinator and stager end with it."""
+    import ray
+
+    import ray_dcp
+
+    session = ray_dcp.connect(namespace=namespace, name=namespace)
+    try:
+        yield session
+    finally:
+        ended = [session.coordinator(), session.staging().link().handle]
+        session.close()
+        for actor in ended:
+            ray.kill(actor)
+
+
+def warm_up(state: dict[str, Any]) -> bool:
+    """Warms the session's memory up, as a job does before it trains; returns whether it can."""
+    import ray_dcp
+
+    begin: Callable[..., Any] | None = getattr(ray_dcp, "warm_up", None)
+    if begin is None:
+        return False
+    warmed = begin(state)
+    if hasattr(warmed, "result"):
+        warmed.result(600)
+    return True
+
+
+class MemoryCopy:
+    """The limit of staging: a copy of the same tensors into warm memory of this process."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        import torch
+
+        self._arrays = [t.view(-1).view(torch.uint8).numpy() for t in state.values()]
+        self._into = np.ones(sum(array.nbytes for array in self._arrays), dtype=np.uint8)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Returns how long it takes now."""
+        began, at = time.perf_counter(), 0
+        for array in self._arrays:
+            np.copyto(self._into[at : at + array.size], array)
+            at += array.size
+        return time.perf_counter() - began
+
+
+def raw_write_s(path: Path, num_bytes: int) -> float:
+    """Returns how long a plain direct write of as many bytes takes until it is durable."""
+    from tests.bench.single import _raw_write
+
+    began = time.perf_counter()
+    _raw_write(path, num_bytes)
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return seconds
+
+
+class _Saves:
+    """A session after another, each with a first save and steady ones."""
+
+    steady_saves = 2
+
+    def __init__(self, options: Options, root: Path, table: Table, state: dict[str, Any]) -> None:
+        self._options, self._root, self._table, self._state = options, root, table, state
+        self._num_bytes = sum(tensor.nbytes for tensor in state.values())
+        self._copy = MemoryCopy(state)
+        self._found: dict[str, list[float]] = {}
+        self._warm = True
+
+    def measure(self) -> None:
+        """Measures and tells the rows."""
+        for number in range(self._options.rounds + 1):
+            with session_of(f"saves{number}") as session:
+                if number == 0:
+                    # It does not count for the times: watching costs some, and first imports.
+                    self._watch(session)
+                    self._found.clear()
+                    continue
+                self._warm = warm_up(self._state)
+                self._save("first ")
+                for _ in range(self.steady_saves):
+                    self._note("memcpy", self._copy.seconds())
+                    self._note("raw direct write", raw_write_s(self._root / "raw", self._num_bytes))
+                    self._save("", session)
+        self._tell()
+
+    def _watch(self, session: Any) -> None:
+        import ray_dcp
+
+        ray_dcp.async_save({}, checkpoint_id=self._root / "small").committed(600)
+        pids = self._pids(session)
+        idle = memory_bytes(pids)
+        with watched_memory(pids) as peak:
+            warm_up(self._state)
+            for _ in range(2):
+                self._save("", session)
+        self._extra = (peak.num_bytes - idle) / self._num_bytes
+        self._idle = memory_bytes(pids[1:]) - (memory_bytes(pids) - idle)
+
+    def _pids(self, session: Any) -> list[int]:
+        stager = session.staging().info()["pid"]
+        return [os.getpid(), stager, session.coordinator_info()["pid"]]
+
+    def _save(self, kind: str, session: Any = None) -> None:
+        import ray_dcp
+
+        target = self._root / "ours"
+        pids = self._pids(session) if session is not None else []
+        rays = [pid for pid in descendants(os.getpid()) if pid not in pids] if pids else []
+        cpu, of_ray, began = cpu_s(pids), cpu_s(rays), time.perf_counter()
+        handle = ray_dcp.async_save(self._state, checkpoint_id=target)
+        handle.staged(600)
+        self._note(f"{kind}stall", time.perf_counter() - began)
+        handle.committed(600)
+        self._note(f"{kind}durable", time.perf_counter() - began)
+        if pids:
+            self._note("CPU", cpu_s(pids) - cpu)
+            self._note("CPU of Ray's own processes", cpu_s(rays) - of_ray)
+        shutil.rmtree(target)
+
+    def _note(self, name: str, value: float) -> None:
+        self._found.setdefault(name, []).append(value)
+
+    def _tell(self) -> None:
+        table, found, gigabytes = self._table, self._found, self._num_bytes / 1e9
+        median = {name: table.fact(name, values) for name, values in found.items()}
+        wanted = self._options.rows
+        if "stall" in wanted:
+            table.row("stall", median["stall"] / median["memcpy"])
+        if "first" in wanted:
+            if not self._warm:
+                table.note("there is no ray_dcp.warm_up: the first stall is of a cold session")
+            table.row("first", median["first stall"] / median["stall"])
+        if "durable" in wanted:
+            table.row("durable", median["raw direct write"] / median["durable"])
+        if "cpu" in wanted:
+            table.row("cpu", median["CPU"] / gigabytes)
+        if "memory" in wanted:
+            table.row("memory", self._extra)
+
+
+def _training(options: Options, root: Path, table: Table, state: dict[str, Any]) -> None:
+    """A round: training alone, then beside a save of each contestant."""
+    from tests.bench import async_peers as peers
+
+    peers.join_group()
+    contestants, missing = peers.peers(state)
+    for line in missing:
+        table.note(line)
+    training = peers.Training(options.work_s)
+    laps: dict[str, list[peers.Lap]] = {}
+    lost: dict[str, list[float]] = {}
+    with session_of("training"):
+        warm_up(state)
+        contestants.insert(0, peers.Ours(state))
+        for number in range(options.rounds + 1):
+            alone = training.lap()
+            for contestant in contestants:
+                # The first round starts processes, which log, and touches memory, on all sides.
+                with contextlib.nullcontext() if number else _silenced():
+                    lap = training.lap(contestant, root / "lap")
+                shutil.rmtree(root / "lap")
+                if number:
+                    laps.setdefault(contestant.name, []).append(lap)
+                    lost.setdefault(contestant.name, []).append(lap.lost_s(alone))
+        for contestant in contestants:
+            contestant.close()
+    peers.leave_group()
+    table.note(f"a round of training: {training.steps} steps, {alone.wall_s:.2f} s alone")
+    median = {}
+    for name, values in lost.items():
+        median[name] = table.fact(f"lost to {name}", values)
+        table.fact(f"  stall of {name}", [lap.stall_s for lap in laps[name]])
+        table.fact(f"  until it stands, {name}", [lap.durable_s for lap in laps[name]])
+    ours = median.pop("ray_dcp")
+    # Why at least: where the disk is quick, a peer may lose no more than the noise of training.
+    table.row("lost", ours / max(min(median.values()), 1e-3))
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """What processes that are started meanwhile write to stderr is lost."""
+    with open(os.devnull, "w") as nothing:
+        stderr = os.dup(2)
+        os.dup2(nothing.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def _budget(options: Options, root: Path, table: Table, state: dict[str, Any]) -> None:
+    """A save through staging memory that is much smaller than the state."""
+    import ray
+    import torch
+
+    import ray_dcp
+    from ray_dcp.runtime.naming import LEASE_S
+    from ray_dcp.runtime.stager import stager_of
+    from ray_dcp.stage.values import StagingOptions
+
+    # The node's first rank says how it stages.
+    node = ray.get_runtime_context().get_node_id()
+    limited = StagingOptions(limit_bytes=BUDGET_BYTES)
+    stager = stager_of(node, namespace="budget", lease_s=LEASE_S, options=limited)
+    ray.get(stager.ping.remote())
+    with session_of("budget") as session:
+        assert session.staging().info()["limit_bytes"] == BUDGET_BYTES
+        stalls, durables, whole = [], [], []
+        for _ in range(1 if options.rounds < 3 else 2):
+            began = time.perf_counter()
+            handle = ray_dcp.async_save(state, checkpoint_id=root / "budget")
+            handle.staged(600)
+            stalls.append(time.perf_counter() - began)
+            handle.committed(600)
+            durables.append(time.perf_counter() - began)
+            found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            ray_dcp.load(found, checkpoint_id=root / "budget")
+            whole.append(float(all(torch.equal(found[name], t) for name, t in state.items())))
+            shutil.rmtree(root / "budget")
+    table.fact("stall with a budget of 64 MB", stalls)
+    table.fact("durable with a budget of 64 MB", durables)
+    table.row("budget", sum(whole) / len(whole))

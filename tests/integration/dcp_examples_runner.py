@@ -1,0 +1,97 @@
+"""Runs DCP's examples on this rank, twice: as they are, and with only the imports changed.
+
+Usage: torchrun … -m tests.integration.dcp_examples_runner <folder> <lease_s>
+Whatever one side saves, the other loads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ray_dcp
+from ray_dcp.dcp._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+from ray_dcp.dcp.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from ray_dcp.runtime.session import current_session
+
+EXAMPLES = Path(__file__).with_name("dcp_examples.py").read_text()
+PARAMETERS = ("net1.weight", "net1.bias", "net2.weight", "net2.bias")
+NAMES = ("fsdp_checkpoint", "async_checkpoint", "hugging_face")
+
+
+def module(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"__name__": "examples"}
+    exec(compile(text, "dcp_examples", "exec"), found)
+    return found
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def torch_save_file(folder: str) -> dict[str, bool]:
+    """One rank reads a file of torch.save, and every rank takes its rows."""
+    path = f"{folder}/state.pt"
+    whole = {"rows": torch.arange(14.0).view(7, 2), "one": torch.ones(1, 3), "flat": torch.ones(4)}
+    if dist.get_rank() == 0:
+        torch.save({"m": whole}, path)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    equal = {}
+    for name, loads in {"stock": stock.load, "ours": ray_dcp.load}.items():
+        state = {
+            "rows": distribute_tensor(torch.zeros(7, 2), mesh, [Shard(0)]),
+            "one": distribute_tensor(torch.zeros(1, 3), mesh, [Shard(0)]),
+            "flat": torch.zeros(4),
+        }
+        how: dict[str, Any] = {
+            "storage_reader": BroadcastingTorchSaveReader(),
+            "planner": DynamicMetaLoadPlanner(),
+            "checkpoint_id": path,
+        }
+        loads({"m": state}, **how)
+        found = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+        equal[f"torch.save by {name}"] = all(torch.equal(found[n], whole[n]) for n in whole)
+        try:
+            loads({"m": {**state, "lost": torch.zeros(1)}}, **how)
+        except stock.CheckpointException as error:
+            equal[f"missing key by {name}"] = "m.lost" in str(error)
+    return equal
+
+
+def main(folder: str, lease_s: str) -> None:
+    dist.init_process_group("gloo")
+    current_session(lease_s=float(lease_s))  # Only shortens what is left at the end.
+    sides = {
+        "stock": module(EXAMPLES),
+        "ours": module(EXAMPLES.replace("torch.distributed.checkpoint", "ray_dcp")),
+    }
+    equal = {}
+    for saver, loader in (("stock", "ours"), ("ours", "stock"), ("ours", "ours")):
+        for name in NAMES:
+            place = f"{folder}/{name}-{saver}-{loader}"
+            saved = whole(sides[saver][f"{name}_save"](place))
+            dist.barrier()
+            loaded = whole(sides[loader][f"{name}_load"](place))
+            equal[f"{name}: {saver} to {loader}"] = saved.keys() == loaded.keys() and all(
+                torch.equal(saved[key], loaded[key]) for key in saved
+            )
+    equal.update(torch_save_file(folder))
+    sharded = f"{folder}/hugging_face-ours-stock/sharded"
+    mapping = {name: 1 + number % 2 for number, name in enumerate(PARAMETERS)}
+    consolidate_safetensors_files_on_every_rank(sharded, f"{folder}/whole", mapping)
+    sys.stdout.write(json.dumps({"rank": dist.get_rank(), "equal": equal}) + "\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,269 @@
+"""Asynchronous saves where something is in the way: clear errors, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    InvalidRequestError,
+    ParticipantError,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime import staging
+from tests.bench.soak_leaks import leaked_shared_memory, shared_memory
+from tests.polling import eventually, lives
+
+REPOSITORY = Path(__file__).parents[2]
+
+STORE_BYTES = 80 << 20
+LARGE = 30_000_000
+"""Numbers of a state that is larger than the store."""
+
+
+@contextmanager
+def small_ray():
+    """A Ray with the smallest object store that there may be."""
+    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+    ray.init(
+        num_cpus=2, object_store_memory=STORE_BYTES, include_dashboard=False, log_to_driver=False,
+        configure_logging=False, _temp_dir=directory,
+    )  # fmt: skip
+    try:
+        yield directory
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def ray_directory():
+    with small_ray() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def namespace(ray_directory):
+    """A namespace of its own, whose actors end with the module; one stager serves all tests."""
+    shm = shared_memory()
+    name = f"b{secrets.token_hex(4)}"
+    yield name
+    if ray.is_initialized():
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] == name:
+                ray.kill(ray.get_actor(actor["name"], name))
+    assert eventually(lambda: leaked_shared_memory(shm) == [], 20)
+
+
+@pytest.fixture
+def session(namespace):
+    """A session that must have given all staging memory back at the end."""
+    session = ray_dcp.connect(name="bad", namespace=namespace)
+    session.staging()
+    yield session
+    if not session.closed:
+        assert eventually(lambda: session.staging().info()["used_bytes"] == 0, 20)
+        session.close()
+
+
+def state(step: float, length: int = LARGE) -> dict[str, Any]:
+    tied = torch.full((3,), step)
+    return {
+        "large": torch.full((length,), step),
+        "zero_d": torch.tensor(step),
+        "tied": tied,
+        "tied_too": tied,
+        "view": tied[1:],
+        "numpy": np.full(4, step),
+        "log": {"lines": [step], "raw": bytearray(b"x" * int(step))},
+    }
+
+
+def spoil(state: dict[str, Any]) -> None:
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    state["numpy"][:] = -1
+    state["log"]["lines"].clear()
+    state["log"]["raw"].clear()
+
+
+def stands(path: Path, step: float, length: int = LARGE) -> bool:
+    """Returns whether the whole state of a step loads, and nothing else is there."""
+    found, expected = state(step + 1, length), state(step, length)
+    ray_dcp.load(found, checkpoint_id=path)
+    names = [entry.name for entry in path.iterdir()]
+    kinds = sorted(name.partition(".")[0].partition("-")[0] for name in names)
+    assert kinds == ["", "__0_0", "chunks", "manifest"], names
+    return all(
+        np.array_equal(np.asarray(found[name]), np.asarray(value))
+        for name, value in expected.items()
+        if name != "log"
+    ) and (found["log"] == expected["log"])
+
+
+def save_and_spoil(path: Path, step: float, **options: Any) -> Any:
+    given = state(step)
+    handle = ray_dcp.async_save(given, checkpoint_id=path, options=SaveOptions(**options))
+    handle.staged(60)
+    spoil(given)
+    return handle
+
+
+def spilled(directory: str) -> list[Path]:
+    return [file for file in Path(directory).glob("session_*/ray_spilled*/**/*") if file.is_file()]
+
+
+@pytest.fixture(params=["shared memory", "objects"])
+def way(request, monkeypatch):
+    """How bytes come to the stager; objects where memory can't be shared."""
+    if request.param == "objects":
+        monkeypatch.setattr(staging, "link_to", partial(staging.link_to, may_map=False))
+    return request.param
+
+
+def test_a_store_that_is_full_and_smaller_than_the_state_is_enough(
+    way, session, ray_directory, tmp_path
+):
+    assert save_and_spoil(tmp_path / "c", 5.0).committed(120) is not None
+    assert session.staging().info()["channel"] == ("store" if way == "objects" else "arena")
+    assert stands(tmp_path / "c", 5.0)
+    assert spilled(ray_directory) == []
+    others = [np.full(8 << 20, number, dtype=np.uint8) for number in range(9)]
+    refs = [ray.put(array) for array in others]
+    assert save_and_spoil(tmp_path / "c", 6.0).committed(120) is not None
+    assert stands(tmp_path / "c", 6.0)
+    assert all(np.array_equal(ray.get(ref), array) for ref, array in zip(refs, others, strict=True))
+    del refs
+    for file in spilled(ray_directory):
+        # Ray's own doing: what others hold has to go somewhere.
+        file.unlink(missing_ok=True)
+
+
+def test_of_two_saves_of_one_id_the_second_is_refused_while_the_first_is_under_way(
+    session, tmp_path
+):
+    stager = session.staging().info()["pid"]
+    first = save_and_spoil(tmp_path / "c", 7.0, max_pending=2)
+    os.kill(stager, signal.SIGSTOP)
+    try:
+        under_way = not first.done()
+        second = ray_dcp.async_save(
+            state(8.0, 10), checkpoint_id=tmp_path / "c", options=SaveOptions(max_pending=2)
+        )
+        if under_way:
+            with pytest.raises(CheckpointExistsError, match="Wait for its handle"):
+                second.committed(60)
+    finally:
+        os.kill(stager, signal.SIGCONT)
+    first.committed(120)
+    assert under_way
+    assert stands(tmp_path / "c", 7.0)
+
+
+def test_a_session_that_is_closed_meanwhile_does_not_lose_the_save(session, tmp_path):
+    handle = save_and_spoil(tmp_path / "c", 4.0)
+    session.close()
+    with pytest.raises(InvalidRequestError, match="was closed"):
+        session.staging()
+    assert eventually(
+        lambda: ray_dcp.outcome(tmp_path / "c", handle.report().attempt) == "committed", 60
+    )
+    assert handle.exception(60) is None
+    # From here on the process is alone.
+    alone = ray_dcp.async_save(state(2.0, 10), checkpoint_id=tmp_path / "alone")
+    alone.committed(60)
+    assert alone.report().staging == "process"
+    assert stands(tmp_path / "c", 4.0)
+    assert stands(tmp_path / "alone", 2.0, 10)
+
+
+SCRIPT = """
+import os, shutil, sys, tempfile
+import ray, torch, ray_dcp
+
+directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+ray.init(num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False,
+         configure_logging=False, _temp_dir=directory)
+ray_dcp.connect(name="script")
+keep = {"w": torch.full((1_000_000,), 7.0)}
+ray_dcp.save({"w": torch.zeros(3)}, checkpoint_id=sys.argv[2])
+ray_dcp.async_save(keep, checkpoint_id=sys.argv[1])
+ray_dcp.async_save(keep, checkpoint_id=sys.argv[2], options=ray_dcp.SaveOptions(overwrite=False))
+print(directory)
+"""
+
+
+def test_a_script_that_awaits_no_handle_has_saved_and_is_warned_of_what_failed(tmp_path):
+    shm = shared_memory()
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "good"), str(tmp_path / "taken")],
+        check=True, cwd=REPOSITORY, timeout=150, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    shutil.rmtree(ended.stdout.strip().splitlines()[-1], ignore_errors=True)
+    found = {"w": torch.zeros(1_000_000)}
+    ray_dcp.load(found, checkpoint_id=tmp_path / "good", no_dist=True)
+    assert bool((found["w"] == 7).all())
+    assert ended.stderr.count("nobody asked its handle") == 1
+    assert "CheckpointExistsError" in ended.stderr
+    assert str(tmp_path / "taken") in ended.stderr
+    assert eventually(lambda: leaked_shared_memory(shm) == [], 20)
+
+
+# Last: it ends the Ray of this process.
+
+
+def test_a_ray_that_is_shut_down_is_told_and_not_started_anew(session, tmp_path):
+    stager = session.staging().info()["pid"]
+    handle = save_and_spoil(tmp_path / "c", 3.0)
+    os.kill(stager, signal.SIGSTOP)
+    under_way = not handle.done()
+    ray.shutdown()
+    try:
+        with pytest.raises(CommitUnknownError, match=r"Wait for the handle before ray\.shutdown"):
+            handle.committed(30)
+        assert under_way
+        assert handle.exception().attempt == handle.report().attempt
+        assert handle.progress.phase == "failed"
+        for call in (ray_dcp.save, ray_dcp.load):
+            with pytest.raises(ParticipantError, match="has shut it down"):
+                call(state(1.0, 10), checkpoint_id=tmp_path / "later")
+        later = ray_dcp.async_save(state(1.0, 10), checkpoint_id=tmp_path / "later")
+        with pytest.raises(ParticipantError, match="has shut it down"):
+            later.staged(10)
+        with pytest.raises(ParticipantError, match="has shut it down"):
+            later.committed(10)
+        assert not (tmp_path / "later").exists()
+        assert not ray.is_initialized()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stager, signal.SIGKILL)
+    assert eventually(lambda: not lives(stager), 20)
+    with small_ray():
+        # The session is of another Ray than this one.
+        with pytest.raises(ParticipantError, match="close the session and connect again"):
+            ray_dcp.save(state(1.0, 10), checkpoint_id=tmp_path / "later")
+        assert not session.closed
+        session.close()
+        again = ray_dcp.connect(name="gone")
+        save_and_spoil(tmp_path / "c", 9.0).committed(60)
+        assert stands(tmp_path / "c", 9.0)
+        again.close()

@@ -1,0 +1,63 @@
+"""The bench of asynchronous saves runs, on a state so small that its numbers mean nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.async_peers import Lap
+from tests.bench.async_rows import ROWS
+
+REPOSITORY = Path(__file__).parents[2]
+
+MEASURED = ("stall", "first", "durable", "cpu", "memory", "budget")
+"""Without the rows that need peers, ranks and nodes of their own, which take minutes."""
+
+
+def test_the_bench_measures_every_row_of_one_process_and_leaves_nothing(tmp_path):
+    found = tmp_path / "found.json"
+    written = tmp_path / "written"
+    written.mkdir()
+    command = [
+        sys.executable, "-m", "tests.bench", "async", "--rounds", "1", "--megabytes", "4",
+        "--work-s", "0.1", "--dir", str(written), "--json", str(found), "--rows", *MEASURED,
+    ]  # fmt: skip
+    finished = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    told = json.loads(found.read_text())["told"]
+    rows = {row["key"]: row for row in told if "key" in row}
+    assert set(rows) == set(MEASURED)
+    assert all(math.isfinite(row["value"]) for row in rows.values())
+    assert rows["budget"]["value"] == 1.0
+    facts = {fact["fact"]: fact["median"] for fact in told if "fact" in fact}
+    assert facts["CPU"] / 0.004 == pytest.approx(rows["cpu"]["value"], rel=0.2)
+    assert list(written.iterdir()) == []
+    assert {"note": "left in /dev/shm: nothing"} in told
+
+
+def test_time_is_lost_against_as_many_steps_without_a_save():
+    alone = Lap(wall_s=2.0, steps=10)
+    assert Lap(wall_s=2.5, steps=10).lost_s(alone) == pytest.approx(0.5)
+    # It went on training until the checkpoint stood.
+    assert Lap(wall_s=5.0, steps=20).lost_s(alone) == pytest.approx(1.0)
+
+
+def test_a_row_is_missed_on_the_side_of_its_limit_that_is_worse():
+    (stall,) = [row for row in ROWS if row.key == "stall"]
+    (durable,) = [row for row in ROWS if row.key == "durable"]
+    (budget,) = [row for row in ROWS if row.key == "budget"]
+    assert stall.missed(stall.ship + 0.01)
+    assert not stall.missed(stall.ship)
+    assert durable.missed(durable.ship - 0.01)
+    assert not durable.missed(durable.ship)
+    assert budget.missed(0.5)
+    assert not budget.missed(1.0)

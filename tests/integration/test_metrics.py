@@ -1,0 +1,158 @@
+"""Metrics, events and progress under a real Ray: what its own exporter shows after some saves."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import secrets
+import urllib.request
+from typing import Any, ClassVar
+
+import pytest
+import ray
+import torch
+from ray.experimental import tqdm_ray
+
+import ray_dcp
+from ray_dcp.errors import CheckpointExistsError
+from ray_dcp.options import SaveOptions
+from ray_dcp.runtime import metrics, progress
+from ray_dcp.runtime.progress import ProgressBar
+from tests.polling import eventually
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def can_export() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.prometheus") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def session(ray_session):
+    # A namespace of its own: the stager that has the memory ends with this module.
+    session = ray_dcp.connect(name="metrics", namespace=f"m{secrets.token_hex(4)}")
+    yield session
+    ended = [session.staging().link().handle, session.coordinator()]
+    session.close()
+    for actor in ended:
+        ray.kill(actor)
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"w": torch.ones(1_000_000)}
+
+
+def series(name: str, **tags: str) -> float:
+    """Returns the sum of what the node exports under a name with these tags; 0 for nothing."""
+    (node,) = ray.nodes()
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    try:
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+    except OSError:
+        return 0.0
+    lines = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
+    wanted = {f'{key}="{value}"' for key, value in tags.items()}
+    return sum(float(value) for found, value in lines if wanted <= set(found.split(",")))
+
+
+def test_every_metric_can_be_made_and_takes_its_tags(ray_session):
+    for name, (kind, _, tag_keys) in metrics.METRICS.items():
+        made = metrics._metric(name)
+        assert made.info["name"] == name
+        tags = dict.fromkeys(tag_keys, "x")
+        if kind == "Counter":
+            with pytest.raises(ValueError, match="must be >0"):
+                made.inc(0, tags)
+        elif kind == "Gauge":
+            made.set(0)
+        else:
+            made.observe(0.0, tags)
+
+
+@pytest.mark.skipif(not can_export(), reason="the exporter is in ray[default], not installed")
+def test_rays_exporter_shows_what_saves_and_loads_did(session, tmp_path):
+    # Ray keeps what other tests of the process counted.
+    path = tmp_path / "c"
+    for _ in range(2):
+        ray_dcp.async_save(state(), checkpoint_id=path).committed(60)
+    with pytest.raises(CheckpointExistsError):
+        ray_dcp.save(state(), checkpoint_id=path, options=SaveOptions(overwrite=False))
+    ray_dcp.load(state(), checkpoint_id=path)
+
+    def shown() -> bool:
+        return (
+            series("ray_dcp_saves_total", outcome="committed", mode="async_save") >= 2
+            and series("ray_dcp_saves_total", outcome="failed", mode="save") == 1
+            and series("ray_dcp_loads_total", outcome="loaded") == 1
+            and series("ray_dcp_staging_limit_bytes") > 0
+        )
+
+    assert eventually(shown, 60)
+    assert series("ray_dcp_staged_bytes_total") == 8_000_000
+    assert 8_000_000 <= series("ray_dcp_written_bytes_total") < 8_100_000
+    assert 4_000_000 <= series("ray_dcp_read_bytes_total") < 4_100_000
+    assert series("ray_dcp_save_stall_seconds_count", mode="async_save") == 2
+    assert series("ray_dcp_save_durable_seconds_count", mode="async_save") == 2
+    assert series("ray_dcp_load_seconds_count") == 1 + 1  # One is of the test above.
+
+
+def test_a_report_of_a_rank_with_a_stager_tells_its_phases_and_bytes(session, tmp_path):
+    handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c")
+    handle.committed(60)
+    report = handle.report()
+    assert report.staging == "stager"
+    assert list(report.seconds) == ["capture", "plan", "stage", "write"]
+    assert report.bytes_staged == 4_000_000
+    assert 4_000_000 <= report.bytes_written < 4_050_000
+
+
+class Bar(tqdm_ray.tqdm):
+    """Notes what it would send to the driver's terminal."""
+
+    states: ClassVar[list[dict[str, Any]]] = []
+
+    def _dump_state(self, force_flush=False):
+        self.states.append(self._get_state())
+
+
+@pytest.fixture
+def bar(monkeypatch):
+    monkeypatch.setattr(tqdm_ray, "tqdm", Bar)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(Bar, "states", [])
+    return Bar
+
+
+def test_progress_is_drawn_from_begin_to_end(bar, ray_session):
+    told = iter([(0, 0), (0, 100), (60, 100), *[(100, 100)] * 10_000])
+    with ProgressBar("/run/step-1", lambda: next(told)):
+        assert eventually(lambda: bar.states and bar.states[-1]["x"] == 100, 30)
+    assert [s["x"] for s in bar.states[:3]] == [0, 60, 100]
+    assert bar.states[-1]["closed"]
+    assert {s["total"] for s in bar.states} == {100}
+
+
+def test_progress_that_can_not_be_asked_does_not_disturb(bar, ray_session):
+    with ProgressBar("/run/step-1", lambda: 1 // 0):
+        pass
+    assert bar.states == []
+
+
+def test_a_save_draws_its_progress_when_asked(bar, session, tmp_path, monkeypatch):
+    drawn = []
+
+    class Seen(ProgressBar):
+        def __enter__(self):
+            drawn.append(self._ask())
+            return super().__enter__()
+
+    monkeypatch.setattr("ray_dcp.asynchronous.ProgressBar", Seen)
+    monkeypatch.setattr("ray_dcp.operations.ProgressBar", Seen)
+    for options in (SaveOptions(progress=True), SaveOptions()):
+        ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", options=options).committed(60)
+        ray_dcp.save(state(), checkpoint_id=tmp_path / "c", options=options)
+    assert len(drawn) == 2
+    assert drawn[0][1] == 4_000_000

@@ -1,0 +1,113 @@
+"""Roots of a manager on any storage, in one thread: for enumerations of crashes, and for faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ray_dcp.manager.catalogue import look
+from ray_dcp.manager.places import Root
+from ray_dcp.manager.processes import this_process
+from ray_dcp.manager.settings import make_settings
+from ray_dcp.manager.writer import Writer
+from ray_dcp.manager.writing import LEASE_S
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
+from ray_dcp.testing import Place
+from ray_dcp.testing.invariants import standing_state
+
+HERE = this_process()
+NAMES_ARE = {"save_interval": 1, "max_pending_async": 1, "num_of_threads": 1, "item": None,
+             "chkpt_on_preemption": False, "save_policy": None, "items": None, "also_read": (),
+             "step_name": "step-{step:08d}", "order": "increasing", "read_only": False,
+             "takeover": False, "sync_every": 1, "lease_s": LEASE_S, "on_failure": None,
+             "max_to_keep": 0, "retention": None}  # fmt: skip
+
+
+def settings(**given):
+    return make_settings(**{**NAMES_ARE, **given})
+
+
+class Below:
+    """A storage of what lies below a folder of another one."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage = storage
+        self._folder = folder
+
+    @property
+    def url(self) -> str:
+        return f"{self._storage.url}/{self._folder.rstrip('/')}"
+
+    @property
+    def traits(self) -> StorageTraits:
+        return self._storage.traits
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        return self._storage.read(self._folder + key, start, num_bytes)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        self._storage.read_into(self._folder + key, start, target)
+
+    def write(self, key: str, data, *, create: bool = False) -> None:
+        self._storage.write(self._folder + key, data, create=create)
+
+    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+        return self._storage.open_writer(self._folder + key, sync=sync, direct=direct)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._storage.delete([self._folder + key for key in keys])
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        found = self._storage.list(self._folder + prefix)
+        return [Entry(entry.key[len(self._folder) :], entry.num_bytes) for entry in found]
+
+
+def opener_of(storage: Storage):
+    """Returns what opens folders of a storage by their targets."""
+
+    def open_below(target: Target) -> Storage:
+        below = target.url[len(storage.url) :].strip("/")
+        if not below:
+            return storage
+        if isinstance(storage, LocalStorage):
+            return LocalStorage(target.url)
+        return Below(storage, f"{below}/")
+
+    return open_below
+
+
+def root_of(storage: Storage) -> Root:
+    return Root(Target(storage.url))
+
+
+def writer_of(storage: Storage, **given) -> Writer:
+    """Returns a writer of a root that is a storage, which does everything in this thread."""
+    return Writer(
+        root_of(storage), settings(**given), opener_of(storage), threaded=False, holder=HERE
+    )
+
+
+def save_step(writer: Writer, storage: Storage, step: int, state, **telling) -> str:
+    """Saves a step as a manager does, by two ranks in this thread; returns the attempt."""
+    place = writer.begin(step, **telling)
+    committed: bool | None = False
+    try:
+        folder = opener_of(storage)(writer.root.below(place.name))
+        attempt = Place(folder).save(state, 2)
+        committed = True
+    finally:
+        # A process that died does nothing more: what it asks of its storage fails.
+        writer.finish(place, committed)
+    writer.remover.drain()
+    return attempt
+
+
+def newest_state(storage: Storage, states):
+    """Returns the state of the newest step, by the catalogue."""
+    opener = opener_of(storage)
+    found = look(root_of(storage), settings().names, opener)
+    if not found.steps:
+        return None
+    newest = list(found.steps.values())[-1]
+    return standing_state(opener(root_of(storage).below(newest.name)), states)

@@ -1,0 +1,143 @@
+"""A manager that keeps one step, interrupted at every call: it never loses the only good one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from ray_dcp.errors import StorageError
+from ray_dcp.manager.catalogue import look
+from ray_dcp.manager.places import FOLDER
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.testing import (
+    NEW,
+    NEXT,
+    OLD,
+    CrashError,
+    Fault,
+    Operation,
+    Script,
+    check_crashes,
+    interrupted_system,
+)
+from ray_dcp.testing.invariants import (
+    all_keys,
+    an_allowed_checkpoint_loads_whole,
+    expect,
+    is_same,
+    nothing_lies_outside,
+    standing_state,
+)
+from tests.manager_places import (
+    newest_state,
+    opener_of,
+    root_of,
+    save_step,
+    settings,
+    writer_of,
+)
+
+
+def every_listed_step_loads(after):
+    """What the catalogue lists is whole: one of the states that were ever saved."""
+    opener = opener_of(after.storage)
+    for found in look(root_of(after.storage), settings().names, opener).steps.values():
+        folder = opener(root_of(after.storage).below(found.name))
+        expect(standing_state(folder, after.states) is not None, f"{found.name} does not load")
+
+
+def a_later_writer_leaves_one_step(after):
+    """The next save works, and only its step and what managers share is left."""
+    writer = writer_of(after.storage, max_to_keep=1)
+    save_step(writer, after.storage, 9, NEXT)
+    expect(list(writer.look().steps) == [9], f"there are steps {list(writer.look().steps)}")
+    expect(is_same(newest_state(after.storage, after.states), NEXT), "the later save does not load")
+    ours = {key.partition("/")[0] for key in all_keys(after.storage)} - {
+        key.partition("/")[0] for key in after.foreign
+    }
+    expect(ours == {"step-00000009", FOLDER}, f"there is left {sorted(ours)}")
+
+
+INVARIANTS = (
+    an_allowed_checkpoint_loads_whole,
+    every_listed_step_loads,
+    nothing_lies_outside,
+    a_later_writer_leaves_one_step,
+)
+
+
+def keep_one(place, step, state, **telling):
+    return save_step(writer_of(place.storage, max_to_keep=1), place.storage, step, state, **telling)
+
+
+def leave_old_and_more(place):
+    keep_one(place, 1, OLD)
+    # What a process left that died before it could commit the next step.
+    dies = Fault(operation="write", key="*manifest-*", stops=True)
+    with suppress(CrashError), Script([dies]) as script:
+        storage = script.wrap(place.storage)
+        save_step(writer_of(storage, max_to_keep=1), storage, 2, NEXT)
+
+
+SAVE = Operation(
+    name="manager.save_keep_1",
+    prepare=leave_old_and_more,
+    run=lambda place: keep_one(place, 3, NEW),
+    previous=OLD,
+    new=NEW,
+    look=newest_state,
+    invariants=INVARIANTS,
+)
+REPLACE = Operation(
+    name="manager.replace_keep_1",
+    prepare=lambda place: keep_one(place, 3, OLD),
+    run=lambda place: keep_one(place, 3, NEW, replace=True),
+    previous=OLD,
+    new=NEW,
+    look=newest_state,
+    invariants=INVARIANTS,
+)
+
+
+@pytest.mark.parametrize("operation", [SAVE, REPLACE], ids=str)
+def test_the_only_good_step_survives_the_death_of_the_process_at_any_call(operation):
+    reached = check_crashes(operation, variants=["before"])
+    assert reached.stood["previous"] >= 5
+    assert reached.stood["new"] >= 5
+    assert set(reached.stood) == {"previous", "new"}
+
+
+@pytest.mark.parametrize("variant", ["torn", "lost", "refused", "broken"])
+def test_the_only_good_step_survives_every_other_fault(variant):
+    reached = check_crashes(SAVE, variants=[variant], every=3)
+    # Only small records are written after the commit, and those at once: nothing is torn then.
+    assert set(reached.stood) == ({"previous"} if variant == "torn" else {"previous", "new"})
+
+
+def test_the_only_good_step_survives_a_death_at_a_system_call(tmp_path):
+    reached = check_crashes(
+        SAVE,
+        storage=partial(LocalStorage, tmp_path / "run"),
+        interrupt=interrupted_system,
+        variants=["before"],
+        every=6,
+    )
+    assert set(reached.stood) == {"previous", "new"}
+
+
+def test_who_is_told_that_a_save_failed_still_has_the_step_before():
+    storage = MemoryStorage("manager-told")
+    storage.delete([entry.key for entry in storage.list()])
+    with Script([Fault(operation="commit", key="*.distcp", error=28)]) as script:
+        keep_one_in(storage, 1, OLD)
+        wrapped = script.wrap(storage)
+        with pytest.raises(StorageError):
+            save_step(writer_of(wrapped, max_to_keep=1), wrapped, 2, NEW)
+    assert is_same(newest_state(storage, (OLD, NEW)), OLD)
+
+
+def keep_one_in(storage, step, state):
+    return save_step(writer_of(storage, max_to_keep=1), storage, step, state)

@@ -1,0 +1,349 @@
+"""Checkpoints into other formats and back: right, whole, streaming, and refusing what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import format_utils as stock_utils
+
+import ray_dcp
+from ray_dcp.cli.format_utils import main
+from ray_dcp.dcp import format_utils
+from ray_dcp.dcp.state_dict_loader import _load_state_dict_from_keys
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    MissingKeyError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(6.0).view(3, 2), "half": torch.ones(3).bfloat16()},
+        "optimizer": {"state": {0: {"step": torch.tensor(7.0)}, 1: {}}, "groups": [{"lr": 0.1}]},
+        "pair": (1, torch.full((2,), 5)),
+        "empty": torch.zeros(0, 3),
+        "step": 3,
+    }
+
+
+SAVERS: dict[str, Callable[..., Any]] = {
+    "ours": lambda it, path: ray_dcp.save(it, checkpoint_id=path),
+    "stock": lambda it, path: stock.save(it, checkpoint_id=path, no_dist=True),
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    return repr(a) == repr(b)
+
+
+def test_a_state_dict_comes_back_as_it_was(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    found = ray_dcp.read_state_dict(tmp_path / "c")
+    assert {key: repr(value) for key, value in found.items()} == {
+        key: repr(value) for key, value in state().items()
+    }
+    again = ray_dcp.read_state_dict(tmp_path / "c", include=["model.*", "step"])
+    assert list(again) == ["model", "step"]
+
+
+def test_a_checkpoint_of_stock_dcp_comes_back_as_dcp_would_give_it(tmp_path: Path):
+    stock.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    ours = ray_dcp.read_state_dict(tmp_path / "c")
+    stock_utils.dcp_to_torch_save(tmp_path / "c", tmp_path / "s.pt")
+    theirs = torch.load(tmp_path / "s.pt")
+    assert same(ours, theirs)
+    assert "0" in ours["optimizer"]["state"]
+
+
+def test_a_reader_of_the_users_is_read_too(tmp_path: Path):
+    class Reader(stock.FileSystemReader):
+        pass
+
+    stock.save(state(), checkpoint_id=tmp_path / "c", no_dist=True)
+    found = ray_dcp.read_state_dict(storage_reader=Reader(tmp_path / "c"), include=["model.w"])
+    assert same(found, {"model": {"w": state()["model"]["w"]}})
+
+
+def test_keys_and_prefixes_choose(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    found = _load_state_dict_from_keys({"optimizer.state", "step"}, checkpoint_id=tmp_path / "c")
+    assert same(found["optimizer"], {"state": state()["optimizer"]["state"]})
+    assert found["step"] == 3
+    assert set(found) == {"optimizer", "step"}
+
+
+# --- torch.save files ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saver", ["ours", "stock"])
+def test_a_torch_save_file_is_what_dcps_would_be(tmp_path: Path, saver: str):
+    SAVERS[saver](state(), tmp_path / "c")
+    format_utils.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
+    found = torch.load(tmp_path / "ours.pt", weights_only=True)
+    whole = ray_dcp.read_state_dict(tmp_path / "c")
+    assert {key: repr(value) for key, value in found.items()} == {
+        key: repr(value) for key, value in whole.items()
+    }
+    assert found["pair"][1].tolist() == [5, 5]
+    assert sorted(os.listdir(tmp_path)) == ["c", "ours.pt"]
+
+
+@pytest.mark.parametrize("way", ["ours, stock", "stock, ours", "ours, ours"])
+def test_there_and_back(tmp_path: Path, way: str):
+    there, back = (format_utils if one == "ours" else stock_utils for one in way.split(", "))
+    torch.save({"a": {"b": torch.arange(5)}, "n": 1}, tmp_path / "a.pt")
+    there.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+    back.dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt")
+    assert same(torch.load(tmp_path / "b.pt"), {"a": {"b": torch.arange(5)}, "n": 1})
+
+
+def test_numbers_as_keys_survive_both_ways(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt")
+    ray_dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "d")
+    for name in ("c", "d"):
+        found = ray_dcp.read_state_dict(tmp_path / name)
+        assert same(found["optimizer"], state()["optimizer"])
+    assert set(torch.load(tmp_path / "a.pt")["optimizer"]["state"]) == {0, 1}
+
+
+def test_a_part_under_other_names_and_of_another_dtype(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    how: dict[str, Any] = {
+        "include": ["model.*", "optimizer.state.0.*", "step"],
+        "key_map": [(r"^model\.", "net.")],
+        "dtype": torch.float64,
+    }
+    ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt", **how)
+    found = torch.load(tmp_path / "a.pt")
+    assert found["net"]["w"].dtype == found["net"]["half"].dtype == torch.float64
+    assert torch.equal(found["net"]["w"], state()["model"]["w"].double())
+    assert found["optimizer"]["state"][0]["step"].item() == 7
+    assert set(found) == {"net", "optimizer", "step"}
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    torch.save(state(), tmp_path / "all.pt")
+    ray_dcp.torch_save_to_dcp(tmp_path / "all.pt", tmp_path / "d", **how)
+    again = ray_dcp.read_state_dict(tmp_path / "d")
+    assert again["net"]["half"].dtype == torch.float64
+    assert again["step"] == 3
+
+
+def test_a_large_checkpoint_takes_little_memory(tmp_path: Path):
+    program = """
+import sys, torch, ray_dcp
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+root = sys.argv[1]
+ray_dcp.dcp_to_torch_save(f"{root}/small", f"{root}/small.pt")
+before = anonymous()
+ray_dcp.dcp_to_torch_save(f"{root}/c", f"{root}/c.pt")
+ray_dcp.dcp_to_safetensors(f"{root}/c", f"{root}/hf", file_bytes=1 << 25)
+ray_dcp.torch_save_to_dcp(f"{root}/c.pt", f"{root}/d")
+print(anonymous() - before)
+"""
+    parts = {str(i): torch.full((2 << 20,), float(i)) for i in range(12)}  # 96 MiB
+    ray_dcp.save(parts, checkpoint_id=tmp_path / "c")
+    ray_dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "small")
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 32 << 20
+    for name in ("c.pt",):
+        found = torch.load(tmp_path / name, mmap=True)
+        assert all(torch.equal(found[key], value) for key, value in parts.items())
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 3
+    last = ray_dcp.read_state_dict(tmp_path / "d", include=["11"])
+    assert torch.equal(last["11"], parts["11"])
+
+
+def test_a_conversion_that_fails_leaves_no_file_and_the_old_one(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    (tmp_path / "a.pt").write_bytes(b"old")
+    (data,) = (tmp_path / "c").glob("*.distcp")
+    raw = bytearray(data.read_bytes())
+    raw[raw.index(torch.arange(6.0).numpy().tobytes()) + 5] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.w"):
+        ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "c"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("/tmp/should-not-be-made-by-a-checkpoint",))
+
+
+def test_files_that_are_no_state_dicts_are_refused(tmp_path: Path):
+    torch.save([1], tmp_path / "list.pt")
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"w": torch.ones(1000)}, tmp_path / "cut.pt")
+    os.truncate(tmp_path / "cut.pt", 700)
+    for name, error in {
+        "list.pt": StateDictError,
+        "evil.pt": UnsafeCheckpointError,
+        "text.pt": DamagedCheckpointError,
+        "cut.pt": DamagedCheckpointError,
+        "none.pt": CheckpointNotFoundError,
+        ".": InvalidRequestError,
+    }.items():
+        with pytest.raises(error):
+            ray_dcp.torch_save_to_dcp(tmp_path / name, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    assert not Path("/tmp/should-not-be-made-by-a-checkpoint").exists()
+
+
+def test_a_file_from_before_torch_1_6_is_read(tmp_path: Path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    ray_dcp.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
+    assert same(ray_dcp.read_state_dict(tmp_path / "c"), {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"include": ["nothing.*"]}, {"key_map": {"model.w": "model.half"}}, {"key_map": [("[", "")]}],
+)
+def test_a_choice_that_can_not_be_is_refused(tmp_path: Path, how: dict[str, Any]):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    with pytest.raises(InvalidRequestError):
+        ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "a.pt", **how)
+    assert not (tmp_path / "a.pt").exists()
+    with pytest.raises(InvalidRequestError, match="directory that exists"):
+        ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "no" / "a.pt")
+
+
+# --- safetensors --------------------------------------------------------------------------------
+
+
+def test_safetensors_files_have_an_index_and_split_by_size(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    tensors = {"include": ["model.*", "optimizer.state.0.step", "empty"]}
+    ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf", file_bytes=20, **tensors)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 24 + 6 + 4
+    found = {}
+    for name, file in index["weight_map"].items():
+        found[name] = load_file(tmp_path / "hf" / file)[name]
+    assert torch.equal(found["model.w"], state()["model"]["w"])
+    assert found["model.half"].dtype == torch.bfloat16
+    assert found["optimizer.state.0.step"].shape == ()
+    assert found["optimizer.state.0.step"].item() == 7
+    assert found["empty"].shape == (0, 3)
+    assert same(
+        ray_dcp.read_state_dict(tmp_path / "hf", include=["empty"]), {"empty": found["empty"]}
+    )
+
+
+def test_what_safetensors_lacks_is_named(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    with pytest.raises(UnsupportedValueError, match="'pair'"):
+        ray_dcp.dcp_to_safetensors(tmp_path / "c", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+# --- the reader ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loads", [stock.load, ray_dcp.load])
+def test_the_reader_of_torch_save_files_works_alone(tmp_path: Path, loads: Any):
+    torch.save({"m": OrderedDict(w=torch.arange(6.0).view(3, 2))}, tmp_path / "a.pt")
+    found = {"m": {"w": torch.zeros(3, 2)}}
+    loads(
+        found,
+        storage_reader=format_utils.BroadcastingTorchSaveReader(),
+        planner=format_utils.DynamicMetaLoadPlanner(),
+        checkpoint_id=tmp_path / "a.pt",
+    )
+    assert torch.equal(found["m"]["w"], torch.arange(6.0).view(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "also"),
+    [
+        ({"x": torch.zeros(1)}, MissingKeyError, RuntimeError),
+        ({"w": torch.zeros(3)}, ShapeMismatchError, ValueError),
+        ({"n": torch.zeros(1)}, UnsupportedValueError, RuntimeError),
+    ],
+)
+def test_the_reader_refuses_what_does_not_fit(tmp_path: Path, wanted: Any, error: Any, also: Any):
+    torch.save({"w": torch.ones(2), "n": 3}, tmp_path / "a.pt")
+    with pytest.raises(ray_dcp.CheckpointError) as caught:
+        ray_dcp.load(
+            wanted,
+            storage_reader=format_utils.BroadcastingTorchSaveReader(tmp_path / "a.pt"),
+            planner=format_utils.DynamicMetaLoadPlanner(),
+        )
+    failures = [caught.value, *(each for each, _ in caught.value.failures.values())]
+    assert any(isinstance(each, error) and isinstance(each, also) for each in failures)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_dcps_command_works_with_our_module_name():
+    ran = subprocess.run(
+        [sys.executable, "-m", "ray_dcp.dcp.format_utils", "--help"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "{torch_to_dcp|dcp_to_torch} SRC DST" in ran.stdout
+
+
+def test_the_command_converts_as_dcps_does(tmp_path: Path):
+    torch.save({"w": torch.ones(2), "n": 1}, tmp_path / "a.pt")
+    there = command("torch_to_dcp", str(tmp_path / "a.pt"), str(tmp_path / "c"))
+    assert there.exit_code == 0, there.output
+    assert "using method: 'torch_to_dcp'" in there.output
+    found: dict[str, Any] = {"w": torch.zeros(2), "n": 0}
+    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert found["n"] == 1
+    assert found["w"].tolist() == [1, 1]
+    back = command(
+        "dcp_to_torch", str(tmp_path / "c"), str(tmp_path / "b.pt"), "--dtype", "float16"
+    )
+    assert back.exit_code == 0, back.output
+    assert torch.load(tmp_path / "b.pt")["w"].dtype == torch.float16
+    missing = command("dcp_to_torch", str(tmp_path / "none"), str(tmp_path / "x.pt"))
+    assert missing.exit_code == 1
+    assert "there is nothing" in missing.output
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (list, (range(10**6),))
+
+
+def test_a_file_whose_objects_grow_is_refused_before_torch_runs_it(tmp_path: Path):
+    torch.save({"a": Bomb()}, tmp_path / "bomb.pt")
+    with pytest.raises(UnsafeCheckpointError):
+        ray_dcp.torch_save_to_dcp(tmp_path / "bomb.pt", tmp_path / "c")
+    ray_dcp.torch_save_to_dcp(tmp_path / "bomb.pt", tmp_path / "c", weights_only=False)
+    assert len(ray_dcp.read_state_dict(tmp_path / "c")["a"]) == 10**6

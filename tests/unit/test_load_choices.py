@@ -1,0 +1,396 @@
+"""What a load lets people choose: strictness, names, prefixes, dtypes, lengths, values per rank."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch import nn
+
+import ray_dcp
+from ray_dcp import LoadOptions, PerRank
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InvalidRequestError,
+    MissingKeyError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsupportedValueError,
+)
+from tests.unit.torch_ranks import load_on_ranks, save_on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {
+        "model": {"a": torch.arange(6.0).view(3, 2), "b": torch.ones(4, dtype=torch.float64)},
+        "optimizer": {"lr": 0.5, "state": {0: {"m": torch.ones(3)}}},
+    }
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    return tmp_path / "c"
+
+
+def target() -> dict[str, Any]:
+    return {
+        "model": {"a": torch.zeros(3, 2), "b": torch.zeros(4, dtype=torch.float64)},
+        "optimizer": {"lr": 0.0, "state": {0: {"m": torch.zeros(3)}}},
+    }
+
+
+def load(path: Path, state: dict[str, Any], **options: Any) -> ray_dcp.LoadReport:
+    return ray_dcp.load(state, checkpoint_id=path, options=LoadOptions(**options))
+
+
+# --- strictness ---------------------------------------------------------------------------------
+
+
+def test_missing_and_unexpected_keys_follow_strict(saved: Path):
+    state = {"model": {"a": torch.zeros(3, 2), "new": torch.zeros(1)}}
+    for strict in (None, True):
+        with pytest.raises(MissingKeyError, match=r"model\.new"):
+            load(saved, state, strict=strict)
+    assert not state["model"]["a"].any()
+    report = load(saved, state, strict=False)
+    assert report.missing == ("model.new",)
+    assert "optimizer.lr" in report.unexpected
+    assert state["model"]["a"][2, 1] == 5
+    with pytest.raises(StateDictError, match="does not ask for"):
+        load(saved, {"model": {"a": torch.zeros(3, 2)}}, strict=True)
+    assert load(saved, target(), strict=True).unexpected == ()
+
+
+def test_shapes_are_an_error_however_strict(saved: Path):
+    for strict in (None, True, False):
+        state = target()
+        state["model"]["a"] = torch.zeros(2, 2)
+        with pytest.raises(ShapeMismatchError, match=r"model\.a"):
+            load(saved, state, strict=strict)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def renamed(name: str) -> str | None:
+    return None if name.startswith("optimizer") else name.replace("model.", "net.")
+
+
+@pytest.mark.parametrize(
+    "key_map",
+    [
+        {"model.a": "net.a", "model.b": "net.b"},
+        [(r"^model\.", "net.")],
+        [(r"^mo", "xx"), (r"^xxdel\.(\w)$", r"net.\1")],
+        renamed,
+    ],
+)
+def test_keys_are_renamed(saved: Path, key_map: Any):
+    state = {"net": {"a": torch.zeros(3, 2), "b": torch.zeros(4, dtype=torch.float64)}}
+    report = load(saved, state, key_map=key_map)
+    assert state["net"]["a"][2, 1] == 5
+    assert report.loaded == ("net.a", "net.b")
+    assert set(report.unexpected) == {"optimizer.lr", "optimizer.state.0.m"}
+
+
+@pytest.mark.parametrize(
+    ("key_map", "message"),
+    [
+        ({"model.a": "model.b"}, r"'model\.a' and 'model\.b' both to 'model\.b'"),
+        ([("[", "")], "no regular expression"),
+        ([("a", r"\9")], "can't replace"),
+        (lambda name: 3, "must give a name or None"),
+    ],
+)
+def test_a_key_map_that_can_not_be_is_refused(saved: Path, key_map: Any, message: str):
+    state = target()
+    with pytest.raises(InvalidRequestError, match=message):
+        load(saved, state, key_map=key_map)
+    assert not state["model"]["a"].any()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"key_map": "model"}, {"key_map": [("a",)]}, {"key_map": {"a": 1}}, {"prefixes": "model"},
+        {"prefixes": [""]}, {"resize": {"a": "x"}}, {"resize": ["a"]}, {"strict": "yes"},
+        {"strict": True, "allow_partial_load": True}, {"dtype": "float32"},
+    ],
+)  # fmt: skip
+def test_choices_are_checked_when_they_are_made(bad: dict[str, Any]):
+    with pytest.raises(InvalidRequestError):
+        LoadOptions(**bad)
+
+
+def test_choices_do_not_go_to_the_coordinator():
+    options = LoadOptions(key_map=lambda name: name, prefixes=["a"], resize={"a": 0}, num_threads=7)
+    sent = pickle.loads(pickle.dumps(options.without_choices()))
+    assert sent == LoadOptions(num_threads=7)
+    assert options.choices == ("key_map", "prefixes", "resize")
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A `Stateful` that counts."""
+
+    def __init__(self) -> None:
+        self.asked = self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"x": torch.zeros(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given += 1
+
+
+def test_only_what_lies_below_a_prefix_is_loaded(saved: Path):
+    other = Asked()
+    state = {**target(), "model2": torch.zeros(1), "other": other}
+    report = load(saved, state, prefixes=["model"], strict=True)
+    assert report.loaded == ("model.a", "model.b")
+    assert (report.missing, report.unexpected) == ((), ())
+    assert state["model"]["a"].any()
+    assert state["optimizer"]["lr"] == 0.0
+    assert (other.asked, other.given) == (0, 0)
+    report = load(saved, state, prefixes=["optimizer.state", "model.b"])
+    assert set(report.loaded) == {"model.b", "optimizer.state.0.m"}
+    assert state["optimizer"]["state"][0]["m"].all()
+    assert state["optimizer"]["lr"] == 0.0
+
+
+def test_a_prefix_without_keys_is_refused(saved: Path):
+    with pytest.raises(InvalidRequestError, match="no key at or below"):
+        load(saved, target(), prefixes=["modle"])
+
+
+# --- dtypes -------------------------------------------------------------------------------------
+
+
+def test_dtypes_follow_the_policy(saved: Path):
+    def state() -> dict[str, Any]:
+        return {"model": {"b": torch.zeros(4)}}
+
+    for policy in ("error", "widen"):
+        with pytest.raises(ShapeMismatchError, match="float64"):
+            load(saved, state(), dtype=policy)
+    cast = state()
+    assert load(saved, cast, dtype="cast").cast == (("model.b", "float64", "float32"),)
+    assert cast["model"]["b"].all()
+    kept = state()
+    before = kept["model"]["b"]
+    report = load(saved, kept, dtype="keep")
+    assert kept["model"]["b"].dtype == torch.float64
+    assert kept["model"]["b"].all()
+    assert not before.any()
+    assert report.cast == ()
+
+
+def test_a_kept_dtype_stays_a_parameter_or_gets_memory(saved: Path):
+    state = {
+        "model": {"a": nn.Parameter(torch.zeros(3, 2).half()), "b": torch.zeros(4, device="meta")}
+    }
+    load(saved, state, dtype="keep")
+    assert isinstance(state["model"]["a"], nn.Parameter)
+    assert state["model"]["a"].requires_grad
+    assert state["model"]["a"].dtype == torch.float32
+    assert state["model"]["b"].dtype == torch.float64
+    assert state["model"]["b"].device.type == "cpu"
+    assert state["model"]["b"].all()
+
+
+# --- lengths ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", [None, -1.0])
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("columns", [1, 4])
+def test_a_dimension_is_padded_or_cut(saved: Path, rows: int, columns: int, fill: float | None):
+    state = {"model": {"a": torch.full((rows, columns), 9.0)}}
+    report = load(saved, state, resize={"*.a": (0, -1)}, resize_fill=fill)
+    expected = torch.full((rows, columns), 9.0 if fill is None else fill)
+    whole = torch.arange(6.0).view(3, 2)
+    expected[: min(3, rows), : min(2, columns)] = whole[:rows, :columns]
+    assert torch.equal(state["model"]["a"], expected)
+    assert report.resized == (("model.a", (3, 2), (rows, columns)),)
+
+
+def test_only_the_named_tensors_and_dimensions_may_differ(saved: Path):
+    for resize in ({"*.b": 0}, {"*.a": 1}, {"*.a": 7}):
+        state = {"model": {"a": torch.full((5, 2), 9.0)}}
+        with pytest.raises(ShapeMismatchError, match=r"model\.a"):
+            load(saved, state, resize=resize)
+        assert (state["model"]["a"] == 9).all()
+    with pytest.raises(ShapeMismatchError):
+        load(saved, {"model": {"a": torch.zeros(5, 2, 1)}}, resize={"*": 0})
+    with pytest.raises(UnsupportedValueError, match="meta"):
+        load(saved, {"model": {"a": torch.zeros(5, 2, device="meta")}}, resize={"*": 0})
+
+
+def test_a_meta_target_that_is_cut_is_told(saved: Path):
+    with pytest.raises(UnsupportedValueError, match="meta"):
+        load(saved, {"model": {"a": torch.zeros(2, 2, device="meta")}}, resize={"*": 0})
+
+
+# --- structure ----------------------------------------------------------------------------------
+
+
+def test_numbers_as_keys_and_empty_mappings_are_loaded_where_they_were(tmp_path: Path):
+    state = {"s": {0: torch.ones(2), 1: "x", "e": {}}, "t": (1, torch.ones(1)), "l": []}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    found = {"s": {0: torch.zeros(2), 1: "", "e": {}}, "t": (0, torch.zeros(1)), "l": [3]}
+    report = load(tmp_path / "c", found, strict=True)
+    assert report.missing == report.unexpected == ()
+    assert repr(found) == repr(state)
+
+
+def test_stock_dcp_reads_the_structure_as_its_own(tmp_path: Path):
+    state = {"s": {0: torch.ones(2), "e": {}}}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    metadata = stock.FileSystemReader(tmp_path / "c").read_metadata()
+    assert metadata.planner_data == {"s.0": ("s", "0"), "s.e": ("s", "e")}
+    assert {type(part) for path in metadata.planner_data.values() for part in path} == {str}
+    found = {"s": {"0": torch.zeros(2), "e": {}}}
+    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert found["s"]["0"].all()
+
+
+def test_what_stock_dcp_saved_lacks_no_empty_mapping(tmp_path: Path):
+    stock.save({"w": torch.ones(1), "e": {}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    found = {"w": torch.zeros(1), "e": {}}
+    assert load(tmp_path / "c", found, strict=True).missing == ()
+    assert found["e"] == {}
+
+
+# --- values per rank ----------------------------------------------------------------------------
+
+
+def own(rank: int, resized: Any = "error") -> dict[str, Any]:
+    value = {"seed": rank, "state": torch.full((2,), rank)}
+    return {"w": torch.ones(3), "rng": PerRank(value, resized=resized)}
+
+
+def test_every_rank_gets_its_own_back(tmp_path: Path):
+    save_on_ranks([own(rank) for rank in range(3)], tmp_path / "c")
+    found = [own(99) for _ in range(3)]
+    reports = load_on_ranks(found, tmp_path / "c", LoadOptions(strict=True))
+    assert [state["rng"].value["seed"] for state in found] == [0, 1, 2]
+    assert [state["rng"].value["state"].tolist() for state in found] == [[0, 0], [1, 1], [2, 2]]
+    assert reports[1].loaded == ("w", "rng")
+
+
+def test_a_change_of_world_size_follows_the_rule(tmp_path: Path):
+    save_on_ranks([own(rank) for rank in range(3)], tmp_path / "c")
+    with pytest.raises(StateDictError, match=r"saved by 3 ranks, but 2 load it"):
+        load_on_ranks([own(99), own(99)], tmp_path / "c")
+
+    kept = [own(99, "keep") for _ in range(4)]
+    reports = load_on_ranks(kept, tmp_path / "c")
+    assert [state["rng"].value["seed"] for state in kept] == [99] * 4
+    assert reports[0].missing == ("rng",)
+
+    wrapped = [own(99, "wrap") for _ in range(5)]
+    load_on_ranks(wrapped, tmp_path / "c")
+    assert [state["rng"].value["seed"] for state in wrapped] == [0, 1, 2, 0, 1]
+
+    def total(values: Any, rank: int, world_size: int) -> Any:
+        return (sum(value["seed"] for value in values), rank, world_size)
+
+    merged = [own(99, total) for _ in range(2)]
+    load_on_ranks(merged, tmp_path / "c")
+    assert [state["rng"].value for state in merged] == [(3, 0, 2), (3, 1, 2)]
+
+
+def test_one_rank_splits_what_one_saved(tmp_path: Path):
+    ray_dcp.save({"d": PerRank([1, 2, 3, 4])}, checkpoint_id=tmp_path / "c")
+
+    def deal(values: Any, rank: int, world_size: int) -> Any:
+        return [each for value in values for each in value][rank::world_size]
+
+    found = [{"d": PerRank(None, resized=deal)} for _ in range(2)]
+    load_on_ranks(found, tmp_path / "c")
+    assert [state["d"].value for state in found] == [[1, 3], [2, 4]]
+
+
+def test_stock_dcp_finds_own_values_under_their_names(tmp_path: Path):
+    save_on_ranks([own(rank) for rank in range(2)], tmp_path / "c")
+    state: dict[str, Any] = {"rng": {"rank-1-of-2": None}}
+    stock.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert state["rng"]["rank-1-of-2"]["seed"] == 1
+
+
+def test_an_own_value_that_is_missing_is_told(saved: Path):
+    with pytest.raises(MissingKeyError, match="'rng'"):
+        load(saved, {"rng": PerRank(1)})
+    state = {"rng": PerRank(1)}
+    assert load(saved, state, strict=False).missing == ("rng",)
+    assert state["rng"].value == 1
+
+
+def test_own_values_of_different_numbers_of_ranks_are_damage(tmp_path: Path):
+    ray_dcp.save({"r": {"rank-0-of-2": (1,), "rank-0-of-1": (2,)}}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(DamagedCheckpointError, match="rank 0 of 1, rank 0 of 2"):
+        load(tmp_path / "c", {"r": PerRank(0)})
+
+
+def test_a_rule_that_raises_or_is_none_is_told(tmp_path: Path):
+    with pytest.raises(InvalidRequestError, match="'wrap'"):
+        PerRank(1, resized="modulo")
+    save_on_ranks([own(rank) for rank in range(2)], tmp_path / "c")
+
+    def fail(values: Any, rank: int, world_size: int) -> Any:
+        raise ValueError("no rule")
+
+    with pytest.raises(ray_dcp.CheckpointError, match="no rule"):
+        load(tmp_path / "c", own(0, fail))
+
+
+# --- other ways ---------------------------------------------------------------------------------
+
+
+class Mine(stock.DefaultLoadPlanner):
+    """A planner of the user's."""
+
+
+class MySave(stock.DefaultSavePlanner):
+    """A planner of the user's."""
+
+
+class Reader(stock.FileSystemReader):
+    """A storage of the user's."""
+
+
+class Writer(stock.FileSystemWriter):
+    """A storage of the user's."""
+
+
+@pytest.mark.parametrize(
+    "options", [{"key_map": {}}, {"prefixes": ["model"]}, {"resize": {"a": 0}}, {"dtype": "keep"}]
+)
+def test_choices_need_the_native_way(saved: Path, options: dict[str, Any]):
+    for how in ({"planner": Mine()}, {"storage_reader": Reader(saved)}):
+        with pytest.raises(InvalidRequestError, match="need the default planner"):
+            ray_dcp.load(target(), checkpoint_id=saved, options=LoadOptions(**options), **how)
+
+
+def test_own_values_need_the_native_way(tmp_path: Path, saved: Path):
+    state = {"model": [{"rng": PerRank(1)}]}
+    for how in ({"planner": MySave()}, {"storage_writer": Writer(tmp_path / "d")}):
+        with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
+            ray_dcp.save(state, checkpoint_id=tmp_path / "d", **how)
+    with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
+        ray_dcp.load(state, checkpoint_id=saved, planner=Mine())
+
+
+def test_missing_keys_may_be_allowed_to_a_reader_of_the_users(saved: Path):
+    state = {**target(), "new": torch.zeros(1)}
+    with pytest.raises(ray_dcp.CheckpointError, match="Missing key"):
+        ray_dcp.load(state, storage_reader=Reader(saved))
+    ray_dcp.load(state, storage_reader=Reader(saved), options=LoadOptions(strict=False))
+    assert state["model"]["a"].any()

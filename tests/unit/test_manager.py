@@ -1,0 +1,623 @@
+"""`CheckpointManager` in one process: saves, retention, restores, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict_saver as stock
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    MissingKeyError,
+)
+from ray_dcp.manager import (
+    AtSteps,
+    BestN,
+    CheckpointManager,
+    EverySteps,
+    Item,
+    KeepEverySteps,
+    LatestN,
+    OnPreemption,
+)
+from ray_dcp.manager.preemption import Preemption
+from ray_dcp.options import LoadOptions, SaveOptions
+from tests.checkpoints import flip
+
+STATE_BYTES = 4000
+
+
+def state(step: int = 0) -> dict[str, object]:
+    return {"w": torch.full((STATE_BYTES // 4,), float(step)), "step": step}
+
+
+def value(found) -> int:
+    assert torch.equal(found["w"], torch.full((STATE_BYTES // 4,), found["w"][0].item()))
+    assert found["w"][0].item() == found["step"]
+    return found["step"]
+
+
+@pytest.fixture
+def manage(tmp_path):
+    """Makes managers of one root, and closes them."""
+    made = []
+
+    def make(interval=10, *positional, **given):
+        given.setdefault("chkpt_on_preemption", False)
+        made.append(CheckpointManager(tmp_path / "run", interval, *positional, **given))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def restored(manager, step="latest", **given) -> int:
+    found = state(-1)
+    report = manager.restore(step, found, **given)
+    assert report.step == value(found)
+    return report.step
+
+
+def folders(manager) -> list[str]:
+    return sorted(p.name for p in Path(manager.path).glob("[!.]*"))
+
+
+def damage(manager, step: int) -> None:
+    (file,) = Path(manager.path, f"step-{step:08d}").glob("*.distcp")
+    flip(file, file.stat().st_size // 2)
+
+
+# --- saving -------------------------------------------------------------------------------------
+
+
+def test_steps_that_are_due_are_saved_and_others_are_not(manage):
+    manager = manage(10)
+    said = [manager.save(step, state(step)) for step in range(25)]
+    assert [step for step, saved in enumerate(said) if saved] == [0, 10, 20]
+    assert [step for step in range(25) if manager.should_save(step)] == [0, 10, 20]
+    assert manager.all_steps() == [0, 10, 20]
+    assert folders(manager) == ["step-00000000", "step-00000010", "step-00000020"]
+    assert restored(manager) == 20
+    assert restored(manager, 10) == 10
+
+
+def test_force_saves_a_step_that_is_not_due(manage):
+    manager = manage(10)
+    assert not manager.save(7, state(7))
+    assert manager.save(7, state(7), True)
+    assert manager.save_async(8, state(8), force=True)
+    manager.join()
+    assert manager.all_steps() == [7, 8]
+
+
+def test_an_asynchronous_save_keeps_what_was_given_and_is_listed_when_it_is_committed(manage):
+    manager = manage(1, max_pending_async=2)
+    for step in range(4):
+        changing = state(step)
+        assert manager.save_async(step, changing)
+        changing["w"].fill_(-1)
+    manager.join()
+    assert manager.all_steps() == [0, 1, 2, 3]
+    assert [restored(manager, step) for step in range(4)] == [0, 1, 2, 3]
+
+
+def test_every_step_is_a_checkpoint_of_its_own_for_ray_dcp_and_stock_dcp(manage):
+    manager = manage()
+    manager.save(10, state(10))
+    folder = manager.step_info(10).checkpoint_id
+    found = state(-1)
+    ray_dcp.load(found, checkpoint_id=folder)
+    assert value(found) == 10
+    found = state(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.load(found, checkpoint_id=folder)
+    assert value(found) == 10
+    assert ray_dcp.load_newest(found, manager.path).step == 10
+
+
+def test_metrics_metadata_and_tags_come_back(manage):
+    manager = manage()
+    told = {"loss": torch.tensor(0.5), "accuracy": 1}
+    manager.save(10, state(), metrics=told, metadata={"commit": "3f"}, tags=["a", "b"])
+    info = manage(read_only=True, interval=None).step_info(10)
+    assert (info.metrics, info.metadata) == ({"loss": 0.5, "accuracy": 1.0}, {"commit": "3f"})
+    assert info.tags == {"a", "b"}
+    assert info.created_s > 1e9
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "10", None, 10**18])
+def test_what_is_no_step_is_refused(manage, step):
+    manager = manage()
+    for call in (manager.save, manager.save_async):
+        with pytest.raises(InvalidRequestError, match="must be a whole number"):
+            call(step, state())
+    with pytest.raises(InvalidRequestError):
+        manager.should_save(step)
+
+
+def test_a_repeated_step_is_refused_and_replace_saves_over_it(manage):
+    manager = manage()
+    manager.save(10, state(10), metrics={"loss": 1})
+    with pytest.raises(InvalidRequestError, match=r"committed already.*replace=True"):
+        manager.save(10, state(11))
+    assert restored(manager, 10) == 10
+    manager.save(10, {"w": state(10)["w"], "step": 10}, replace=True, metrics={"loss": 2})
+    assert manager.step_info(10).metrics == {"loss": 2.0}
+    assert restored(manager, 10) == 10
+    assert manager.all_steps() == [10]
+
+
+def test_a_step_that_is_older_than_the_newest_is_refused_and_rewind_is_the_way_out(manage):
+    manager = manage()
+    for step in (10, 20, 30):
+        manager.save(step, state(step))
+    with pytest.raises(InvalidRequestError, match=r"older than the newest .* 30.*rewind\(14\)"):
+        manager.save(15, state(15), force=True)
+    assert manager.rewind(14) == [30, 20]
+    assert manager.all_steps() == [10]
+    assert manager.save(15, state(15), force=True)
+    assert manager.all_steps() == [10, 15]
+    assert manager.rewind(15) == []
+
+
+def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_saved(manage):
+    manager = manage(1, 2, order="any")
+    for step in (30, 10, 20, 10, 5):
+        assert manager.save(step, state(step))
+    manager.join()
+    assert manager.all_steps() == [5, 20, 30]
+    assert restored(manager, 5) == 5
+
+
+def test_a_step_that_is_under_way_is_not_saved_again(manage):
+    manager = manage(1, max_pending_async=2, order="any")
+    manager.save_async(1, state(1))
+    with manager._writer.lock:
+        under_way = 1 in manager._writer.steps.pending
+        if under_way:
+            with pytest.raises(InvalidRequestError, match=r"being saved already.*join\(\)"):
+                manager._writer.steps.check_step(1, replace=True)
+    manager.join()
+    assert manager.save(1, state(1))
+
+
+@pytest.mark.parametrize(
+    "telling",
+    [
+        {"metadata": {"a": (1, 2)}},
+        {"metadata": {1: 2}},
+        {"metadata": {"a": torch.ones(1)}},
+        {"metadata": [1]},
+        {"tags": ["no/slash"]},
+        {"tags": [""]},
+        {"tags": [3]},
+        {"metrics": {"loss": "low"}},
+        {"metrics": {}},
+    ],
+    ids=repr,
+)
+def test_what_can_not_be_told_about_a_step_is_refused_before_anything_is_written(manage, telling):
+    manager = manage(retention=BestN(1, "loss"))
+    with pytest.raises(InvalidRequestError):
+        manager.save(10, state(), **{"metrics": {"loss": 1.0}, **telling})
+    assert manager.all_steps() == []
+    assert folders(manager) == []
+    assert manager.save(10, state(), metrics={"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"interval": 0}, {"interval": 1.5}, {"interval": True}, {"interval": None},
+        {"max_to_keep": -1}, {"max_to_keep": 1.0}, {"max_pending_async": 0},
+        {"num_of_threads": 0}, {"sync_every": 0}, {"lease_s": 0}, {"order": "up"},
+        {"save_policy": EverySteps(1)}, {"interval": None, "save_policy": LatestN(1)},
+        {"interval": None, "save_policy": EverySteps(2) & AtSteps(1)},
+        {"interval": None, "save_policy": OnPreemption()},
+        {"max_to_keep": 1, "retention": LatestN(2)}, {"retention": EverySteps(1)},
+        {"items": {}}, {"items": {"a/b": Item()}}, {"items": {"a": SaveOptions()}},
+        {"items": {"a": Item()}, "item": Item()}, {"item": SaveOptions()},
+        {"step_name": "steps"}, {"step_name": "{step}/{step}"}, {"step_name": "{step}9"},
+        {"also_read": "{step}"}, {"read_only": True},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_arguments_that_are_wrong_or_contradict_each_other_are_refused(manage, given):
+    with pytest.raises(InvalidRequestError):
+        manage(**given)
+
+
+def test_a_planner_is_made_for_each_call_and_not_shared():
+    with pytest.raises(InvalidRequestError, match="must make a planner for each call"):
+        Item(save_planner=torch.distributed.checkpoint.DefaultSavePlanner())
+
+
+def test_a_failed_save_raises_and_leaves_the_earlier_step(manage):
+    manager = manage(1, 1)
+    manager.save(1, state(1))
+    with pytest.raises(CheckpointError):
+        manager.save(2, {"w": torch.ones(3).to("meta")})
+    assert manager.all_steps() == [1]
+    assert restored(manager) == 1
+    assert manager.save(2, state(2))
+    manager.join()
+    assert manager.all_steps() == [2]
+
+
+def test_a_failed_asynchronous_save_is_told_by_join_and_by_the_callback(manage):
+    told = []
+    manager = manage(1, 1, on_failure=lambda step, error: told.append((step, type(error))))
+    manager.save(1, state(1))
+    manager.save_async(3, {"w": torch.ones(3).to("meta")})
+    with pytest.raises(CheckpointError):
+        manager.join()
+    assert [step for step, _ in told] == [3]
+    manager.join()  # told once
+    assert restored(manager) == 1
+
+
+def test_a_closed_manager_refuses_and_can_be_closed_again(manage):
+    manager = manage()
+    manager.save_async(10, state(10))
+    manager.close()
+    manager.close()
+    assert manager.all_steps() == [10]
+    with pytest.raises(InvalidRequestError, match="is closed"):
+        manager.save(20, state(20))
+
+
+def test_leaving_the_block_waits_and_tells_of_failures_but_hides_no_other_error(tmp_path, caplog):
+    def leave(fails, error=None):
+        with CheckpointManager(tmp_path, 1, chkpt_on_preemption=False) as manager:
+            manager.save_async(2, {"w": torch.ones(3).to("meta")} if fails else state(2))
+            if error is not None:
+                raise error
+        return manager
+
+    with pytest.raises(CheckpointError, match="meta"):
+        leave(True)
+    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.ERROR):
+        leave(True, ZeroDivisionError())
+    assert "meta" in caplog.text
+    assert leave(False).all_steps() == [2]
+
+
+# --- retention ----------------------------------------------------------------------------------
+
+
+def test_the_newest_steps_are_kept_and_nothing_is_left_of_others(manage):
+    manager = manage(1, 2)
+    for step in range(1, 6):
+        manager.save(step, state(step))
+    manager.join()
+    assert manager.all_steps() == [4, 5]
+    assert folders(manager) == ["step-00000004", "step-00000005"]
+
+
+def test_the_best_the_rounded_and_the_tagged_steps_are_kept(manage):
+    manager = manage(1, retention=LatestN(1) | BestN(1, "loss") | KeepEverySteps(5))
+    for step, loss in enumerate((4, 1, 3, 2, 9, 8, 7, 6)):
+        tags = ["pinned"] if step == 2 else ()
+        manager.save(step, state(step), metrics={"loss": loss}, tags=tags)
+    manager.join()
+    assert manager.all_steps() == [0, 1, 2, 5, 7]
+    assert manager.best_step() == 1
+    assert restored(manager, "best") == 1
+    manager.tag(2, "pinned", remove=True)
+    manager.tag(5, "release")
+    manager.save(8, state(8), metrics={"loss": 0.5})
+    manager.join()
+    assert manager.all_steps() == [0, 5, 8]
+
+
+def test_best_n_never_evicts_the_newest(manage):
+    manager = manage(1, retention=BestN(1, "loss"))
+    for step, loss in ((1, 0.1), (2, 5.0), (3, 6.0)):
+        manager.save(step, state(step), metrics={"loss": loss})
+        manager.join()
+        assert manager.latest_step() == step
+    assert manager.all_steps() == [1, 3]
+
+
+def test_a_manager_of_another_retention_prunes_at_its_next_save(manage):
+    manager = manage(1)
+    for step in range(4):
+        manager.save(step, state(step))
+    manager.close()
+    manager = manage(1, 1)
+    assert manager.all_steps() == [0, 1, 2, 3]
+    manager.save(4, state(4))
+    manager.join()
+    assert manager.all_steps() == [4]
+
+
+def test_what_others_wrote_is_read_and_never_deleted(manage):
+    manager = manage(1, 1, also_read=("{step}", "checkpoint-{step}"))
+    theirs = Path(manager.path, "3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.save(state(3), checkpoint_id=theirs, no_dist=True)
+    Path(manager.path, "step-00000001").mkdir()
+    Path(manager.path, "step-00000001", "notes.txt").write_text("mine")
+    assert manager.all_steps() == [3]
+    assert restored(manager) == 3
+    for step in (4, 5):
+        manager.save(step, state(step))
+    manager.join()
+    assert manager.all_steps() == [3, 5]
+    with pytest.raises(InvalidRequestError, match="written by another program"):
+        manager.delete(3)
+    assert Path(manager.path, "step-00000001", "notes.txt").read_text() == "mine"
+
+
+def test_files_of_somebody_else_in_a_step_stay_when_it_goes(manage):
+    manager = manage(1, 1)
+    manager.save(1, state(1))
+    notes = Path(manager.path, "step-00000001", "notes.txt")
+    notes.write_text("mine")
+    manager.save(2, state(2))
+    manager.join()
+    assert [p.name for p in notes.parent.iterdir()] == ["notes.txt"]
+    assert manager.all_steps() == [2]
+
+
+def test_a_deleted_step_is_gone_and_may_be_saved_again(manage):
+    manager = manage()
+    manager.save(10, state(10))
+    manager.save(20, state(20))
+    manager.delete(20)
+    assert manager.all_steps() == [10]
+    with pytest.raises(CheckpointNotFoundError, match="found 10"):
+        manager.delete(20)
+    manager.save(20, state(20))
+    assert restored(manager) == 20
+
+
+def test_what_a_crash_left_is_removed_after_a_later_commit(manage):
+    manager = manage(1)
+    manager.save(5, state(5))
+    left = Path(manager.path, "step-00000003")
+    left.mkdir()
+    (left / "__0_0.0123456789abcdef.distcp").write_bytes(b"1234")
+    (left / "step-info-00000000.json").write_bytes(b"half")
+    newer = Path(manager.path, "step-00000009")
+    newer.mkdir()
+    (newer / "__0_0.0123456789abcdef.distcp").write_bytes(b"1234")
+    manager.close()
+    manager = manage(1)
+    manager.save(6, state(6))
+    manager.join()
+    # The newer one may still be committed: somebody may be writing it.
+    assert folders(manager) == ["step-00000005", "step-00000006", "step-00000009"]
+
+
+# --- restoring ----------------------------------------------------------------------------------
+
+
+def test_nothing_to_restore_is_told(manage):
+    manager = manage()
+    for step in ("latest", "auto", "best", 10):
+        if step == "best":
+            continue
+        with pytest.raises(CheckpointNotFoundError, match="no committed step"):
+            manager.restore(step, state())
+    assert (manager.latest_step(), manager.all_steps()) == (None, [])
+    manager.save(10, state())
+    with pytest.raises(CheckpointNotFoundError, match=r"expected step 11.*found steps 10"):
+        manager.restore(11, state())
+    with pytest.raises(InvalidRequestError, match="by which metric"):
+        manager.restore("best", state())
+    for wrong in ("newest", 1.5, None, True):
+        with pytest.raises(InvalidRequestError, match="'latest', 'best' or 'auto'"):
+            manager.restore(wrong, state())
+
+
+def test_auto_falls_back_over_damaged_steps_loudly_and_they_may_be_saved_again(manage):
+    manager = manage(10, 5)
+    for step in (10, 20, 30):
+        manager.save(step, state(step))
+    damage(manager, 30)
+    with pytest.raises(DamagedCheckpointError):
+        manager.restore("latest", state(-1))
+    found = state(-1)
+    with pytest.warns(UserWarning, match="instead of the newer step 30"):
+        report = manager.restore("auto", found)
+    assert (report.step, value(found)) == (20, 20)
+    assert [step for step, _ in report.skipped] == [30]
+    assert isinstance(report.skipped[0][1], DamagedCheckpointError)
+    assert manager.save(25, state(25), force=True)
+    assert manager.save(30, state(30))
+    assert restored(manager) == 30
+    damage(manager, 10)
+    for step in (20, 25, 30):
+        damage(manager, step)
+    with pytest.raises(DamagedCheckpointError, match=r"none of 4 step\(s\)"):
+        manager.restore("auto", state(-1))
+
+
+def test_damaged_steps_do_not_count_for_retention(manage):
+    manager = manage(10, 2)
+    for step in (10, 20):
+        manager.save(step, state(step))
+    damage(manager, 20)
+    with pytest.warns(UserWarning, match="instead of the newer"):
+        manager.restore("auto", state(-1))
+    manager.save(30, state(30))
+    manager.join()
+    assert manager.all_steps() == [10, 30]
+
+
+def test_auto_does_not_fall_back_where_an_older_step_would_not_help(manage):
+    manager = manage()
+    for step in (10, 20):
+        manager.save(step, state(step))
+    with pytest.raises(MissingKeyError):
+        manager.restore("auto", {**state(-1), "other": torch.ones(2)})
+
+
+def test_options_of_the_call_go_before_those_of_the_item(manage):
+    manager = manage(item=Item(load_options=LoadOptions(allow_partial_load=True)))
+    manager.save(10, state(10))
+    wanted = {**state(-1), "other": torch.ones(2)}
+    assert manager.restore(10, wanted).report.missing == ("other",)
+    with pytest.raises(MissingKeyError):
+        manager.restore(10, wanted, options=LoadOptions())
+
+
+def test_the_best_step_is_chosen_by_a_metric(manage):
+    manager = manage(1)
+    for step, (loss, score) in enumerate(((3, 1), (1, 2), (2, 3))):
+        manager.save(step, state(step), metrics={"loss": loss, "score": score})
+    assert manager.best_step("loss") == 1
+    assert manager.best_step("score", "max") == 2
+    assert manager.best_step("else") is None
+    with pytest.raises(InvalidRequestError, match="have the metrics loss, score"):
+        manager.best_step()
+
+
+# --- items --------------------------------------------------------------------------------------
+
+
+def items():
+    return {
+        "model": Item(save_options=SaveOptions(container="safetensors")),
+        "training": Item(),
+    }
+
+
+def both(step):
+    return {"model": {"w": torch.full((8,), float(step))}, "training": {"step": step}}
+
+
+def test_named_items_are_saved_and_restored_each_in_its_own_way(manage):
+    manager = manage(1, 2, items=items())
+    manager.save(1, both(1))
+    manager.save_async(2, both(2))
+    manager.save_async(3, both(3))
+    manager.join()
+    assert manager.all_steps() == [2, 3]
+    assert manager.step_info(3).items == ("model", "training")
+    folder = Path(manager.step_info(3).checkpoint_id)
+    assert list(folder.glob("model/*/*.safetensors"))
+    assert list(folder.glob("training/*.distcp"))
+    found = {"training": {"step": 0}}
+    assert manager.restore("latest", found).reports.keys() == {"training"}
+    assert found == {"training": {"step": 3}}
+    found = both(0)
+    manager.restore(2, found)
+    assert (found["model"]["w"][0].item(), found["training"]["step"]) == (2.0, 2)
+
+
+def test_a_replaced_step_of_items_is_never_a_mixture(manage):
+    manager = manage(1, items=items())
+    manager.save(1, both(1))
+    manager.save(1, both(7), replace=True)
+    found = both(0)
+    manager.restore(1, found)
+    assert (found["model"]["w"][0].item(), found["training"]["step"]) == (7.0, 7)
+    folder = Path(manager.step_info(1).checkpoint_id)
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["model.1", "training.1"]
+
+
+def test_a_step_is_not_there_before_all_its_items_are(manage):
+    manager = manage(1, items=items())
+    manager.save(1, both(1))
+    with pytest.raises(CheckpointError):
+        manager.save(2, {**both(2), "training": {"w": torch.ones(2).to("meta")}})
+    assert manager.all_steps() == [1]
+    manager.save_async(2, {**both(2), "training": {"w": torch.ones(2).to("meta")}})
+    with pytest.raises(CheckpointError):
+        manager.join()
+    assert manager.all_steps() == [1]
+    manager.save(2, both(2))
+    found = both(0)
+    manager.restore("latest", found)
+    assert found["training"]["step"] == 2
+
+
+def test_items_that_the_manager_or_the_step_lacks_are_told(manage):
+    manager = manage(1, items=items())
+    for wrong in ({"model": {}}, {**both(1), "more": {}}, state(1), [1]):
+        with pytest.raises(InvalidRequestError, match="state"):
+            manager.save(1, wrong)
+    manager.save(1, both(1))
+    with pytest.raises(InvalidRequestError, match="has the items model, training"):
+        manager.restore(1, {"optimizer": {}})
+    plain = manage(1)
+    with pytest.raises(InvalidRequestError, match=r"make the manager with items=\{'model': Item"):
+        plain.restore(1, state())
+    plain.save(2, state(2))
+    with pytest.raises(InvalidRequestError, match="without items="):
+        manage(1, items=items()).restore(2, both(0))
+
+
+# --- preemption ---------------------------------------------------------------------------------
+
+
+def test_sigterm_makes_one_step_due_and_the_process_goes_on(manage):
+    before = signal.getsignal(signal.SIGTERM)
+    manager = manage(10, chkpt_on_preemption=True)
+    assert not manager.should_save(3)
+    assert not manager.reached_preemption(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert manager.should_save(4)
+    assert manager.save(4, state(4))
+    assert manager.reached_preemption(4)
+    assert not manager.save(5, state(5))
+    assert manager.save(10, state(10))
+    manager.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_step_that_failed_at_a_preemption_leaves_the_next_one_due(manage):
+    manager = manage(10, chkpt_on_preemption=True)
+    manager.notice_preemption()
+    with pytest.raises(CheckpointError):
+        manager.save(3, {"w": torch.ones(3).to("meta")})
+    assert manager.save(4, state(4))
+    assert not manager.save(5, state(5))
+
+
+def test_a_second_sigterm_does_what_it_would_have_done_without_a_manager():
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append("before"))
+    listener = Preemption()
+    try:
+        assert listener.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (listener.is_told, told) == (True, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == ["before"]
+    finally:
+        listener.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_manager_in_another_thread_takes_the_callers_word_instead(tmp_path):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(CheckpointManager(tmp_path, 10)))
+    thread.start()
+    thread.join()
+    (manager,) = made
+    assert not manager.save(3, state(3))
+    manager.notice_preemption()
+    assert manager.save(3, state(3))
+    manager.close()
+
+
+def test_without_detection_the_question_is_refused(manage):
+    with pytest.raises(InvalidRequestError, match="Preemption detection not enabled"):
+        manage().reached_preemption(1)

@@ -1,0 +1,188 @@
+"""Save and retention policies: pure functions of facts, their combinations and their refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.manager import (
+    AllOf,
+    AnyOf,
+    AtSteps,
+    BestN,
+    EveryMinutes,
+    EverySteps,
+    KeepEveryHours,
+    KeepEverySteps,
+    LatestN,
+    OnPreemption,
+    SaveFacts,
+    StepFacts,
+)
+from ray_dcp.protocol.retention import best_of, check_metrics, check_retention, superfluous
+from ray_dcp.protocol.save_policy import (
+    asks_only_the_step,
+    check_save_policy,
+    listens_for_preemption,
+)
+
+
+def due(policy, steps=range(30), **facts):
+    return [step for step in steps if policy.due(SaveFacts(step=step, **facts))]
+
+
+def run_of(*values, metric="loss"):
+    return [StepFacts(step=i, metrics={metric: v}) for i, v in enumerate(values)]
+
+
+def test_intervals_and_named_steps_combine():
+    assert due(EverySteps(10)) == [0, 10, 20]
+    assert due(EverySteps(10) | AtSteps(1, 2)) == [0, 1, 2, 10, 20]
+    assert due(EverySteps(10) & ~AtSteps(0, 20)) == [10]
+    assert due(~EverySteps(2) & AtSteps(3, 4, 5)) == [3, 5]
+
+
+def test_minutes_and_preemption_look_at_facts_and_not_at_a_clock():
+    policy = EveryMinutes(5) | OnPreemption()
+    assert due(policy, [7], since_save_s=299.9) == []
+    assert due(policy, [7], since_save_s=300.0) == [7]
+    assert due(policy, [7], preempted=True) == [7]
+
+
+def test_only_policies_of_steps_need_no_agreement_of_the_ranks():
+    assert asks_only_the_step(EverySteps(2) | ~AtSteps(3))
+    assert not asks_only_the_step(EverySteps(2) | OnPreemption())
+    assert not asks_only_the_step(EverySteps(2) & EveryMinutes(1))
+
+    class Own:
+        def due(self, facts):
+            return True
+
+    assert not asks_only_the_step(AnyOf(EverySteps(1), Own()))
+    assert listens_for_preemption(AllOf(EverySteps(1), ~OnPreemption()))
+    assert not listens_for_preemption(EverySteps(1) | Own())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        EverySteps(10) & AtSteps(15),
+        EverySteps(3) & ~EverySteps(3),
+        ~(EverySteps(1) | AtSteps(7)),
+    ],
+    ids=repr,
+)
+def test_policies_whose_parts_contradict_each_other_are_refused(policy):
+    with pytest.raises(InvalidRequestError, match="contradict each other"):
+        check_save_policy(policy)
+
+
+@pytest.mark.parametrize(
+    "policy", [EverySteps(7) & ~EverySteps(2), AtSteps(10**9), EverySteps(10) & AtSteps(20)]
+)
+def test_policies_that_are_due_at_some_step_are_taken(policy):
+    assert check_save_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EverySteps(0), lambda: EverySteps(True), lambda: EverySteps(2.0),
+        lambda: EveryMinutes(0), lambda: EveryMinutes(math.inf), lambda: EveryMinutes("1"),
+        lambda: AtSteps(), lambda: AtSteps(-1), lambda: AtSteps(1.5), lambda: AnyOf(),
+        lambda: EverySteps(1) | LatestN(1), lambda: check_save_policy(LatestN(1)),
+        lambda: LatestN(0), lambda: LatestN(True), lambda: BestN(1, ""),
+        lambda: BestN(1, "loss", mode="lowest"), lambda: KeepEverySteps(0),
+        lambda: KeepEveryHours(-1), lambda: KeepEveryHours(math.nan),
+        lambda: LatestN(1) & EverySteps(1), lambda: check_retention(EverySteps(1)),
+    ],
+)  # fmt: skip
+def test_what_is_no_policy_is_refused(make):
+    with pytest.raises(InvalidRequestError):
+        make()
+
+
+def test_the_best_steps_are_kept_by_mode_and_of_equal_ones_the_newer():
+    steps = run_of(3.0, 1.0, 1.0, 2.0, 5.0)
+    assert superfluous(steps, BestN(2, "loss")) == (0, 3)
+    assert superfluous(steps, BestN(1, "loss", mode="max")) == (0, 1, 2, 3)
+    assert superfluous(steps, BestN(1, "loss")) == (0, 1, 3)
+
+
+def test_a_step_without_the_metric_or_with_nan_is_no_candidate():
+    steps = [*run_of(math.nan, 4.0), StepFacts(step=2), StepFacts(step=3)]
+    assert [facts.step for facts in best_of(steps, "loss", "min")] == [1]
+    assert superfluous(steps, BestN(3, "loss")) == (0, 2)
+
+
+def test_hours_are_counted_from_the_last_step_that_is_kept():
+    at = [0.0, 0.9, 1.1, 1.9, 2.2]
+    steps = [StepFacts(step=i, created_s=3600.0 * hours) for i, hours in enumerate(at)]
+    assert list(KeepEveryHours(1).keeps(steps)) == [True, False, True, False, True]
+
+
+def test_a_clock_that_was_set_back_makes_nothing_superfluous_for_long():
+    at = [100.0, 10.0, 10.5, 11.2]
+    steps = [StepFacts(step=i, created_s=3600.0 * hours) for i, hours in enumerate(at)]
+    assert list(KeepEveryHours(1).keeps(steps)) == [True, True, False, True]
+
+
+def test_tags_and_protected_steps_stay_whatever_the_policy_says():
+    steps = [StepFacts(step=s, tags=frozenset({"release"} if s == 1 else ())) for s in range(5)]
+    assert superfluous(steps, LatestN(1), protected={2}) == (0, 3)
+    assert superfluous(steps, None) == ()
+    assert superfluous([], LatestN(1)) == ()
+
+
+@given(
+    values=st.lists(st.floats(allow_nan=True), min_size=1, max_size=12),
+    n=st.integers(1, 4),
+    mode=st.sampled_from(["min", "max"]),
+)
+def test_the_newest_step_is_never_given_up(values, n, mode):
+    steps = run_of(*values)
+    newest = len(values) - 1
+    for policy in (
+        BestN(n, "loss", mode),
+        ~LatestN(n),
+        KeepEverySteps(n + 1) & BestN(n, "loss", mode),
+        LatestN(n) & ~LatestN(n),
+    ):
+        assert newest not in superfluous(steps, policy)
+    kept = set(range(len(values))) - set(superfluous(steps, LatestN(n) | BestN(n, "loss", mode)))
+    assert kept >= set(range(max(0, newest - n + 1), newest + 1))
+
+
+def test_a_policy_that_does_not_answer_for_each_step_is_refused():
+    class Short:
+        def keeps(self, steps):
+            return [True]
+
+    with pytest.raises(InvalidRequestError, match="of each of 3 steps"):
+        superfluous(run_of(1.0, 2.0, 3.0), Short())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "match"),
+    [
+        ({}, "which is missing"),
+        (None, "which is missing"),
+        ({"loss": math.nan}, "which is NaN"),
+        ({"loss": "low"}, "must be a number"),
+        ({"loss": None}, "must be a number"),
+        ({1: 2.0, "loss": 1.0}, "texts as names"),
+    ],
+)
+def test_metrics_by_which_nothing_can_be_ranked_are_refused(metrics, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        check_metrics(metrics, LatestN(1) | BestN(1, "loss"))
+
+
+def test_metrics_of_any_number_are_taken_and_nan_where_nobody_ranks_by_it():
+    found = check_metrics({"a": 1, "b": math.nan, "c": True}, BestN(1, "a"))
+    assert found["a"] == 1.0
+    assert math.isnan(found["b"])

@@ -1,0 +1,498 @@
+"""Who may write to a root, who reads from it, and what is known of its steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StorageError,
+)
+from ray_dcp.format.step_info import (
+    CatalogueRow,
+    StepInfo,
+    decode_catalogue,
+    decode_info,
+    encode_catalogue,
+    encode_info,
+)
+from ray_dcp.format.step_names import StepNames
+from ray_dcp.manager import CheckpointManager, LatestN
+from ray_dcp.manager.catalogue import look, publish
+from ray_dcp.manager.places import CATALOGUE, FOLDER
+from ray_dcp.manager.processes import Unchanged, this_process
+from ray_dcp.manager.reading import Deletions, Lease
+from ray_dcp.manager.writing import Right
+from ray_dcp.store.faults import Fault, Script
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing import NEW, OLD
+from tests.manager_places import HERE, opener_of, root_of, save_step, settings, writer_of
+
+REPOSITORY = Path(__file__).parents[2]
+ELSEWHERE = replace(this_process(), machine="another machine", host="elsewhere")
+GONE = replace(this_process(), pid=2**22 + 1, started="1")
+
+
+@pytest.fixture
+def storage(request):
+    name = "roots-" + "".join(c if c.isalnum() else "-" for c in request.node.name)
+    found = MemoryStorage(name)
+    found.delete([entry.key for entry in found.list()])
+    return found
+
+
+def right(storage, holder=HERE, **given) -> Right:
+    given.setdefault("wait", lambda _: None)
+    return Right(root_of(storage), opener_of(storage), holder=holder, beats=False, **given)
+
+
+def manager_of(path, **given) -> CheckpointManager:
+    return CheckpointManager(path, 1, chkpt_on_preemption=False, **given)
+
+
+def state(step=0):
+    return {"w": torch.full((8,), float(step))}
+
+
+# --- one writer ---------------------------------------------------------------------------------
+
+
+def alive_elsewhere(tmp_path, program: str) -> subprocess.Popen[str]:
+    """Starts a process that writes to a root, and returns when it does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saved\n"
+    return process
+
+
+WRITES = """
+import sys, torch
+from ray_dcp.manager import CheckpointManager
+manager = CheckpointManager(sys.argv[1], 1)
+manager.save(1, {"w": torch.ones(8)})
+print("saved", flush=True)
+sys.stdin.readline()
+try:
+    manager.save(9, {"w": torch.ones(8)})
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def test_a_second_process_is_refused_while_the_first_lives_and_succeeds_it_when_it_died(tmp_path):
+    first = alive_elsewhere(tmp_path, WRITES)
+    try:
+        manager = manager_of(tmp_path)
+        with pytest.raises(CheckpointExistsError, match=rf"process {first.pid} on .*takeover=True"):
+            manager.save(2, state(2))
+        assert manager.all_steps() == [1]
+        found = state()
+        assert manager.restore("latest", found).step == 1
+        with pytest.raises(CheckpointExistsError):
+            manager.delete(1)
+        with pytest.raises(CheckpointExistsError):
+            manager.tag(1, "mine")
+    finally:
+        first.kill()
+        first.communicate()
+    assert manager.save(2, state(2))
+    assert manager.all_steps() == [1, 2]
+    manager.close()
+
+
+def test_a_writer_from_which_the_root_was_taken_is_told_at_its_next_save(tmp_path):
+    first = alive_elsewhere(tmp_path, WRITES)
+    manager = manager_of(tmp_path, takeover=True)
+    assert manager.save(2, state(2))
+    told, _ = first.communicate("go on\n", timeout=60)
+    assert told.startswith("CheckpointExistsError")
+    assert f"is written by process {os.getpid()}" in told
+    assert manager.all_steps() == [1, 2]
+    manager.close()
+
+
+def test_the_later_manager_of_one_process_writes_and_the_earlier_is_told(tmp_path):
+    earlier, later = manager_of(tmp_path), manager_of(tmp_path)
+    earlier.save(1, state(1))
+    later.save(2, state(2))
+    with pytest.raises(CheckpointExistsError, match="since this manager opened it"):
+        earlier.save(3, state(3))
+    assert earlier.all_steps() == [1, 2]
+    earlier.close()
+    later.save(3, state(3))
+    later.close()
+
+
+def test_a_writer_that_gave_the_right_back_is_succeeded_at_once(storage):
+    first = right(storage, ELSEWHERE)
+    first.take()
+    first.give_back()
+    waited = []
+    second = right(storage, wait=waited.append)
+    second.take()
+    second.check()
+    assert waited == []
+    with pytest.raises(InvalidRequestError):
+        first.check()
+
+
+def test_a_process_that_is_gone_is_succeeded_at_once(storage):
+    right(storage, GONE).take()
+    waited = []
+    second = right(storage, wait=waited.append)
+    second.take()
+    assert waited == []
+
+
+def test_a_writer_on_another_machine_counts_as_gone_when_it_beats_no_more(storage):
+    first = right(storage, ELSEWHERE)
+    first.take()
+    waited = []
+    second = right(storage, wait=waited.append, lease_s=30.0)
+    second.take()
+    assert sum(waited) >= 30.0
+    with pytest.raises(CheckpointExistsError, match=f"written by process {os.getpid()}"):
+        first.check()
+
+
+def test_a_writer_on_another_machine_that_beats_is_left_alone(storage):
+    first = right(storage, ELSEWHERE)
+    first.take()
+    numbers = iter(range(1, 100))
+    second = right(storage, wait=lambda _: first._beat(next(numbers)))
+    with pytest.raises(CheckpointExistsError, match="on elsewhere, which lives"):
+        second.take()
+    first.check()
+
+
+def test_of_two_that_come_at_once_one_has_the_right(storage):
+    rights = [right(storage, replace(HERE, nonce=str(i))) for i in range(8)]
+    threads = [threading.Thread(target=one.take) for one in rights]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def has_it(one):
+        try:
+            one.check()
+        except CheckpointExistsError:
+            return False
+        return True
+
+    assert [has_it(one) for one in rights].count(True) == 1
+
+
+def test_who_lost_the_right_deletes_nothing_any_more(storage):
+    writer = writer_of(storage, max_to_keep=1)
+    save_step(writer, storage, 1, OLD)
+    save_step(writer, storage, 2, NEW)
+    with writer.lock:
+        writer._let_go("step-00000002")
+    right(storage, replace(HERE, nonce="other")).take()
+    writer.remover.drain()
+    assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [2]
+
+
+def test_a_read_only_manager_writes_nothing(tmp_path):
+    writer = manager_of(tmp_path)
+    writer.save(1, state(1))
+    reader = CheckpointManager(tmp_path, read_only=True)
+    assert not reader.should_save(1)
+    for call in (
+        lambda: reader.save(2, state()),
+        lambda: reader.save_async(2, state(), force=True),
+        lambda: reader.delete(1),
+        lambda: reader.rewind(0),
+        lambda: reader.tag(1, "mine"),
+    ):
+        with pytest.raises(InvalidRequestError, match="read_only"):
+            call()
+    assert reader.restore("latest", state()).step == 1
+    reader.close()
+    writer.save(2, state(2))
+    writer.close()
+
+
+# --- readers ------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_read_is_not_deleted_before_that_is_over(tmp_path):
+    manager = manager_of(tmp_path, max_to_keep=1)
+    manager.save(1, state(1))
+    reader = CheckpointManager(tmp_path, read_only=True)
+    with reader.reading(1) as checkpoint_id:
+        manager.save(2, state(2))
+        manager.join()
+        assert manager.all_steps() == [2]  # decided, and not done
+        found = state()
+        ray_dcp.load(found, checkpoint_id=checkpoint_id)
+        assert found["w"][0].item() == 1
+        with pytest.raises(CheckpointError):
+            manager.delete(1)
+    manager._writer.remover._todo[0] = (0.0, *manager._writer.remover._todo[0][1:])
+    manager.save(3, state(3))
+    manager.join()
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003"]
+    manager.close()
+
+
+def test_a_reader_and_a_deletion_see_each_other_in_either_order(storage):
+    opener, root = opener_of(storage), root_of(storage)
+    deletions = Deletions(root, opener, lease_s=30.0, holder=HERE)
+    reader = Lease(root, 7, opener, lease_s=30.0, holder=HERE, beats=False)
+    with reader:
+        assert not deletions.begin(7)
+        assert deletions.begin(8)
+    assert deletions.begin(7)
+    with pytest.raises(CheckpointNotFoundError, match="being deleted"), reader:
+        pass
+    deletions.end(7)
+    with reader:
+        pass
+    assert [entry.key for entry in storage.list() if "reading" in entry.key] == []
+
+
+def test_a_reader_that_died_keeps_nothing(storage):
+    opener, root = opener_of(storage), root_of(storage)
+    Lease(root, 7, opener, lease_s=30.0, holder=GONE, beats=False).__enter__()
+    assert Deletions(root, opener, lease_s=30.0, holder=HERE).begin(7)
+
+
+def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage):
+    opener, root = opener_of(storage), root_of(storage)
+    now = [0.0]
+    deletions = Deletions(
+        root, opener, lease_s=30.0, holder=HERE, unchanged=Unchanged(lambda: now[0])
+    )
+    reader = Lease(root, 7, opener, lease_s=30.0, holder=ELSEWHERE, beats=False)
+    reader.__enter__()
+    assert not deletions.begin(7)
+    now[0] = 29.0
+    reader._beat(1)
+    assert not deletions.begin(7)
+    now[0] = 58.0
+    assert not deletions.begin(7)
+    now[0] = 60.0
+    assert deletions.begin(7)
+
+
+def test_follow_gives_each_new_newest_step_and_keeps_it_meanwhile(tmp_path):
+    manager = manager_of(tmp_path, max_to_keep=1)
+    reader = CheckpointManager(tmp_path, read_only=True)
+    todo = iter([(1, 2), (3,), ()])
+
+    def train(_seconds):
+        for step in next(todo):
+            manager.save(step, state(step))
+        manager.join()
+
+    reader._wait = train
+    seen = []
+    for step in reader.follow(poll_s=0.0, timeout_s=60.0):
+        found = state()
+        reader.restore(step, found)
+        seen.append((step, found["w"][0].item()))
+        assert list(Path(tmp_path, FOLDER, "reading").glob(f"{step}.*"))
+        if step == 3:
+            break
+    assert seen == [(2, 2.0), (3, 3.0)]
+    assert list(reader.follow(newer_than=3, timeout_s=0.0, poll_s=0.0)) == []
+    assert not list(Path(tmp_path, FOLDER).glob("reading/*"))
+    manager.close()
+
+
+# --- deletion -----------------------------------------------------------------------------------
+
+
+def test_a_deletion_that_fails_is_tried_again_and_disturbs_no_save(storage, caplog):
+    fails = Fault(operation="delete", key="step-00000001/*", error=5, times=3)
+    with Script([fails]) as script, caplog.at_level(logging.INFO):
+        wrapped = script.wrap(storage)
+        writer = writer_of(wrapped, max_to_keep=1)
+        save_step(writer, wrapped, 1, OLD)
+        save_step(writer, wrapped, 2, NEW)
+        assert list(writer.remover.failed) == ["step-00000001"]
+        while writer.remover._todo:
+            writer.remover._todo[0] = (0.0, *writer.remover._todo[0][1:])
+            writer.remover.drain()
+    assert writer.remover.failed == {}
+    assert {entry.key.split("/")[0] for entry in storage.list()} == {"step-00000002", FOLDER}
+    assert "is tried again" in caplog.text
+
+
+def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_writer(
+    storage, caplog
+):
+    fails = Fault(operation="delete", key="step-00000001/*", error=5, times=None)
+    with Script([fails]) as script:
+        wrapped = script.wrap(storage)
+        writer = writer_of(wrapped, max_to_keep=1)
+        writer.remover._most_tries = 2
+        save_step(writer, wrapped, 1, OLD)
+        save_step(writer, wrapped, 2, NEW)
+        writer.remover._todo[0] = (0.0, *writer.remover._todo[0][1:])
+        writer.remover.drain()
+    assert "could not be deleted in 2 tries" in caplog.text
+    save_step(writer_of(storage, max_to_keep=1), storage, 3, NEW)
+    assert {entry.key.split("/")[0] for entry in storage.list()} == {"step-00000003", FOLDER}
+
+
+# --- the catalogue ------------------------------------------------------------------------------
+
+
+def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
+    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    writer = writer_of(storage)
+    for step in (1, 2, 3):
+        save_step(writer, storage, step, OLD, metrics={"loss": step}, tags=["a"])
+    first = look(root, names, opener)
+    assert first.num_read == 3
+    publish(root, first, opener)
+    second = look(root, names, opener)
+    assert (second.num_read, second.steps, second.tags) == (0, first.steps, first.tags)
+    save_step(writer, storage, 4, NEW)
+    save_step(writer, storage, 2, NEW, replace=True, metrics={"loss": 9})
+    writer.delete(3)
+    third = look(root, names, opener)
+    assert list(third.steps) == [1, 2, 4]
+    assert third.steps[2].row.info.metrics == {"loss": 9.0}
+    storage.write(
+        f"{FOLDER}/{CATALOGUE}", storage.read(f"{FOLDER}/{CATALOGUE}")[:-9] + b"12345678\n"
+    )
+    assert look(root, names, opener).steps == third.steps
+
+
+def test_a_folder_that_was_removed_and_saved_to_again_is_read_again(storage):
+    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    writer = writer_of(storage, order="any")
+    save_step(writer, storage, 1, OLD, metrics={"loss": 1})
+    before = look(root, names, opener)
+    publish(root, before, opener)
+    storage.delete([e.key for e in storage.list("step-00000001/")])
+    save_step(writer_of(storage, order="any"), storage, 1, NEW, metrics={"loss": 2})
+    assert before.steps[1].row.last_slot == look(root, names, opener).steps[1].row.last_slot
+    assert look(root, names, opener).steps[1].row.info.metrics == {"loss": 2.0}
+
+
+def test_a_crashed_replacement_leaves_the_metrics_of_the_step_that_stands(storage):
+    writer = writer_of(storage)
+    save_step(writer, storage, 1, OLD, metrics={"loss": 1})
+    dies = Fault(operation="commit", key="*.distcp", error=28)
+    with Script([dies]) as script:
+        wrapped = script.wrap(storage)
+        with pytest.raises(StorageError):
+            save_step(writer_of(wrapped), wrapped, 1, NEW, replace=True, metrics={"loss": 2})
+    found = look(root_of(storage), settings().names, opener_of(storage))
+    assert found.steps[1].row.info.metrics == {"loss": 1.0}
+
+
+def test_a_step_whose_record_is_damaged_is_listed_not_counted_and_not_deleted(tmp_path, caplog):
+    manager = manager_of(tmp_path, max_to_keep=1)
+    manager.save(1, state(1))
+    manager.close()
+    Path(tmp_path, FOLDER, CATALOGUE).unlink()
+    (record,) = tmp_path.glob("step-*/manifest-*.json")
+    record.write_bytes(record.read_bytes().replace(b"manifest", b"mannifest", 1))
+    manager = manager_of(tmp_path, max_to_keep=1)
+    for step in (2, 3):
+        manager.save(step, state(step))
+    manager.join()
+    assert manager.all_steps() == [1, 3]
+    assert "can't be told" in caplog.text
+    with pytest.raises(DamagedCheckpointError):
+        manager.restore(1, state())
+    manager.close()
+
+
+def test_a_step_that_somebody_deletes_by_hand_is_not_listed(tmp_path):
+    manager = manager_of(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    ray_dcp.delete(tmp_path / "step-00000002")
+    assert manager.all_steps() == [1]
+    manager.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest":"', None, "traversal", "metrics"])
+def test_an_info_that_is_not_what_was_written_is_damaged(damage):
+    info = StepInfo(step=1, created_s=2.0, metrics={"loss": 1.0}, items={"model": "model.3"})
+    data = encode_info(info)
+    assert decode_info(data) == info
+    if damage is None:
+        damage = data.replace(b"1.0", b"1.5")
+    elif damage == "traversal":
+        damage = encode_info(replace(info, items={"model": "../../etc"}))
+    elif damage == "metrics":
+        damage = encode_info(replace(info, metrics={"loss": "low"}))
+    with pytest.raises(DamagedCheckpointError):
+        decode_info(damage)
+
+
+def test_a_catalogue_comes_back_and_damage_of_it_is_seen():
+    info = StepInfo(step=1, created_s=2.0, metadata={"a": [1, None]})
+    rows = [
+        CatalogueRow("step-1", 2, 1, "ab12", 3.0, info),
+        CatalogueRow("x", 1, 1, "ab", 3.0, None),
+    ]
+    data = encode_catalogue(rows)
+    assert decode_catalogue(data) == rows
+    with pytest.raises(DamagedCheckpointError):
+        decode_catalogue(data[:-1])
+    with pytest.raises(DamagedCheckpointError):
+        decode_catalogue(encode_info(info))
+
+
+def test_names_of_steps_and_which_are_none():
+    names = StepNames("ckpt_{step:04d}.d", also=("global_step{step}",))
+    assert (names.name_of(7), names.name_of(12345)) == ("ckpt_0007.d", "ckpt_12345.d")
+    assert [names.step_of(n) for n in ("ckpt_0007.d", "ckpt_12345.d", "global_step3")] == [
+        7,
+        12345,
+        3,
+    ]
+    assert [names.step_of(n) for n in ("ckpt_007.d", "ckpt_0007", "xckpt_0007.d", "3")] == [
+        None
+    ] * 4
+
+
+def test_a_long_run_is_opened_by_one_listing_and_one_file(tmp_path):
+    """How long that takes is for `python -m tests.bench manager`; what it asks is told here."""
+    manager = manager_of(tmp_path)
+    for step in range(70):
+        manager.save(step, state(step))
+    manager.close()
+    found = look(root_of(open_storage(tmp_path)), settings().names, open_storage)
+    assert (found.num_read, len(found.steps)) == (0, 70)
+    assert json.loads(Path(tmp_path, FOLDER, CATALOGUE).read_text())["info"]["version"] == 1
+
+
+def test_retention_by_hours_uses_the_times_that_were_stored(storage):
+    from ray_dcp.manager import KeepEveryHours
+
+    writer = writer_of(storage, retention=KeepEveryHours(1) | LatestN(1))
+    begin = time.time()
+    for step, hours in enumerate((0.0, 0.5, 1.0, 1.5)):
+        writer._now = lambda at=hours: begin + 3600.0 * at
+        save_step(writer, storage, step, OLD)
+    assert list(writer.look().steps) == [0, 2, 3]

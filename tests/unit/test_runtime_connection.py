@@ -1,0 +1,123 @@
+"""What becomes of calls when this process has shut its Ray down: told, and none reaches Ray."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
+from ray_dcp.runtime import call, hooks
+from ray_dcp.runtime.call import call_actor
+from ray_dcp.runtime.connection import (
+    Connection,
+    Disconnected,
+    shut_down_meanwhile,
+    until_disconnected,
+)
+
+
+@pytest.fixture
+def connected(monkeypatch):
+    """Sets which connection this process has; the first one at the start."""
+
+    def set_to(value: tuple[str, str] | None) -> None:
+        monkeypatch.setattr(hooks, "this_connection", lambda: now[0])
+        now[0] = value
+
+    now: list[tuple[str, str] | None] = [None]
+    set_to(("node", "job 1"))
+    return set_to
+
+
+@pytest.mark.parametrize("now", [None, ("node", "job 2"), ("other node", "job 1")])
+def test_a_connection_is_up_until_it_is_another_one(connected, now):
+    connection = Connection("session 's'", 3)
+    assert connection.is_up
+    connection.check()
+    connected(now)
+    assert not connection.is_up
+    with pytest.raises(ParticipantError, match=r"session 's' .* has shut it down") as caught:
+        connection.check()
+    assert caught.value.rank == 3
+    connected(("node", "job 1"))
+    assert connection.is_up
+
+
+def test_what_was_made_without_ray_is_never_connected(connected):
+    connected(None)
+    connection = Connection("session 's'", 0)
+    assert not connection.is_up
+
+
+def test_without_ray_this_process_has_no_connection():
+    assert not ray.is_initialized()
+    assert hooks.this_connection() is None
+
+
+def failing(error: BaseException):
+    def asked(request):
+        raise error
+
+    return asked
+
+
+@pytest.mark.parametrize("error", [ParticipantError("gone"), DeadlineError("late"), SystemExit(0)])
+def test_no_answer_after_ray_was_shut_down_is_a_disconnection(connected, error):
+    connection = Connection("s", 0)
+    connected(None)
+    with pytest.raises(Disconnected) as caught:
+        until_disconnected(failing(error), connection)(None)
+    assert caught.value.__cause__ is error
+
+
+def test_no_answer_while_ray_is_up_stays_what_it_is(connected):
+    error = ParticipantError("the coordinator died")
+    for connection in (Connection("s", 0), None):
+        with pytest.raises(ParticipantError) as caught:
+            until_disconnected(failing(error), connection)(None)
+        assert caught.value is error
+
+
+def test_an_answer_is_an_answer(connected):
+    connection = Connection("s", 0)
+    connected(None)
+    assert until_disconnected(lambda request: request + 1, connection)(1) == 2
+
+
+def test_the_outcome_of_a_save_that_was_left_is_unknown():
+    error = shut_down_meanwhile("/run/step-1", "a1", 2)
+    assert isinstance(error, CommitUnknownError)
+    assert (error.attempt, error.checkpoint_id, error.rank) == ("a1", "/run/step-1", 2)
+    assert "ray_dcp.outcome('/run/step-1', 'a1')" in str(error)
+
+
+def test_no_call_reaches_a_ray_that_is_not_up():
+    sent = []
+    with pytest.raises(ParticipantError, match="shut down"):
+        call_actor("the coordinator", lambda fresh: object(), sent.append, timeout_s=5.0, rank=1)
+    assert sent == []
+    assert not ray.is_initialized()
+
+
+def test_an_answer_is_not_awaited_of_a_ray_that_is_not_up(monkeypatch):
+    up = iter([True, False])
+    monkeypatch.setattr(call.ray, "is_initialized", lambda: next(up))
+    monkeypatch.setattr(call.ray, "wait", lambda *_, **__: pytest.fail("it would start a Ray"))
+    with pytest.raises(ParticipantError, match="shut down"):
+        call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
+
+
+def test_a_handle_of_another_cluster_is_out_of_reach(monkeypatch):
+    monkeypatch.setattr(call.ray, "is_initialized", lambda: True)
+
+    def send(actor):
+        raise Exception("Failed to submit task to actor")
+
+    with pytest.raises(ParticipantError, match="Failed to submit"):
+        call_actor("the coordinator", lambda fresh: object(), send, timeout_s=5.0)
+
+
+def test_a_mistake_in_a_call_is_not_taken_for_a_cluster_that_is_gone(monkeypatch):
+    monkeypatch.setattr(call.ray, "is_initialized", lambda: True)
+    with pytest.raises(TypeError, match="pickle"):
+        call_actor("x", lambda fresh: object(), failing(TypeError("no pickle")), timeout_s=5.0)
