@@ -216,7 +216,7 @@ def encode(columns: Columns) -> bytes:
         box = getattr(columns, key)
         for dim in range(box.shape[1]):
             arrays[f"{key}_{dim}"] = pa.array(np.ascontiguousarray(box[:, dim]))
-    vocabulary = (columns.names, columns.paths, columns.dtypes, int_keys(columns.paths))
+    vocabulary = (columns.names, columns.paths, columns.dtypes)
     metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": _packed(vocabulary)}
     batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
     sink = pa.BufferOutputStream()
@@ -267,8 +267,9 @@ def decode(data: bytes) -> Columns:
 _Vocabulary = tuple[tuple[str, ...], tuple["Path | None", ...], tuple[str, ...]]
 
 
-def _packed(vocabulary: tuple[Sequence[object], ...]) -> bytes:
-    return zlib.compress(json.dumps(vocabulary).encode(), 1)
+def _packed(vocabulary: _Vocabulary) -> bytes:
+    words = (*vocabulary, int_keys(vocabulary[1]))
+    return zlib.compress(json.dumps(words).encode(), 1)
 
 
 @lru_cache(maxsize=64)
@@ -278,8 +279,8 @@ def _unpacked(packed: bytes) -> _Vocabulary:
     data = unpacker.decompress(packed, _MAX_VOCABULARY_BYTES)
     if unpacker.unconsumed_tail:
         raise ValueError(f"names and paths are longer than {_MAX_VOCABULARY_BYTES} bytes")
-    names, paths, dtypes, numbers = json.loads(data)
-    for row, place in numbers:
+    names, paths, dtypes, keys = json.loads(data)
+    for row, place in keys:
         paths[row][place] = IntKey(paths[row][place])
     return (
         tuple(map(str, names)),
@@ -306,7 +307,7 @@ def _from_table(table: pa.Table, vocabulary: _Vocabulary) -> Columns:
 
 
 def int_keys(paths: Sequence[Path | None]) -> list[tuple[int, int]]:
-    """Returns where in the paths numbers are keys, as (row, place): JSON knows them as texts."""
+    """Returns where in the paths numbers are keys: JSON knows them as texts alone."""
     # Why the first look: it is done in C, and most state dicts have none.
     if IntKey not in set(map(type, chain.from_iterable(path for path in paths if path))):
         return []

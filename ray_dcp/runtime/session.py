@@ -81,8 +81,7 @@ class Session:
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
-        self._next_seq = 0
-        self.plans = PlanMemory()
+        self._next_seq, self.plans = 0, PlanMemory()
         self._handle: Any = None
         from ray_dcp.runtime import hooks
 

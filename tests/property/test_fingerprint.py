@@ -8,10 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
-from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.columns import ColumnsBuilder, decode, encode
 from ray_dcp.plan.contents import contents_of, with_contents, without_contents
 from ray_dcp.plan.fingerprint import fingerprint, plan_key
 from ray_dcp.plan.global_plan import make_plan
+from ray_dcp.plan.values import IntKey
 
 WORLD = 3
 OPTIONS = {"container": "torch_save", "part_bytes": 1 << 20, "to_lowest_rank": False}
@@ -149,3 +150,12 @@ def test_too_few_or_too_many_digests_are_no_agreement():
     assert find_disagreements(plan.groups, [bytes(8)] * 3) == ()
     for told in ([bytes(8)] * 2, [b"", bytes(8), bytes(16)], [bytes(7)] * 3, [bytes(8)] * 4):
         assert find_disagreements(plan.groups, told) is None
+
+
+def test_a_number_as_a_key_is_not_its_text():
+    columns = build({"a": ("object", (3, 3), "float32", (1, 1, 1), False)}, 0)
+    names = {named(replace(columns, paths=(("a", key),))) for key in ("7", IntKey(7), 7)}
+    assert len(names) == 3
+    again = decode(encode(replace(columns, paths=(("a", IntKey(7)),))))
+    assert type(again.paths[0][1]) is IntKey
+    assert type(decode(encode(replace(columns, paths=(("a", "7"),)))).paths[0][1]) is str
