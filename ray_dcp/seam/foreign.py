@@ -98,7 +98,7 @@ def foreign_save(
 
     def local_plan() -> SavePlan:
         if checkpoint_id is not None:
-            storage_writer.reset(_text(checkpoint_id))
+            storage_writer.reset(checkpoint_id)  # type: ignore[arg-type]
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
         return save.local_step(state)
 
@@ -154,7 +154,7 @@ def foreign_load(
 
     def local_plan() -> LoadPlan:
         if checkpoint_id is not None:
-            storage_reader.reset(_text(checkpoint_id))
+            storage_reader.reset(checkpoint_id)  # type: ignore[arg-type]
         if stateful:
             targets.update(stateful_to_load_targets(state_dict))
             return load.local_step(targets)
