@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from ray_dcp.seam.hugging_face import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from ray_dcp.seam.per_rank import PerRank as PerRank
     from ray_dcp.seam.report import LoadReport as LoadReport
+    from ray_dcp.stage.values import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
@@ -100,6 +101,7 @@ _HOMES: dict[str, str] = {
     "save_state_dict": "ray_dcp.entrypoints",
     "load_newest": "ray_dcp.entrypoints",
     "load_state_dict": "ray_dcp.entrypoints",
+    "StagerOptions": "ray_dcp.stage.values",
     "warm_up": "ray_dcp.warming",
     "dcp_to_safetensors": "ray_dcp.conversion",
     "dcp_to_torch_save": "ray_dcp.conversion",

@@ -16,6 +16,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.keeping import warm_process
 from ray_dcp.seam.state import stateful_to_state_dict
+from ray_dcp.stage.values import StagerOptions
 
 __all__ = ["share_bytes", "warm_up"]
 
@@ -26,6 +27,7 @@ def warm_up(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     options: SaveOptions | None = None,
+    stager: StagerOptions | None = None,
 ) -> Future[None]:
     """Gets ready for asynchronous saves of a state of this size, in the background.
 
@@ -38,6 +40,8 @@ def warm_up(
         process_group: As for `async_save`.
         no_dist: As for `async_save`.
         options: As for `async_save`; `keep_in_memory` counts.
+        stager: How the nodes stage: their budget of memory, and how far their writing steps
+            behind training. Those of the rank that is first on a node count.
 
     Returns:
         A future that ends when all is ready; nobody has to wait for it.
@@ -61,7 +65,7 @@ def warm_up(
         return warm_process(num_bytes)
     # The last ones that are kept lie beside the one that is being written.
     copies = 1 + (options or SaveOptions()).keep_in_memory
-    ready: Future[None] = session.staging().warm(copies * num_bytes)
+    ready: Future[None] = session.staging(stager).warm(copies * num_bytes)
     return ready
 
 

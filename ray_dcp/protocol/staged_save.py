@@ -337,6 +337,8 @@ class StagedSaveMachine(SaveMachine):
             return self._received()
         if rank in self._unheld and staged.incarnation <= self._incarnation(rank):
             return self._ask_again(rank)
+        if rank in self._unheld and not self._unheld[rank][1]:
+            del self._unheld[rank]  # nobody could help a slow stager: it goes on alone
         return self._check_done(rank)
 
     def _check_done(self, rank: int) -> Commands:

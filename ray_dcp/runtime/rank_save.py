@@ -5,6 +5,7 @@ They know neither torch nor Ray; `rank` has the load, and what carries the reque
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +41,8 @@ from ray_dcp.transfer.threads import Stop, run_within
 from ray_dcp.transfer.writer import write_part
 
 __all__ = ["Captured", "await_outcome", "save_rank"]
+
+logger = logging.getLogger(__name__)
 
 Opener = Callable[[Target], Storage]
 
@@ -143,6 +146,10 @@ def await_outcome(
         outcome = yield receipt
         while isinstance(outcome, TakeOver) and hand_over is not None:
             _, error = attempt(partial(hand_over, outcome), "handing over staged bytes", rank)
+            if error is not None and not outcome.lost:
+                # The slow stager still writes: nothing is lost, and the save needs no help.
+                logger.warning("No other stager took over from a slow one: %s", error)
+                error = None
             outcome = yield SaveStaged(
                 receipt.key, rank, attempt_id, receipt.epoch, outcome.incarnation, error
             )

@@ -22,16 +22,8 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.protocol.messages import (
-    Exchange,
-    LoadJoin,
-    OpKey,
-    PartsHeld,
-    Reply,
-    Request,
-    SaveJoin,
-    SaveStaged,
-)
+from ray_dcp.protocol.messages import OpKey, PartsHeld, Reply, Request, SaveStaged
+from ray_dcp.protocol.verdict import Opening
 from ray_dcp.runtime import registry
 from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.company import may_have_company
@@ -43,6 +35,7 @@ from ray_dcp.runtime.vitals import Vitals
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.staging import RankStaging
+    from ray_dcp.stage.values import StagerOptions
 
 __all__ = ["Session", "connect", "current_session"]
 
@@ -140,7 +133,7 @@ class Session:
         """
         self._check_open()
         is_held = isinstance(request, SaveStaged | PartsHeld)
-        outlives_restart = is_held or isinstance(request, SaveJoin | LoadJoin | Exchange)
+        outlives_restart = is_held or isinstance(request, Opening)
         try:
             reply: Reply = self._ask(
                 lambda actor: actor.call.remote(request, self._caller, beats_s),
@@ -174,8 +167,11 @@ class Session:
 
     # For asynchronous saves
 
-    def staging(self) -> RankStaging:
+    def staging(self, options: StagerOptions | None = None) -> RankStaging:
         """Returns this rank's place at its node's stager, made on first use.
+
+        Args:
+            options: For a stager that is made now.
 
         Raises:
             ParticipantError: No stager starts.
@@ -187,8 +183,9 @@ class Session:
         with self._staging_lock:
             if self._staging is None:
                 self._staging = RankStaging.open(
-                    f"{self.name}:{self.rank}", namespace=self.namespace, lease_s=self._lease_s
-                )
+                    f"{self.name}:{self.rank}", namespace=self.namespace, lease_s=self._lease_s,
+                    options=options,
+                )  # fmt: skip
             return self._staging
 
     def coordinator(self) -> Any:

@@ -42,7 +42,7 @@ from ray_dcp.stage.values import (
     StageKey,
     StageOrder,
     StageProgress,
-    StagingOptions,
+    StagerOptions,
     Unknown,
 )
 
@@ -80,7 +80,7 @@ class Stager:
     """
 
     def __init__(
-        self, lease_s: float, options: StagingOptions, namespace: str = NAMESPACE
+        self, lease_s: float, options: StagerOptions, namespace: str = NAMESPACE
     ) -> None:  # fmt: skip
         self._namespace = namespace
         self._loop = asyncio.get_running_loop()
@@ -362,7 +362,7 @@ def stager_of(
     *,
     namespace: str = NAMESPACE,
     lease_s: float,
-    options: StagingOptions | None = None,
+    options: StagerOptions | None = None,
 ) -> Any:
     """Returns the handle of a node's stager, after making it if there is none.
 
@@ -381,15 +381,15 @@ def stager_of(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    return actor.remote(check_lease(lease_s), options or StagingOptions(), namespace)
+    return actor.remote(check_lease(lease_s), options or StagerOptions(), namespace)
 
 
-def _channel(limit_bytes: int, options: StagingOptions) -> Channel:
+def _channel(limit_bytes: int, options: StagerOptions) -> Channel:
     slot_bytes = options.window_bytes_within(limit_bytes)
     return Channel(slot_bytes, SlotLedger(max(limit_bytes // slot_bytes, 1)))
 
 
-def _arena_channel(limit_bytes: int, options: StagingOptions) -> Channel:
+def _arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
     channel = _channel(limit_bytes, options)
     channel.arena = Arena.create(channel.ledger.num_slots, channel.slot_bytes)
     return channel

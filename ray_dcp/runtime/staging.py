@@ -33,7 +33,7 @@ from ray_dcp.stage.filling import Filler, HostFiller, fill_window
 from ray_dcp.stage.jobs import lost_memory
 from ray_dcp.stage.layout import StagingLayout, plan_digest
 from ray_dcp.stage.priority import step_behind
-from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagingOptions
+from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
 
 __all__ = ["RankStaging", "Reporter", "Staged"]
 
@@ -62,7 +62,7 @@ class RankStaging:
         *,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
-        options: StagingOptions | None = None,
+        options: StagerOptions | None = None,
     ) -> None:
         self.name = name
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
@@ -80,7 +80,7 @@ class RankStaging:
         node_id: str | None = None,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
-        options: StagingOptions | None = None,
+        options: StagerOptions | None = None,
     ) -> RankStaging:
         """Returns the place of this rank at its node's stager, which it makes if there is none.
 

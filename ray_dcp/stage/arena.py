@@ -46,7 +46,7 @@ class Arena:
             self._close_fd()
             raise LimitError(
                 f"could not map {address.num_slots} x {address.slot_bytes} bytes of shared memory: "
-                f"{exc}. Set StagingOptions(limit_bytes=...) lower, or allow more (ulimit -v)",
+                f"{exc}. Set StagerOptions(limit_bytes=...) lower, or allow more (ulimit -v)",
                 key="limit_bytes",
             ) from exc
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
@@ -205,7 +205,7 @@ def _meminfo(name: str) -> int:
         for line in lines:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    raise LimitError(f"/proc/meminfo does not tell {name}; set StagingOptions(limit_bytes=...)")
+    raise LimitError(f"/proc/meminfo does not tell {name}; set StagerOptions(limit_bytes=...)")
 
 
 def _first_slot(num_slots: int) -> int:

@@ -25,7 +25,7 @@ from ray_dcp.stage.values import (
     StageKey,
     StageOrder,
     StageReport,
-    StagingOptions,
+    StagerOptions,
     Unknown,
 )
 from ray_dcp.store.opening import open_storage
@@ -55,7 +55,7 @@ class Spool(SpoolState):
     def __init__(
         self,
         channels: dict[str, Channel],
-        options: StagingOptions,
+        options: StagerOptions,
         report: Callable[[Any, StageReport], None],
         opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
@@ -90,7 +90,7 @@ class Spool(SpoolState):
                 raise LimitError(
                     f"expected windows of at most {channel.slot_bytes if channel else 0} bytes in "
                     f"the {order.channel} of this node, but found {order.window_bytes}. Give all "
-                    f"nodes the same StagingOptions and equal stores",
+                    f"nodes the same StagerOptions and equal stores",
                     key="window_bytes",
                 )
             plan = self._known.plan(order)

@@ -23,7 +23,7 @@ __all__ = [
     "StageProgress",
     "StageReport",
     "StagedCopy",
-    "StagingOptions",
+    "StagerOptions",
     "Unknown",
 ]
 
@@ -31,14 +31,14 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagingOptions:
+class StagerOptions:
     """How a node stages.
 
     Raises:
         InvalidRequestError: A field has a value that it can't have.
 
     Example:
-        >>> StagingOptions(limit_bytes=64 << 20).window_bytes_within(64 << 20)
+        >>> StagerOptions(limit_bytes=64 << 20).window_bytes_within(64 << 20)
         16777216
     """
 
@@ -65,7 +65,7 @@ class StagingOptions:
         wrong = [name for name, is_right in checks.items() if not is_right]
         if wrong:
             raise InvalidRequestError(
-                f"StagingOptions.{wrong[0]} can't be {getattr(self, wrong[0])!r}: expected "
+                f"StagerOptions.{wrong[0]} can't be {getattr(self, wrong[0])!r}: expected "
                 f"limit_bytes of at least {_LEAST_LIMIT}, window_bytes of at least "
                 f"{_LEAST_WINDOW}, num_writers of at least 1, nice from 0 to 19, and io_priority "
                 f"normal, low or idle",

@@ -331,11 +331,11 @@ def _budget(options: Options, root: Path, table: Table, state: dict[str, Any]) -
     import ray_dcp
     from ray_dcp.runtime.naming import LEASE_S
     from ray_dcp.runtime.stager import stager_of
-    from ray_dcp.stage.values import StagingOptions
+    from ray_dcp.stage.values import StagerOptions
 
     # The node's first rank says how it stages.
     node = ray.get_runtime_context().get_node_id()
-    limited = StagingOptions(limit_bytes=BUDGET_BYTES)
+    limited = StagerOptions(limit_bytes=BUDGET_BYTES)
     stager = stager_of(node, namespace="budget", lease_s=LEASE_S, options=limited)
     ray.get(stager.ping.remote())
     with session_of("budget") as session:

@@ -21,13 +21,13 @@ from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.stager import SHARE_OF_MEMORY, stager_of
 from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.arena import free_memory_bytes
-from ray_dcp.stage.values import StageKey, StagingOptions
+from ray_dcp.stage.values import StageKey, StagerOptions
 from tests.polling import eventually, lives
 from tests.staged import MIB, Share, same_files, scribbled, share
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-SMALL = StagingOptions(limit_bytes=64 * MIB)
+SMALL = StagerOptions(limit_bytes=64 * MIB)
 
 
 class Book:
@@ -81,7 +81,7 @@ def places(tmp_path: Path) -> tuple[Target, Target]:
     return Target(str(tmp_path / "stager")), Target(str(tmp_path / "rank"))
 
 
-def opened(namespace: str, options: StagingOptions = SMALL, name: str = "rank 0") -> RankStaging:
+def opened(namespace: str, options: StagerOptions = SMALL, name: str = "rank 0") -> RankStaging:
     return RankStaging.open(name, namespace=namespace, lease_s=60, options=options)
 
 
@@ -110,7 +110,7 @@ def arenas() -> list[str]:
 
 
 def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
-    one, other = (opened(namespace, StagingOptions(), name) for name in ("a", "b"))
+    one, other = (opened(namespace, StagerOptions(), name) for name in ("a", "b"))
     info = one.info()
     assert info["pid"] == other.info()["pid"]
     assert info["node_id"] == ray.get_runtime_context().get_node_id()
@@ -142,7 +142,7 @@ def test_the_state_may_change_as_soon_as_it_is_staged(namespace, book, places):
 
 def test_a_state_of_300_mb_goes_through_a_budget_of_64_mb(namespace, places):
     what = share([30 * MIB] * 9 + [3 * MIB] * 8, part_bytes=1 << 30)
-    staging = opened(namespace, StagingOptions(limit_bytes=64_000_000))
+    staging = opened(namespace, StagerOptions(limit_bytes=64_000_000))
     info = staging.info()
     handle = staged(staging, what, places[0])
     assert info["limit_bytes"] == 64_000_000
@@ -160,7 +160,7 @@ def test_where_memory_cannot_be_shared_bytes_go_through_the_store(
     monkeypatch.setattr(staging_link, "_mapped", lambda place: (None, -1))
     what = share([20 * MIB] * 8 + [70], [b"note"])
     what.written(places[1])
-    staging = opened(namespace, StagingOptions())
+    staging = opened(namespace, StagerOptions())
     assert staging.info()["channel"] == "store"
     staged(staging, what, places[0], book)
     told(book, 1)
@@ -375,7 +375,7 @@ def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):
 
 
 def test_a_window_that_the_store_of_another_node_does_not_take_is_refused(namespace, places):
-    staging = opened(namespace, StagingOptions(limit_bytes=8 * MIB))
+    staging = opened(namespace, StagerOptions(limit_bytes=8 * MIB))
     link = staging.link()
     what = share([MIB])
     order = what.order(StageKey("s", 0, "a1"), places[0], 64 * MIB)

@@ -296,6 +296,17 @@ def test_a_lost_stager_that_has_written_everything_does_not_matter(play):
     assert isinstance(play.reply(0, "SaveStaged 0"), SaveOutcome)
 
 
+def test_a_stager_that_lags_and_that_nobody_can_help_goes_on_alone(play):
+    play.to_staged()
+    play.lag(0)
+    asked = play.reply(0, step_of(SaveStaged(KEY, 0, "a1", 1)))
+    assert isinstance(asked, TakeOver)
+    play.staged(0, incarnation=asked.incarnation)
+    play.lose(0)  # its slow stager still holds everything
+    play.write_all()
+    assert commit(play).attempt == "a1"
+
+
 def test_a_stager_that_lags_is_helped_and_whoever_is_first_counts(play):
     play.to_staged()
     play.write_all(ranks=[1])

@@ -18,7 +18,7 @@ import pytest
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.stage.arena import Arena, free_memory_bytes
 from ray_dcp.stage.priority import step_behind
-from ray_dcp.stage.values import Slot, StagingOptions
+from ray_dcp.stage.values import Slot, StagerOptions
 from tests.polling import eventually
 
 PAGE = 4096
@@ -169,7 +169,7 @@ def test_only_the_calling_thread_steps_behind():
 
 
 def test_windows_fit_the_limit_four_times():
-    options = StagingOptions()
+    options = StagerOptions()
     assert options.window_bytes_within(64_000_000) == 15 << 20
     assert options.window_bytes_within(1 << 40) == 64 << 20
     assert options.window_bytes_within(8 << 20) == 2 << 20
@@ -181,7 +181,7 @@ def test_windows_fit_the_limit_four_times():
 ])  # fmt: skip
 def test_options_that_can_not_be_are_refused(wrong):
     with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
-        StagingOptions(**wrong)
+        StagerOptions(**wrong)
 
 
 def test_numpy_sees_the_same_bytes():

@@ -20,7 +20,7 @@ from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.layout import lay_out_windows
 from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.spool import Spool
-from ray_dcp.stage.values import StageKey, StagingOptions
+from ray_dcp.stage.values import StageKey, StagerOptions
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.writer import write_part
 from tests.polling import eventually
@@ -69,7 +69,7 @@ def test_every_kind_of_tensor_is_staged_as_it_is_written(container, tmp_path: Pa
     arena = Arena.create(6, SLOT)
     channel = Channel(SLOT, SlotLedger(6), arena)
     reports = []
-    spool = Spool({"arena": channel}, StagingOptions(), lambda _, report: reports.append(report))
+    spool = Spool({"arena": channel}, StagerOptions(), lambda _, report: reports.append(report))
     rank = Rank(spool, channel, what, what.order(StageKey("s", 0, "a1"), places[0], SLOT))
     rank.stage()
     for value in tensors.values():

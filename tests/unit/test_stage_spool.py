@@ -15,7 +15,7 @@ from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.spool import Spool
-from ray_dcp.stage.values import StageKey, StagingOptions, Unknown
+from ray_dcp.stage.values import StageKey, StagerOptions, Unknown
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
 
@@ -32,7 +32,7 @@ class Node:
         self.may_report = threading.Event()
         self.may_report.set()
         more = {} if opener is None else {"opener": opener}
-        self.spool = Spool({"arena": self.channel}, StagingOptions(), self.take, **more)
+        self.spool = Spool({"arena": self.channel}, StagerOptions(), self.take, **more)
 
     def take(self, reporter, report) -> None:
         self.may_report.wait(30)
@@ -307,9 +307,7 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     what.written(places[1])
     reports = []
     ledger = SlotLedger(2)
-    spool = Spool(
-        {"store": Channel(SLOT, ledger)}, StagingOptions(), lambda _, r: reports.append(r)
-    )
+    spool = Spool({"store": Channel(SLOT, ledger)}, StagerOptions(), lambda _, r: reports.append(r))
     order = what.order(StageKey("s", 0, "a1"), places[0], SLOT, channel="store")
     grant = spool.begin(order, None)
     slots, held, most = list(grant.slots), {}, 0
