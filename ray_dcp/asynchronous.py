@@ -234,6 +234,7 @@ class _NativeSave(_Save):
             memory=session.plans,
         )  # fmt: skip
         go, captured = drive(join, call)
+        account.planned(go)
         error = keeping.stage(self._key, go, captured, target, options, vitals)
         account.done("stage", keeping.num_bytes)
         self._handle._is_staged(error)

@@ -21,6 +21,7 @@ from ray_dcp.protocol.messages import (
     LoadReady,
     Reply,
     Request,
+    SaveAgain,
     SaveGo,
     SaveJoin,
     SaveOutcome,
@@ -111,6 +112,14 @@ class Account:
                 self.bytes[phase] = self.bytes.get(phase, 0) + num_bytes
         self._tell(phase, took_s, num_bytes)
 
+    def planned(self, go: SaveGo) -> None:
+        """Notes what this rank is to write: where stagers do, nobody tells it how much that was.
+
+        Args:
+            go: Its part of the plan.
+        """
+        self._planned_bytes = sum(file.num_bytes for file in go.plan.files)
+
     def watching(self, call: Callable[[Request], Reply]) -> Callable[[Request], Reply]:
         """Returns what calls the coordinator and notes the phases that end with it.
 
@@ -161,7 +170,7 @@ class Account:
 
     def _asks(self, request: Request) -> None:
         match request:
-            case SaveJoin():
+            case SaveJoin() if "capture" not in self.seconds:
                 self.done("capture")
             case SaveReceipt():
                 self.done("write", sum(file.num_bytes for file in request.files))
@@ -173,9 +182,8 @@ class Account:
 
     def _hears(self, reply: Reply) -> None:
         match reply:
-            case SaveGo():
+            case SaveGo() | SaveAgain():
                 self.attempt = reply.attempt
-                self._planned_bytes = sum(file.num_bytes for file in reply.plan.files)
                 self.done("plan")
             case SaveOutcome() if "write" in self.seconds:
                 self.done("commit")
