@@ -359,7 +359,9 @@ class Coordinator:
                     self._carry_out(self._coordination.lost(session, [rank], reason))
                 await self._roster.keep()
                 await self._stagers.look()
-                await self._plans.keep()
+                # Why a task: a stager that is frozen must not keep it from seeing who died.
+                if not self._plans.is_busy:
+                    self._start(self._plans.keep())
             except CheckpointError as error:
                 # Why go on: deadlines and leases work without this look.
                 logger.warning("Ranks that die are only seen at deadlines: %s", error)

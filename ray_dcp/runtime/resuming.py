@@ -88,6 +88,11 @@ class StagedPlans:
         saved.is_told = False
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether `keep` is at work, or has nothing to do."""
+        return self._turn.locked() or not self._saved
+
     async def keep(self) -> None:
         """Puts plans and names where the next coordinator finds them; forgets what is over."""
         async with self._turn:
