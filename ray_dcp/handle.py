@@ -189,13 +189,14 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         if error is None and metadata is not None:
             self._is_staged()
-            self.set_result(metadata)
+            # Why in this order: who has waited for the handle finds the other one done as well.
             self.upload_completion.set_result(metadata)
+            self.set_result(metadata)
             return
         error = error or CheckpointError("the save ended without a result. Please report this")
         self._is_staged(error)
-        self.set_exception(error)
         self.upload_completion.set_exception(error)
+        self.set_exception(error)
 
     def _wait_for(self, future: Future[Any], timeout_s: float | None, what: str) -> Any:
         try:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,12 +81,13 @@ def test_an_address_space_that_is_too_small_says_what_to_do(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(12, "Cannot allocate memory")
 
+    gc.collect()  # so that nothing of other tests goes meanwhile
     fds = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(LimitError, match="limit_bytes"):
         Arena.create(2, PAGE)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_views_stay_good_after_it_is_closed():
@@ -131,9 +133,12 @@ def test_it_survives_the_one_who_made_it_and_not_the_last_one():
     arena.close()
     again.close()
     gc.collect()
-    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
-             if os.path.lexists(f"/proc/self/fd/{name}")]  # fmt: skip
-    assert not [link for link in links if "memfd:ray_dcp" in link]
+    open_files = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the directory's own
+            found = os.fstat(int(name))
+            open_files.add((found.st_dev, found.st_ino))
+    assert (device, inode) not in open_files
 
 
 def test_what_is_free_is_between_nothing_and_the_machine():
