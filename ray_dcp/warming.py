@@ -15,10 +15,18 @@ from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.keeping import warm_process
+from ray_dcp.runtime.rank_captured import Captured
+from ray_dcp.runtime.rehearsal import begin_rehearsal
+from ray_dcp.seam.capture import capture
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.stage.values import StagerOptions
 
 __all__ = ["share_bytes", "warm_up"]
+
+READY_S = 60.0
+
+_MODULES = ("ray_dcp.asynchronous", "ray_dcp.entrypoints", "ray_dcp.loading")
+"""What the first call of a user's would import."""
 
 
 def warm_up(
@@ -62,11 +70,28 @@ def warm_up(
     session: Any = session_for(process_group, no_dist)
     num_bytes = share_bytes(stateful_to_state_dict(dict(state_dict)), session.world_size)
     if isinstance(session, InlineSession):
+        begin_rehearsal(_captured, modules=_MODULES)
         return warm_process(num_bytes)
     # The last ones that are kept lie beside the one that is being written.
     copies = 1 + (options or SaveOptions()).keep_in_memory
-    ready: Future[None] = session.staging(stager).warm(copies * num_bytes)
-    return ready
+    warmed: Future[None] = session.staging(stager).warm(
+        copies * num_bytes, lambda: _get_ready(session)
+    )
+    return warmed
+
+
+def _get_ready(session: Any) -> None:
+    """Returns when this process and the coordinator have loaded what a save needs."""
+    # Why here: a process that is alone has no need of Ray.
+    from ray_dcp.runtime.coordinator_handle import await_ready
+
+    here = begin_rehearsal(_captured, modules=_MODULES)
+    await_ready(session.coordinator(), READY_S)
+    here.join()
+
+
+def _captured() -> Captured:
+    return capture({"w": torch.zeros(2, 3), "step": 0}, rank=0, world_size=1)
 
 
 def share_bytes(state: Any, world_size: int) -> int:

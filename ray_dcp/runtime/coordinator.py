@@ -27,6 +27,7 @@ from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.naming import NAMESPACE
 from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
@@ -93,9 +94,14 @@ class Coordinator:
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         me = hooks.this_caller(os.getpid())
         self._heard = BeatHeard(actor_id, hooks.life_of(actor_id).num_restarts, str(me))
+        self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
         self._start(self._listen())
+
+    async def ready(self) -> None:
+        """Returns when a first save finds everything loaded."""
+        await asyncio.to_thread(self._rehearsal.join)
 
     async def info(self) -> dict[str, Any]:
         """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""

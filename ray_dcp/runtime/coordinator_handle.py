@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ray_dcp.runtime.coordinator import MOST_CALLS, Coordinator
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, coordinator_name
 
-__all__ = ["coordinator_of"]
+__all__ = ["await_ready", "coordinator_of"]
+
+
+def await_ready(coordinator: Any, timeout_s: float) -> None:
+    """Waits until a coordinator has loaded what its first save needs, at most so many seconds."""
+    # Suppressed: a first save is slower then, and tells what is wrong.
+    with suppress(RayError):
+        ray.get(coordinator.ready.remote(), timeout=timeout_s)
 
 
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,11 @@ from ray_dcp.stage.layout import StagingLayout, lay_out_windows
 from ray_dcp.stage.values import Grant, Slot, StageOrder, Unknown
 
 __all__ = ["Handed", "ask", "hand_in"]
+
+TELL_S = 0.2
+"""How often the stager is told what is full, in seconds. Told of each window it would begin to
+write while the rank still copies, and both would wait for the same memory: a state that is copied
+in less than this has its processors for itself."""
 
 Fill = Callable[[StagingLayout, int, np.ndarray], None]
 """Puts the bytes of a window into uint8[used bytes of the window]."""
@@ -98,8 +104,12 @@ def _hand_windows(
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
     scratch = np.zeros(0, dtype=np.uint8)
     slots.extend(grant.slots)
+    in_memory, told_s = order.channel == "arena", time.monotonic()
     for window in range(layout.num_windows):
         while window >= len(slots):
+            if in_memory and window:
+                # Nothing is written, and so no room made, before the stager knows of it.
+                link.post("deliver", order.key, window - 1)
             more = link.call(
                 "more", order.key, len(slots),
                 timeout_s=timeout_s, silence_s=order.options.heartbeat_timeout_s,
@@ -109,11 +119,12 @@ def _hand_windows(
             for freed in grant.freed:
                 handed.refs.pop(freed, None)
         used = int(layout.used_bytes[window]) if layout.files_of(window) & wanted else 0
-        if order.channel == "arena" and link.arena is not None:
+        if in_memory and link.arena is not None:
             fill(layout, window, link.arena.slot_array(slots[window].index)[:used])
             # The last one is told by `seal`.
-            if window < layout.num_windows - 1:
+            if window < layout.num_windows - 1 and time.monotonic() - told_s > TELL_S:
                 link.post("deliver", order.key, window)
+                told_s = time.monotonic()
             continue
         if len(scratch) < used:
             scratch = np.empty(order.window_bytes, dtype=np.uint8)

@@ -26,6 +26,7 @@ from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
 from ray_dcp.runtime.place import Place, as_window
+from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
 from ray_dcp.stage.copies import CopyingSpool
@@ -108,6 +109,8 @@ class Stager:
             arena.address if arena is not None else None,
             store.slot_bytes,
         )
+        # Why that module: the class of what ranks hand in besides bytes is found there.
+        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.stager_keeping",))
         self._registered: set[str] = set()
         self._plans: dict[str, bytes] = {}
         self._tasks = {self._loop.create_task(self._watch())}
@@ -164,6 +167,7 @@ class Stager:
     async def warm(self, name: str, num_bytes: int) -> tuple[int, ...]:
         """Returns the slots that a rank will get first, when their memory has been touched."""
         self._touch()
+        await asyncio.to_thread(self._rehearsal.join)
         if self._place.arena is None:
             return ()
         slots = self._spool.expect(name, num_bytes)
@@ -191,7 +195,7 @@ class Stager:
         return await asyncio.wrap_future(self._spool.more(key, have))
 
     async def deliver(self, key: StageKey, window: int, refs: list[Any] | None = None) -> None:
-        """Takes that a window is full.
+        """Takes that a window is full. See `Spool.deliver`.
 
         Args:
             key: Whose.

@@ -92,11 +92,15 @@ class RankStaging:
         staging.link()
         return staging
 
-    def warm(self, num_bytes: int) -> Future[None]:
+    def warm(self, num_bytes: int, ready: Callable[[], None] = lambda: None) -> Future[None]:
         """Begins to touch the memory for a state of this size, so that its first save is not slow.
 
         In the background, behind everything else. Returns at once; the future ends with it, also
         where it could not be done.
+
+        Args:
+            num_bytes: Size of the state.
+            ready: Called in the same thread, for whatever else is to be ready.
         """
         done: Future[None] = Future()
 
@@ -105,6 +109,7 @@ class RankStaging:
             try:
                 # Suppressed: a first save is slower then, and tells what is wrong.
                 with suppress(CheckpointError, StagerGone):
+                    ready()
                     link = self.link()
                     for slot in link.call("warm", self.name, num_bytes, timeout_s=WARM_S):
                         if link.arena is not None:

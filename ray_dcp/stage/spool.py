@@ -125,20 +125,29 @@ class Spool(SpoolState):
 
         Args:
             key: Whose.
-            window: Which.
+            window: Which. In shared memory, this one and all before it.
             data: Its bytes; None when they are in its slot.
         """
         with self._lock:
             job = self._jobs.get(key)
-            if job is None or job.error is not None or window in job.windows:
+            if job is None or job.error is not None or window >= len(job.slots):
                 return
-            if job.arena is not None and window < len(job.slots):
-                data = job.arena.slot(job.slots[window].index)
-            if data is None or window >= len(job.slots):
+            if job.is_over and job.rank_is_done:
                 return
-            job.windows[window] = data
-            if job.channel is not None:
-                job.channel.ledger.delivered(key, window)
+            if job.arena is not None:
+                came = {
+                    number: job.arena.slot(job.slots[number].index)
+                    for number in range(window + 1)
+                    if number not in job.windows
+                }
+            else:
+                came = {window: data} if data is not None and window not in job.windows else {}
+            if not came:
+                return
+            for number, content in came.items():
+                job.windows[number] = content
+                if job.channel is not None:
+                    job.channel.ledger.delivered(key, number)
             self._start(job)
             job.changed.notify_all()
             self._pump(job.channel)
@@ -157,8 +166,8 @@ class Spool(SpoolState):
             if job is None:
                 future.set_result(Unknown("job"))
                 return future
-            for window in range(len(job.slots)) if job.arena is not None else ():
-                self.deliver(key, window)
+            if job.arena is not None:
+                self.deliver(key, len(job.slots) - 1)
             job.rank_is_done = job.rank_is_done or len(job.windows) == job.layout.num_windows
             job.wants_seal.append(future)
             self._settle(job)
