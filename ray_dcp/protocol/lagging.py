@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 __all__ = ["Pace", "laggards"]
 
-LEAST_WAIT_S = 2.0
-"""Nobody is helped before so many seconds of writing: starting help costs about as much."""
+LEAST_WAIT_S = 0.5
+"""Nobody is helped before so many seconds of writing: a pace is not known earlier."""
+
+HELP_COSTS_S = 1.0
+"""Whoever would be done by itself in less than this is not helped: to hand a few hundred megabytes
+to another node takes about as long."""
 
 TIMES_SLOWER = 2.0
 """Whoever would take more than so many times as long as the others took is helped."""
@@ -52,7 +57,10 @@ def laggards(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
         if pace.done_s is not None or not pace.total_bytes:
             continue
         # At this pace it would end after elapsed * total / written.
-        if elapsed_s * pace.total_bytes > TIMES_SLOWER * usual_s * pace.written_bytes:
+        left_s = inf
+        if pace.written_bytes:
+            left_s = elapsed_s * (pace.total_bytes / pace.written_bytes - 1)
+        if left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
             found[rank] = (
                 f"after {elapsed_s:.1f} s {pace.written_bytes} of {pace.total_bytes} bytes were "
                 f"written, where others took {usual_s:.1f} s for theirs"

@@ -98,6 +98,7 @@ class Coordinator:
         self._start(self._resume())
         self._start(self._watch())
         self._start(self._listen())
+        self._start(self._stagers.watch())
 
     async def ready(self) -> None:
         """Returns when a first save finds everything loaded."""
@@ -364,7 +365,6 @@ class Coordinator:
                     reason = f"Ray says that its process ({caller}) has ended"
                     self._carry_out(self._coordination.lost(session, [rank], reason))
                 await self._roster.keep()
-                await self._stagers.look()
                 # Why a task: a stager that is frozen must not keep it from seeing who died.
                 if not self._plans.is_busy:
                     self._start(self._plans.keep())

@@ -18,8 +18,9 @@ from ray_dcp.stage.values import StageKey, StageReport
 
 __all__ = ["StagerWatch", "parts_written"]
 
-ANSWER_S = 5.0
-"""How long a stager may take for one answer before it is asked again, in seconds."""
+LOOK_S = 0.2
+"""How often stagers are asked, in seconds. They answer in a millisecond, and the whole save waits
+for as long as nobody sees that one of them is slow."""
 
 
 @dataclass
@@ -48,6 +49,12 @@ class StagerWatch:
         self._carry_out = carry_out
         self._namespace = namespace
         self._seen: dict[str, _Seen] = {}
+
+    async def watch(self) -> None:
+        """Looks for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Looks once at all stagers that are needed now."""
