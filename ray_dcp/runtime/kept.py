@@ -248,7 +248,7 @@ class _Nodes:
             return
         arena = None
         with suppress(LimitError):
-            arena = Arena.open(kept.address)
+            arena = Arena.mapped_here(kept.address) or Arena.open(kept.address)
         for file in kept.files:
             self._files[file.key] = _InMemory(file, arena, stager)
 

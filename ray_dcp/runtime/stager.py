@@ -30,10 +30,9 @@ from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
 from ray_dcp.stage.copies import CopyingSpool
-from ray_dcp.stage.jobs import Channel
+from ray_dcp.stage.jobs import arena_channel, channel_of
 from ray_dcp.stage.kept import Kept, Part, registered_name
 from ray_dcp.stage.priority import step_behind
-from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.values import (
     ArenaAddress,
     Grant,
@@ -95,10 +94,10 @@ class Stager:
         self._last_call_s = self._loop.time()
         limit_of_store = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
         limit_bytes = options.limit_bytes or int(SHARE_OF_MEMORY * free_memory_bytes())
-        store = _channel(min(limit_bytes, limit_of_store), options)
+        store = channel_of(min(limit_bytes, limit_of_store), options)
         channels = {"store": store}
         with suppress(LimitError):
-            channels["arena"] = _arena_channel(limit_bytes, options)
+            channels["arena"] = arena_channel(limit_bytes, options)
         self._limit_bytes = limit_bytes
         reports = Reports(self._loop, self._give_up)
         self._spool = CopyingSpool(channels, options, reports.tell)
@@ -137,7 +136,9 @@ class Stager:
         self._touch()
         return self._place
 
-    async def enter(self, name: str, process: str, caller: Caller, pid: int | None) -> None:
+    async def enter(
+        self, name: str, process: str, caller: Caller, pid: int | None
+    ) -> tuple[int, ...]:  # fmt: skip
         """Takes that a rank is there: while it lives the stager stays, and it sees it die.
 
         Args:
@@ -145,6 +146,9 @@ class Stager:
             process: Names its process.
             caller: Who it is for Ray.
             pid: Its process id, if both are in one process namespace.
+
+        Returns:
+            Slots of shared memory that one of its name had before.
         """
         self._touch()
         before = self._ranks.pop(name, None)
@@ -158,6 +162,7 @@ class Stager:
             with suppress(AttributeError, OSError):
                 rank.pidfd = os.pidfd_open(pid)
                 self._loop.add_reader(rank.pidfd, self._ended, name, process)
+        return self._spool.owned(name)
 
     async def leave(self, name: str, process: str) -> None:
         """Takes that a rank will not call again."""
@@ -386,14 +391,3 @@ def stager_of(
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
     return actor.remote(check_lease(lease_s), options or StagerOptions(), namespace)
-
-
-def _channel(limit_bytes: int, options: StagerOptions) -> Channel:
-    slot_bytes = options.window_bytes_within(limit_bytes)
-    return Channel(slot_bytes, SlotLedger(max(limit_bytes // slot_bytes, 1)))
-
-
-def _arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
-    channel = _channel(limit_bytes, options)
-    channel.arena = Arena.create(channel.ledger.num_slots, channel.slot_bytes)
-    return channel

@@ -49,6 +49,7 @@ class Link:
         if arena is not None:
             self.window_bytes = arena.address.slot_bytes
         self.known_plans: set[bytes] = set()
+        self.own_slots: tuple[int, ...] = ()
         self._pidfd = pidfd
 
     def call(
@@ -182,7 +183,7 @@ def link_to(
     link = Link(handle, place, arena, pidfd)
     caller = hooks.this_caller(os.getpid())
     pid = None if arena is None else os.getpid()
-    link.call("enter", name, process, caller, pid, timeout_s=timeout_s)
+    link.own_slots = link.call("enter", name, process, caller, pid, timeout_s=timeout_s)
     return link
 
 

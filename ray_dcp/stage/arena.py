@@ -29,6 +29,10 @@ _POPULATE_WRITE = 23
 _TOUCH_BYTES = 8 << 20
 
 
+_HERE: weakref.WeakValueDictionary[tuple[int, int], Arena] = weakref.WeakValueDictionary()
+"""Those that are open in this process, by `ArenaAddress.identity`."""
+
+
 class Arena:
     """Slots of one length in shared memory, after a page or more of their generations.
 
@@ -50,10 +54,17 @@ class Arena:
                 key="limit_bytes",
             ) from exc
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._present: set[int] = set()
+        _HERE.setdefault(address.identity, self)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
             # Suppressed: what the kernel does not know costs speed at most.
             with suppress(AttributeError, OSError):
                 self._map.madvise(getattr(mmap, advice))
+
+    @staticmethod
+    def mapped_here(address: ArenaAddress) -> Arena | None:
+        """Returns one that this process has open already, whose pages may be present; or None."""
+        return _HERE.get(address.identity)
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Arena:
@@ -103,7 +114,8 @@ class Arena:
         return self._slice(index).data
 
     def slot_array(self, index: int) -> np.ndarray:
-        """Returns the bytes of a slot as uint8[slot_bytes], writable."""
+        """Returns the bytes of a slot as uint8[slot_bytes], writable, for use of the whole."""
+        self._present.add(index)
         return self._slice(index)
 
     def mark(self, slot: Slot) -> None:
@@ -130,9 +142,15 @@ class Arena:
         return True
 
     def _read(self, slot: Slot, offset: int, target: memoryview) -> bool:
-        # Why not from the map: a process that reads it once would pay for each of its pages.
-        if not self.holds(slot):
+        if not self._close_fd.alive or not self.holds(slot):
             return False
+        if slot.index in self._present:
+            found = self._slice(slot.index)[offset : offset + len(target)]
+            # Why numpy: it lets other threads run meanwhile.
+            np.copyto(np.frombuffer(target, dtype=np.uint8), found)
+            return self.holds(slot)
+        # Why not from the map: a process that reads it once would pay for each of its pages, as
+        # much as for a copy by the kernel.
         place = self._first + slot.index * self.address.slot_bytes + offset
         done = 0
         while done < len(target):
@@ -151,10 +169,13 @@ class Arena:
             0.5 to 3 s/GB for memory never used before, 0.1 to 0.3 s/GB for what others have.
         """
         touch(self._slice(index))
+        self._present.add(index)
 
     def close(self) -> None:
         """Closes this process's descriptor; the memory goes with the last view of it."""
         if self._close_fd.alive:
+            if _HERE.get(self.address.identity) is self:
+                del _HERE[self.address.identity]
             self._close_fd()
             self._bytes = np.zeros(0, dtype=np.uint8)
             # Suppressed: somebody still reads from it.

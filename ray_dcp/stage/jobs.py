@@ -25,12 +25,23 @@ from ray_dcp.stage.values import (
     StageOrder,
     StageProgress,
     StageReport,
+    StagerOptions,
     Unknown,
 )
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.writer import part_key, write_pieces
 
-__all__ = ["Channel", "Job", "StagedPieces", "answer", "died", "lost_memory", "write_staged"]
+__all__ = [
+    "Channel",
+    "Job",
+    "StagedPieces",
+    "answer",
+    "arena_channel",
+    "channel_of",
+    "died",
+    "lost_memory",
+    "write_staged",
+]
 
 
 @dataclass(eq=False)
@@ -40,6 +51,23 @@ class Channel:
     slot_bytes: int
     ledger: SlotLedger[StageKey]
     arena: Arena | None = None
+
+
+def channel_of(limit_bytes: int, options: StagerOptions) -> Channel:
+    """Returns one of so many bytes, without memory of its own."""
+    slot_bytes = options.window_bytes_within(limit_bytes)
+    return Channel(slot_bytes, SlotLedger(max(limit_bytes // slot_bytes, 1)))
+
+
+def arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
+    """Returns one with shared memory of so many bytes.
+
+    Raises:
+        LimitError: There is no such memory on this machine.
+    """
+    channel = channel_of(limit_bytes, options)
+    channel.arena = Arena.create(channel.ledger.num_slots, channel.slot_bytes)
+    return channel
 
 
 @dataclass(eq=False)

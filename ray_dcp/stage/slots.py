@@ -198,6 +198,10 @@ class SlotLedger(Generic[J]):
             self._last_owner[index] = owner
         return chosen
 
+    def owned(self, owner: str) -> list[int]:
+        """Returns the slots that a rank had last, which have memory."""
+        return [i for i in sorted(self._warm) if self._last_owner[i] == owner]
+
     def warmed(self, index: int) -> None:
         """Takes that a slot's memory has been touched."""
         self._warm.add(index)

@@ -114,6 +114,12 @@ class SpoolState:
             channel = self._channels["arena"]
             return channel.ledger.expect(owner, -(-num_bytes // channel.slot_bytes))
 
+    def owned(self, owner: str) -> tuple[int, ...]:
+        """Returns the arena's slots that a rank had last; one of its name may need them next."""
+        with self._lock:
+            channel = self._channels.get("arena")
+            return () if channel is None else tuple(channel.ledger.owned(owner))
+
     def warm(self, index: int) -> None:
         """Touches the memory of a slot of the arena, unless that has happened."""
         channel = self._channels["arena"]
