@@ -18,6 +18,7 @@ import pytest
 
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.stage.arena import Arena, free_memory_bytes
+from ray_dcp.stage.kept import Part
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.values import Slot, StagerOptions
 from tests.polling import eventually
@@ -57,6 +58,39 @@ def test_touching_makes_pages_present_and_changes_nothing():
     assert bytes(arena.slot(0)) == b"y" * 16 * PAGE
     assert os.fstat(arena.address.fd).st_blocks * 512 >= before + 16 * PAGE
     assert not any(arena.slot(1))
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_reads_see_the_bytes_whether_pages_are_present_or_not_until_the_slot_is_anothers(present):
+    arena = Arena.create(2, 4 * PAGE)
+    arena.slot(1)[:] = bytes(range(256)) * 64
+    arena.mark(Slot(1, 5))
+    other = Arena.open(arena.address)
+    if present:
+        other.touch(1)
+    target = bytearray(300)
+    parts = [Part(Slot(1, 5), 256 + 7, 100), Part(None, 0, 50), Part(Slot(1, 5), 0, 150)]
+    assert other.read_into(parts, memoryview(target))
+    expected = bytes(range(256))
+    assert bytes(target) == expected[7:107] + bytes(50) + expected[:150]
+    arena.mark(Slot(1, 6))
+    assert not other.read_into(parts, memoryview(target))
+    arena.mark(Slot(1, 5))
+    other.close()
+    assert not other.read_into(parts, memoryview(target))
+
+
+def test_a_process_finds_what_it_has_open_already():
+    arena = Arena.create(1, PAGE)
+    assert Arena.mapped_here(arena.address) is arena
+    other = Arena.open(arena.address)
+    arena.close()
+    assert Arena.mapped_here(other.address) is None
+    again = Arena.open(other.address)
+    assert Arena.mapped_here(other.address) is again
+    del again
+    gc.collect()
+    assert Arena.mapped_here(other.address) is None
 
 
 def test_another_file_under_that_descriptor_is_refused(tmp_path: Path):

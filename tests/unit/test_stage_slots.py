@@ -204,6 +204,11 @@ def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():
     assert not ledger.is_warm(0)
     ledger.begin("job", "x", [{0}] * 6)
     assert [grant.slot.index for grant in ledger.grants()] == [1, 0, 4, 5, 2, 3]
+    # Slot 5 was warm before, the others count once they were used.
+    assert ledger.owned("x") == [1, 2, 5]
+    ledger.drop("job")
+    assert ledger.owned("x") == [0, 1, 2, 3, 4, 5]
+    assert ledger.owned("y") == []
 
 
 def test_a_window_that_nobody_wants_gives_its_slot_back_when_it_is_delivered():

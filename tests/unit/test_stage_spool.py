@@ -81,6 +81,27 @@ def test_it_begins_to_write_with_the_first_window(places):
     assert node.spool.progress(rank.order.key).num_bytes == 6 * MIB
 
 
+def test_one_word_delivers_a_window_and_all_before_it(places):
+    """So a rank need not tell of each; what is told twice, or of windows without slots, is fine."""
+    what = share([9 * MIB])
+    node = Node(8)
+    rank = node.rank(what, places[0]).begin()
+    for _ in range(4):
+        rank.fill(deliver=False)
+    assert rank.num_windows == 5
+    node.spool.deliver(rank.order.key, 2)
+    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes >= 5 * MIB, 20)
+    for told in (3, 1, 99):
+        node.spool.deliver(rank.order.key, told)
+    rank.fill(deliver=False)
+    assert node.spool.seal(rank.order.key).result(30) is True
+    what.written(places[1])
+    assert node.idle()
+    node.spool.deliver(rank.order.key, 4)
+    assert same_files(*places)
+    assert node.spool.owned("rank 0") == tuple(sorted(slot.index for slot in rank.slots))
+
+
 def test_a_state_larger_than_the_budget_goes_through_and_the_rank_waits_for_its_last_file(places):
     what = share([3 * MIB] * 10)
     node = Node(4)
