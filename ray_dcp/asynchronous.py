@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -37,7 +38,9 @@ from ray_dcp.runtime.connection import Disconnected, shut_down_meanwhile, until_
 from ray_dcp.runtime.keeping import Keeping, keeping_of
 from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive
+from ray_dcp.runtime.rank_captured import Captured
 from ray_dcp.runtime.rank_join import join_save
+from ray_dcp.runtime.unchanged import Unchanged
 from ray_dcp.seam.decision import FOREIGN, Decision
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
 from ray_dcp.seam.state import stateful_to_state_dict
@@ -224,7 +227,9 @@ class _NativeSave(_Save):
     def _stage(self, session: Activity, state_dict: StateDict) -> Callable[[], Metadata]:
         target, options, vitals = target_of(self._decision), self._options, session.vitals
         account, call = self._account, self._account.watching(session.call)
-        take = capture_of(self._decision, session, state_dict, options)
+        take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
+        if options.check_unchanged:
+            take = partial(_noted, take, session.rank)
         keeping = self._keeping = keeping_of(self._session)
         self._staging = keeping.kind
         self._key = session.next_key()
@@ -258,6 +263,10 @@ class _NativeSave(_Save):
             return CommittedMetadata.of(target, outcome)
 
         return finish
+
+
+def _noted(take: Callable[[], Captured], rank: int) -> Captured:
+    return Unchanged(take(), rank)
 
 
 class _StagedByUser(_Save):

@@ -80,6 +80,10 @@ class SaveOptions:
     keep_peer_copy: bool = False
     """What stays in memory by `keep_in_memory` is also copied into the memory of another node, and
     so survives the loss of one. Needs a cluster of two nodes or more."""
+    check_unchanged: bool = False
+    """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
+    between the call and the end of staging, because a thread or a CUDA stream still wrote into
+    them. Reads the state twice more."""
     progress: bool = False
     """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
     the driver, also when the ranks are actors. Without Ray nothing is drawn."""

@@ -15,6 +15,7 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantErro
 from ray_dcp.runtime import hooks, registry
 from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address
 from ray_dcp.runtime.company import meet
+from ray_dcp.runtime.naming import group_name
 from ray_dcp.runtime.own_ray import OwnRay, start_own_ray
 from ray_dcp.runtime.session import Session
 
@@ -95,7 +96,7 @@ def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
 def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, CheckpointError | None]:
     """Returns what to tell the other ranks; an error is told as well, or they would wait."""
     ranks = dist.get_process_group_ranks(group)
-    name = f"group-{ranks[0]}-{len(ranks)}-{secrets.token_hex(8)}"
+    name = group_name(ranks[0], len(ranks))
     try:
         address = attach_named(None)
         if address is not None:

@@ -31,6 +31,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.telling import attempt
+from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
 from ray_dcp.stage.private_memory import Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
@@ -228,6 +229,7 @@ class ProcessKeeping:
                 np.copyto(target, np.frombuffer(views[index], dtype=np.uint8))
 
         run_tasks(_shares(ends), copy, _COPY_THREADS)
+        check_unchanged(captured)
         deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
         whole = self._lease.view
 

@@ -6,6 +6,9 @@ actor that an older one left.
 
 from __future__ import annotations
 
+import re
+import secrets
+
 from ray_dcp.errors import InvalidRequestError
 
 __all__ = [
@@ -14,6 +17,8 @@ __all__ = [
     "PROTOCOL_VERSION",
     "check_lease",
     "coordinator_name",
+    "group_name",
+    "memory_owner",
     "stager_name",
 ]
 
@@ -31,6 +36,9 @@ An actor that left is made again by the next call.
 """
 
 
+_SUFFIX = re.compile(r"(?<=[0-9])-[0-9a-f]{16}$")
+
+
 def coordinator_name(session: str) -> str:
     """Returns the actor name of a session's coordinator."""
     return f"ray_dcp:{PROTOCOL_VERSION}:coordinator:{session}"
@@ -39,6 +47,27 @@ def coordinator_name(session: str) -> str:
 def stager_name(node_id: str) -> str:
     """Returns the actor name of a node's stager."""
     return f"ray_dcp:{PROTOCOL_VERSION}:stager:{node_id}"
+
+
+def group_name(first_rank: int, world_size: int) -> str:
+    """Returns a new name for the session of a torch process group."""
+    return f"group-{first_rank}-{world_size}-{secrets.token_hex(8)}"
+
+
+def memory_owner(session: str, rank: int) -> str:
+    """Returns under which name a rank's staging memory is kept warm for a later process.
+
+    The sessions of process groups have names that never come again; their ranks have the same
+    place in the next run of the job all the same.
+
+    Example:
+        >>> memory_owner(group_name(0, 4), 3) == memory_owner(group_name(0, 4), 3)
+        True
+        >>> memory_owner("run-7", 3)
+        'run-7:3'
+    """
+    lasting = _SUFFIX.sub("", session) if session.startswith("group-") else session
+    return f"{lasting}:{rank}"
 
 
 def check_lease(lease_s: float) -> float:

@@ -28,7 +28,7 @@ from ray_dcp.runtime import registry
 from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.company import may_have_company
 from ray_dcp.runtime.connect_check import check_connect
-from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease
+from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease, memory_owner
 from ray_dcp.runtime.patience import MARGIN_S, Patience
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.vitals import Vitals
@@ -183,8 +183,8 @@ class Session:
         with self._staging_lock:
             if self._staging is None:
                 self._staging = RankStaging.open(
-                    f"{self.name}:{self.rank}", namespace=self.namespace, lease_s=self._lease_s,
-                    options=options,
+                    f"{self.name}:{self.rank}", owner=memory_owner(self._actor, self.rank),
+                    namespace=self.namespace, lease_s=self._lease_s, options=options,
                 )  # fmt: skip
             return self._staging
 

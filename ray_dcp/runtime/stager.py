@@ -137,7 +137,7 @@ class Stager:
         return self._place
 
     async def enter(
-        self, name: str, process: str, caller: Caller, pid: int | None
+        self, name: str, process: str, caller: Caller, pid: int | None, owner: str
     ) -> tuple[int, ...]:  # fmt: skip
         """Takes that a rank is there: while it lives the stager stays, and it sees it die.
 
@@ -146,9 +146,10 @@ class Stager:
             process: Names its process.
             caller: Who it is for Ray.
             pid: Its process id, if both are in one process namespace.
+            owner: Names its memory.
 
         Returns:
-            Slots of shared memory that one of its name had before.
+            Slots of shared memory that a rank with such memory had before.
         """
         self._touch()
         before = self._ranks.pop(name, None)
@@ -162,7 +163,7 @@ class Stager:
             with suppress(AttributeError, OSError):
                 rank.pidfd = os.pidfd_open(pid)
                 self._loop.add_reader(rank.pidfd, self._ended, name, process)
-        return self._spool.owned(name)
+        return self._spool.owned(owner)
 
     async def leave(self, name: str, process: str) -> None:
         """Takes that a rank will not call again."""

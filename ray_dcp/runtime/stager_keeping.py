@@ -14,6 +14,7 @@ from ray_dcp.protocol.messages import OpKey, PartsHeld, SaveGo, SaveStaged, Take
 from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.staging import Reporter, Staged
 from ray_dcp.runtime.telling import attempt
+from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.stage.values import StageKey
 
@@ -120,6 +121,11 @@ class StagerKeeping:
             go.plan, captured, target=target, options=options,
             reporter=Reporter(session.coordinator(), REPORT_METHOD),
         )  # fmt: skip
+        try:
+            check_unchanged(captured)
+        except CheckpointError:
+            staged.cancel()
+            raise
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
         self._incarnation = staged.key.incarnation

@@ -47,12 +47,13 @@ class RankStaging:
     """One rank's place at its node's stager. Calls may come from several threads.
 
     Args:
-        name: Of this rank on the node, unique there. A later process of the same name gets the
-            memory that this one has warmed.
+        name: Of this rank on the node, unique there.
         node_id: Ray's hex id of this node.
         namespace: Ray namespace of the stager.
         lease_s: How long an unused stager stays, in seconds.
         options: How the node stages; those of its first rank count.
+        owner: Names its memory: who comes later under the same one gets what this one has warmed.
+            By default `name`.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class RankStaging:
         name: str,
         node_id: str,
         *,
+        owner: str | None = None,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
         options: StagerOptions | None = None,
     ) -> None:
         self.name = name
+        self._owner = owner or name
         self._process = f"{os.getpid()}-{secrets.token_hex(6)}"
         self._stager: Callable[[], Any] = lambda: stager_of(
             node_id, namespace=namespace, lease_s=lease_s, options=options
@@ -77,6 +80,7 @@ class RankStaging:
         cls,
         name: str,
         *,
+        owner: str | None = None,
         node_id: str | None = None,
         namespace: str = NAMESPACE,
         lease_s: float = LEASE_S,
@@ -88,7 +92,9 @@ class RankStaging:
             ParticipantError: The stager does not start or answer.
         """
         node_id = node_id or ray.get_runtime_context().get_node_id()
-        staging = cls(name, node_id, namespace=namespace, lease_s=lease_s, options=options)
+        staging = cls(
+            name, node_id, owner=owner, namespace=namespace, lease_s=lease_s, options=options
+        )
         staging.link()
         return staging
 
@@ -111,7 +117,7 @@ class RankStaging:
                 with suppress(CheckpointError, StagerGone):
                     ready()
                     link = self.link()
-                    for slot in link.call("warm", self.name, num_bytes, timeout_s=WARM_S):
+                    for slot in link.call("warm", self._owner, num_bytes, timeout_s=WARM_S):
                         if link.arena is not None:
                             link.arena.touch(slot)
             finally:
@@ -163,7 +169,7 @@ class RankStaging:
             key = key if number == 0 else replace(key, incarnation=key.incarnation + 1)
             link = self.link()
             order = StageOrder(
-                key, self.name, self._process, plan_id, None, lengths, target, options,
+                key, self._owner, self._process, plan_id, None, lengths, target, options,
                 link.channel, link.window_bytes,
             )  # fmt: skip
             try:
@@ -204,7 +210,7 @@ class RankStaging:
         """Returns the way to the stager."""
         with self._lock:
             if self._link is None:
-                self._link = link_to(self._stager, self.name, self._process)
+                self._link = link_to(self._stager, self.name, self._process, owner=self._owner)
                 _map_behind(self._link)
             return self._link
 

@@ -141,6 +141,7 @@ def link_to(
     name: str,
     process: str,
     *,
+    owner: str | None = None,
     not_this: str | None = None,
     may_map: bool = True,
     timeout_s: float = ENTER_S,
@@ -151,6 +152,7 @@ def link_to(
         stager: Returns its handle, after making it if there is none.
         name: Of this rank on the node.
         process: Names this process.
+        owner: Of memory that a rank of an earlier process may have had.
         not_this: A stager that is dead; its name may still be found for a moment.
         may_map: Whether to map its memory.
         timeout_s: How long to try, in seconds.
@@ -183,7 +185,9 @@ def link_to(
     link = Link(handle, place, arena, pidfd)
     caller = hooks.this_caller(os.getpid())
     pid = None if arena is None else os.getpid()
-    link.own_slots = link.call("enter", name, process, caller, pid, timeout_s=timeout_s)
+    link.own_slots = link.call(
+        "enter", name, process, caller, pid, owner or name, timeout_s=timeout_s
+    )
     return link
 
 

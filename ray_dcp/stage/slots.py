@@ -200,7 +200,8 @@ class SlotLedger(Generic[J]):
 
     def owned(self, owner: str) -> list[int]:
         """Returns the slots that a rank had last, which have memory."""
-        return [i for i in sorted(self._warm) if self._last_owner[i] == owner]
+        used = (i for i in range(self.num_slots) if i in self._warm or i not in self._free)
+        return [i for i in used if self._last_owner[i] == owner]
 
     def warmed(self, index: int) -> None:
         """Takes that a slot's memory has been touched."""

@@ -178,6 +178,29 @@ def test_of_two_saves_of_one_id_the_second_is_refused_while_the_first_is_under_w
     assert stands(tmp_path / "c", 7.0)
 
 
+def test_a_thread_that_writes_while_the_stager_takes_the_bytes_is_found_when_asked_for(
+    session, tmp_path, monkeypatch
+):
+    options = SaveOptions(check_unchanged=True)
+    ray_dcp.async_save(state(1, 1000), checkpoint_id=tmp_path, options=options).committed(60)
+    found, stage = state(2, 1000), staging.RankStaging.stage
+    name = next(name for name, value in found.items() if isinstance(value, torch.Tensor))
+
+    def stage_beside_a_writer(*arguments, **named):
+        staged = stage(*arguments, **named)
+        found[name].view(-1)[0] += 1
+        return staged
+
+    monkeypatch.setattr(staging.RankStaging, "stage", stage_beside_a_writer)
+    handle = ray_dcp.async_save(found, checkpoint_id=tmp_path, options=options)
+    with pytest.raises(InvalidRequestError, match=f"the bytes of '{name}' changed on rank 0"):
+        handle.committed(60)
+    # What the stager had written already goes with the next save.
+    assert ray_dcp.open(tmp_path)[name][:1] == 1
+    ray_dcp.async_save(state(3, 1000), checkpoint_id=tmp_path, options=options).committed(60)
+    assert stands(tmp_path, 3, 1000)
+
+
 def test_a_session_that_is_closed_meanwhile_does_not_lose_the_save(session, tmp_path):
     handle = save_and_spoil(tmp_path / "c", 4.0)
     session.close()

@@ -149,6 +149,34 @@ def test_a_state_that_can_not_be_saved_fails_the_handle_and_its_staging(tmp_path
         handle.committed(10)
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_a_thread_that_writes_while_the_state_is_copied_is_found_when_asked_for(
+    check, tmp_path, monkeypatch
+):
+    state, copied = state_of(1), keeping.run_tasks
+
+    def copy_beside_a_writer(*arguments):
+        copied(*arguments)
+        state["t"][0, 0] += 1
+        state["bf16"][4] = 7
+
+    monkeypatch.setattr(keeping, "run_tasks", copy_beside_a_writer)
+    options = SaveOptions(check_unchanged=check)
+    handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
+    if not check:
+        handle.committed(20)
+        assert_is(loaded(tmp_path), 1)
+        return
+    with pytest.raises(InvalidRequestError, match=r"changed on rank 0") as raised:
+        handle.committed(20)
+    assert "'bf16'" in str(raised.value)
+    assert "'t'" in str(raised.value)
+    assert "'w'" not in str(raised.value)
+    monkeypatch.undo()
+    ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options).committed(20)
+    assert loaded(tmp_path)["bf16"][4] == 7
+
+
 def test_a_storage_that_fails_later_fails_the_handle_only(tmp_path, monkeypatch):
     def broken(target):
         raise StorageError("the disk is gone", key="x")

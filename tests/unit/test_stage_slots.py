@@ -202,10 +202,10 @@ def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():
         ledger.warmed(slot)
     assert ledger.is_warm(5)
     assert not ledger.is_warm(0)
+    assert ledger.owned("x") == [1]
     ledger.begin("job", "x", [{0}] * 6)
     assert [grant.slot.index for grant in ledger.grants()] == [1, 0, 4, 5, 2, 3]
-    # Slot 5 was warm before, the others count once they were used.
-    assert ledger.owned("x") == [1, 2, 5]
+    assert ledger.owned("x") == [0, 1, 2, 3, 4, 5]
     ledger.drop("job")
     assert ledger.owned("x") == [0, 1, 2, 3, 4, 5]
     assert ledger.owned("y") == []
