@@ -35,6 +35,7 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.protocol.receipts import FileReceipts
 
 __all__ = [
     "Answer",
@@ -102,7 +103,7 @@ class BuildCommit:
     attempt: str
     epoch: int
     plan: GlobalPlan
-    receipts: tuple[FileReceipt, ...]
+    receipts: tuple[FileReceipt | FileReceipts, ...]
     previous_slot: int
     """Highest slot in use at planning."""
     replaced_metadata: str | None

@@ -58,6 +58,7 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
 )
 from ray_dcp.protocol.operation import Commands
+from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.protocol.save_errors import (
     REPLACED_SINCE,
     disagreeing_values,
@@ -100,7 +101,7 @@ class SaveMachine(JoinedSave):
         self._new_attempt = new_attempt
         self._plan: GlobalPlan | None = None
         self._attempt = ""
-        self._receipts: list[FileReceipt] = []
+        self._receipts: list[FileReceipt | FileReceipts] = []
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
