@@ -288,7 +288,11 @@ def version_for(num_files: int, checks: FileEntry | None) -> int:
 def _fields_of(kind: str, record: Record) -> dict[str, Any]:
     if isinstance(record, Manifest):
         # Why apart: dataclasses would copy the columns, item by item.
-        fields = {"kind": kind, **asdict(replace(record, files=())), "files": files_to(record.files)}
+        fields = {
+            "kind": kind,
+            **asdict(replace(record, files=())),
+            "files": files_to(record.files),
+        }
     else:
         fields = {"kind": kind, **asdict(record)}
     if record.format_version < CHECKS_VERSION and fields.get("checks", 0) is None:

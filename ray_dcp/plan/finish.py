@@ -12,11 +12,11 @@ import numpy as np
 from ray_dcp.errors import InternalError
 from ray_dcp.format.checksums import num_blocks_many
 from ray_dcp.plan.grouping import offsets_of
-from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array, UInt64Array
+from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.protocol.receipts import FileReceipts, check_digests, pack_receipts
 
-__all__ = ["finish_table", "places_and_checks"]
+__all__ = ["checked_receipts", "finish_table"]
 
 Receipts = Mapping[int, FileReceipt] | FileReceipts
 """By file, or as columns in the order of the files."""
@@ -40,7 +40,7 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Receipts) -> ChunkTab
         DamagedCheckpointError: A receipt's checksums do not have its digest.
     """
     table = plan.table
-    found, checks = places_and_checks(plan, attempt, receipts)
+    found, written = checked_receipts(plan, attempt, receipts)
     deferred = np.flatnonzero(table.payload_offset < 0)
     places = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
     places[:, deferred] = found.T
@@ -55,13 +55,13 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Receipts) -> ChunkTab
         payload_bytes=payload_bytes,
         block_bytes=places[2],
         check_start=offsets_of(num_blocks_many(payload_bytes, places[2])),
-        checks=checks,
+        checks=written.checks,
     )
 
 
-def places_and_checks(
+def checked_receipts(
     plan: GlobalPlan, attempt: str, receipts: Receipts
-) -> tuple[Int64Array, UInt64Array]:
+) -> tuple[Int64Array, FileReceipts]:
     """Returns all that the receipts add to the plan, in the order of its chunks.
 
     Args:
@@ -70,8 +70,8 @@ def places_and_checks(
         receipts: As there.
 
     Returns:
-        `(int64[k, 3], uint64[n])`: item offset, item bytes and block bytes of each deferred chunk,
-        and all block checksums.
+        `(int64[k, 3], receipts)`: item offset, item bytes and block bytes of each deferred chunk,
+        and the receipts as columns, by file.
 
     Raises:
         CheckpointError: As `finish_table` does.
@@ -86,7 +86,7 @@ def places_and_checks(
         receipts = pack_receipts(named[file] for file in range(len(plan.table.files)))
         check_digests(receipts)
     # Invariant: deferred chunks and places are both in the order of files and, within, rows.
-    return receipts.places[:, 1:], receipts.checks
+    return receipts.places[:, 1:], receipts
 
 
 def _fit(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> bool:
@@ -199,4 +199,3 @@ def _deferred_checks(places: tuple[DeferredPlace, ...]) -> Int64Array:
     lengths = np.array([(place.item_bytes, place.block_bytes) for place in places], dtype=np.int64)
     lengths = lengths.reshape(-1, 2)
     return num_blocks_many(lengths[:, 0], lengths[:, 1])
-

@@ -8,7 +8,7 @@ digests of content of all. It can't come to a wrong plan in that way, only to a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ray_dcp.options import SaveOptions
@@ -49,6 +49,10 @@ class Planning:
         if known is not None and join.asked < known.asked:
             return  # it came twice, the second time late
         self._joins[join.rank] = join
+
+    def take_all(self, joins: Iterable[SaveJoin]) -> None:
+        """Takes first joins of ranks that said nothing yet."""
+        self._joins.update({join.rank: join for join in joins})
 
     def last_of(self, rank: int) -> SaveJoin:
         """Returns what a rank said last: that is the call in which it waits."""
@@ -116,6 +120,11 @@ class Planning:
             parts = RankPlans(planned.plan)
             self._shelf.put_plan(self._key, replace(planned, parts=parts))
         self._rows.clear()
+
+    def all_know(self, planned: Planned) -> bool:
+        """Whether every rank has its part of a plan, so that `go` tells all the same."""
+        digest = planned.plan.digest
+        return bool(self._key) and all(join.known == digest for join in self._joins.values())
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, warnings: tuple[str, ...]

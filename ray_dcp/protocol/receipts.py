@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from ray_dcp.plan.values import Int64Array, UInt64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 
 __all__ = ["FileReceipts", "join_receipts", "pack_receipts"]
+
+_T = TypeVar("_T", bound=np.generic)
 
 _SEPARATOR = "\n"
 """Between keys: no key that we give has one."""
@@ -30,7 +34,7 @@ class FileReceipts:
         num_bytes: int64[f].
         digests: 16 bytes for each file.
         count: int64[f], how many block checksums each has.
-        checks: uint64[n], those of all files.
+        parts: uint64[…], those of all files one after another, in any number of arrays.
         num_places: int64[f], how many deferred items each has.
         places: int64[k, 4], row, item offset, item bytes and block bytes of each.
         proof: Digest of `checks` by whoever found `digests` right; empty when nobody has looked.
@@ -41,7 +45,7 @@ class FileReceipts:
     num_bytes: Int64Array
     digests: bytes
     count: Int64Array
-    checks: UInt64Array
+    parts: tuple[UInt64Array, ...]
     num_places: Int64Array
     places: Int64Array
     proof: bytes = b""
@@ -62,6 +66,18 @@ class FileReceipts:
                 self.checks[starts[index] : starts[index + 1]],
                 tuple(DeferredPlace(*place) for place in places),
             )
+
+    @cached_property
+    def checks(self) -> UInt64Array:
+        """The block checksums of all files."""
+        # Why late: a commit of 10,000 ranks has 100 MB of them and needs no second copy.
+        return _joined(self.parts, np.uint64)
+
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """Key and length of each file."""
+        keys = self.keys.split(_SEPARATOR) if len(self) else []
+        return list(zip(keys, self.num_bytes.tolist(), strict=True))
 
     def digest_of(self, index: int) -> bytes:
         """Returns the digest of one file's block checksums."""
@@ -85,7 +101,7 @@ class FileReceipts:
             self.num_bytes[order],
             digests[order].tobytes(),
             self.count[order],
-            self.checks[checks],
+            (self.checks[checks],),
             self.num_places[order],
             self.places[places],
         )
@@ -112,7 +128,7 @@ class FileReceipts:
         """
         check_digests(self)
         proof = _proof(self.checks, self.digests)
-        return FileReceipts(**{**vars(self), "proof": proof})
+        return replace(self, proof=proof)
 
 
 def check_digests(receipts: FileReceipts) -> None:
@@ -154,7 +170,7 @@ def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
         _column([one.num_bytes for one in found]),
         b"".join([one.digest for one in found]),
         _column([len(one.checks) for one in found]),
-        _joined([one.checks for one in found], np.uint64),
+        (_joined([one.checks for one in found], np.uint64),),
         _column([len(one.deferred) for one in found]),
         np.array(places, dtype=np.int64).reshape(-1, 4),
     )
@@ -183,7 +199,7 @@ def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
         _joined([table.num_bytes for table in tables], np.int64),
         b"".join([table.digests for table in tables]),
         _joined([table.count for table in tables], np.int64),
-        _joined([table.checks for table in tables], np.uint64),
+        tuple(part for table in tables for part in table.parts),
         _joined([table.num_places for table in tables], np.int64),
         np.concatenate([np.zeros((0, 4), np.int64), *(table.places for table in tables)]),
     )
@@ -212,7 +228,5 @@ def _column(values: list[int]) -> Int64Array:
     return np.array(values, dtype=np.int64)
 
 
-def _joined(
-    parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]
-) -> npt.NDArray[np.generic]:
+def _joined(parts: Sequence[npt.NDArray[_T]], dtype: type[_T]) -> npt.NDArray[_T]:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]) if len(parts) != 1 else parts[0]

@@ -25,7 +25,8 @@ it said that the save failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, SaveCancelledError
 from ray_dcp.plan.values import GlobalPlan
@@ -45,6 +46,7 @@ from ray_dcp.protocol.commands import (
     SlotFree,
     SlotTaken,
     WriteTable,
+    step_of,
 )
 from ray_dcp.protocol.joined_save import JoinedSave
 from ray_dcp.protocol.messages import (
@@ -128,6 +130,18 @@ class SaveMachine(JoinedSave):
         if isinstance(request, SaveReceipt):
             self._check_fence(request)
         return super().receive(request)
+
+    def written_together(
+        self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
+    ) -> Commands | None:
+        """As `join_together`, for ranks that wrote `files` without an error, each its own."""
+        plain = self.phase == "writing" and self._outcome is None
+        plain &= first.attempt == self._attempt and first.epoch in self._epochs
+        if not plain or not self._are_new(ranks):
+            return None
+        self._note_all(step_of(first), ranks)
+        self._receipts.append(files)
+        return self._received()
 
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:
@@ -233,9 +247,11 @@ class SaveMachine(JoinedSave):
         self._attempt = self._new_attempt()
         self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
         self._call("writing")
-        warnings = planned.warnings
-        go = self._planning.go
-        told = self._give(lambda rank: go(rank, planned, self._attempt, self._epoch, warnings))
+        go = partial(
+            self._planning.go, planned=planned, attempt=self._attempt, epoch=self._epoch,
+            warnings=planned.warnings,
+        )  # fmt: skip
+        told = self._give(go, go(0) if self._planning.all_know(planned) else None)
         self._planning.clear()
         return (self._arm(self._options.write_timeout_s), *told)
 

@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.checksums import digest_bytes, digest_parts
 from ray_dcp.format.manifest import (
     FileEntry,
     FilesColumns,
@@ -17,7 +17,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.format.table_checks import encode_checks
-from ray_dcp.plan.finish import finish_table, places_and_checks
+from ray_dcp.plan.finish import checked_receipts, finish_table
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import GlobalPlan
 from ray_dcp.protocol.commands import BuildCommit, CommitBuilt
@@ -36,7 +36,7 @@ class _Files(NamedTuple):
     table: FileEntry
     table_bytes: bytes
     checks: FileEntry | None = None
-    checks_bytes: bytes = b""
+    checks_bytes: tuple[memoryview, ...] = ()
     metadata: bytes | None = None
 
 
@@ -92,13 +92,17 @@ def _whole(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _
 
 
 def _split(task: BuildCommit, receipts: FileReceipts) -> _Files:
-    places, checks = places_and_checks(task.plan, task.attempt, receipts)
-    checks_bytes = encode_checks(offsets_of(receipts.count), places, checks)
+    places, receipts = checked_receipts(task.plan, task.attempt, receipts)
+    checks_bytes = encode_checks(offsets_of(receipts.count), places, receipts.parts)
     data, digest = _encoded(task.plan)
     return _Files(
         FileEntry(_table_key(task), len(data), digest),
         data,
-        _entry(f"chunks.{task.attempt}.checks", checks_bytes),
+        FileEntry(
+            f"chunks.{task.attempt}.checks",
+            sum(map(len, checks_bytes)),
+            digest_parts(checks_bytes).hex(),
+        ),
         checks_bytes,
     )
 

@@ -14,6 +14,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "check_lease",
     "coordinator_name",
+    "gatherer_name",
     "stager_name",
 ]
 
@@ -34,6 +35,11 @@ An actor that left is made again by the next call.
 def coordinator_name(session: str) -> str:
     """Returns the actor name of a session's coordinator."""
     return f"ray_dcp:{PROTOCOL_VERSION}:coordinator:{session}"
+
+
+def gatherer_name(coordinator: str, ranks: range) -> str:
+    """Returns the actor name of the gatherer of some ranks."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:gatherer:{ranks.start}-{ranks.stop}:{coordinator}"
 
 
 def stager_name(node_id: str) -> str:

@@ -54,6 +54,7 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.planning import differences
+from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.runtime.commit_files import build_commit
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
@@ -115,7 +116,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case WriteTable():
             storage = opener(task.target)
             for key, data in task.files:
-                storage.write(key, data)
+                _write(storage, key, data)
             return Finished()
         case CreateRecord():
             return _create(opener(task.target), task.slot, task.record)
@@ -139,6 +140,22 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
                 with suppress(CheckpointError):
                     republish(storage, task.target.url)
             return CheckpointRead(found.kind, found.slot, found.record)
+
+
+def _write(storage: Storage, key: str, data: bytes | tuple[memoryview, ...]) -> None:
+    if isinstance(data, bytes):
+        storage.write(key, data)
+        return
+    writer = storage.open_writer(key)
+    try:
+        for part in data:
+            writer.write(part)
+        writer.commit()
+    except KeyExistsError:
+        # A coordinator that died had written it for the same attempt.
+        storage.write(key, b"".join(data))
+    finally:
+        writer.abort()
 
 
 def _make_plan(task: MakePlan) -> Planned:
@@ -204,7 +221,7 @@ def _check_complete(storage: Storage, task: BuildCommit) -> None:
         ) from error
 
 
-def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
+def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts, ...]) -> None:
     """Checks that the files of the ranks are here as well, where the commit is made.
 
     Why: with a path that is not shared between the nodes every rank writes without an error, and
@@ -215,18 +232,20 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
     """
     wrong: list[str] = []
 
-    def check(receipt: FileReceipt) -> None:
+    def check(file: tuple[str, int]) -> None:
         # Why not a list: network filesystems show an old one for a while.
+        key, num_bytes = file
         try:
-            start = max(receipt.num_bytes - 1, 0)
-            tail = storage.read(receipt.key, start, 2)
+            start = max(num_bytes - 1, 0)
+            tail = storage.read(key, start, 2)
         except KeyMissingError:
-            wrong.append(f"{receipt.key} is missing")
+            wrong.append(f"{key} is missing")
             return
-        if len(tail) != receipt.num_bytes - start:
-            wrong.append(f"{receipt.key} has another length than {receipt.num_bytes} bytes")
+        if len(tail) != num_bytes - start:
+            wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    run_tasks(receipts, check, min(CHECK_THREADS, max(len(receipts) // CHECK_THREADS, 1)))
+    files = [file for receipt in receipts for file in receipt.lengths]
+    run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise StorageError(

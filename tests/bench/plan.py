@@ -28,7 +28,9 @@ from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.gathering import Gathering, group_of
 from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveOutcome, SaveReceipt, Target
+from ray_dcp.protocol.together import Batch, Together, Told
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank_join import join_save
@@ -128,6 +130,21 @@ class Counted:
         if refused is not None:
             raise refused.error
 
+    def take_together(self, blob: tuple[bytes, list[memoryview]], sort: str) -> Batch:
+        """Takes what a gatherer sends, as it comes over the wire."""
+        data, buffers = blob
+        self.messages[sort] += 1
+        self.bytes[sort] += len(data) + sum(map(len, buffers))
+        with self._counting(sort):
+            return self.shell.receive_together(pickle.loads(data, buffers=buffers))
+
+    def told(self, sort: str) -> list[Told]:
+        """Returns what gatherers are told, as they read it."""
+        with self._counting(sort):
+            sent = [pickle.dumps(Told(tuple(b.told)), 5) for b in self.shell.batches.ready()]
+        self.bytes[sort] += sum(map(len, sent))
+        return list(map(pickle.loads, sent))
+
     def work(self) -> None:
         """Performs all tasks."""
         while self.shell.tasks:
@@ -147,6 +164,52 @@ class Counted:
         start_s = time.process_time()
         yield
         self.cpu_s[sort] += time.process_time() - start_s
+
+
+def wired(message: Together) -> tuple[bytes, list[memoryview]]:
+    """Returns a message as Ray sends it: arrays beside the pickle, which the receiver maps."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(message, 5, buffer_callback=buffers.append)
+    return data, [memoryview(buffer.raw().tobytes()) for buffer in buffers]
+
+
+class Ranks:
+    """How the ranks' requests come to a coordinator and its answers to them: directly, or by way
+    of gatherers, of which each is in a process of its own else."""
+
+    def __init__(self, counted: Counted, key: OpKey, world_size: int) -> None:
+        self._counted = counted
+        self._key = key
+        groups = {group_of(rank, world_size) for rank in range(world_size)} - {None}
+        self._gatherings = [
+            (group, Gathering(group, lambda: 0.0)) for group in sorted(groups, key=min)
+        ]
+
+    def say(self, requests: dict[int, Any], sort: str) -> None:
+        """Hands over one request of each of these ranks."""
+        if not self._gatherings:
+            for request in requests.values():
+                self._counted.take(pickle.dumps(request, 5), sort)
+        blobs = []
+        for group, gathering in self._gatherings:
+            for rank in group:
+                if rank in requests:
+                    said = pickle.loads(pickle.dumps(requests[rank], 5))
+                    blobs += map(wired, gathering.take(said))
+        gc.collect()
+        gc.freeze()
+        for blob in blobs:
+            self._counted.take_together(blob, sort)
+
+    def hear(self, sort: str) -> dict[int, Any]:
+        """Returns what ranks are told."""
+        told = {rank: pickle.loads(blob) for rank, blob in self._counted.answers(sort).items()}
+        for one in self._counted.told(sort) if self._gatherings else ():
+            told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
+            for group, gathering in self._gatherings:
+                if one.replies[0][0][0] in group:
+                    gathering.told(Together(self._key, "SaveJoin", tuple(group), ()), one)
+        return told
 
 
 def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Columns],
@@ -169,27 +232,29 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         sending[rank] = next(joins[rank])
     gc.freeze()
     rows_moved = 0
+    ranks = Ranks(counted, key, world_size)
     plans: list[tuple[Any, RankPlan]] = []
     while sending:
-        for rank, request in sending.items():
-            rows_moved += len(held(rank)) if request.columns else 0
-            counted.take(pickle.dumps(request, 5), "join")
+        rows_moved += sum(len(held(rank)) for rank, one in sending.items() if one.columns)
+        ranks.say(sending, "join")
         counted.work()
         sending = {}
-        for rank, blob in sorted(counted.answers("go").items()):
+        for rank, reply in sorted(ranks.hear("go").items()):
             try:
-                sending[rank] = joins[rank].send(pickle.loads(blob))
+                sending[rank] = joins[rank].send(reply)
             except StopIteration as end:
                 plans.append((end.value[0], end.value[0].plan))
     written: Counter[int] = Counter()
+    receipts = {}
     for go, plan in plans:
-        receipts = tuple(receipt_of(file, go.attempt) for file in plan.files)
+        files = tuple(receipt_of(file, go.attempt) for file in plan.files)
         written[plan.rank] += sum(int(file.payload_bytes.sum()) for file in plan.files)
-        message = SaveReceipt(key, plan.rank, go.attempt, go.epoch, receipts)
-        counted.take(pickle.dumps(message, 5), "receipt")
+        receipts[plan.rank] = SaveReceipt(key, plan.rank, go.attempt, go.epoch, files)
+    ranks.say(receipts, "receipt")
+    del receipts
     counted.work()
-    outcomes = counted.answers("outcome")
-    first = pickle.loads(outcomes[0])
+    outcomes = ranks.hear("outcome")
+    first = outcomes[0]
     if not isinstance(first, SaveOutcome) or len(outcomes) != world_size:
         raise AssertionError(f"expected {world_size} commits, found {len(outcomes)}: {first}")
     return {
