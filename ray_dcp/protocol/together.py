@@ -152,6 +152,7 @@ class Batch:
     key: OpKey
     step: str
     waiting: set[int]
+    ranks: tuple[int, ...]
     told: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:
@@ -167,29 +168,35 @@ class Batches:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[OpKey, str], list[Batch]] = {}
+        self._of_rank: dict[tuple[OpKey, str], dict[int, list[Batch]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, message: Together) -> Batch:
         """Takes that a message waits; to be called before it is handed on."""
-        batch = Batch(message.key, message.step, set(message.ranks))
-        self._waiting.setdefault((message.key, message.step), []).append(batch)
+        at = (message.key, message.step)
+        batch = Batch(*at, set(message.ranks), message.ranks)
+        self._waiting.setdefault(at, []).append(batch)
+        of_rank = self._of_rank.setdefault(at, {})
+        for rank in message.ranks:
+            of_rank.setdefault(rank, []).append(batch)
         return batch
 
     def remove(self, batch: Batch) -> None:
         """Takes that nobody waits for a message's answer any more."""
-        at = (batch.key, batch.step)
-        left = [other for other in self._waiting.get(at, ()) if other is not batch]
-        self._waiting[at] = left
-        if not left:
-            del self._waiting[at]
+        self._forget((batch.key, batch.step), [batch])
 
     def answer(self, answer: Answer | Answers) -> set[int]:
         """Takes an answer of the coordination; returns the ranks that wait in no message."""
-        ranks = answer.ranks if isinstance(answer, Answers) else (answer.rank,)
+        at = (answer.key, answer.step)
+        if isinstance(answer, Answer):
+            batches = self._of_rank.get(at, {}).get(answer.rank, ())
+            ranks: tuple[int, ...] = (answer.rank,)
+        else:
+            batches, ranks = self._waiting.get(at, ()), answer.ranks
         left = set(ranks)
-        for batch in self._waiting.get((answer.key, answer.step), ()):
+        for batch in batches:
             left -= batch.waiting
             batch.put(ranks, answer.reply)
         return left
@@ -204,10 +211,18 @@ class Batches:
     def ready(self) -> Iterator[Batch]:
         """Yields those that have something to tell, and forgets them."""
         for at, batches in list(self._waiting.items()):
-            if any(batch.told for batch in batches):
-                yield from (batch for batch in batches if batch.told)
-                left = [batch for batch in batches if not batch.told]
-                if left:
-                    self._waiting[at] = left
-                else:
-                    del self._waiting[at]
+            told = [batch for batch in batches if batch.told]
+            if told:
+                self._forget(at, told)
+                yield from told
+
+    def _forget(self, at: tuple[OpKey, str], gone: Sequence[Batch]) -> None:
+        left = [batch for batch in self._waiting.pop(at, ()) if batch not in gone]
+        of_rank = self._of_rank.pop(at, {})
+        if left:
+            self._waiting[at] = left
+            # Why not anew: there is one for each rank, and few are forgotten at a time.
+            for batch in gone:
+                for rank in batch.ranks:
+                    of_rank[rank] = [other for other in of_rank[rank] if other is not batch]
+            self._of_rank[at] = of_rank
