@@ -64,6 +64,7 @@ __all__ = [
     "RecordCreated",
     "RecordsRead",
     "Result",
+    "RowsMissing",
     "SlotFree",
     "SlotTaken",
     "Task",
@@ -81,10 +82,10 @@ class ReadRecords:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Merge the ranks' columns into one plan. Pure, but long. Result: `Planned`."""
+    """Merge the ranks' columns into one plan. Pure, but long. Result: `Planned`, `RowsMissing`."""
 
     columns: tuple[bytes, ...]
-    """Encoded `Columns`; the index is the rank."""
+    """Encoded `Columns` by rank; empty where they may follow from the others'."""
     container: str
     part_bytes: int
     to_lowest_rank: bool = False
@@ -189,18 +190,8 @@ class ReadCheckpoint:
     target: Target
 
 
-Task = (
-    ReadRecords
-    | MakePlan
-    | BuildCommit
-    | WriteTable
-    | CreateRecord
-    | ReadRecord
-    | CreateAbort
-    | PublishMetadata
-    | CollectReplaced
-    | ReadCheckpoint
-)
+Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | CollectReplaced
+Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | ReadCheckpoint | Writing
 
 
 @dataclass(frozen=True)
@@ -233,6 +224,13 @@ class Planned:
     warnings: tuple[str, ...] = ()
     disagreements: str = ""
     """What `SaveOptions(replicas="check")` refuses, in words; empty when all ranks agree."""
+
+
+@dataclass(frozen=True)
+class RowsMissing:
+    """No plan: these ranks' rows do not follow from those of the others."""
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -325,13 +323,13 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The task failed. For one that writes, whether it happened is unknown."""
+    """The task failed; whether what it was to write was written is unknown."""
 
     error: CheckpointError
 
 
 Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead
-Result = Seen | Planned | CommitBuilt | Published | Finished | Failed
+Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol.commands import Answer, Planned, ReadRecords, RecordsRead, step_of
+from ray_dcp.protocol.commands import (
+    Answer,
+    Planned,
+    ReadRecords,
+    RecordsRead,
+    RowsMissing,
+    step_of,
+)
 from ray_dcp.protocol.messages import Reply, SaveJoin
 from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import Planning
@@ -19,9 +26,9 @@ from ray_dcp.protocol.verdict import combine, identity, name_ranks
 
 __all__ = ["JoinedSave"]
 
-MOST_ROUNDS = 2
+MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
-all that a new one needs."""
+all that a new one needs: few ranks first, where their rows may tell those of the others."""
 
 
 class JoinedSave(Operation):
@@ -130,6 +137,10 @@ class JoinedSave(Operation):
         if isinstance(plan, Planned):
             return self._on_plan(plan)
         return self._step("planning", plan, self._options.plan_timeout_s)
+
+    def _lacks(self, missing: RowsMissing) -> Commands:
+        self._planning.lacks(missing.ranks)
+        return self._ask_or_look()
 
     def _made(self, planned: Planned) -> Commands:
         self._planning.made(planned)

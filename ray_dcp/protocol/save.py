@@ -43,6 +43,7 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
     RecordsRead,
     Result,
+    RowsMissing,
     SlotFree,
     SlotTaken,
     WriteTable,
@@ -163,6 +164,8 @@ class SaveMachine(JoinedSave):
                 return self._read(result)
             case "planning", Planned():
                 return self._made(result)
+            case "planning", RowsMissing():
+                return self._lacks(result)
             case "building", CommitBuilt():
                 self._built = result
                 task = WriteTable(self._target, result.files)

@@ -15,7 +15,6 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     InternalError,
-    RankDisagreementError,
     StorageError,
 )
 from ray_dcp.format.manifest import (
@@ -25,12 +24,6 @@ from ray_dcp.format.manifest import (
     encode_record,
     record_key,
 )
-from ray_dcp.plan.columns import decode
-from ray_dcp.plan.contents import with_contents
-from ray_dcp.plan.fingerprint import fingerprint
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
@@ -40,7 +33,6 @@ from ray_dcp.protocol.commands import (
     Failed,
     Finished,
     MakePlan,
-    Planned,
     PublishMetadata,
     ReadCheckpoint,
     ReadRecord,
@@ -53,9 +45,9 @@ from ray_dcp.protocol.commands import (
     WriteTable,
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
-from ray_dcp.protocol.planning import differences
 from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.runtime.commit_files import build_commit
+from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
     confirm_record,
@@ -108,7 +100,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return read_standing(opener(task.target))
         case MakePlan():
             with collector_paused():
-                return _make_plan(task)
+                return plan_of(task)
         case BuildCommit():
             _check_complete(opener(task.target), task)
             with collector_paused():
@@ -156,46 +148,6 @@ def _write(storage: Storage, key: str, data: bytes | tuple[memoryview, ...]) -> 
         storage.write(key, b"".join(data))
     finally:
         writer.abort()
-
-
-def _make_plan(task: MakePlan) -> Planned:
-    plan = make_plan(
-        _columns(task),
-        container=task.container,
-        part_bytes=task.part_bytes,
-        min_writer_bytes=MIN_WRITER_BYTES,
-        to_lowest_rank=task.to_lowest_rank,
-        checked=True,
-    )
-    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=differences(plan.disagreements))
-
-
-def _columns(task: MakePlan) -> list[Columns]:
-    """Returns what each rank holds; ranks that hold the same share it."""
-    known: dict[bytes, Columns] = {}
-    found = []
-    for rank, encoded in enumerate(task.columns):
-        name = task.fingerprints[rank] if task.fingerprints else b""
-        columns = known.get(name) if name else None
-        if columns is None:
-            columns = known[name] = decode(encoded)
-            if name and _fingerprint(columns, task) != name:
-                raise RankDisagreementError(
-                    f"expected the items of rank {rank} to have the fingerprint that it sent, but "
-                    f"they have another one: run the same version of ray_dcp on all ranks",
-                    rank=rank,
-                )
-        found.append(with_contents(columns, task.contents[rank], rank) if name else columns)
-    return found
-
-
-def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
-    """Returns the fingerprint of columns under the options of a task."""
-    return fingerprint(
-        columns, world_size=len(task.columns), container=task.container,
-        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-    )  # fmt: skip
 
 
 def _check_complete(storage: Storage, task: BuildCommit) -> None:
