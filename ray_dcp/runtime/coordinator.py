@@ -35,17 +35,13 @@ from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
 from ray_dcp.runtime.together_calls import TogetherCalls
 from ray_dcp.stage.values import StageReport
 
-__all__ = ["MOST_CALLS", "Coordinator"]
+__all__ = ["Coordinator"]
 
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
 
 LISTEN_S = 1.0
 """How often to look who has been silent for too long, in seconds."""
-
-MOST_CALLS = 1_000_000
-"""Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
-more ranks than that the last one to join would never be heard."""
 
 QUIET_WATCH_S = 5.0
 """The same while no operation runs; one that begins is looked at at once."""
@@ -157,9 +153,7 @@ class Coordinator:
     async def call(
         self, request: Request, caller: Caller | None = None, beats_s: float | None = None
     ) -> Reply:
-        """Returns the reply to a request, when it has one.
-
-        The same request may come any number of times, also while the first one waits.
+        """Returns the reply to a request, when it has one; the same may come again meanwhile.
 
         Args:
             request: What the rank says.
@@ -399,5 +393,5 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        waiting = self._waiting or self._together
-        return not (self._performing or self._entering or waiting or self._coordination.active)
+        busy = self._performing or self._entering or self._waiting or self._together
+        return not (busy or self._coordination.active)

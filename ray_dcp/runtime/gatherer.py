@@ -23,10 +23,9 @@ from ray_dcp.protocol.gathering import Gathering
 from ray_dcp.protocol.messages import OpKey, Reply, Request
 from ray_dcp.protocol.together import Together
 from ray_dcp.protocol.verdict import Opening
-from ray_dcp.runtime.coordinator import MOST_CALLS
 from ray_dcp.runtime.coordinator_handle import coordinator_of
 from ray_dcp.runtime.hooks import Caller
-from ray_dcp.runtime.naming import check_lease, gatherer_name
+from ray_dcp.runtime.naming import MOST_CALLS, check_lease, gatherer_name
 
 __all__ = ["Gatherer", "gatherer_of"]
 

@@ -10,6 +10,7 @@ from ray_dcp.errors import InvalidRequestError
 
 __all__ = [
     "LEASE_S",
+    "MOST_CALLS",
     "NAMESPACE",
     "PROTOCOL_VERSION",
     "check_lease",
@@ -30,6 +31,11 @@ LEASE_S = 120.0
 Longer than any pause between two ranks that start; short enough that nobody finds it in the way.
 An actor that left is made again by the next call.
 """
+
+
+MOST_CALLS = 1_000_000
+"""Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
+more ranks than that the last one to join would never be heard."""
 
 
 def coordinator_name(session: str) -> str:
