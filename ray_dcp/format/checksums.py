@@ -5,7 +5,7 @@ Pure arithmetic over buffers; which blocks a read has to verify is decided in `p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "digest",
     "digest_bytes",
     "digest_many",
+    "digest_parts",
     "first_bad_block",
     "num_blocks",
     "num_blocks_many",
@@ -161,7 +162,7 @@ def digest(checks: UInt64Array) -> bytes:
     Args:
         checks: uint64[k].
     """
-    return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").tobytes())
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").data)
 
 
 def digest_many(checks: UInt64Array, starts: Int64Array) -> list[bytes]:
@@ -183,6 +184,19 @@ def digest_bytes(buf: Buffer) -> bytes:
         buf: The file.
     """
     return xxhash.xxh3_128_digest(buf)
+
+
+def digest_parts(parts: Iterable[Buffer]) -> bytes:
+    """Returns `digest_bytes` of a file that is there in parts.
+
+    Example:
+        >>> digest_parts([b"a", b"bc"]) == digest_bytes(b"abc")
+        True
+    """
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def first_bad_block(buf: Buffer, block_bytes: int, checks: UInt64Array) -> int | None:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.keys import check_file_key
+from ray_dcp.format.file_entries import (
+    MANY_FILES,
+    FileEntry,
+    FilesColumns,
+    entry,
+    files_from,
+    files_to,
+)
 from ray_dcp.format.record_fields import (
     attempt,
     damaged,
@@ -35,6 +43,7 @@ __all__ = [
     "AbortRecord",
     "DeleteRecord",
     "FileEntry",
+    "FilesColumns",
     "Manifest",
     "Record",
     "Verdict",
@@ -44,14 +53,17 @@ __all__ = [
     "newest",
     "record_key",
     "slot_of",
+    "version_for",
 ]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Newest that can be read."""
 USUAL_VERSION = 2
 """What is written where nothing newer is needed, so that older ray_dcp can read it."""
 CHECKS_VERSION = 3
 """From which on a manifest may have `checks`."""
+COLUMNS_VERSION = 4
+"""From which on a manifest may list its files as columns."""
 """Version 1 had no `DeleteRecord` and no `Manifest.decided`."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
@@ -61,18 +73,6 @@ _MIDDLE = b'","record":'
 _TAIL = b"}\n"
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SLOT_KEY = re.compile(r"manifest-([0-9]{8,16})\.json")
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file that a checkpoint consists of."""
-
-    key: str
-    """Relative to the checkpoint."""
-    num_bytes: int
-    digest: str
-    """Hex xxh3-128: for data files over their block checksums in file order, for the chunk table
-    and `.metadata` over their bytes."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Manifest:
     """`SaveOptions.container`."""
     created_s: float
     """Seconds since 1970 by the writer's clock; for people, nothing is decided by it."""
-    files: tuple[FileEntry, ...]
+    files: Sequence[FileEntry]
+    """Hashable, as all of it: a tuple, or `FilesColumns` from `MANY_FILES` on."""
     table: FileEntry
     """The chunk table; with `checks`, the part of it that is the same for all saves of the plan."""
     metadata: FileEntry | None
@@ -190,12 +191,7 @@ def decode_record(data: bytes, *, key: str | None = None) -> Record:
         CheckpointError: A newer ray_dcp wrote it.
     """
     try:
-        body = _verified_body(data)
-        fields = json.loads(body)
-        _check_version(fields)
-        record = _record_of(fields)
-        if _canonical(fields) != body:
-            raise damaged("canonical JSON", "other spelling")
+        return _decoded(bytes(data))
     except (ValueError, RecursionError) as exc:
         if isinstance(exc, CheckpointError):
             raise
@@ -205,6 +201,17 @@ def decode_record(data: bytes, *, key: str | None = None) -> Record:
     except CheckpointError as exc:
         exc.key = exc.key or key
         raise
+
+
+# Why kept: a commit reads its record back, and the next save reads it again.
+@lru_cache(maxsize=4)
+def _decoded(data: bytes) -> Record:
+    body = _verified_body(data)
+    fields = json.loads(body)
+    _check_version(fields)
+    record = _record_of(fields)
+    if _canonical(fields) != body:
+        raise damaged("canonical JSON", "other spelling")
     return record
 
 
@@ -271,8 +278,23 @@ def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecor
     return found
 
 
+def version_for(num_files: int, checks: FileEntry | None) -> int:
+    """Returns the oldest format version that can say this."""
+    if num_files >= MANY_FILES:
+        return COLUMNS_VERSION
+    return USUAL_VERSION if checks is None else CHECKS_VERSION
+
+
 def _fields_of(kind: str, record: Record) -> dict[str, Any]:
-    fields = {"kind": kind, **asdict(record)}
+    if isinstance(record, Manifest):
+        # Why apart: dataclasses would copy the columns, item by item.
+        fields = {
+            "kind": kind,
+            **asdict(replace(record, files=())),
+            "files": files_to(record.files),
+        }
+    else:
+        fields = {"kind": kind, **asdict(record)}
     if record.format_version < CHECKS_VERSION and fields.get("checks", 0) is None:
         del fields["checks"]
     return fields
@@ -313,26 +335,11 @@ def _record_of(fields: Any) -> Record:
         version = fields.get("format_version")
         later = {"decided": 2, "checks": CHECKS_VERSION}
         readers = {n: read for n, read in readers.items() if later.get(n, 0) <= (version or 0)}
+        if isinstance(fields.get("files"), dict) and (version or 0) < COLUMNS_VERSION:
+            raise damaged("a list of files", "columns, in a record of an older version")
     if cls is None or set(fields) != {"kind", *readers}:
         raise damaged("the fields of a manifest, an abort or a delete record", "others")
     return cls(**{name: read(fields[name], name) for name, read in readers.items()})
-
-
-def _entry(value: Any, name: str) -> FileEntry:
-    if not isinstance(value, dict) or set(value) != {"key", "num_bytes", "digest"}:
-        raise damaged(f"key, num_bytes and digest as {name}", short(value))
-    found = text(value["digest"], name)
-    if _DIGEST.fullmatch(found) is None:
-        raise damaged(f"32 hex digits as digest of {name}", short(found))
-    key = check_file_key(text(value["key"], name))
-    return FileEntry(key, integer(value["num_bytes"], name), found)
-
-
-def _entries(value: Any, name: str) -> tuple[FileEntry, ...]:
-    entries = items(value, name, _entry)
-    if len({entry.key for entry in entries}) != len(entries):
-        raise damaged(f"each key once in {name}", "one twice")
-    return entries
 
 
 def _verdict(value: Any, name: str) -> Verdict:
@@ -354,9 +361,9 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "world_size": integer,
     "container": text,
     "created_s": seconds,
-    "files": _entries,
-    "table": _entry,
-    "metadata": optional(_entry),
+    "files": files_from,
+    "table": entry,
+    "metadata": optional(entry),
     "replaced_metadata": optional(hex_digits),
     "plan_digest": hex_digits,
     "num_tensors": integer,
@@ -364,7 +371,7 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "payload_bytes": integer,
     "previous_slot": integer,
     "decided": _verdicts,
-    "checks": optional(_entry),
+    "checks": optional(entry),
     "format_version": integer,
 }
 _ABORT_FIELDS: dict[str, Any] = {

@@ -43,7 +43,7 @@ def text(value: Any, name: str) -> str:
     """Returns a text."""
     if not isinstance(value, str):
         raise damaged(f"a text as {name}", short(value))
-    if any("\ud800" <= char <= "\udfff" for char in value):
+    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         # Why: JSON can spell half of a surrogate pair, which no terminal and no log takes.
         raise damaged(f"a text in Unicode as {name}", ascii(value)[:200])
     return value

@@ -9,7 +9,7 @@ import numpy as np
 
 from ray_dcp.format.checksums import num_blocks_many
 from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.keys import check_file_key
+from ray_dcp.format.keys import check_file_keys
 from ray_dcp.format.table_columns import damaged
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
 
@@ -34,8 +34,7 @@ def check_table(table: ChunkTable, *, files: bool = True) -> None:
     """
     _check_lengths(table)
     if files:
-        for key in table.files:
-            check_file_key(key)
+        check_file_keys(table.files)
     _check_tensors(table)
     _check_chunks(table)
     _check_places(table)

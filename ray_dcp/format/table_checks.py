@@ -11,6 +11,7 @@ the digest of each file's checksums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,20 +29,21 @@ MAGIC = b"RDCPCHK1"
 _HEAD = len(MAGIC) + 3 * 8
 
 
-def encode_checks(file_start: Int64Array, places: Int64Array, checks: UInt64Array) -> bytes:
-    """Returns the file that `join_checks` reads.
+def encode_checks(
+    file_start: Int64Array, places: Int64Array, checks: Sequence[UInt64Array]
+) -> tuple[memoryview, ...]:
+    """Returns the parts of the file that `join_checks` reads, which are not joined: they are long.
 
     Args:
         file_start: int64[f + 1], where the checksums of each file begin.
         places: int64[k, 3], item offset, item bytes and block bytes of each deferred chunk.
-        checks: uint64[n], the block checksums of all chunks.
+        checks: uint64[…], the block checksums of all chunks, one array after another.
     """
-    counts = np.array([len(file_start) - 1, len(places), len(checks)], dtype="<i8")
-    parts = (
-        counts, file_start.astype("<i8", copy=False), places.astype("<i8", copy=False),
-        checks.astype("<u8", copy=False),
-    )  # fmt: skip
-    return b"".join([MAGIC, *(np.ascontiguousarray(part).data for part in parts)])
+    counts = [len(file_start) - 1, len(places), sum(map(len, checks))]
+    head = (np.array(counts), file_start, places.reshape(-1))
+    words = [np.ascontiguousarray(part, dtype="<i8").view("<u8") for part in head]
+    words += [np.ascontiguousarray(part, dtype="<u8") for part in checks]
+    return memoryview(MAGIC), *(part.view(np.uint8).data for part in words if len(part))
 
 
 def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:

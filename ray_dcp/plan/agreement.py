@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.grouping import offsets_of, run_of
 from ray_dcp.plan.merging import Boxes, Held
 from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, ValueGroups
 
@@ -62,7 +62,7 @@ def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
 
 def groups_of(groups: ValueGroups, rank: int) -> tuple[Int32Array, Int32Array]:
     """Returns `(place, group)` of one rank, as `digests_of` takes them."""
-    start, stop = np.searchsorted(groups.rank, [rank, rank + 1])
+    start, stop = run_of(groups.rank, rank)
     return groups.place[start:stop], groups.group[start:stop]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -19,16 +18,17 @@ from ray_dcp.plan.columns import int_keys
 from ray_dcp.plan.values import Columns, Path
 from ray_dcp.version import __version__
 
-__all__ = ["FINGERPRINT_BYTES", "fingerprint", "plan_key"]
+__all__ = ["FINGERPRINT_BYTES", "Fingerprints", "fingerprint", "plan_key"]
 
 FINGERPRINT_BYTES = 32
 
-_FORM = 1
+_FORM = 2
 """To be raised by whoever changes which plan follows from the same items."""
 
 _ARRAYS = (
-    "name", "kind", "dtype", "ndim", "shape", "offset", "size", "requires_grad", "splittable",
+    "name", "kind", "dtype", "ndim", "shape", "requires_grad", "splittable",
 )  # fmt: skip
+_BOXES = ("size", "offset")
 
 
 def fingerprint(
@@ -62,25 +62,75 @@ def fingerprint(
         >>> of("float32", 1) == of("float32", 2), of("float32", 1) == of("bfloat16", 1)
         (True, False)
     """
-    words = [__version__, _FORM, world_size, container, part_bytes, to_lowest_rank]
+    options = (world_size, container, part_bytes, to_lowest_rank)
+    return _named(_state_of(columns, options), columns)
+
+
+class Fingerprints:
+    """`fingerprint` of many ranks that hold the same items at other places, one after another.
+
+    Args:
+        columns: What one of them holds.
+        world_size: As for `fingerprint`.
+        container: As there.
+        part_bytes: As there.
+        to_lowest_rank: As there.
+    """
+
+    def __init__(
+        self, columns: Columns, *, world_size: int, container: str, part_bytes: int,
+        to_lowest_rank: bool = False,
+    ) -> None:  # fmt: skip
+        options = (world_size, container, part_bytes, to_lowest_rank)
+        self._state = _state_of(columns, options)
+
+    def of(self, columns: Columns) -> bytes:
+        """Returns the fingerprint of a rank that differs by `offset` and `size` alone."""
+        return _named(self._state, columns)
+
+
+def _state_of(columns: Columns, options: tuple[object, ...]) -> blake2b:
+    words = [__version__, _FORM, *options]
     state = blake2b(json.dumps(words).encode(), digest_size=FINGERPRINT_BYTES)
     state.update(_vocabulary(columns.names, columns.paths, columns.dtypes))
-    # Why apart: a key that is a number is equal to its text, and so would be found in the cache.
-    state.update(json.dumps(int_keys(columns.paths)).encode())
     for key in _ARRAYS:
-        array = getattr(columns, key)
-        state.update(f"{key} {array.dtype.str} {array.shape}".encode())
-        state.update(np.ascontiguousarray(array).data)
+        _add(state, columns, key)
     state.update(np.ascontiguousarray(columns.value != 0).data)
+    return state
+
+
+def _named(state: blake2b, columns: Columns) -> bytes:
+    state = state.copy()
+    for key in _BOXES:
+        _add(state, columns, key)
     return state.digest()
 
 
-@lru_cache(maxsize=16)
+def _add(state: blake2b, columns: Columns, key: str) -> None:
+    array = getattr(columns, key)
+    state.update(f"{key} {array.dtype.str} {array.shape}".encode())
+    state.update(np.ascontiguousarray(array).data)
+
+
+_Vocabulary = tuple[tuple[str, ...], tuple[Path | None, ...], tuple[str, ...]]
+
+_known: list[tuple[_Vocabulary, bytes]] = []
+"""The last vocabulary and its digest. Why: a coordinator checks the fingerprints of ranks that name
+the same things, of which `columns.decode` makes the same objects."""
+
+
 def _vocabulary(
     names: tuple[str, ...], paths: tuple[Path | None, ...], dtypes: tuple[str, ...]
 ) -> bytes:
-    """Why cached: a coordinator checks the fingerprints of ranks that name the same things."""
-    return blake2b(json.dumps([names, paths, dtypes]).encode()).digest()
+    words = names, paths, dtypes
+    # Careful: not by equality. A key that is a number is equal to its text, and told apart below.
+    for known, digest in tuple(_known):
+        if all(one is other for one, other in zip(known, words, strict=True)):
+            return digest
+    digest = blake2b(json.dumps(words).encode()).digest()
+    digest += json.dumps(int_keys(paths)).encode()
+    _known[:] = [(words, digest)]
+    return digest
 
 
 def plan_key(fingerprints: Sequence[bytes]) -> bytes:

@@ -9,16 +9,20 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ray_dcp.errors import DamagedCheckpointError, InternalError
-from ray_dcp.format.checksums import digest, num_blocks_many
+from ray_dcp.errors import InternalError
+from ray_dcp.format.checksums import num_blocks_many
 from ray_dcp.plan.grouping import offsets_of
-from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array, UInt64Array
+from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
+from ray_dcp.protocol.receipts import FileReceipts, check_digests, pack_receipts
 
-__all__ = ["finish_table", "places_and_checks"]
+__all__ = ["checked_receipts", "finish_table"]
+
+Receipts = Mapping[int, FileReceipt] | FileReceipts
+"""By file, or as columns in the order of the files."""
 
 
-def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]) -> ChunkTable:
+def finish_table(plan: GlobalPlan, attempt: str, receipts: Receipts) -> ChunkTable:
     """Returns the planned table with checksums, the places of deferred items and final keys.
 
     A deferred chunk's payload is its whole item: `payload_offset` is `item_offset`, and its block
@@ -36,7 +40,7 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileRece
         DamagedCheckpointError: A receipt's checksums do not have its digest.
     """
     table = plan.table
-    found, checks = places_and_checks(plan, attempt, receipts)
+    found, written = checked_receipts(plan, attempt, receipts)
     deferred = np.flatnonzero(table.payload_offset < 0)
     places = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
     places[:, deferred] = found.T
@@ -51,13 +55,13 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileRece
         payload_bytes=payload_bytes,
         block_bytes=places[2],
         check_start=offsets_of(num_blocks_many(payload_bytes, places[2])),
-        checks=checks,
+        checks=written.checks,
     )
 
 
-def places_and_checks(
-    plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]
-) -> tuple[Int64Array, UInt64Array]:
+def checked_receipts(
+    plan: GlobalPlan, attempt: str, receipts: Receipts
+) -> tuple[Int64Array, FileReceipts]:
     """Returns all that the receipts add to the plan, in the order of its chunks.
 
     Args:
@@ -66,24 +70,50 @@ def places_and_checks(
         receipts: As there.
 
     Returns:
-        `(int64[k, 3], uint64[n])`: item offset, item bytes and block bytes of each deferred chunk,
-        and all block checksums.
+        `(int64[k, 3], receipts)`: item offset, item bytes and block bytes of each deferred chunk,
+        and the receipts as columns, by file.
 
     Raises:
         CheckpointError: As `finish_table` does.
     """
-    wrong = _check_receipts(plan, attempt, receipts)
-    if wrong:
-        raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
-    _check_digests(receipts)
-    files = range(len(plan.table.files))
-    told = [place for file in files for place in receipts[file].deferred]
+    if not isinstance(receipts, FileReceipts) or not _fit(plan, attempt, receipts):
+        named = receipts
+        if isinstance(named, FileReceipts):
+            named = {receipt.file: receipt for receipt in named}
+        wrong = _check_receipts(plan, attempt, named)
+        if wrong:
+            raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
+        receipts = pack_receipts(named[file] for file in range(len(plan.table.files)))
+        check_digests(receipts)
     # Invariant: deferred chunks and places are both in the order of files and, within, rows.
-    found = [(place.item_offset, place.item_bytes, place.block_bytes) for place in told]
-    checks = [receipts[file].checks for file in files]
-    return (
-        np.array(found, dtype=np.int64).reshape(-1, 3),
-        np.concatenate([np.zeros(0, dtype=np.uint64), *checks]),
+    return receipts.places[:, 1:], receipts
+
+
+def _fit(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> bool:
+    """Whether receipts are as planned, looked at as columns; what is wrong is told elsewhere."""
+    shape = _shape_of(plan)
+    places, starts = receipts.places, offsets_of(receipts.num_places)
+    if not (
+        np.array_equal(receipts.file, np.arange(len(plan.table.files)))
+        and receipts.keys == shape.keys.replace("{attempt}", attempt)
+        and np.array_equal(receipts.num_places, shape.num_places)
+        and np.array_equal(places[:, 0], shape.rows)
+        and (places[:, 2] >= 0).all()
+        and (places[:, 3] > 0).all()
+    ):
+        return False
+    # Where each deferred item may begin: where the one before it ends, or the fixed area.
+    ends = places[:, 1] + places[:, 2]
+    has = np.flatnonzero(receipts.num_places)
+    before = np.append(0, ends)[:-1] if len(ends) else ends
+    before[starts[has]] = plan.file_bytes[has]
+    expected = plan.file_bytes.copy()
+    expected[has] = ends[starts[has + 1] - 1]
+    blocks = offsets_of(num_blocks_many(places[:, 2], places[:, 3]))[starts]
+    return bool(
+        (places[:, 1] >= before).all()
+        and np.array_equal(receipts.num_bytes, expected)
+        and np.array_equal(receipts.count, np.array(shape.fixed_checks) + np.diff(blocks))
     )
 
 
@@ -112,6 +142,9 @@ class _Shape(NamedTuple):
 
     fixed_checks: list[int]
     deferred: dict[int, list[int]]
+    keys: str
+    num_places: Int64Array
+    rows: Int64Array
 
 
 _shapes: WeakKeyDictionary[GlobalPlan, _Shape] = WeakKeyDictionary()
@@ -125,10 +158,17 @@ def _shape_of(plan: GlobalPlan) -> _Shape:
         blocks = num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
         starts = np.searchsorted(table.file, np.arange(len(table.files) + 1))
         deferred: dict[int, list[int]] = {}
-        for chunk in np.flatnonzero(table.payload_offset < 0).tolist():
+        late = np.flatnonzero(table.payload_offset < 0)
+        for chunk in late.tolist():
             rows = deferred.setdefault(int(table.file[chunk]), [])
             rows.append(int(plan.source_row[chunk]))
-        shape = _shapes[plan] = _Shape(np.diff(offsets_of(blocks)[starts]).tolist(), deferred)
+        shape = _shapes[plan] = _Shape(
+            np.diff(offsets_of(blocks)[starts]).tolist(),
+            deferred,
+            "\n".join(table.files),
+            np.bincount(table.file[late], minlength=len(table.files)),
+            plan.source_row[late].astype(np.int64),
+        )
     return shape
 
 
@@ -159,12 +199,3 @@ def _deferred_checks(places: tuple[DeferredPlace, ...]) -> Int64Array:
     lengths = np.array([(place.item_bytes, place.block_bytes) for place in places], dtype=np.int64)
     lengths = lengths.reshape(-1, 2)
     return num_blocks_many(lengths[:, 0], lengths[:, 1])
-
-
-def _check_digests(receipts: Mapping[int, FileReceipt]) -> None:
-    bad = [receipt.key for receipt in receipts.values() if digest(receipt.checks) != receipt.digest]
-    if bad:
-        raise DamagedCheckpointError(
-            "the checksums in a receipt arrived other than they were sent, for "
-            f"{', '.join(sorted(bad))}: save again"
-        )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ray_dcp.plan.values import Int64Array
 
-__all__ = ["first_rows", "group_rows", "offsets_of", "running_max", "within"]
+__all__ = ["first_rows", "group_rows", "offsets_of", "run_of", "running_max", "within"]
 
 _ODD = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
@@ -87,6 +87,19 @@ def offsets_of(counts: npt.NDArray[np.integer]) -> Int64Array:
     result = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=result[1:])
     return result
+
+
+def run_of(ordered: npt.NDArray[np.integer], value: int) -> tuple[int, int]:
+    """Returns where a value begins and ends in an ascending array.
+
+    Example:
+        >>> run_of(np.array([1, 1, 4], np.int32), 1), run_of(np.array([1, 1, 4], np.int32), 3)
+        ((0, 2), (2, 2))
+    """
+    # Careful: numpy converts all of the array where what is looked for has another type.
+    wanted = np.array([value, value + 1], dtype=ordered.dtype)
+    start, stop = np.searchsorted(ordered, wanted).tolist()
+    return start, stop
 
 
 def within(counts: npt.NDArray[np.integer]) -> Int64Array:

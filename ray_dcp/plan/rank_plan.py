@@ -8,6 +8,7 @@ from typing import overload
 import numpy as np
 
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.plan.grouping import run_of
 from ray_dcp.plan.values import FilePlan, GlobalPlan, RankPlan
 
 __all__ = ["RankPlans", "rank_plan"]
@@ -31,7 +32,7 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
             f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
         )
     # Invariant: files are in the order of their ranks.
-    start, stop = np.searchsorted(plan.file_rank, [rank, rank + 1]).tolist()
+    start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))
     return RankPlan(rank, plan.container, files)
 
@@ -64,7 +65,7 @@ class RankPlans(Sequence[RankPlan]):
 
 def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:
     table = plan.table
-    start, stop = np.searchsorted(table.file, [file, file + 1]).tolist()
+    start, stop = run_of(table.file, file)
     # Invariant: a file's deferred chunks come last.
     fixed = start + int(np.count_nonzero(table.payload_offset[start:stop] >= 0))
     own = slice(start, fixed)

@@ -7,7 +7,7 @@ of a rank that is missing; what follows from that is decided by the machines.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import DeadlineError
@@ -78,6 +78,29 @@ class Attendance:
             known.promised.add(request.key)
         if isinstance(request, SaveJoin | LoadJoin | Exchange):
             known.last = (request.key, call_of(request))
+
+    def came_all(
+        self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
+    ) -> None:
+        """Takes that ranks sent requests of one operation and step, as `came` does for one.
+
+        Args:
+            key: Which operation.
+            ranks: Who.
+            timeout_s: As for `came`.
+            call: With which they begin it.
+        """
+        now_s = self._clock()
+        last = None if call is None else (key, call)
+        self._of(key.session, ranks[0])
+        everybody = self._sessions[key.session]
+        for rank in ranks:
+            known = everybody.get(rank) or self._of(key.session, rank)
+            known.heard_s = now_s
+            if timeout_s is not None:
+                known.timeout_s = timeout_s
+                known.promised.add(key)
+            known.last = last or known.last
 
     def hear(self, beat: Beat) -> None:
         """Takes a beat."""

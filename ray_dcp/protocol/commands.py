@@ -8,12 +8,13 @@ What a shell does with a batch of commands, in order:
 
 * `Answer`: resolve the call that rank `rank` is waiting in with `(key, step)`, where
   `step == step_of(request)` of that call; all of them, if it came twice. Nobody waits: drop it.
+* `Answers`: the same for many ranks.
 * `Perform`: start the task (in a thread: it blocks); tell `Coordination.performed` its result.
   Exactly once, in any order relative to other tasks. Tasks of one operation follow each other,
   except that one which took too long may still run when the next begins.
 * `Arm`: replace the operation's one timer; when it runs out, call `Coordination.expired` with
   the key and phase that it was armed with. A timer that comes late does no harm.
-* `Disarm`: drop the operation's timer.
+* `Disarm`: drop it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
+from ray_dcp.protocol.receipts import FileReceipts
 
 __all__ = [
     "Answer",
+    "Answers",
     "Arm",
     "BuildCommit",
     "CheckpointRead",
@@ -61,6 +64,7 @@ __all__ = [
     "RecordCreated",
     "RecordsRead",
     "Result",
+    "RowsMissing",
     "SlotFree",
     "SlotTaken",
     "Task",
@@ -78,10 +82,10 @@ class ReadRecords:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Merge the ranks' columns into one plan. Pure, but long. Result: `Planned`."""
+    """Merge the ranks' columns into one plan. Pure, but long. Result: `Planned`, `RowsMissing`."""
 
     columns: tuple[bytes, ...]
-    """Encoded `Columns`; the index is the rank."""
+    """Encoded `Columns` by rank; empty where they may follow from the others'."""
     container: str
     part_bytes: int
     to_lowest_rank: bool = False
@@ -102,7 +106,7 @@ class BuildCommit:
     attempt: str
     epoch: int
     plan: GlobalPlan
-    receipts: tuple[FileReceipt, ...]
+    receipts: tuple[FileReceipt | FileReceipts, ...]
     previous_slot: int
     """Highest slot in use at planning."""
     replaced_metadata: str | None
@@ -118,8 +122,8 @@ class WriteTable:
     """Write the chunk table, durable when done. Result: `Finished`."""
 
     target: Target
-    files: tuple[tuple[str, bytes], ...]
-    """Keys and bytes."""
+    files: tuple[tuple[str, bytes | tuple[memoryview, ...]], ...]
+    """Keys and bytes, of long files in parts."""
 
 
 @dataclass(frozen=True)
@@ -186,18 +190,8 @@ class ReadCheckpoint:
     target: Target
 
 
-Task = (
-    ReadRecords
-    | MakePlan
-    | BuildCommit
-    | WriteTable
-    | CreateRecord
-    | ReadRecord
-    | CreateAbort
-    | PublishMetadata
-    | CollectReplaced
-    | ReadCheckpoint
-)
+Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | CollectReplaced
+Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | ReadCheckpoint | Writing
 
 
 @dataclass(frozen=True)
@@ -233,6 +227,13 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class RowsMissing:
+    """No plan: these ranks' rows do not follow from those of the others."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CommitBuilt:
     """All bytes that the commit writes; a large chunk table has a second file, `checks`."""
 
@@ -241,10 +242,10 @@ class CommitBuilt:
     record: bytes
     metadata: bytes | None
     checks_key: str = ""
-    checks: bytes = b""
+    checks: tuple[memoryview, ...] = ()
 
     @property
-    def files(self) -> tuple[tuple[str, bytes], ...]:
+    def files(self) -> tuple[tuple[str, bytes | tuple[memoryview, ...]], ...]:
         """Of the chunk table."""
         both = (self.table_key, self.table), (self.checks_key, self.checks)
         return both[: 1 + bool(self.checks_key)]
@@ -317,38 +318,27 @@ class CheckpointRead:
 
 @dataclass(frozen=True)
 class Finished:
-    """The task was done, and there is nothing to tell."""
+    """The task was done."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The task failed. For one that writes, whether it happened is unknown."""
+    """The task failed; whether what it was to write was written is unknown."""
 
     error: CheckpointError
 
 
-Result = (
-    RecordsRead
-    | Planned
-    | CommitBuilt
-    | RecordCreated
-    | SlotTaken
-    | SlotFree
-    | Published
-    | CheckpointRead
-    | Finished
-    | Failed
-)
+Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead
+Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Give a rank the reply to one of its requests."""
+    """Give a rank the reply to one of its requests, of this `step_of` it."""
 
     key: OpKey
     rank: int
     step: str
-    """`step_of` the request that is answered."""
     reply: Reply
 
 
@@ -376,18 +366,23 @@ class Disarm:
     key: OpKey
 
 
-Command = Answer | Perform | Arm | Disarm
+@dataclass(frozen=True)
+class Answers:
+    """Give many ranks the same reply to their requests of one step."""
+
+    key: OpKey
+    ranks: tuple[int, ...]
+    step: str
+    reply: Reply
+
+
+Command = Answer | Answers | Perform | Arm | Disarm
 
 
 def step_of(request: Request) -> str:
     """Returns which step of its operation a request is: what an `Answer` says it answers.
 
-    Args:
-        request: Any request.
-
-    Returns:
-        A name that differs between the requests that one rank sends for one operation, and that
-        stagers send for it.
+    Different for each request of one rank, and of stagers, for an operation.
     """
     match request:
         case PartsWritten():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ray_dcp.errors import InternalError, ParticipantError
+from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.protocol.attendance import Attendance
 from ray_dcp.protocol.beats import Beat
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
@@ -34,8 +34,10 @@ from ray_dcp.protocol.save import SaveMachine
 from ray_dcp.protocol.shelf import Shelf
 from ray_dcp.protocol.staged_plan import StagedPlan
 from ray_dcp.protocol.staged_save import StagedSaveMachine
+from ray_dcp.protocol.stager_hearing import Machine, StagerHearing
 from ray_dcp.protocol.strays import check_world, unknown, unknown_operation, went_ahead
-from ray_dcp.protocol.verdict import lost_rank
+from ray_dcp.protocol.together import JoinedTogether, Together, WrittenTogether
+from ray_dcp.protocol.verdict import call_of, lost_rank
 
 __all__ = ["Coordination"]
 
@@ -46,10 +48,8 @@ answered; their plans and receipts are not kept."""
 SESSIONS = 1024
 """Sessions of which it is remembered how far they were and which ranks they lost."""
 
-Machine = SaveMachine | LoadMachine | ExchangeMachine
 
-
-class Coordination:
+class Coordination(StagerHearing):
     """What a coordinator knows and decides, as a pure state machine.
 
     Every method takes one event and returns the commands that it leads to, to be carried out in
@@ -80,7 +80,7 @@ class Coordination:
     ) -> None:
         self.epoch = epoch
         self._attendance, self._new_attempt = Attendance(clock), new_attempt
-        self._active: dict[OpKey, Machine] = {}
+        super().__init__()
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
@@ -122,10 +122,55 @@ class Coordination:
         commands += machine.lost({**lost, **gone})
         return self._after(machine, commands)
 
-    def staged_plan(self, key: OpKey) -> StagedPlan | None:
-        """Returns what another coordinator needs to end an asynchronous save that is planned."""
-        machine = self._active.get(key)
-        return machine.staged_plan() if isinstance(machine, StagedSaveMachine) else None
+    def receive_together(
+        self, message: Together, *, beats_s: float | None = None
+    ) -> tuple[Commands, dict[int, Refused]]:
+        """Takes what several ranks say in one message: what its requests mean one by one.
+
+        Args:
+            message: As it came.
+            beats_s: As for `receive`, of each of these ranks.
+
+        Returns:
+            What to do now, and which ranks are refused: by this call alone.
+        """
+        machine = self._active.get(message.key)
+        said, lost = message.said, self._lost.get(message.key.session)
+        if type(machine) is SaveMachine and isinstance(said, WrittenTogether) and not lost:
+            commands = machine.written_together(said.first, said.ranks, said.files)
+            if commands is not None:
+                self._attendance.came_all(message.key, said.ranks, beats_s)
+                return self._after(machine, commands), {}
+        requests, commands = message.requests(), ()
+        if isinstance(said, JoinedTogether) and not lost:
+            if machine is None:
+                one, refused = self._one_by_one(requests[:1], beats_s)
+                if refused:
+                    return self._one_by_one(requests, beats_s)
+                commands, requests = one, requests[1:]
+                machine = self._active.get(message.key)
+            joins = [join for join in requests if isinstance(join, SaveJoin)]
+            more = None
+            if joins and isinstance(machine, SaveMachine):
+                more = machine.join_together(joins[0], joins)
+            if more is not None and machine is not None:
+                ranks = [join.rank for join in joins]
+                self._attendance.came_all(message.key, ranks, beats_s, call_of(joins[0]))
+                return (*commands, *self._after(machine, more)), {}
+        rest, refused = self._one_by_one(requests, beats_s)
+        return (*commands, *rest), refused
+
+    def _one_by_one(
+        self, requests: Sequence[Request], beats_s: float | None
+    ) -> tuple[Commands, dict[int, Refused]]:
+        commands: Commands = ()
+        refused = {}
+        for request in requests:
+            try:
+                commands += self.receive(request, beats_s=beats_s)
+            except CheckpointError as error:
+                refused[request.rank] = Refused(error)
+        return commands, refused
 
     def resume(self, planned: StagedPlan) -> Commands:
         """Takes up a save that an earlier coordinator had planned; to be called before all else."""
@@ -215,57 +260,6 @@ class Coordination:
             if key.session == session:
                 commands += self._after(machine, machine.lost(errors))
         return commands
-
-    def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Takes that a stager died or froze: others take over, or saves that need it fail.
-
-        Args:
-            stager: `PartsHeld.stager`.
-            reason: How it is known, for the error.
-        """
-        commands: Commands = ()
-        for machine in list(self._active.values()):
-            if isinstance(machine, StagedSaveMachine):
-                commands += self._after(machine, machine.stager_lost(stager, reason))
-        return commands
-
-    def stagers(self) -> dict[str, dict[OpKey, float]]:
-        """Returns the stagers whose bytes are awaited: for each save its patience, in seconds."""
-        found: dict[str, dict[OpKey, float]] = {}
-        for key, machine in self._active.items():
-            if isinstance(machine, StagedSaveMachine):
-                for stager in machine.holders:
-                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
-        return found
-
-    def stager_heard(
-        self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
-    ) -> Commands:
-        """Takes how far a stager is.
-
-        Args:
-            paces: For each save and rank bytes written and bytes in all.
-            now_s: Seconds that never go back, always of one clock.
-        """
-        commands: Commands = ()
-        for key, by_rank in paces.items():
-            machine = self._active.get(key)
-            if isinstance(machine, StagedSaveMachine):
-                commands += self._after(machine, machine.heard(by_rank, now_s))
-        return commands
-
-    def lags(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Takes that a rank's stager is much slower than the others: another is to help.
-
-        Args:
-            key: Which save.
-            rank: Whose bytes it writes.
-            reason: What was seen, for the report.
-        """
-        machine = self._active.get(key)
-        if not isinstance(machine, StagedSaveMachine):
-            return ()
-        return self._after(machine, machine.lags(rank, reason))
 
     def cancel(self, key: OpKey, reason: str) -> Commands:
         """Takes the wish to cancel a save; too late when its commit has begun.

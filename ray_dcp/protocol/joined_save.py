@@ -6,21 +6,29 @@ The phases are in `save`, which goes on from here.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol.commands import Answer, Planned, ReadRecords, RecordsRead, step_of
+from ray_dcp.protocol.commands import (
+    Answer,
+    Planned,
+    ReadRecords,
+    RecordsRead,
+    RowsMissing,
+    step_of,
+)
 from ray_dcp.protocol.messages import Reply, SaveJoin
 from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import Planning
 from ray_dcp.protocol.save_errors import no_overwrite
 from ray_dcp.protocol.shelf import Shelf
-from ray_dcp.protocol.verdict import combine, name_ranks
+from ray_dcp.protocol.verdict import combine, identity, name_ranks
 
 __all__ = ["JoinedSave"]
 
-MOST_ROUNDS = 2
+MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
-all that a new one needs."""
+all that a new one needs: few ranks first, where their rows may tell those of the others."""
 
 
 class JoinedSave(Operation):
@@ -59,6 +67,32 @@ class JoinedSave(Operation):
             return self._joined()
         self._note(join, join.error)
         return self._gathered()
+
+    def join_together(self, first: SaveJoin, joins: Sequence[SaveJoin]) -> Commands | None:
+        """Takes joins that are alike but for rank, fingerprint and values.
+
+        Args:
+            first: Any of them.
+            joins: All of them.
+
+        Returns:
+            What to do now; None where they have to be taken one by one, and nothing has changed.
+        """
+        ranks = [join.rank for join in joins]
+        plain = (
+            self.phase == "joining"
+            and self._outcome is None
+            and not self._differing
+            and identity(first) == identity(self._first)
+            and self._openings.keys().isdisjoint(ranks)
+            and self._are_new(ranks)
+        )
+        if not plain:
+            return None
+        self._planning.take_all(joins)
+        self._openings.update(zip(ranks, joins, strict=True))
+        self._note_all(step_of(first), ranks)
+        return self._joined()
 
     def _joined(self) -> Commands:
         if not self._roll.is_complete:
@@ -103,6 +137,10 @@ class JoinedSave(Operation):
         if isinstance(plan, Planned):
             return self._on_plan(plan)
         return self._step("planning", plan, self._options.plan_timeout_s)
+
+    def _lacks(self, missing: RowsMissing) -> Commands:
+        self._planning.lacks(missing.ranks)
+        return self._ask_or_look()
 
     def _made(self, planned: Planned) -> Commands:
         self._planning.made(planned)

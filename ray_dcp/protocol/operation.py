@@ -5,11 +5,9 @@ An operation is one call of all ranks. It decides nothing about saving or loadin
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 from ray_dcp.errors import (
     CheckpointError,
@@ -17,9 +15,20 @@ from ray_dcp.errors import (
     ParticipantError,
     RankDisagreementError,
 )
-from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, Result, Task, step_of
+from ray_dcp.protocol.commands import (
+    Answer,
+    Answers,
+    Arm,
+    Command,
+    Disarm,
+    Perform,
+    Result,
+    Task,
+    step_of,
+)
 from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
-from ray_dcp.protocol.verdict import Opening, deadline, disagreement, identity
+from ray_dcp.protocol.roll import Roll, compact, content, two_calls
+from ray_dcp.protocol.verdict import Opening, deadline, disagreement, identity, name_ranks
 
 __all__ = ["GRACE_S", "LOST_GRACE_S", "Commands", "Operation", "Roll"]
 
@@ -36,45 +45,10 @@ named together. Their end says little of what the others will report."""
 
 STORY_LENGTH = 64
 
+MANY = 64
+"""Calls above which those that are told the same are answered by one command."""
+
 Commands = tuple[Command, ...]
-
-
-class Roll:
-    """One roll-call: which ranks have come, which failed, who is missing.
-
-    Args:
-        world_size: Ranks `0 … world_size - 1` are called.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.came: set[int] = set()
-        self.errors: dict[int, CheckpointError] = {}
-
-    def note(self, rank: int, error: CheckpointError | None) -> None:
-        """Notes that a rank came, perhaps with an error."""
-        self.came.add(rank)
-        if error is not None:
-            self.errors.setdefault(rank, error)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether something is known of every rank. Costs the same for any number of ranks."""
-        # Why only then: who came and who failed may be the same ranks.
-        if len(self.came) + len(self.errors) < self.world_size:
-            return False
-        return len(self.came) >= self.world_size or not self.missing
-
-    def blame(self, errors: Mapping[int, CheckpointError]) -> None:
-        """Notes that ranks failed without saying so themselves; earlier errors stay."""
-        for rank, error in errors.items():
-            self.errors.setdefault(rank, error)
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks of which nothing is known, ascending."""
-        known = self.came | self.errors.keys()
-        return [rank for rank in range(self.world_size) if rank not in known]
 
 
 class Operation(ABC):
@@ -99,7 +73,7 @@ class Operation(ABC):
         self.phase = "joining"
         self.over = False
         self.tell_of: Callable[[int], str] = lambda _: ""
-        self._first = _compact(first)
+        self._first = compact(first)
         self._openings: dict[int, Opening] = {}
         self._differing: dict[int, Opening] = {}
         self._lost: set[int] = set()
@@ -236,12 +210,12 @@ class Operation(ABC):
 
     def _objection(self, request: Opening) -> RankDisagreementError | None:
         differing = self._differing.get(request.rank)
-        if differing is not None and _content(differing) == _content(_compact(request)):
+        if differing is not None and content(differing) == content(compact(request)):
             return None
         if identity(request) != identity(self._first):
             openings = {self._first.rank: self._first, **self._openings, **self._differing}
             if request.rank in openings:
-                return _two_calls(request, "another call")
+                return two_calls(request, "another call")
             return disagreement(self.key, {**openings, request.rank: request})
         if not 0 <= request.rank < self.world_size:
             return RankDisagreementError(
@@ -251,8 +225,8 @@ class Operation(ABC):
                 rank=request.rank,
             )
         known = self._openings.get(request.rank)
-        if known is not None and _content(known) != _content(_compact(request)):
-            return _two_calls(request, "other content")
+        if known is not None and content(known) != content(compact(request)):
+            return two_calls(request, "other content")
         return None
 
     def _differ(self, request: Opening, error: RankDisagreementError) -> Commands:
@@ -261,7 +235,7 @@ class Operation(ABC):
         self._waiting[request.rank, step_of(request)] = None
         if error.rank is not None:  # one rank is at fault, by itself
             return self._refuse_all(error)
-        self._differing[request.rank] = _compact(request)
+        self._differing[request.rank] = compact(request)
         self._roll.note(request.rank, error)
         return self._refuse_all(error) if self._roll.is_complete else self._wait(GRACE_S)
 
@@ -271,8 +245,19 @@ class Operation(ABC):
         return isinstance(outcome, Refused) and isinstance(outcome.error, RankDisagreementError)
 
     def _admit(self, request: Opening) -> None:
-        self._openings[request.rank] = _compact(request)
+        self._openings[request.rank] = compact(request)
         self._note(request, request.error)
+
+    def _are_new(self, ranks: Sequence[int]) -> bool:
+        """Whether all these are ranks of this operation that have not come to this phase."""
+        within = min(ranks) >= 0 and max(ranks) < self.world_size
+        return within and self._roll.came.isdisjoint(ranks)
+
+    def _note_all(self, step: str, ranks: Sequence[int]) -> None:
+        """Notes that ranks came which did not come before, without errors."""
+        self._tell(f"{step} of {name_ranks(ranks)}")
+        self._waiting.update(dict.fromkeys([(rank, step) for rank in ranks]))
+        self._roll.came.update(ranks)
 
     def _note(self, request: Request, error: CheckpointError | None) -> None:
         self._tell(f"{step_of(request)} of rank {request.rank}{' (failed)' if error else ''}")
@@ -281,8 +266,15 @@ class Operation(ABC):
 
     # What the ranks are told
 
-    def _give(self, reply_to: Callable[[int], Reply]) -> list[Command]:
-        """Answers all calls that wait."""
+    def _give(self, reply_to: Callable[[int], Reply], alike: Reply | None = None) -> list[Command]:
+        """Answers all calls that wait.
+
+        Args:
+            reply_to: What a rank is told.
+            alike: What all are told, if that is the same.
+        """
+        if len(self._waiting) > MANY and alike is not None:
+            return self._give_all(alike)
         answers: list[Command] = []
         for rank, step in list(self._waiting):
             reply = self._given[rank, step] = reply_to(rank)
@@ -290,12 +282,21 @@ class Operation(ABC):
         self._waiting.clear()
         return answers
 
+    def _give_all(self, reply: Reply) -> list[Command]:
+        """Tells all the same, with one command for each step in which calls wait."""
+        self._given.update(dict.fromkeys(self._waiting, reply))
+        by_step: dict[str, list[int]] = {}
+        for rank, step in self._waiting:
+            by_step.setdefault(step, []).append(rank)
+        self._waiting.clear()
+        return [Answers(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
+
     def _conclude(self, reply: Reply) -> list[Command]:
         """Fixes the outcome, unless it is fixed already, and tells it to all who wait."""
         if self._outcome is not None:
             return []
         self._outcome = reply
-        return self._give(lambda _: reply)
+        return self._give(lambda _: reply, reply)
 
     # How it goes on
 
@@ -363,34 +364,3 @@ class Operation(ABC):
             f"{self.key.session!r} is {self.phase!r}; so far: {'; '.join(self._story)}. "
             f"Please report this"
         )
-
-
-def _two_calls(request: Opening, what: str) -> RankDisagreementError:
-    return RankDisagreementError(
-        f"Expected one call of rank {request.rank} as operation {request.key.seq} of session "
-        f"{request.key.session!r}, but a second one came with {what}. Two processes act as rank "
-        f"{request.rank}, or it called from two threads at once",
-        rank=request.rank,
-    )
-
-
-def _compact(opening: Opening) -> Opening:
-    """Returns what has to be kept to recognise a request that comes twice."""
-    if isinstance(opening, SaveJoin) and opening.fingerprint:
-        heavy = opening.columns or opening.contents
-        return replace(opening, columns=b"", contents=b"") if heavy else opening
-    if isinstance(opening, SaveJoin) and opening.columns:
-        digest = hashlib.blake2b(opening.columns, digest_size=32).digest()
-        return replace(opening, columns=digest)
-    return opening
-
-
-def _content(opening: Opening) -> tuple[object, ...]:
-    # Why not ==: errors are equal only to themselves, and came by way of a pickle.
-    skipped, error = {"error"}, opening.error
-    if isinstance(opening, SaveJoin) and opening.fingerprint:
-        # Why: a rank that is asked for more joins once more, or fails then: it is the same call.
-        skipped |= {"columns", "contents", "known", "values", "asked"}
-        error = None
-    rest = [value for name, value in vars(opening).items() if name not in skipped]
-    return (*rest, None if error is None else (type(error), error.message))

@@ -8,13 +8,14 @@ digests of content of all. It can't come to a wrong plan in that way, only to a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
 from ray_dcp.plan.fingerprint import plan_key
 from ray_dcp.plan.rank_plan import RankPlans
+from ray_dcp.plan.regular import probes
 from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.protocol.messages import SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.protocol.shelf import Shelf
@@ -23,6 +24,10 @@ from ray_dcp.protocol.verdict import name_ranks
 __all__ = ["Planning", "differences"]
 
 MOST_NAMED = 20
+
+MANY_UNKNOWN = 64
+"""Where the rows of more different ranks are not known, a few are asked first: with regular layouts
+the rows of all others follow."""
 
 
 class Planning:
@@ -42,6 +47,7 @@ class Planning:
         self._key = b""
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
+        self._needed: set[int] | None = None
 
     def take(self, join: SaveJoin) -> None:
         """Takes what a rank says that it holds; what it was asked for completes the rest."""
@@ -49,6 +55,10 @@ class Planning:
         if known is not None and join.asked < known.asked:
             return  # it came twice, the second time late
         self._joins[join.rank] = join
+
+    def take_all(self, joins: Iterable[SaveJoin]) -> None:
+        """Takes first joins of ranks that said nothing yet."""
+        self._joins.update({join.rank: join for join in joins})
 
     def last_of(self, rank: int) -> SaveJoin:
         """Returns what a rank said last: that is the call in which it waits."""
@@ -78,12 +88,15 @@ class Planning:
         self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
         asked: dict[int, SendItems] = {}
         wanted: set[bytes] = set()
+        names = {join.fingerprint for join in joins}
+        known = {name: self._rows.get(name) or self._shelf.rows(name) for name in names}
+        self._rows.update({name: rows for name, rows in known.items() if rows is not None})
+        if self._needed is None and len(names) - len(self._rows) > MANY_UNKNOWN:
+            self._needed = set(probes(self._world_size))
         for join in joins:
             name = join.fingerprint
-            found = self._rows.get(name) or self._shelf.rows(name)
-            if found is not None:
-                self._rows[name] = found
-            elif name not in wanted:
+            needed = self._needed is None or join.rank in self._needed
+            if needed and name not in self._rows and name not in wanted:
                 wanted.add(name)
                 asked[join.rank] = SendItems(rows=True)
             if not _has_contents(join):
@@ -97,7 +110,7 @@ class Planning:
         options = self._options
         joins = [self._joins[rank] for rank in range(self._world_size)]
         if self._key:
-            columns = tuple(self._rows[join.fingerprint] for join in joins)
+            columns = tuple(self._rows.get(join.fingerprint, b"") for join in joins)
             contents = tuple(join.contents for join in joins)
             fingerprints = tuple(join.fingerprint for join in joins)
         else:
@@ -106,6 +119,10 @@ class Planning:
             columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
             contents, fingerprints,
         )  # fmt: skip
+
+    def lacks(self, ranks: Iterable[int]) -> None:
+        """Takes that the rows of ranks do not follow from what is known: they have to send them."""
+        self._needed = (self._needed or set()).union(ranks)
 
     def made(self, planned: Planned) -> None:
         """Takes the plan that was made."""
@@ -116,6 +133,11 @@ class Planning:
             parts = RankPlans(planned.plan)
             self._shelf.put_plan(self._key, replace(planned, parts=parts))
         self._rows.clear()
+
+    def all_know(self, planned: Planned) -> bool:
+        """Whether every rank has its part of a plan, so that `go` tells all the same."""
+        digest = planned.plan.digest
+        return bool(self._key) and all(join.known == digest for join in self._joins.values())
 
     def go(
         self, rank: int, planned: Planned, attempt: str, epoch: int, warnings: tuple[str, ...]

@@ -25,7 +25,8 @@ it said that the save failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, SaveCancelledError
 from ray_dcp.plan.values import GlobalPlan
@@ -42,9 +43,11 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
     RecordsRead,
     Result,
+    RowsMissing,
     SlotFree,
     SlotTaken,
     WriteTable,
+    step_of,
 )
 from ray_dcp.protocol.joined_save import JoinedSave
 from ray_dcp.protocol.messages import (
@@ -58,6 +61,7 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
 )
 from ray_dcp.protocol.operation import Commands
+from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.protocol.save_errors import (
     REPLACED_SINCE,
     disagreeing_values,
@@ -100,7 +104,7 @@ class SaveMachine(JoinedSave):
         self._new_attempt = new_attempt
         self._plan: GlobalPlan | None = None
         self._attempt = ""
-        self._receipts: list[FileReceipt] = []
+        self._receipts: list[FileReceipt | FileReceipts] = []
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
@@ -128,6 +132,18 @@ class SaveMachine(JoinedSave):
             self._check_fence(request)
         return super().receive(request)
 
+    def written_together(
+        self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
+    ) -> Commands | None:
+        """As `join_together`, for ranks that wrote `files` without an error, each its own."""
+        plain = self.phase == "writing" and self._outcome is None
+        plain &= first.attempt == self._attempt and first.epoch in self._epochs
+        if not plain or not self._are_new(ranks):
+            return None
+        self._note_all(step_of(first), ranks)
+        self._receipts.append(files)
+        return self._received()
+
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:
             case (("joining" | "gathering"), SaveJoin()):
@@ -148,6 +164,8 @@ class SaveMachine(JoinedSave):
                 return self._read(result)
             case "planning", Planned():
                 return self._made(result)
+            case "planning", RowsMissing():
+                return self._lacks(result)
             case "building", CommitBuilt():
                 self._built = result
                 task = WriteTable(self._target, result.files)
@@ -232,9 +250,11 @@ class SaveMachine(JoinedSave):
         self._attempt = self._new_attempt()
         self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
         self._call("writing")
-        warnings = planned.warnings
-        go = self._planning.go
-        told = self._give(lambda rank: go(rank, planned, self._attempt, self._epoch, warnings))
+        go = partial(
+            self._planning.go, planned=planned, attempt=self._attempt, epoch=self._epoch,
+            warnings=planned.warnings,
+        )  # fmt: skip
+        told = self._give(go, go(0) if self._planning.all_know(planned) else None)
         self._planning.clear()
         return (self._arm(self._options.write_timeout_s), *told)
 

@@ -6,25 +6,22 @@ import time
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from ray_dcp.errors import InternalError
-from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.checksums import digest_bytes, digest_parts
 from ray_dcp.format.manifest import (
-    CHECKS_VERSION,
-    USUAL_VERSION,
     FileEntry,
+    FilesColumns,
     Manifest,
     encode_record,
+    version_for,
 )
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.format.table_checks import encode_checks
-from ray_dcp.plan.finish import finish_table, places_and_checks
+from ray_dcp.plan.finish import checked_receipts, finish_table
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import GlobalPlan
 from ray_dcp.protocol.commands import BuildCommit, CommitBuilt
-from ray_dcp.protocol.messages import FileReceipt
+from ray_dcp.protocol.receipts import FileReceipts, join_receipts
 from ray_dcp.transfer.opening import METADATA_KEY
 
 __all__ = ["build_commit"]
@@ -39,7 +36,7 @@ class _Files(NamedTuple):
     table: FileEntry
     table_bytes: bytes
     checks: FileEntry | None = None
-    checks_bytes: bytes = b""
+    checks_bytes: tuple[memoryview, ...] = ()
     metadata: bytes | None = None
 
 
@@ -50,7 +47,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         InternalError: Receipts and plan do not fit.
         DamagedCheckpointError: A receipt has changed on its way.
     """
-    receipts = _by_file(task.receipts)
+    receipts = join_receipts(task.receipts)
     table = task.plan.table
     wants_metadata = task.plan.container == "torch_save" and task.stock_metadata
     is_split = table.num_chunks >= SPLIT_CHUNKS and not wants_metadata
@@ -61,10 +58,11 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         world_size=task.plan.world_size,
         container=task.plan.container,
         created_s=time.time(),
-        files=tuple(
-            FileEntry(receipt.key, receipt.num_bytes, receipt.digest.hex())
-            for _, receipt in sorted(receipts.items())
-        ),
+        files=FilesColumns(
+            tuple(receipts.keys.split("\n")) if len(receipts) else (),
+            tuple(receipts.num_bytes.tolist()),
+            receipts.digests.hex(),
+        ).usual(),
         table=files.table,
         metadata=None if files.metadata is None else _entry(METADATA_KEY, files.metadata),
         replaced_metadata=task.replaced_metadata,
@@ -75,7 +73,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         previous_slot=task.previous_slot,
         decided=task.decided,
         checks=files.checks,
-        format_version=USUAL_VERSION if files.checks is None else CHECKS_VERSION,
+        format_version=version_for(len(receipts), files.checks),
     )
     record = encode_record(manifest)
     checks_key = "" if files.checks is None else files.checks.key
@@ -84,7 +82,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
     )
 
 
-def _whole(task: BuildCommit, receipts: dict[int, FileReceipt], wants_metadata: bool) -> _Files:
+def _whole(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _Files:
     table = finish_table(task.plan, task.attempt, receipts)
     data = encode_table(table)
     metadata = None
@@ -93,15 +91,18 @@ def _whole(task: BuildCommit, receipts: dict[int, FileReceipt], wants_metadata: 
     return _Files(_entry(_table_key(task), data), data, metadata=metadata)
 
 
-def _split(task: BuildCommit, receipts: dict[int, FileReceipt]) -> _Files:
-    places, checks = places_and_checks(task.plan, task.attempt, receipts)
-    counts = [len(receipts[file].checks) for file in range(len(receipts))]
-    checks_bytes = encode_checks(offsets_of(np.array(counts, np.int64)), places, checks)
+def _split(task: BuildCommit, receipts: FileReceipts) -> _Files:
+    places, receipts = checked_receipts(task.plan, task.attempt, receipts)
+    checks_bytes = encode_checks(offsets_of(receipts.count), places, receipts.parts)
     data, digest = _encoded(task.plan)
     return _Files(
         FileEntry(_table_key(task), len(data), digest),
         data,
-        _entry(f"chunks.{task.attempt}.checks", checks_bytes),
+        FileEntry(
+            f"chunks.{task.attempt}.checks",
+            sum(map(len, checks_bytes)),
+            digest_parts(checks_bytes).hex(),
+        ),
         checks_bytes,
     )
 
@@ -118,27 +119,13 @@ def _encoded(plan: GlobalPlan) -> tuple[bytes, str]:
     return found
 
 
-def _payload_bytes(plan: GlobalPlan, receipts: dict[int, FileReceipt]) -> int:
+def _payload_bytes(plan: GlobalPlan, receipts: FileReceipts) -> int:
     fixed = plan.table.payload_bytes
-    deferred = sum(place.item_bytes for one in receipts.values() for place in one.deferred)
-    return int(fixed[fixed > 0].sum()) + deferred
+    return int(fixed[fixed > 0].sum()) + int(receipts.places[:, 2].sum())
 
 
 def _table_key(task: BuildCommit) -> str:
     return f"chunks.{task.attempt}.parquet"
-
-
-def _by_file(receipts: tuple[FileReceipt, ...]) -> dict[int, FileReceipt]:
-    found: dict[int, FileReceipt] = {}
-    for receipt in receipts:
-        if receipt.file in found:
-            raise InternalError(
-                f"Expected one receipt for file {receipt.file}, but found two: "
-                f"{found[receipt.file].key} and {receipt.key}. Please report this",
-                key=receipt.key,
-            )
-        found[receipt.file] = receipt
-    return found
 
 
 def _entry(key: str, data: bytes) -> FileEntry:

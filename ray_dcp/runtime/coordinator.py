@@ -10,30 +10,32 @@ import asyncio
 import logging
 import os
 import secrets
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
-from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
+from ray_dcp.protocol.commands import Answer, Answers, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, Refused, Reply, Request
+from ray_dcp.protocol.together import Together, Told
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.naming import NAMESPACE
+from ray_dcp.runtime.own_thread import in_own_thread
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
+from ray_dcp.runtime.together_calls import TogetherCalls
 from ray_dcp.stage.values import StageReport
 
-__all__ = ["MOST_CALLS", "Coordinator"]
+__all__ = ["Coordinator"]
 
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
@@ -41,16 +43,11 @@ WATCH_S = 0.5
 LISTEN_S = 1.0
 """How often to look who has been silent for too long, in seconds."""
 
-MOST_CALLS = 1_000_000
-"""Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
-more ranks than that the last one to join would never be heard."""
-
 QUIET_WATCH_S = 5.0
 """The same while no operation runs; one that begins is looked at at once."""
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Waiting = tuple[OpKey, int, str]
 
 
@@ -76,6 +73,7 @@ class Coordinator:
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
+        self._together = TogetherCalls(self._coordination, self._carry_out)
         self._meeting = Meeting(lambda: secrets.token_hex(6))
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -155,9 +153,7 @@ class Coordinator:
     async def call(
         self, request: Request, caller: Caller | None = None, beats_s: float | None = None
     ) -> Reply:
-        """Returns the reply to a request, when it has one.
-
-        The same request may come any number of times, also while the first one waits.
+        """Returns the reply to a request, when it has one; the same may come again meanwhile.
 
         Args:
             request: What the rank says.
@@ -184,6 +180,17 @@ class Coordinator:
         finally:
             self._forget(at, future)
             self._last_call_s = self._loop.time()
+
+    async def call_together(
+        self, message: Together, callers: Sequence[Caller], beats_s: float | None = None
+    ) -> Told:
+        """Returns what some of a gatherer's ranks are told, when that is known; as `call`."""
+        self._last_call_s = self._loop.time()
+        self._called.set()
+        for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
+            self._meet(message.key.session, rank, caller)
+        await self._resumed.wait()
+        return await self._together.call(message, beats_s)
 
     async def greet(self, session: str, rank: int, caller: Caller) -> None:
         """Takes that a rank is there: from now on its death is seen, also before it calls.
@@ -265,6 +272,10 @@ class Coordinator:
             match command:
                 case Answer():
                     self._answer(command)
+                case Answers(key, ranks, step, reply):
+                    self._together.answer(command)
+                    for rank in ranks if self._waiting else ():
+                        self._resolve((key, rank, step), reply)
                 case Perform():
                     self._performing += 1
                     self._start(self._perform(command))
@@ -275,15 +286,20 @@ class Coordinator:
                     )
                 case Disarm():
                     self._disarm(command.key)
+        self._together.tell()
         for key in [*self._watching]:
             outcome = self._coordination.outcome(key)
             if outcome is not None:
                 self._watching.pop(key).set_result(outcome)
 
     def _answer(self, answer: Answer) -> None:
-        for future in self._waiting.pop((answer.key, answer.rank, answer.step), []):
+        self._together.answer(answer)
+        self._resolve((answer.key, answer.rank, answer.step), answer.reply)
+
+    def _resolve(self, at: Waiting, reply: Reply) -> None:
+        for future in self._waiting.pop(at, []):
             if not future.done():
-                future.set_result(answer.reply)
+                future.set_result(reply)
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -296,26 +312,12 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await self._in_thread(partial(perform, command.task))
+            result = await in_own_thread(partial(perform, command.task))
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._give_up(command.key, error)
         finally:
             self._performing -= 1
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Returns what work gives that may hang for ever: in a thread of its own.
-
-        Why not asyncio.to_thread: a few tasks that hang would fill its pool.
-        """
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def run() -> None:
-            result = work()
-            self._loop.call_soon_threadsafe(future.set_result, result)
-
-        threading.Thread(target=run, daemon=True).start()
-        return await future
 
     def _give_up(self, key: OpKey, error: Exception) -> None:
         """Refuses all who wait for an operation that contradicted itself."""
@@ -325,6 +327,7 @@ class Coordinator:
         )
         for at in [at for at in self._waiting if at[0] == key]:
             self._answer(Answer(at[0], at[1], at[2], Refused(told)))
+        self._together.refuse(key, Refused(told))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
@@ -390,5 +393,5 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._entering or self._waiting or self._coordination.active
-        return not busy
+        busy = self._performing or self._entering or self._waiting or self._together
+        return not (busy or self._coordination.active)

@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.runtime.coordinator import MOST_CALLS, Coordinator
-from ray_dcp.runtime.naming import NAMESPACE, check_lease, coordinator_name
+from ray_dcp.runtime.coordinator import Coordinator
+from ray_dcp.runtime.naming import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
 
 __all__ = ["await_ready", "coordinator_of"]
 

@@ -13,10 +13,12 @@ from ray_dcp.errors import InvalidRequestError
 
 __all__ = [
     "LEASE_S",
+    "MOST_CALLS",
     "NAMESPACE",
     "PROTOCOL_VERSION",
     "check_lease",
     "coordinator_name",
+    "gatherer_name",
     "group_name",
     "memory_owner",
     "stager_name",
@@ -36,12 +38,20 @@ An actor that left is made again by the next call.
 """
 
 
+MOST_CALLS = 1_000_000
+"""Calls that may wait at once: each rank waits in two. Ray lets 1000 in by default, and with
+more ranks than that the last one to join would never be heard."""
 _SUFFIX = re.compile(r"(?<=[0-9])-[0-9a-f]{16}$")
 
 
 def coordinator_name(session: str) -> str:
     """Returns the actor name of a session's coordinator."""
     return f"ray_dcp:{PROTOCOL_VERSION}:coordinator:{session}"
+
+
+def gatherer_name(coordinator: str, ranks: range) -> str:
+    """Returns the actor name of the gatherer of some ranks."""
+    return f"ray_dcp:{PROTOCOL_VERSION}:gatherer:{ranks.start}-{ranks.stop}:{coordinator}"
 
 
 def stager_name(node_id: str) -> str:

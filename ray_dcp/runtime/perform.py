@@ -15,7 +15,6 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     InternalError,
-    RankDisagreementError,
     StorageError,
 )
 from ray_dcp.format.manifest import (
@@ -25,12 +24,6 @@ from ray_dcp.format.manifest import (
     encode_record,
     record_key,
 )
-from ray_dcp.plan.columns import decode
-from ray_dcp.plan.contents import with_contents
-from ray_dcp.plan.fingerprint import fingerprint
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
@@ -40,7 +33,6 @@ from ray_dcp.protocol.commands import (
     Failed,
     Finished,
     MakePlan,
-    Planned,
     PublishMetadata,
     ReadCheckpoint,
     ReadRecord,
@@ -53,8 +45,9 @@ from ray_dcp.protocol.commands import (
     WriteTable,
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
-from ray_dcp.protocol.planning import differences
+from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.runtime.commit_files import build_commit
+from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
     confirm_record,
@@ -107,7 +100,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return read_standing(opener(task.target))
         case MakePlan():
             with collector_paused():
-                return _make_plan(task)
+                return plan_of(task)
         case BuildCommit():
             _check_complete(opener(task.target), task)
             with collector_paused():
@@ -115,7 +108,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case WriteTable():
             storage = opener(task.target)
             for key, data in task.files:
-                storage.write(key, data)
+                _write(storage, key, data)
             return Finished()
         case CreateRecord():
             return _create(opener(task.target), task.slot, task.record)
@@ -141,44 +134,20 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return CheckpointRead(found.kind, found.slot, found.record)
 
 
-def _make_plan(task: MakePlan) -> Planned:
-    plan = make_plan(
-        _columns(task),
-        container=task.container,
-        part_bytes=task.part_bytes,
-        min_writer_bytes=MIN_WRITER_BYTES,
-        to_lowest_rank=task.to_lowest_rank,
-        checked=True,
-    )
-    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=differences(plan.disagreements))
-
-
-def _columns(task: MakePlan) -> list[Columns]:
-    """Returns what each rank holds; ranks that hold the same share it."""
-    known: dict[bytes, Columns] = {}
-    found = []
-    for rank, encoded in enumerate(task.columns):
-        name = task.fingerprints[rank] if task.fingerprints else b""
-        columns = known.get(name) if name else None
-        if columns is None:
-            columns = known[name] = decode(encoded)
-            if name and _fingerprint(columns, task) != name:
-                raise RankDisagreementError(
-                    f"expected the items of rank {rank} to have the fingerprint that it sent, but "
-                    f"they have another one: run the same version of ray_dcp on all ranks",
-                    rank=rank,
-                )
-        found.append(with_contents(columns, task.contents[rank], rank) if name else columns)
-    return found
-
-
-def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
-    """Returns the fingerprint of columns under the options of a task."""
-    return fingerprint(
-        columns, world_size=len(task.columns), container=task.container,
-        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-    )  # fmt: skip
+def _write(storage: Storage, key: str, data: bytes | tuple[memoryview, ...]) -> None:
+    if isinstance(data, bytes):
+        storage.write(key, data)
+        return
+    writer = storage.open_writer(key)
+    try:
+        for part in data:
+            writer.write(part)
+        writer.commit()
+    except KeyExistsError:
+        # A coordinator that died had written it for the same attempt.
+        storage.write(key, b"".join(data))
+    finally:
+        writer.abort()
 
 
 def _check_complete(storage: Storage, task: BuildCommit) -> None:
@@ -204,7 +173,7 @@ def _check_complete(storage: Storage, task: BuildCommit) -> None:
         ) from error
 
 
-def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
+def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts, ...]) -> None:
     """Checks that the files of the ranks are here as well, where the commit is made.
 
     Why: with a path that is not shared between the nodes every rank writes without an error, and
@@ -215,18 +184,20 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt, ...]) -> None:
     """
     wrong: list[str] = []
 
-    def check(receipt: FileReceipt) -> None:
+    def check(file: tuple[str, int]) -> None:
         # Why not a list: network filesystems show an old one for a while.
+        key, num_bytes = file
         try:
-            start = max(receipt.num_bytes - 1, 0)
-            tail = storage.read(receipt.key, start, 2)
+            start = max(num_bytes - 1, 0)
+            tail = storage.read(key, start, 2)
         except KeyMissingError:
-            wrong.append(f"{receipt.key} is missing")
+            wrong.append(f"{key} is missing")
             return
-        if len(tail) != receipt.num_bytes - start:
-            wrong.append(f"{receipt.key} has another length than {receipt.num_bytes} bytes")
+        if len(tail) != num_bytes - start:
+            wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    run_tasks(receipts, check, min(CHECK_THREADS, max(len(receipts) // CHECK_THREADS, 1)))
+    files = [file for receipt in receipts for file in receipt.lengths]
+    run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise StorageError(

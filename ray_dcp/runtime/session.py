@@ -28,6 +28,7 @@ from ray_dcp.runtime import registry
 from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.company import may_have_company
 from ray_dcp.runtime.connect_check import check_connect
+from ray_dcp.runtime.gathered_calls import GatheredCalls
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease, memory_owner
 from ray_dcp.runtime.patience import MARGIN_S, Patience
 from ray_dcp.runtime.plan_memory import PlanMemory
@@ -80,12 +81,12 @@ class Session:
 
         self._caller = hooks.this_caller(os.getpid())
         from ray_dcp.runtime.connection import Connection
+        from ray_dcp.runtime.heart import Heart
 
         self.connection = Connection(repr(self), rank)
         self._patience = Patience()
-        from ray_dcp.runtime.heart import Heart
-
         self._heart = Heart(self._reach, self.name, rank, self._who)
+        self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
@@ -134,10 +135,11 @@ class Session:
         self._check_open()
         is_held = isinstance(request, SaveStaged | PartsHeld)
         outlives_restart = is_held or isinstance(request, Opening)
+        patience_s = self._patience.of(request)
         try:
-            reply: Reply = self._ask(
+            reply: Reply = self._gathered.call(request, self._caller, beats_s) or self._ask(
                 lambda actor: actor.call.remote(request, self._caller, beats_s),
-                self._patience.of(request),
+                patience_s,
                 lambda failed: self._heart.given_up(failed, outlives_restart, is_held),
             )
         except ParticipantError:
@@ -263,6 +265,7 @@ class Session:
             return
         self.closed = True
         registry.forget(self)
+        self._gathered.close()
         if self._staging is not None:
             self._staging.close()
         if self._handle is not None and self.connection.is_up:

@@ -9,9 +9,20 @@ from collections.abc import Callable, Sequence
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol.beats import Beat
-from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, Result, Task, step_of
+from ray_dcp.protocol.commands import (
+    Answer,
+    Answers,
+    Arm,
+    Command,
+    Disarm,
+    Perform,
+    Result,
+    Task,
+    step_of,
+)
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, Refused, Request
+from ray_dcp.protocol.together import Batch, Batches, Together
 
 __all__ = ["Performer", "Shell", "Time"]
 
@@ -34,6 +45,7 @@ class Shell:
     Attributes:
         answers: Given and not yet taken, oldest first.
         tasks: To be performed, oldest first.
+        batches: Messages of several ranks that wait; their answers are in no other place.
     """
 
     def __init__(
@@ -42,6 +54,7 @@ class Shell:
         self.coordination = coordination
         self.answers: list[Answer] = []
         self.tasks: list[Perform] = []
+        self.batches = Batches()
         self._performer = performer
         self._time = time or Time()
         self._listens = time is not None
@@ -54,6 +67,15 @@ class Shell:
         except CheckpointError as error:
             return Refused(error)
         return None
+
+    def receive_together(self, message: Together, beats_s: float | None = None) -> Batch:
+        """Hands over what several ranks say; returns what they are told, as it comes."""
+        batch = self.batches.add(message)
+        commands, refused = self.coordination.receive_together(message, beats_s=beats_s)
+        for rank, reply in refused.items():
+            batch.put((rank,), reply)
+        self._carry_out(commands)
+        return batch
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible."""
@@ -113,7 +135,11 @@ class Shell:
         for command in commands:
             match command:
                 case Answer():
-                    self.answers.append(command)
+                    if self.batches.answer(command):
+                        self.answers.append(command)
+                case Answers(key, _, step, reply):
+                    alone = sorted(self.batches.answer(command))
+                    self.answers += [Answer(key, rank, step, reply) for rank in alone]
                 case Perform():
                     self.tasks.append(command)
                 case Arm():

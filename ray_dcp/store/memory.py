@@ -72,7 +72,7 @@ class MemoryStorage:
         self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
     ) -> None:
         """See `Storage.write`."""
-        self._put(key, bytes(as_bytes_view(data)), create)
+        self._put(key, data if type(data) is bytes else bytes(as_bytes_view(data)), create)
 
     def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` and `direct` change nothing."""

@@ -1,8 +1,9 @@
 """Planning and commit at scale: simulated ranks, real messages, the coordinator's real code.
 
 Every request and reply is pickled and unpickled as Ray does it and goes through `Coordination`
-and `perform`, as in the actor. Left out are Ray's transport, and the ranks' files: the storage says
-that they are there. Only what the coordinator does is counted, in CPU seconds of all its threads.
+and `perform`, as in the actor; from 65 ranks on by way of 64 gatherers at most, whose own CPU is
+other processes'. Left out are Ray's transport, and the ranks' files: the storage says that they are
+there. Only what the coordinator does is counted, in CPU seconds of all its threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.gathering import Gathering, group_of
 from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveOutcome, SaveReceipt, Target
+from ray_dcp.protocol.together import Batch, Together, Told
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank_join import join_save
@@ -37,6 +40,8 @@ from ray_dcp.store.memory import MemoryStorage
 
 WORLDS = (64, 256, 1024, 4096, 10240)
 TENSORS = 1000
+WARM_SAVES = 3
+"""Of which the median is told."""
 COLUMNS = 64
 TARGET = Target("memory://bench")
 
@@ -128,6 +133,21 @@ class Counted:
         if refused is not None:
             raise refused.error
 
+    def take_together(self, blob: tuple[bytes, list[memoryview]], sort: str) -> Batch:
+        """Takes what a gatherer sends, as it comes over the wire."""
+        data, buffers = blob
+        self.messages[sort] += 1
+        self.bytes[sort] += len(data) + sum(map(len, buffers))
+        with self._counting(sort):
+            return self.shell.receive_together(pickle.loads(data, buffers=buffers))
+
+    def told(self, sort: str) -> list[Told]:
+        """Returns what gatherers are told, as they read it."""
+        with self._counting(sort):
+            sent = [pickle.dumps(Told(tuple(b.told)), 5) for b in self.shell.batches.ready()]
+        self.bytes[sort] += sum(map(len, sent))
+        return list(map(pickle.loads, sent))
+
     def work(self) -> None:
         """Performs all tasks."""
         while self.shell.tasks:
@@ -147,6 +167,52 @@ class Counted:
         start_s = time.process_time()
         yield
         self.cpu_s[sort] += time.process_time() - start_s
+
+
+def wired(message: Together) -> tuple[bytes, list[memoryview]]:
+    """Returns a message as Ray sends it: arrays beside the pickle, which the receiver maps."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(message, 5, buffer_callback=buffers.append)
+    return data, [memoryview(buffer.raw().tobytes()) for buffer in buffers]
+
+
+class Ranks:
+    """How the ranks' requests come to a coordinator and its answers to them: directly, or by way
+    of gatherers, of which each is in a process of its own else."""
+
+    def __init__(self, counted: Counted, key: OpKey, world_size: int) -> None:
+        self._counted = counted
+        self._key = key
+        groups = {group_of(rank, world_size) for rank in range(world_size)} - {None}
+        self._gatherings = [
+            (group, Gathering(group, lambda: 0.0)) for group in sorted(groups, key=min)
+        ]
+
+    def say(self, requests: dict[int, Any], sort: str) -> None:
+        """Hands over one request of each of these ranks."""
+        if not self._gatherings:
+            for request in requests.values():
+                self._counted.take(pickle.dumps(request, 5), sort)
+        blobs = []
+        for group, gathering in self._gatherings:
+            for rank in group:
+                if rank in requests:
+                    said = pickle.loads(pickle.dumps(requests[rank], 5))
+                    blobs += map(wired, gathering.take(said))
+        gc.collect()
+        gc.freeze()
+        for blob in blobs:
+            self._counted.take_together(blob, sort)
+
+    def hear(self, sort: str) -> dict[int, Any]:
+        """Returns what ranks are told."""
+        told = {rank: pickle.loads(blob) for rank, blob in self._counted.answers(sort).items()}
+        for one in self._counted.told(sort) if self._gatherings else ():
+            told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
+            for group, gathering in self._gatherings:
+                if one.replies[0][0][0] in group:
+                    gathering.told(Together(self._key, "SaveJoin", tuple(group), ()), one)
+        return told
 
 
 def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Columns],
@@ -169,27 +235,29 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         sending[rank] = next(joins[rank])
     gc.freeze()
     rows_moved = 0
+    ranks = Ranks(counted, key, world_size)
     plans: list[tuple[Any, RankPlan]] = []
     while sending:
-        for rank, request in sending.items():
-            rows_moved += len(held(rank)) if request.columns else 0
-            counted.take(pickle.dumps(request, 5), "join")
+        rows_moved += sum(len(held(rank)) for rank, one in sending.items() if one.columns)
+        ranks.say(sending, "join")
         counted.work()
         sending = {}
-        for rank, blob in sorted(counted.answers("go").items()):
+        for rank, reply in sorted(ranks.hear("go").items()):
             try:
-                sending[rank] = joins[rank].send(pickle.loads(blob))
+                sending[rank] = joins[rank].send(reply)
             except StopIteration as end:
                 plans.append((end.value[0], end.value[0].plan))
     written: Counter[int] = Counter()
+    receipts = {}
     for go, plan in plans:
-        receipts = tuple(receipt_of(file, go.attempt) for file in plan.files)
+        files = tuple(receipt_of(file, go.attempt) for file in plan.files)
         written[plan.rank] += sum(int(file.payload_bytes.sum()) for file in plan.files)
-        message = SaveReceipt(key, plan.rank, go.attempt, go.epoch, receipts)
-        counted.take(pickle.dumps(message, 5), "receipt")
+        receipts[plan.rank] = SaveReceipt(key, plan.rank, go.attempt, go.epoch, files)
+    ranks.say(receipts, "receipt")
+    del receipts
     counted.work()
-    outcomes = counted.answers("outcome")
-    first = pickle.loads(outcomes[0])
+    outcomes = ranks.hear("outcome")
+    first = outcomes[0]
     if not isinstance(first, SaveOutcome) or len(outcomes) != world_size:
         raise AssertionError(f"expected {world_size} commits, found {len(outcomes)}: {first}")
     return {
@@ -325,31 +393,35 @@ def plan(tensors: int, largest: int) -> int:
     print(f"limit: {limit_row_us(256, tensors):.2f} us a row (one sort, one look)")
     stock_us = stock_row_us(32, tensors)
     print(f"stock DCP's create_global_plan: {stock_us:.1f} us a row at 32 ranks\n")
-    print(f"{'ranks':>6} {'tensors':>7} {'save':>5} {'CPU s':>8} {'plan us/row':>11}", end="")
+    print(f"{'ranks':>6} {'tensors':>7} {'layout':>9} {'save':>5} {'CPU s':>8}", end="")
+    print(f" {'plan us/row':>11}", end="")
     print(f" {'rows moved':>10} {'in MB':>7} {'out MB':>7} {'messages':>8}", end="")
     print(f" {'table B/row':>11} {'peak MiB':>8}")
-    slopes: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for count in (tensors, 1):
+    slopes: dict[tuple[int, str, str], list[float]] = defaultdict(list)
+    for count, regular in ((tensors, False), (tensors, True), (1, False)):
+        layout = "regular" if regular else "irregular"
         for world in worlds:
-            found = measured(world, count, False, 2)
-            rows = world * count
+            found = measured(world, count, regular, 1 + WARM_SAVES)
             table = sum(size for key, size in found["files"].items() if "parquet" in key)
-            for name, cost in zip(("cold", "warm"), found["saves"], strict=True):
+            rows = world * count
+            cold, *again = found["saves"]
+            warm = sorted(again, key=lambda cost: sum(cost["cpu_s"].values()))[len(again) // 2]
+            for name, cost in (("cold", cold), ("warm", warm)):
                 cpu, moved = cost["cpu_s"], cost["bytes"]
-                slopes[count, name].append(sum(cpu.values()))
+                slopes[count, layout, name].append(sum(cpu.values()))
                 planning = sum(cpu.get(step, 0.0) for step in PLANNING)
                 print(
-                    f"{world:>6} {count:>7} {name:>5} {sum(cpu.values()):>8.3f} "
+                    f"{world:>6} {count:>7} {layout:>9} {name:>5} {sum(cpu.values()):>8.3f} "
                     f"{planning / rows * 1e6:>11.2f} {cost['rows moved']:>10} "
                     f"{(moved['join'] + moved['receipt']) / 1e6:>7.1f} "
                     f"{(moved['go'] + moved['outcome']) / 1e6:>7.1f} {cost['messages']:>8} "
                     f"{table / rows:>11.1f} {found['peak_bytes'] >> 20:>8}"
                 )
                 print(f"{'':>21}" + ", ".join(f"{k} {v:.3f}" for k, v in cpu.items() if v >= 5e-4))
-    for (count, name), spent in slopes.items():
+    for (count, layout, name), spent in slopes.items():
         steps = [b / a for a, b in pairwise(spent)]
         print(
-            f"{name}, {count} tensors: CPU x {spent[-1] / spent[0]:.1f} for ranks x "
+            f"{name}, {count} tensors, {layout}: CPU x {spent[-1] / spent[0]:.1f} for ranks x "
             f"{worlds[-1] // worlds[0]} (steps {', '.join(f'{step:.1f}' for step in steps)})"
         )
     for world, layers in ((256, 16), (10_000, 80)):

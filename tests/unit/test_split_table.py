@@ -177,6 +177,7 @@ def test_other_bytes_are_refused(data):
 
 def test_encoding_is_what_the_documentation_says():
     data = encode_checks(
-        offsets_of(np.array([2, 0])), np.array([[7, 8, 9]]), np.array([1, 2], np.uint64)
+        offsets_of(np.array([2, 0])), np.array([[7, 8, 9]]), [np.array([1, 2], np.uint64)]
     )
+    data = b"".join(data)
     assert np.frombuffer(data, "<i8", offset=8).tolist() == [2, 1, 2, 0, 2, 2, 7, 8, 9, 1, 2]

@@ -1,0 +1,108 @@
+"""What all ranks of a mesh hold, from what a few of them say: rows that need not be sent.
+
+Where every rank holds the part of each tensor that its place in a mesh says (`Shard` and
+`Replicate` of DTensors, equal slabs, uneven last ones), its boxes follow from those of rank 0 and
+a step for each dimension of the mesh. Neither mesh nor placements are asked for: they are read off
+the rows of few ranks. Whether a rank really holds what follows is told by its fingerprint, so that
+a wrong guess costs time and nothing else: ranks that hold something else send their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ray_dcp.plan.values import Columns, Int64Array
+
+__all__ = ["Regular", "infer", "probes"]
+
+
+def probes(world_size: int) -> tuple[int, ...]:
+    """Returns the ranks whose rows tell the mesh, ascending: 0 and where a dimension may begin.
+
+    Example:
+        >>> probes(12)
+        (0, 1, 2, 3, 4, 6)
+    """
+    small = [one for one in range(1, int(world_size**0.5) + 1) if world_size % one == 0]
+    divisors = {*small, *(world_size // one for one in small)}
+    return (0, *sorted(divisors - {world_size}))
+
+
+@dataclass(frozen=True, eq=False)
+class Regular:
+    """A mesh of ranks, and what each of them holds.
+
+    Attributes:
+        first: What rank 0 holds.
+        strides: Distance in ranks between neighbours along each dimension of the mesh, ascending;
+            each is a multiple of the one before.
+        lengths: Length of each dimension.
+        steps: int64[dimensions, n, D], how far the boxes of neighbours lie apart.
+    """
+
+    first: Columns
+    strides: tuple[int, ...]
+    lengths: tuple[int, ...]
+    steps: Int64Array
+
+    def of(self, rank: int) -> Columns:
+        """Returns what a rank holds, if it is as regular as those that were looked at."""
+        offset = self.first.offset.copy()
+        for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
+            offset += step * (rank // stride % length)
+        return _placed(self.first, offset)
+
+
+def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
+    """Returns the mesh on which the boxes of ranks lie; None where there is none.
+
+    Args:
+        known: What the ranks of `probes` hold, and perhaps others.
+        world_size: Number of ranks.
+    """
+    first = known.get(0)
+    if first is None or any(rank not in known for rank in probes(world_size)):
+        return None
+    if not all(_alike(first, known[rank]) for rank in probes(world_size)):
+        return None
+    strides, steps = [1], [np.zeros_like(first.offset)]
+    if world_size > 1:
+        steps = [known[1].offset - first.offset]
+    for rank in probes(world_size)[2:]:
+        if rank % strides[-1]:
+            continue
+        # A dimension goes on as long as its steps add up. Where two look like one, they are one.
+        expected = first.offset + steps[-1] * (rank // strides[-1])
+        same = _placed(first, expected)
+        found = known[rank]
+        if not (np.array_equal(same.offset, found.offset) and _same_sizes(same, found)):
+            strides.append(rank)
+            steps.append(found.offset - first.offset)
+    ends = [*strides[1:], world_size]
+    lengths = [end // stride for stride, end in zip(strides, ends, strict=True)]
+    return Regular(first, tuple(strides), tuple(lengths), np.stack(steps))
+
+
+def _alike(one: Columns, other: Columns) -> bool:
+    """Whether two ranks hold boxes of the same tensors, in one order."""
+    return (
+        one.names == other.names
+        and one.paths == other.paths
+        and one.dtypes == other.dtypes
+        and one.offset.shape == other.offset.shape
+    )
+
+
+def _same_sizes(one: Columns, other: Columns) -> bool:
+    return np.array_equal(one.size, other.size)
+
+
+def _placed(first: Columns, offset: Int64Array) -> Columns:
+    """Returns rank 0's items at other places: what reaches out of a tensor is cut off."""
+    offset = np.minimum(offset, np.maximum(first.shape, first.offset))
+    inside = np.maximum(first.shape - offset, 0)
+    size = np.where(offset == first.offset, first.size, np.minimum(first.size, inside))
+    return replace(first, offset=offset, size=size)

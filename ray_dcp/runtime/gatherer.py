@@ -1,0 +1,170 @@
+"""The gatherer: an actor that sends on what the ranks of a group say, in few messages.
+
+One for each group of ranks of a large job, made by whoever of them calls first, on his node. It
+holds nothing that is not held elsewhere: where it dies, or can't reach the coordinator, its ranks
+call that themselves (`gathered_calls`). What is sent when is decided in `protocol.gathering`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.protocol.commands import step_of
+from ray_dcp.protocol.gathering import Gathering
+from ray_dcp.protocol.messages import OpKey, Reply, Request
+from ray_dcp.protocol.together import Together
+from ray_dcp.protocol.verdict import Opening
+from ray_dcp.runtime.coordinator_handle import coordinator_of
+from ray_dcp.runtime.hooks import Caller
+from ray_dcp.runtime.naming import MOST_CALLS, check_lease, gatherer_name
+
+__all__ = ["Gatherer", "gatherer_of"]
+
+LOOK_S = 5.0
+"""How often it looks whether anybody needs it, in seconds."""
+
+Waiting = tuple[OpKey, int, str]
+
+
+class Gatherer:
+    """Sends on what ranks say; in the event loop's thread.
+
+    Args:
+        coordinator: What the coordinator is called after.
+        ranks: Of the group.
+        namespace: Ray namespace of the coordinator.
+        lease_s: It leaves when all its ranks have, and after so many seconds without a call.
+    """
+
+    def __init__(self, coordinator: str, ranks: range, namespace: str, lease_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._reach = partial(coordinator_of, coordinator, namespace=namespace, lease_s=lease_s)
+        self._coordinator: Any = None
+        self._gathering = Gathering(ranks, self._loop.time)
+        self._waiting: dict[Waiting, list[asyncio.Future[Reply | None]]] = {}
+        self._said: dict[int, tuple[Caller, float | None]] = {}
+        self._present: set[int] = set()
+        self._lease_s = lease_s
+        self._last_call_s = self._loop.time()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._self = ray.get_runtime_context().current_actor
+        self._start(self._watch())
+
+    async def call(self, request: Request, caller: Caller, beats_s: float | None) -> Reply | None:
+        """Returns the coordinator's reply to a request of a rank of the group.
+
+        Args:
+            request: May come again.
+            caller: Who the rank is for Ray.
+            beats_s: See `Coordination.receive`.
+
+        Returns:
+            None when the coordinator can't be reached: the rank has to find out by itself.
+        """
+        self._last_call_s = self._loop.time()
+        self._present.add(request.rank)
+        self._said[request.rank] = (caller, beats_s)
+        future: asyncio.Future[Reply | None] = self._loop.create_future()
+        at = (request.key, request.rank, step_of(request))
+        self._waiting.setdefault(at, []).append(future)
+        for message in self._gathering.take(request):
+            self._start(self._send(message, isinstance(request, Opening)))
+        self._set_timer()
+        return await future
+
+    async def pid(self) -> int:
+        """Returns its process, at once: so it is known to live."""
+        return os.getpid()
+
+    async def leave(self, rank: int) -> None:
+        """Takes that a rank will not call again; with the last one it ends."""
+        self._present.discard(rank)
+        if not self._present and not self._waiting:
+            ray.kill(self._self, no_restart=True)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        at_s = self._gathering.next_s
+        self._timer = None if at_s is None else self._loop.call_at(at_s, self._send_late)
+
+    def _send_late(self) -> None:
+        for message in self._gathering.due():
+            self._start(self._send(message, True))
+        self._set_timer()
+
+    async def _send(self, message: Together, opens: bool) -> None:
+        """Sends a message until all its ranks are told, or the coordinator can't be reached."""
+        left = set(message.ranks)
+        try:
+            while left:
+                if self._coordinator is None:
+                    self._coordinator = await asyncio.to_thread(self._reach)
+                said = [self._said[rank] for rank in message.ranks]
+                # Why only then: who a rank is for Ray has to be told once.
+                callers = [caller for caller, _ in said] if opens else []
+                beats_s = said[0][1]
+                told = await self._coordinator.call_together.remote(message, callers, beats_s)
+                self._gathering.told(message, told)
+                for ranks, reply in told.replies:
+                    left.difference_update(ranks)
+                    for rank in ranks:
+                        self._answer((message.key, rank, message.step), reply)
+                if left:
+                    message = message.only(left)
+        except (RayError, CheckpointError, ConnectionError):
+            self._coordinator = None
+        finally:
+            for rank in left:
+                self._answer((message.key, rank, message.step), None)
+
+    def _answer(self, at: Waiting, reply: Reply | None) -> None:
+        for future in self._waiting.pop(at, []):
+            if not future.done():
+                future.set_result(reply)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        # Why kept: the event loop itself holds tasks weakly.
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._lease_s))
+            idle_s = self._loop.time() - self._last_call_s
+            if not self._waiting and idle_s >= self._lease_s:
+                ray.kill(self._self, no_restart=True)
+
+
+def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:
+    """Returns the handle of a group's gatherer, after making it if there is none.
+
+    Args:
+        coordinator: What the coordinator is called after.
+        ranks: Of the group.
+        namespace: Ray namespace to look in.
+        lease_s: See `Gatherer`; counts when the actor is made.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    actor = ray.remote(Gatherer).options(
+        name=gatherer_name(coordinator, ranks),
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=0,
+        max_concurrency=MOST_CALLS,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
+    )
+    return actor.remote(coordinator, ranks, namespace, check_lease(lease_s))

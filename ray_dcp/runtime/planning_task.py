@@ -1,0 +1,93 @@
+"""Makes a plan of what the ranks sent, and of what follows of it for those that sent nothing."""
+
+from __future__ import annotations
+
+from ray_dcp.errors import RankDisagreementError
+from ray_dcp.plan.columns import decode
+from ray_dcp.plan.contents import with_contents
+from ray_dcp.plan.fingerprint import Fingerprints, fingerprint
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.regular import infer
+from ray_dcp.plan.values import Columns
+from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
+from ray_dcp.protocol.planning import differences
+
+__all__ = ["plan_of"]
+
+
+def plan_of(task: MakePlan) -> Planned | RowsMissing:
+    """Returns what a task of this kind asks for.
+
+    Raises:
+        CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
+    """
+    held = _sent(task)
+    absent = [rank for rank in range(len(task.columns)) if rank not in held]
+    if absent:
+        held.update(_derived(task, held, absent))
+    missing = tuple(rank for rank in absent if rank not in held)
+    if missing:
+        return RowsMissing(missing)
+    columns = [held[rank] for rank in range(len(task.columns))]
+    if task.fingerprints:
+        columns = [
+            with_contents(own, told, rank)
+            for rank, (own, told) in enumerate(zip(columns, task.contents, strict=True))
+        ]
+    plan = make_plan(
+        columns,
+        container=task.container,
+        part_bytes=task.part_bytes,
+        min_writer_bytes=MIN_WRITER_BYTES,
+        to_lowest_rank=task.to_lowest_rank,
+        checked=True,
+    )
+    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
+    return Planned(plan, parts, disagreements=differences(plan.disagreements))
+
+
+def _sent(task: MakePlan) -> dict[int, Columns]:
+    """Returns what the ranks hold whose rows are known; those that hold the same share it."""
+    known: dict[bytes, Columns] = {}
+    found = {}
+    for rank, encoded in enumerate(task.columns):
+        name = task.fingerprints[rank] if task.fingerprints else b""
+        if name and not encoded:
+            continue
+        columns = known.get(name) if name else None
+        if columns is None:
+            columns = known[name] = decode(encoded)
+            if name and _fingerprint(columns, task) != name:
+                raise RankDisagreementError(
+                    f"expected the items of rank {rank} to have the fingerprint that it sent, but "
+                    f"they have another one: run the same version of ray_dcp on all ranks",
+                    rank=rank,
+                )
+        found[rank] = columns
+    return found
+
+
+def _derived(task: MakePlan, held: dict[int, Columns], absent: list[int]) -> dict[int, Columns]:
+    """Returns what the other ranks hold, as far as that follows and their fingerprints say so."""
+    regular = infer(held, len(task.columns))
+    if regular is None:
+        return {}
+    names = Fingerprints(
+        regular.first, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip
+    found = {}
+    for rank in absent:
+        columns = regular.of(rank)
+        if names.of(columns) == task.fingerprints[rank]:
+            found[rank] = columns
+    return found
+
+
+def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
+    """Returns the fingerprint of columns under the options of a task."""
+    return fingerprint(
+        columns, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip

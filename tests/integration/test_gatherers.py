@@ -1,0 +1,124 @@
+"""Real ranks, gatherers and coordinator: few messages, and a gatherer that dies holds nobody up."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import ray
+
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol import gathering
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime import gathered_calls
+from ray_dcp.runtime.naming import NAMESPACE, gatherer_name
+from ray_dcp.runtime.rank import drive, save_rank
+from ray_dcp.runtime.session import Session
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
+from ray_dcp.testing.ranks import load_state
+from tests.polling import eventually
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+WORLD = 4
+
+
+class Job:
+    def __init__(self, path):
+        self.url = str(path / "ckpt")
+        self.name = f"test-{secrets.token_hex(4)}"
+        self.sessions = [Session(self.name, rank, WORLD, lease_s=30.0) for rank in range(WORLD)]
+
+    def save(self, state, threads):
+        def one(session, key):
+            with session.activity(60.0) as activity:
+                steps = save_rank(
+                    key, rank=session.rank, world_size=WORLD, target=Target(self.url),
+                    options=SaveOptions(num_threads=1), memory=session.plans,
+                    capture=partial(ArrayCapture, state, session.rank, WORLD),
+                )  # fmt: skip
+                return drive(steps, activity.call)
+
+        keys = [session.next_key() for session in self.sessions]
+        each = zip(self.sessions, keys, strict=True)
+        outcomes = [future.result(90) for future in [threads.submit(one, *at) for at in each]]
+        assert len({outcome.attempt for outcome in outcomes}) == 1
+        assert same_state(state, load_state(open_storage(Target(self.url)), state, 1))
+
+    def gatherer(self, start):
+        name = gatherer_name(self.name, range(start, start + 2))
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+    def close(self):
+        for session in self.sessions:
+            session.close()
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setattr(gathering, "MOST_GATHERERS", 2)
+    found = Job(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(WORLD) as pool:
+        yield pool
+
+
+@pytest.fixture
+def direct(job, monkeypatch):
+    """Ranks that called the coordinator themselves."""
+    found = []
+    for session in job.sessions:
+
+        def ask(*args, plain=session._ask, rank=session.rank, **options):
+            found.append(rank)
+            return plain(*args, **options)
+
+        monkeypatch.setattr(session, "_ask", ask)
+    return found
+
+
+def test_ranks_save_by_way_of_gatherers_that_leave_with_them(job, threads, direct):
+    for step in range(2):
+        job.save(sample_state(step), threads)
+    assert direct == []
+    first, other = job.gatherer(0), job.gatherer(2)
+    assert None not in (first, other)
+    # One dies: its ranks go on by themselves, and make another for what comes after.
+    ray.kill(first)
+    assert eventually(lambda: job.gatherer(0) is None, 20)
+    job.save(sample_state(2), threads)
+    assert set(direct) <= {0, 1}
+    job.save(sample_state(3), threads)
+    assert job.gatherer(0) is not None
+    job.close()
+    assert eventually(lambda: job.gatherer(0) is None and job.gatherer(2) is None, 20)
+
+
+def test_a_gatherer_that_freezes_is_not_waited_for(job, threads, direct, monkeypatch):
+    job.save(sample_state(0), threads)
+    pid = ray.get(job.gatherer(2).pid.remote())
+    monkeypatch.setattr(gathered_calls, "ALIVE_S", 0.5)
+    for session in job.sessions:
+        plain = session._gathered.call
+        monkeypatch.setattr(
+            session._gathered, "call", lambda said, who, _, plain=plain: plain(said, who, 1.0)
+        )
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        job.save(sample_state(1), threads)
+        assert {2, 3} <= set(direct)
+    finally:
+        os.kill(pid, signal.SIGCONT)

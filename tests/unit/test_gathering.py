@@ -1,0 +1,342 @@
+"""Large jobs: gatherers send what ranks say in few messages, which mean what the requests mean."""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    DamagedCheckpointError,
+    InternalError,
+    InvalidRequestError,
+    PlanConflictError,
+    RankDisagreementError,
+)
+from ray_dcp.format.checksums import digest
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol import operation
+from ray_dcp.protocol.gathering import (
+    FIRST_WAIT_S,
+    LONGEST_WAIT_S,
+    Gathering,
+    group_of,
+    is_gathered,
+)
+from ray_dcp.protocol.messages import (
+    DeferredPlace,
+    Exchange,
+    FileReceipt,
+    LoadJoin,
+    OpKey,
+    SaveJoin,
+    SaveReceipt,
+    SendItems,
+    Target,
+)
+from ray_dcp.protocol.receipts import join_receipts, pack_receipts
+from ray_dcp.protocol.together import JoinedTogether, Told, WrittenTogether, together
+from ray_dcp.runtime.plan_memory import PlanMemory
+from ray_dcp.runtime.rank import save_rank
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
+from ray_dcp.testing.ranks import load_ranks, load_state
+from tests.gathered_ranks import Gathered
+
+WORLD = 6
+GROUPS = (range(2), range(2, 4), range(4, 6))
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    """Six ranks do what 10,000 do."""
+    monkeypatch.setattr(operation, "MANY", 1)
+
+
+class Job:
+    """Ranks that save again and again."""
+
+    def __init__(self, name, groups=GROUPS):
+        self.url = f"memory://{name}-{random.getrandbits(60):x}"
+        self.memories = [PlanMemory() for _ in range(WORLD)]
+        self.world = Gathered(groups)
+        self.seq = 0
+
+    def save(self, state, *, groups=GROUPS, options=None, urls=None, capture=ArrayCapture, **how):
+        self.seq += 1
+        world = Gathered(groups, self.world.coordination)
+        ranks = [
+            save_rank(
+                OpKey("s", self.seq), rank=rank, world_size=WORLD,
+                target=Target(urls[rank] if urls else self.url),
+                options=options or SaveOptions(num_threads=1), memory=self.memories[rank],
+                capture=partial(capture, state, rank, WORLD),
+            )
+            for rank in range(WORLD)
+        ]  # fmt: skip
+        return world, world.run(ranks, **how)
+
+    @property
+    def storage(self):
+        return MemoryStorage(self.url.removeprefix("memory://"))
+
+    def holds(self, state):
+        return same_state(state, load_state(self.storage, state, 2))
+
+
+def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
+    job = Job("warm")
+    _, results = job.save(sample_state(0))
+    assert {result.get().slot for result in results} == {1}
+    world, results = job.save(sample_state(1))
+    assert {result.get().slot for result in results} == {2}
+    assert world.messages == {"SaveJoin": 3, "SaveReceipt": 3}
+    assert not world.direct
+    kinds = [type(message.said) for message in world.together]
+    assert kinds == [JoinedTogether] * 3 + [WrittenTogether] * 3
+    assert job.holds(sample_state(1))
+
+
+def test_by_way_of_gatherers_and_without_the_same_is_written():
+    def files(job):
+        return {
+            entry.key.split(".")[0]: job.storage.read(entry.key)
+            for entry in job.storage.list()
+            if entry.key.endswith(".distcp")
+        }
+
+    one, other = Job("one"), Job("other")
+    for state in (sample_state(0), sample_state(1)):
+        one.save(state)
+        world, _ = other.save(state, groups=())
+        assert not world.messages
+    assert files(one) == files(other) != {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_any_order_and_whoever_dies_all_ranks_commit(seed):
+    dice = random.Random(seed)
+    job = Job(f"dice-{seed}")
+    for number in range(2):
+        state = sample_state(number)
+        deaths = dice.choice((0.0, 0.1, 0.4))
+        world, results = job.save(
+            state, choose=dice.randrange, kill=lambda group, most=deaths: dice.random() < most
+        )
+        assert len({result.get().attempt for result in results}) == 1
+        assert job.holds(state)
+        assert bool(world.direct) == any(group.is_dead for group in world.groups)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_loads_go_the_same_way(seed):
+    dice = random.Random(seed)
+    job = Job(f"load-{seed}")
+    job.save(sample_state(3))
+    ranks, _ = load_ranks(sample_state(3), WORLD, job.url, session="s", seq=99)
+    world = Gathered(GROUPS, job.world.coordination)
+    results = world.run(
+        ranks, choose=dice.randrange, kill=lambda group: dice.random() < 0.05 * (seed % 2)
+    )
+    for result in results:
+        result.get()
+    assert seed % 2 or set(world.messages.values()) == {3}
+
+
+def test_a_rank_that_differs_is_told_as_by_itself():
+    job = Job("differs")
+    job.save(sample_state(0))
+    urls = [job.url] * WORLD
+    urls[3] += "-else"
+    _, results = job.save(sample_state(0), urls=urls)
+    for result in results:
+        with pytest.raises(RankDisagreementError, match="rank 3"):
+            result.get()
+
+
+def test_a_rank_that_fails_fails_all_at_once():
+    class Failing(ArrayCapture):
+        def source(self, row):
+            if self.rank == 4:
+                raise OSError("the disk is gone")
+            return super().source(row)
+
+        def __init__(self, state, rank, world_size):
+            self.rank = rank
+            super().__init__(state, rank, world_size)
+
+    job = Job("fails")
+    job.save(sample_state(0))
+    world, results = job.save(sample_state(1), capture=Failing)
+    for result in results:
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            result.get()
+    assert world.direct == {"SaveReceipt": 1}
+    assert job.holds(sample_state(0))
+
+
+def test_content_that_differs_is_refused_by_way_of_gatherers():
+    class Own(ArrayCapture):
+        def __init__(self, state, rank, world_size):
+            super().__init__({**state, "step": rank}, rank, world_size)
+
+    job = Job("check")
+    options = SaveOptions(num_threads=1, replicas="check")
+    state = {"w": np.arange(12.0), "step": 0}
+    job.save(state, options=options)
+    _, results = job.save(state, options=options, capture=Own)
+    for result in results:
+        with pytest.raises(PlanConflictError, match="step"):
+            result.get()
+
+
+def test_receipts_of_another_attempt_are_refused_one_by_one():
+    job = Job("fence")
+    job.save(sample_state(0))
+    world = Gathered(GROUPS, job.world.coordination)
+    stray = [SaveReceipt(OpKey("s", 1), rank, "other", 1, (receipt_of(rank),)) for rank in range(2)]
+    batch = world.shell.receive_together(together(stray))
+    told = dict(batch.told)
+    assert set(told) == {(0,), (1,)}
+    assert all(isinstance(reply.error, CommitUnknownError) for reply in told.values())
+
+
+# --- the gatherer by itself ---------------------------------------------------------------------
+
+
+def join(rank, **changes):
+    plain = SaveJoin(
+        OpKey("run", 0), rank, 10, Target("memory://x"), SaveOptions(), b"",
+        fingerprint=bytes([rank]) * 32, known=b"d" * 32, values=bytes([rank]),
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def receipt_of(file, key=None, places=()):
+    checks = np.arange(file + 1, dtype=np.uint64)
+    return FileReceipt(file, key or f"__{file}_0.a1.distcp", 10, digest(checks), checks, places)
+
+
+def test_joins_together_mean_the_same():
+    joins = [join(rank) for rank in (2, 0, 1)]
+    message = together(joins)
+    assert isinstance(message.said, JoinedTogether)
+    assert message.requests() == sorted(joins, key=lambda one: one.rank)
+    assert message.only({1}).requests() == [join(1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"known": b""}, {"known": b"e" * 32}, {"columns": b"rows"}, {"contents": b"12345678"},
+        {"asked": 1}, {"fingerprint": b""}, {"staged": True}, {"world_size": 11},
+        {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
+        {"target": Target("memory://x", filesystem="fs")},
+        {"error": CheckpointError("no")},
+    ],
+)  # fmt: skip
+def test_a_join_that_is_not_like_the_others_travels_as_it_is(change):
+    joins = [join(0), join(1, **change)]
+    message = together(joins)
+    assert message.said == tuple(joins)
+    assert list(message.requests()) == joins
+
+
+def test_receipts_together_mean_the_same():
+    places = (DeferredPlace(3, 64, 100, 1024), DeferredPlace(4, 192, 5, 1024))
+    receipts = [
+        SaveReceipt(OpKey("run", 0), 1, "a1", 1, (receipt_of(2), receipt_of(3, places=places))),
+        SaveReceipt(OpKey("run", 0), 0, "a1", 1, ()),
+    ]
+    message = together(receipts)
+    assert isinstance(message.said, WrittenTogether)
+    empty, full = message.requests()
+    assert empty == receipts[1]
+    assert replace(full, files=()) == replace(receipts[0], files=())
+    for found, sent in zip(full.files, receipts[0].files, strict=True):
+        assert found.checks.tolist() == sent.checks.tolist()
+        assert vars(replace(found, checks=None)) == vars(replace(sent, checks=None))
+
+
+@pytest.mark.parametrize("change", [{"error": CheckpointError("no")}, {"attempt": "a2"}])
+def test_a_receipt_that_is_not_like_the_others_travels_as_it_is(change):
+    first = SaveReceipt(OpKey("run", 0), 0, "a1", 1, (receipt_of(0),))
+    receipts = [first, replace(first, rank=1, files=(), **change)]
+    assert together(receipts).said == tuple(receipts)
+
+
+def test_checksums_that_change_on_the_way_are_noticed_by_both():
+    bad = replace(receipt_of(1), checks=np.arange(2, dtype=np.uint64) + np.uint64(1))
+    message = together([SaveReceipt(OpKey("run", 0), 0, "a1", 1, (bad,))])
+    assert isinstance(message.said, tuple)
+    good = pack_receipts([receipt_of(1), receipt_of(2)]).proven()
+    changed = replace(good, parts=(good.parts[0] + np.uint64(1),))
+    with pytest.raises(DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
+        join_receipts([changed])
+    swapped = replace(good, digests=good.digests[16:] + good.digests[:16])
+    with pytest.raises(DamagedCheckpointError):
+        join_receipts([swapped])
+    assert join_receipts([good]).checks.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_receipts_are_joined_by_file():
+    whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)]).proven()])
+    assert whole.file.tolist() == [1, 5, 7]
+    assert [one.key for one in whole] == [f"__{file}_0.a1.distcp" for file in (1, 5, 7)]
+    assert [one.checks.tolist() for one in whole] == [
+        receipt_of(file).checks.tolist() for file in (1, 5, 7)
+    ]
+    with pytest.raises(InternalError, match="one receipt for file 5, but found two"):
+        join_receipts([receipt_of(5), receipt_of(5, key="again")])
+    with pytest.raises(InternalError, match="of one line"):
+        pack_receipts([receipt_of(5, key="a\nb")])
+    assert len(join_receipts([])) == 0
+
+
+def test_what_is_incomplete_goes_late_and_ever_later():
+    now = [0.0]
+    gathering = Gathering(range(3), lambda: now[0])
+    assert gathering.take(join(0)) == []
+    assert gathering.next_s == FIRST_WAIT_S
+    assert gathering.due() == []
+    now[0] = FIRST_WAIT_S
+    assert [message.ranks for message in gathering.due()] == [(0,)]
+    assert gathering.next_s is None
+    assert gathering.take(join(1)) == []
+    assert gathering.next_s == 3 * FIRST_WAIT_S
+    # The last one completes it: nothing is waited for any more.
+    assert [message.ranks for message in gathering.take(join(2))] == [(1, 2)]
+    for _ in range(9):
+        gathering.take(join(0))
+        wait_s = 0.0 if gathering.next_s is None else gathering.next_s - now[0]
+        assert wait_s <= LONGEST_WAIT_S
+
+
+def test_who_is_asked_for_more_is_waited_for_and_no_others():
+    gathering = Gathering(range(4), lambda: 0.0)
+    messages = [message for rank in range(4) for message in gathering.take(join(rank))]
+    (first,) = messages
+    gathering.told(first, Told((((1, 3), SendItems(rows=True)),)))
+    assert gathering.take(join(3, asked=1)) == []
+    assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
+
+
+def test_groups_are_few_and_of_neighbours():
+    for world_size in (65, 100, 128, 1000, 10240):
+        groups = {group_of(rank, world_size) for rank in range(world_size)}
+        assert len(groups) <= 64
+        ranks = sorted(rank for group in groups for rank in group)
+        assert ranks == list(range(world_size))
+    assert group_of(0, 64) is None
+    with pytest.raises(InvalidRequestError, match="rank from 0 to 99, found 100"):
+        group_of(100, 100)
+
+
+def test_what_fails_goes_directly():
+    assert is_gathered(join(0))
+    assert not is_gathered(join(0, error=CheckpointError("no")))
+    assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
+    assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))

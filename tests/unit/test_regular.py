@@ -1,0 +1,197 @@
+"""Regular layouts: the rows of a few ranks tell those of all, and nobody is believed unseen."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_dcp.plan.columns import ColumnsBuilder, encode
+from ray_dcp.plan.contents import contents_of, without_contents
+from ray_dcp.plan.fingerprint import Fingerprints, fingerprint
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.regular import infer, probes
+from ray_dcp.protocol import planning
+from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime import rank_join
+from ray_dcp.runtime.perform import perform
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing.array_states import same_state
+from ray_dcp.testing.ranks import load_state
+from tests.warm_ranks import Warm
+
+NAMED = {"container": "torch_save", "part_bytes": 1 << 20}
+
+
+def held_by(rank, mesh, tensors, objects=False):
+    """What `DTensor`s with these placements hold. `tensors`: shape and, for each dimension of the
+    mesh, the dimension that is sharded, or None."""
+    at = np.unravel_index(rank, mesh)
+    builder = ColumnsBuilder()
+    for index, (shape, placements) in enumerate(tensors):
+        offset, size = [0] * len(shape), list(shape)
+        for place, length, axis in zip(at, mesh, placements, strict=True):
+            if axis is not None:
+                step = -(-size[axis] // length)
+                begin = min(int(place) * step, size[axis])
+                offset[axis] += begin
+                size[axis] = min(step, size[axis] - begin)
+        splittable = None in placements
+        builder.tensor(
+            f"t{index}", "float32", shape, offset=offset, size=size, splittable=splittable
+        )
+    if objects:
+        builder.object("step", value=7)
+    return builder.build()
+
+
+def task_of(columns, sent):
+    names = tuple(fingerprint(own, world_size=len(columns), **NAMED) for own in columns)
+    rows = tuple(
+        encode(without_contents(own)) if rank in sent else b"" for rank, own in enumerate(columns)
+    )
+    contents = tuple(map(contents_of, columns))
+    return MakePlan(rows, "torch_save", 1 << 20, False, contents, names)
+
+
+meshes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def layouts(draw, even):
+    mesh = draw(meshes)
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        ndim = draw(st.integers(1, 3))
+        placements = [draw(st.sampled_from([None, *range(ndim)])) for _ in mesh]
+        shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+        for length, axis in zip(mesh, placements, strict=True):
+            if axis is not None:
+                shape[axis] *= length if even else 1
+        tensors.append((tuple(shape), placements))
+    return mesh, tensors
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(even=True), st.booleans())
+def test_even_layouts_need_the_rows_of_a_few_ranks_alone(layout, objects):
+    mesh, tensors = layout
+    world_size = int(np.prod(mesh))
+    columns = [held_by(rank, mesh, tensors, objects) for rank in range(world_size)]
+    sent = set(probes(world_size))
+    planned = perform(task_of(columns, sent))
+    assert isinstance(planned, Planned)
+    by_rows = make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+    assert planned.plan.digest == by_rows.digest
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(even=False))
+def test_other_layouts_lead_to_the_same_plan_or_to_questions(layout):
+    mesh, tensors = layout
+    world_size = int(np.prod(mesh))
+    columns = [held_by(rank, mesh, tensors) for rank in range(world_size)]
+    found = perform(task_of(columns, set(probes(world_size))))
+    if isinstance(found, RowsMissing):
+        assert set(found.ranks).isdisjoint(probes(world_size))
+        found = perform(task_of(columns, {*probes(world_size), *found.ranks}))
+    by_rows = make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+    assert found.plan.digest == by_rows.digest
+
+
+def test_an_uneven_last_rank_follows_too():
+    columns = [held_by(rank, (6,), [((16, 3), [0])]) for rank in range(6)]
+    assert [own.size[0, 0] for own in columns] == [3, 3, 3, 3, 3, 1]
+    assert isinstance(perform(task_of(columns, {0, 1, 2, 3})), Planned)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "offset", "name", "more"])
+def test_who_holds_something_else_is_asked(change):
+    columns = [held_by(rank, (12,), [((24, 3), [0]), ((24,), [0])]) for rank in range(12)]
+    builder = ColumnsBuilder()
+    shape = (24, 3) if change != "shape" else (24, 4)
+    builder.tensor(
+        "u" if change == "name" else "t0", "float64" if change == "dtype" else "float32", shape,
+        offset=(13 if change == "offset" else 14, 0), size=(2, shape[1]),
+    )  # fmt: skip
+    builder.tensor("t1", "float32", (24,), offset=(14,), size=(2,))
+    if change == "more":
+        builder.object("mine")
+    columns[7] = builder.build()
+    assert perform(task_of(columns, set(probes(12)))) == RowsMissing((7,))
+
+
+def test_a_mesh_that_is_none_asks_all_others():
+    dice = np.random.default_rng(3)
+    cuts = [0, *sorted(dice.choice(np.arange(1, 200), 11, replace=False).tolist()), 200]
+    columns = []
+    for low, high in pairwise(cuts):
+        builder = ColumnsBuilder()
+        builder.tensor("t", "float32", (200,), offset=(low,), size=(high - low,))
+        columns.append(builder.build())
+    missing = perform(task_of(columns, set(probes(12))))
+    assert missing == RowsMissing(tuple(sorted(set(range(12)) - set(probes(12)))))
+    assert perform(task_of(columns, set())) == RowsMissing(tuple(range(12)))
+
+
+def test_probes_are_where_a_dimension_may_begin():
+    for mesh in product((1, 2, 3, 4), repeat=3):
+        strides = {int(np.prod(mesh[at:])) for at in (1, 2, 3)}
+        assert strides - {int(np.prod(mesh))} <= set(probes(int(np.prod(mesh))))
+    assert probes(1) == (0,)
+    assert len(probes(10240)) < 32
+
+
+def test_infer_without_what_it_needs():
+    columns = {rank: held_by(rank, (4,), [((8,), [0])]) for rank in range(4)}
+    assert infer({}, 4) is None
+    assert infer({0: columns[0], 1: columns[1]}, 4) is None
+    regular = infer({rank: columns[rank] for rank in (0, 1, 2)}, 4)
+    assert regular is not None
+    assert regular.of(3).offset.tolist() == [[6]]
+
+
+def test_fingerprints_of_many_are_those_of_each():
+    columns = [held_by(rank, (2, 3), [((4, 9), [0, 1])]) for rank in range(6)]
+    names = Fingerprints(columns[0], world_size=6, **NAMED)
+    for own in columns:
+        assert names.of(own) == fingerprint(own, world_size=6, **NAMED)
+    assert len({names.of(own) for own in columns}) == 6
+
+
+# --- through the protocol -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "MANY_UNKNOWN", 2)
+    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 0)
+    return Warm(12, str(tmp_path / "ckpt"))
+
+
+def test_a_first_save_of_many_ranks_moves_the_rows_of_few(job):
+    state = {"a": np.arange(48.0).reshape(24, 2), "b": np.arange(36), "step": 3}
+    for result in job.save(state):
+        result.get()
+    assert job.senders == set(probes(12))
+    assert job.plans_made == 1
+    storage = open_storage(Target(job.url))
+    assert same_state(state, load_state(storage, state, 2))
+    for result in job.save(state):
+        result.get()
+    assert job.was_warm
+
+
+def test_a_rank_that_is_not_like_the_others_sends_its_rows(job):
+    state = {"a": np.arange(48.0).reshape(24, 2), "step": 3}
+    states = [dict(state) for _ in range(12)]
+    states[7]["rep.mine"] = np.arange(4)
+    for result in job.save(states):
+        result.get()
+    assert job.senders == {*probes(12), 7}
+    assert job.plans_made == 2
+    for result in job.save(states):
+        result.get()
+    assert job.was_warm
