@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import Verdict
 from ray_dcp.plan.values import GlobalPlan, RankPlan
+from ray_dcp.protocol.load_tasks import CheckpointRead, ReadCheckpoint, ReadsShared, ShareReads
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -34,7 +35,7 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
     SaveStaged,
     Target,
-)
+)  # fmt: skip
 
 __all__ = [
     "Answer",
@@ -58,9 +59,11 @@ __all__ = [
     "ReadCheckpoint",
     "ReadRecord",
     "ReadRecords",
+    "ReadsShared",
     "RecordCreated",
     "RecordsRead",
     "Result",
+    "ShareReads",
     "SlotFree",
     "SlotTaken",
     "Task",
@@ -176,16 +179,6 @@ class CollectReplaced:
     """In the order in which they are deleted."""
 
 
-@dataclass(frozen=True)
-class ReadCheckpoint:
-    """Find the checkpoint that a load is to read. Result: `CheckpointRead`.
-
-    Where its `.metadata` is missing or older, it is published again, if that works.
-    """
-
-    target: Target
-
-
 Task = (
     ReadRecords
     | MakePlan
@@ -197,6 +190,7 @@ Task = (
     | PublishMetadata
     | CollectReplaced
     | ReadCheckpoint
+    | ShareReads
 )
 
 
@@ -307,15 +301,6 @@ class Published:
 
 
 @dataclass(frozen=True)
-class CheckpointRead:
-    """Which checkpoint to load; see `ray_dcp.protocol.messages.LoadGo`."""
-
-    kind: str
-    slot: int
-    record: bytes
-
-
-@dataclass(frozen=True)
 class Finished:
     """The task was done, and there is nothing to tell."""
 
@@ -336,6 +321,7 @@ Result = (
     | SlotFree
     | Published
     | CheckpointRead
+    | ReadsShared
     | Finished
     | Failed
 )

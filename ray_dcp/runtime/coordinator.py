@@ -21,6 +21,7 @@ from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.handover import News, Word
 from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, Refused, Reply, Request
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
@@ -31,6 +32,7 @@ from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
+from ray_dcp.runtime.switchboard import Switchboard
 from ray_dcp.stage.values import StageReport
 
 __all__ = ["MOST_CALLS", "Coordinator"]
@@ -76,6 +78,7 @@ class Coordinator:
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
+        self._switchboard = Switchboard(lambda key: key not in self._coordination.active)
         self._meeting = Meeting(lambda: secrets.token_hex(6))
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -227,6 +230,10 @@ class Coordinator:
         """
         return isinstance(await self.call(parts_written(report)), Noted)
 
+    async def hear(self, word: Word) -> Sequence[News] | None:
+        """Takes what a rank of a load tells the others; see `Switchboard.hear`."""
+        return await self._switchboard.hear(word)
+
     async def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible, also when asked again."""
         self._called.set()
@@ -279,6 +286,7 @@ class Coordinator:
             outcome = self._coordination.outcome(key)
             if outcome is not None:
                 self._watching.pop(key).set_result(outcome)
+        self._switchboard.tidy()
 
     def _answer(self, answer: Answer) -> None:
         for future in self._waiting.pop((answer.key, answer.rank, answer.step), []):
