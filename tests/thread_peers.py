@@ -52,6 +52,7 @@ class ThreadExchange:
         self._gone: set[int] = set()
         self._lengths: dict[int, int] = {}
         self._left = False
+        self._offered: list[int] = []
         self._reader: dict[int, int] = {}
 
     def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
@@ -70,6 +71,7 @@ class ThreadExchange:
             board.held_bytes[self._rank] = now
             board.most_bytes[self._rank] = max(board.most_bytes.get(self._rank, 0), now)
             self._lengths[unit] = len(held)
+            self._offered.append(unit)
         self._say(Offer(KEY, self._rank, unit, ranks, held))
         return memoryview(held)
 
@@ -92,7 +94,7 @@ class ThreadExchange:
 
     def leave(self) -> None:
         self._left = True
-        self._say(Leave(KEY, self._rank))
+        self._say(Leave(KEY, self._rank, tuple(self._offered)))
 
     def _say(self, word: Enter | Offer | Decline | Use | Leave) -> None:
         with self._board.changed:

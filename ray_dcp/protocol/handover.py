@@ -1,7 +1,8 @@
 """`Handover`: which units of a load have been read, who still needs them, and whom to tell.
 
 A pure state machine, kept by whoever all ranks of a load can ask. It knows no bytes, only handles:
-what another rank finds them by. Everything may come twice, and in any order.
+what another rank finds them by. Everything may come twice, and in any order: an actor that does
+several things at a time does not begin them in the order in which they were asked of it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Leave:
 
     key: OpKey
     rank: int
+    offered: tuple[int, ...] = ()
+    """What I have offered. Why said again: this may be heard before the offers are."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class News:
 
 @dataclass
 class _Unit:
-    reader: int
+    reader: int | None = None
     ranks: int | None = None
     state: Literal["open", "there", "gone", "free"] = "open"
     handle: Any = None
@@ -113,7 +116,7 @@ class Handover:
         >>> [(new.what, new.unit, new.handle) for new in handover.news(1, seen=0)]
         [('there', 7, 'here')]
         >>> handover.take(Use(key, 1, (7,)))
-        >>> handover.take(Leave(key, 0))
+        >>> handover.take(Leave(key, 0, offered=(7,)))
         >>> [new.what for new in handover.news(0, seen=0)]
         ['free']
     """
@@ -122,7 +125,7 @@ class Handover:
         self._units: dict[int, _Unit] = {}
         self._of_rank: dict[int, set[int]] = {}
         self._news: dict[int, list[int]] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, frozenset[int]] = {}
 
     @property
     def num_there(self) -> int:
@@ -141,7 +144,7 @@ class Handover:
             case Use():
                 self._use(word.rank, word.units)
             case Leave():
-                self._leave(word.rank)
+                self._leave(word)
 
     def news(self, rank: int, seen: int) -> Sequence[News]:
         """Returns what a rank does not know yet.
@@ -158,51 +161,56 @@ class Handover:
         return News(unit.state if unit.state != "open" else "gone", number, unit.handle)
 
     def _enter(self, word: Enter) -> None:
-        if word.rank in self._left:
-            return
         mine = self._of_rank.setdefault(word.rank, set())
         for number, reader in zip(word.units, word.readers, strict=True):
-            unit = self._units.setdefault(number, _Unit(reader))
             if number in mine:
                 continue
             mine.add(number)
+            unit = self._units.setdefault(number, _Unit())
+            unit.reader = reader
             if word.rank != reader:
                 unit.wanted_by.add(word.rank)
-            if unit.state in ("there", "gone") and word.rank != reader:
-                self._tell([word.rank], number)
+                if unit.state != "open":
+                    self._tell([word.rank], number)
+        if word.rank in self._left:
+            self._end(word.rank)
 
     def _offer(self, word: Offer) -> None:
-        unit = self._units.setdefault(word.unit, _Unit(word.rank))
-        if unit.state != "open" or word.rank != unit.reader or word.rank in self._left:
+        unit = self._units.setdefault(word.unit, _Unit())
+        if unit.state != "open" or unit.reader not in (None, word.rank):
             return
+        unit.reader = word.rank
         unit.state, unit.handle, unit.ranks = "there", word.handle, word.ranks
         self._tell(unit.wanted_by - unit.used_by, word.unit)
         self._free_if_used(word.unit, unit)
 
     def _decline(self, rank: int, units: Iterable[int]) -> None:
         for number in units:
-            unit = self._units.setdefault(number, _Unit(rank))
-            if unit.state == "open" and unit.reader == rank:
-                unit.state = "gone"
+            unit = self._units.setdefault(number, _Unit())
+            if unit.state == "open" and unit.reader in (None, rank):
+                unit.reader, unit.state = rank, "gone"
                 self._tell(unit.wanted_by - unit.used_by, number)
 
     def _use(self, rank: int, units: Iterable[int]) -> None:
         for number in units:
-            unit = self._units.get(number)
-            if unit is not None:
-                unit.used_by.add(rank)
-                self._free_if_used(number, unit)
+            unit = self._units.setdefault(number, _Unit())
+            unit.used_by.add(rank)
+            self._free_if_used(number, unit)
 
-    def _leave(self, rank: int) -> None:
-        self._left.add(rank)
-        mine = sorted(self._of_rank.get(rank, ()))
-        self._decline(rank, [n for n in mine if self._units[n].reader == rank])
-        self._use(rank, mine)
+    def _leave(self, word: Leave) -> None:
+        self._left[word.rank] = frozenset(word.offered)
+        self._end(word.rank)
+
+    def _end(self, rank: int) -> None:
+        mine, offered = self._of_rank.get(rank, set()), self._left[rank]
+        own = [n for n in sorted(mine - offered) if self._units[n].reader == rank]
+        self._decline(rank, own)
+        self._use(rank, sorted(mine))
 
     def _free_if_used(self, number: int, unit: _Unit) -> None:
         if unit.state == "there" and unit.ranks is not None and len(unit.used_by) >= unit.ranks:
             unit.state, unit.handle = "free", None
-            self._tell([unit.reader], number)
+            self._tell([] if unit.reader is None else [unit.reader], number)
 
     def _tell(self, ranks: Iterable[int], number: int) -> None:
         for rank in ranks:

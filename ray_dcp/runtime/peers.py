@@ -119,6 +119,7 @@ class RayExchange:
         self._reader: dict[int, int] = {}
         self._unsaid: list[int] = []
         self._freed: Callable[[int], None] = lambda _: None
+        self._offered: list[int] = []
         self._left = False
 
     def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
@@ -143,6 +144,7 @@ class RayExchange:
             return None
         with self._changed:
             self._mine[unit] = ref
+            self._offered.append(unit)
         said = self._say(Offer(self._key, self._rank, unit, ranks, [ref]))
         return found if said else None
 
@@ -185,7 +187,7 @@ class RayExchange:
             self._left = True
             self._refs.clear()
             self._changed.notify_all()
-        self._say(Leave(self._key, self._rank))
+        self._say(Leave(self._key, self._rank, tuple(self._offered)))
 
     def _fetched(self, ref: Any, reader: int) -> memoryview | None:
         import ray

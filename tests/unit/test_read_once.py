@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import numpy as np
@@ -176,6 +177,20 @@ def test_only_its_reader_offers_or_declines_a_unit():
     handover = words(enter(0), enter(1), Offer(KEY, 1, 0, 2, "false"), Decline(KEY, 1, (0,)))
     assert handover.num_there == 0
     assert heard(handover, 1) == []
+
+
+def test_words_may_be_heard_in_any_order():
+    said = [
+        enter(0, (0, 1, 2), (0, 0, 1)), enter(1, (0, 1, 2), (0, 0, 1)),
+        Offer(KEY, 0, 0, 2, "h"), Use(KEY, 1, (0,)), Leave(KEY, 0, (0,)), Leave(KEY, 1),
+    ]  # fmt: skip
+    for order in itertools.permutations(said):
+        handover = words(*order)
+        assert handover.num_there == 0
+        # What the reader is told last is that its unit is free, whoever was heard first.
+        assert heard(handover, 0)[-1][:2] in {("free", 0), ("gone", 2)}
+        assert ("free", 0, None) in heard(handover, 0)
+        assert all(what == "gone" for what, unit, _ in heard(handover, 1) if unit == 1)
 
 
 def test_one_who_leaves_needs_nothing_more():
