@@ -60,7 +60,7 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
                 dict(targets), checkpoint_id=theirs
             ),
             "torch DCP": lambda: stock.load(dict(targets), checkpoint_id=theirs),
-            "limit: preadv into the targets": lambda: _raw_read(root / "raw", targets),
+            "limit: preadv into the targets": lambda: raw_read(root / "raw", targets),
         }
         warm = interleaved(loads, rounds, before=lambda name: warm_cache(root))
         show(f"load, warm cache, {title}", warm, num_bytes, "torch DCP")
@@ -91,7 +91,7 @@ def _raw_write(path: Path, num_bytes: int) -> None:
         os.close(fd)
 
 
-def _raw_read(path: Path, targets: State) -> None:
+def raw_read(path: Path, targets: State) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         offset = 0
