@@ -183,7 +183,7 @@ class Reading:
         """
         self._vitals.enter("opening")
         storage = self._storage or self.open()
-        read = partial(checkpoint_from, storage, go.kind, go.slot, go.record)
+        read = partial(checkpoint_from, storage, go.kind, go.slot, go.record, checks_later=True)
         return self._in_time(read, "read what is stored")
 
     def prepare(
@@ -201,9 +201,14 @@ class Reading:
             CheckpointError: It can't be read, or does not fit.
         """
         storage = self._storage or self.open()
-        prepare = partial(
-            prepare_reads, storage, checkpoint.table, read_plan, work.wanted, options=self._options
-        )
+        table, options = checkpoint.table, self._options
+
+        def prepare() -> Prepared:
+            if checkpoint.check_file is not None and options.verify != "never":
+                chunks = {*read_plan.chunk.tolist(), *(chunk for chunk, _ in work.objects)}
+                checkpoint.check_file.read(table.file[sorted(chunks)].tolist())
+            return prepare_reads(storage, table, read_plan, work.wanted, options=options)
+
         return self._in_time(prepare, "find what is stored")
 
     def needs(self, prepared: Prepared) -> ReadNeeds | None:
