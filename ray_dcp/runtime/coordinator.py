@@ -95,8 +95,8 @@ class Coordinator:
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        me = hooks.this_caller(os.getpid())
-        self._heard = BeatHeard(actor_id, hooks.life_of(actor_id).num_restarts, str(me))
+        lives, me = hooks.life_of(actor_id).num_restarts, hooks.this_caller(os.getpid())
+        self._heard = BeatHeard(actor_id, lives, str(me))
         self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
@@ -109,9 +109,8 @@ class Coordinator:
 
     async def info(self) -> dict[str, Any]:
         """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
-        node_id = ray.get_runtime_context().get_node_id()
-        active = self._coordination.active
-        return {"epoch": self.epoch, "pid": os.getpid(), "node_id": node_id, "active": active}
+        node, active = ray.get_runtime_context().get_node_id(), self._coordination.active
+        return {"epoch": self.epoch, "pid": os.getpid(), "node_id": node, "active": active}
 
     async def enter(
         self, rank: int, world_size: int, word: str, timeout_s: float
@@ -336,8 +335,7 @@ class Coordinator:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
+        self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:

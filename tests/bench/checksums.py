@@ -18,7 +18,7 @@ import ray_dcp
 from ray_dcp.format.checksums import block_bytes_for, block_checks, num_blocks
 from ray_dcp.plan.values import UInt64Array
 from tests.bench.measure import Sample, drop_cache, once, show, warm_cache
-from tests.bench.single import _raw_write, raw_read
+from tests.bench.single import raw_read, raw_write
 
 SAVED, UNCHECKED, RAW, HASHED = "checksums", "no checksums", "O_DIRECT write", "hashing alone"
 
@@ -53,7 +53,7 @@ def _saves(state: dict[str, torch.Tensor], num_bytes: int, root: Path, rounds: i
     contestants: dict[str, Callable[[], object]] = {
         SAVED: lambda: save(SAVED),
         UNCHECKED: save_unchecked,
-        f"limit: {RAW}": lambda: _raw_write(root / "raw", num_bytes),
+        f"limit: {RAW}": lambda: raw_write(root / "raw", num_bytes),
         f"limit: {HASHED}": lambda: _hash(state),
     }
     folders = (SAVED, UNCHECKED)

@@ -19,7 +19,7 @@ import ray_dcp
 from ray_dcp.runtime.workers import WorkerGroup
 from tests import layouts
 from tests.bench.measure import drop_cache, interleaved, show, warm_cache
-from tests.bench.single import raw_read
+from tests.bench.single import raw_read, raw_write
 
 State = dict[str, torch.Tensor]
 
@@ -60,9 +60,7 @@ def _against(root: Path, title: str, state: State, rounds: int) -> int:
     ours, theirs = str(root / "ours"), str(root / "stock")
     ray_dcp.save(state, checkpoint_id=ours, no_dist=True)
     stock.save(state, checkpoint_id=theirs, no_dist=True)
-    with (root / "raw").open("wb") as file:
-        for tensor in state.values():
-            file.write(tensor.numpy().data)
+    raw_write(root / "raw", num_bytes)
     never = ray_dcp.LoadOptions(verify="never")
     limit = "limit: preadv into the targets"
     loads: dict[str, Callable[[], object]] = {
