@@ -38,6 +38,7 @@ some_ranges = st.lists(
 ).map(ranges_of)
 
 
+@settings(deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12)), max_size=12)
 )
@@ -55,7 +56,7 @@ def test_merged_ranges_cover_the_same_bytes_once(rows):
     assert not ends & set(zip(found.file.tolist(), found.low.tolist(), strict=True))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     needs=st.dictionaries(st.integers(0, 5), some_ranges, max_size=6),
     unit_bytes=st.integers(1, 40),
