@@ -20,6 +20,7 @@ from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.kept import await_staged, kept_storage
 from ray_dcp.runtime.newest import StepRange, load_newest_rank
+from ray_dcp.runtime.peers import Peers, peers_of
 from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
 from ray_dcp.seam.decision import FOREIGN, HOOKS, NATIVE, Decision
 from ray_dcp.seam.foreign import foreign_load
@@ -79,6 +80,7 @@ def run_load(
         steps = _load_steps(
             decision, activity, state_dict, options, checkpoint_id,
             coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
+            peers=peers_of(session),
         )  # fmt: skip
         report = drive(steps, account.watching(activity.call))
         return replace(report, seconds=dict(account.seconds))
@@ -125,7 +127,7 @@ def run_load_newest(
         tried.append(checkpoint_id)
         return _load_steps(
             decision, activity, state_dict, chosen, checkpoint_id,
-            coordinator_rank=0, stateful=True, overwritten=overwritten,
+            coordinator_rank=0, stateful=True, overwritten=overwritten, peers=peers_of(session),
         )  # fmt: skip
 
     with (
@@ -155,6 +157,7 @@ def _load_steps(
     coordinator_rank: int,
     stateful: bool,
     overwritten: set[str],
+    peers: Peers,
 ) -> LoadSteps:
     """Returns the part of this rank in one load.
 
@@ -168,6 +171,7 @@ def _load_steps(
         stateful: As there.
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
+        peers: How the other ranks are reached.
     """
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:
@@ -214,7 +218,7 @@ def _load_steps(
         result: LoadResult = yield from load_rank(
             session.next_key(), rank=rank, world_size=world_size, target=target,
             options=options.without_choices(), plan=plan, vitals=session.vitals,
-            kept=kept_storage,
+            kept=kept_storage, peers=peers,
         )  # fmt: skip
     except CheckpointError:
         overwritten.update(*(work.loaded for work in works))
@@ -229,6 +233,8 @@ def _load_steps(
         bytes_needed=result.outcome.bytes_needed,
         bytes_read=result.outcome.bytes_read,
         bytes_from_memory=result.outcome.bytes_from_memory,
+        bytes_from_peers=result.outcome.bytes_from_peers,
+        bytes_read_instead=result.outcome.bytes_read_instead,
         path=decision.path,
         checkpoint_id=target.url,
     )

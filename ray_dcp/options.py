@@ -17,6 +17,7 @@ __all__ = ["Container", "DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "
 Container = Literal["torch_save", "safetensors"]
 DtypePolicy = Literal["widen", "error", "cast", "keep"]
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], "str | None"]
+ShareReads = Literal["auto"] | bool
 Verify = Literal["always", "sample", "never"]
 WhenFull = Literal["wait", "skip", "replace"]
 
@@ -167,6 +168,14 @@ class LoadOptions:
     asynchronous save of it that is staged and not yet committed."""
     scratch_bytes: int = 64 * MIB
     """Most temporary memory per reading thread for regions that are not contiguous, in bytes."""
+    share_reads: ShareReads = "auto"
+    """Read what several ranks need once, and hand it on through Ray's object store. `auto`: where
+    that is sooner there, judged by the kind of storage: from object stores it is, from a disk
+    behind one page cache it is not. True: whatever saves bytes. False: every rank reads for
+    itself. Objects are always read by each."""
+    share_bytes: int = 256 * MIB
+    """Most bytes that a rank has in the object store at a time for others to take, as far as there
+    is room: the ranks of a node together take up to a third of its store."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come and to plan their reads, in seconds."""
     read_timeout_s: float = 3600.0
@@ -178,8 +187,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _check_literals(self)
         _check_positive(
-            self, "num_threads", "scratch_bytes", "plan_timeout_s", "read_timeout_s",
-            "heartbeat_timeout_s",
+            self, "num_threads", "scratch_bytes", "share_bytes", "plan_timeout_s",
+            "read_timeout_s", "heartbeat_timeout_s",
         )  # fmt: skip
         _check_choices(self)
 
@@ -208,6 +217,9 @@ def _check_choices(options: LoadOptions) -> None:
         wrong.append(("strict", "None, True or False", options.strict))
     if options.strict is True and options.allow_partial_load:
         wrong.append(("strict", "None or False together with allow_partial_load", True))
+    share_reads: object = options.share_reads
+    if share_reads != "auto" and not isinstance(share_reads, bool):
+        wrong.append(("share_reads", "'auto', True or False", share_reads))
     if not _is_key_map(options.key_map):
         wrong.append(("key_map", "a dict, pairs of texts or a function", options.key_map))
     prefixes = options.prefixes

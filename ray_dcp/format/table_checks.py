@@ -12,7 +12,7 @@ the digest of each file's checksums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,15 @@ from ray_dcp.format.table_check import check_table
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import ChunkTable, Int64Array, UInt64Array
 
-__all__ = ["MAGIC", "encode_checks", "join_checks"]
+__all__ = [
+    "MAGIC",
+    "ChecksHead",
+    "MoreOfHead",
+    "decode_head",
+    "encode_checks",
+    "join_checks",
+    "join_head",
+]
 
 MAGIC = b"RDCPCHK1"
 _HEAD = len(MAGIC) + 3 * 8
@@ -57,7 +65,84 @@ def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:
     Raises:
         DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
     """
-    file_start, places, checks = _decode(data)
+    head = decode_head(data, len(data))
+    checks = np.frombuffer(data, "<u8", head.num_checks, head.num_bytes).astype(np.uint64)
+    return join_head(table, head, attempt, checks)
+
+
+@dataclass(frozen=True, eq=False)
+class ChecksHead:
+    """What a file of checksums begins with.
+
+    Attributes:
+        file_start: int64[f + 1], where the checksums of each file begin.
+        places: int64[k, 3], as for `encode_checks`.
+        num_bytes: Its length; the checksums follow.
+    """
+
+    file_start: Int64Array
+    places: Int64Array
+    num_bytes: int
+
+    @property
+    def num_checks(self) -> int:
+        """How many checksums follow."""
+        return int(self.file_start[-1])
+
+
+class MoreOfHead(Exception):
+    """The head is longer than what was given: `num_bytes`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def decode_head(data: bytes, file_bytes: int) -> ChecksHead:
+    """Returns the head of a file of checksums.
+
+    Args:
+        data: Its first bytes.
+        file_bytes: Its whole length.
+
+    Raises:
+        MoreOfHead: `data` is too short.
+        DamagedCheckpointError: It is none, or its length is not what it says.
+    """
+    if len(data) < _HEAD or data[: len(MAGIC)] != MAGIC:
+        raise DamagedCheckpointError(
+            "expected a file of checksums, found another one; load an earlier step"
+        )
+    files, places, checks = np.frombuffer(data, "<i8", 3, len(MAGIC)).tolist()
+    words = [files + 1, 3 * places, checks]
+    # Why Python's integers: theirs do not overflow.
+    if min(files, places, checks) < 0 or file_bytes != _HEAD + 8 * sum(words):
+        raise damaged("as many bytes as the file of checksums says", f"{file_bytes}")
+    end = _HEAD + 8 * (words[0] + words[1])
+    if len(data) < end:
+        raise MoreOfHead(end)
+    file_start = np.frombuffer(data, "<i8", words[0], _HEAD).astype(np.int64)
+    found = np.frombuffer(data, "<i8", words[1], _HEAD + 8 * words[0]).astype(np.int64)
+    if file_start[-1] != checks:
+        raise damaged(f"{checks} checksums, file by file", f"{file_start[-1]}")
+    return ChecksHead(file_start, found.reshape(-1, 3), end)
+
+
+def join_head(
+    table: ChunkTable, head: ChecksHead, attempt: str, checks: UInt64Array
+) -> ChunkTable:  # fmt: skip
+    """Returns the chunk table of one attempt, with checksums that may be filled in later.
+
+    Args:
+        table: The part that all saves of the plan share.
+        head: Of the attempt's file of checksums.
+        attempt: Which.
+        checks: uint64[n], kept as it is.
+
+    Raises:
+        DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
+    """
+    file_start, places = head.file_start, head.places
     deferred = np.flatnonzero(table.payload_offset < 0)
     if len(places) != len(deferred) or len(file_start) != len(table.files) + 1:
         raise damaged(
@@ -87,21 +172,3 @@ def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:
     )
     check_table(whole)
     return whole
-
-
-def _decode(data: bytes) -> tuple[Int64Array, Int64Array, UInt64Array]:
-    if len(data) < _HEAD or data[: len(MAGIC)] != MAGIC:
-        raise DamagedCheckpointError(
-            "expected a file of checksums, found another one; load an earlier step"
-        )
-    files, places, checks = np.frombuffer(data, "<i8", 3, len(MAGIC)).tolist()
-    words = [files + 1, 3 * places, checks]
-    # Why Python's integers: theirs do not overflow.
-    if min(files, places, checks) < 0 or len(data) != _HEAD + 8 * sum(words):
-        raise damaged("as many bytes as the file of checksums says", f"{len(data)}")
-    at = np.cumsum([_HEAD, *(8 * count for count in words)]).tolist()
-    return (
-        np.frombuffer(data, "<i8", words[0], at[0]).astype(np.int64),
-        np.frombuffer(data, "<i8", words[1], at[1]).astype(np.int64).reshape(-1, 3),
-        np.frombuffer(data, "<u8", words[2], at[2]).astype(np.uint64),
-    )

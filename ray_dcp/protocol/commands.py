@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import Verdict
 from ray_dcp.plan.values import GlobalPlan, RankPlan
+from ray_dcp.protocol.load_tasks import CheckpointRead, ReadCheckpoint, ReadsShared, ShareReads
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -35,7 +36,7 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
     SaveStaged,
     Target,
-)
+)  # fmt: skip
 from ray_dcp.protocol.receipts import FileReceipts
 
 __all__ = [
@@ -61,10 +62,12 @@ __all__ = [
     "ReadCheckpoint",
     "ReadRecord",
     "ReadRecords",
+    "ReadsShared",
     "RecordCreated",
     "RecordsRead",
     "Result",
     "RowsMissing",
+    "ShareReads",
     "SlotFree",
     "SlotTaken",
     "Task",
@@ -180,18 +183,9 @@ class CollectReplaced:
     """In the order in which they are deleted."""
 
 
-@dataclass(frozen=True)
-class ReadCheckpoint:
-    """Find the checkpoint that a load is to read. Result: `CheckpointRead`.
-
-    Where its `.metadata` is missing or older, it is published again, if that works.
-    """
-
-    target: Target
-
-
 Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | CollectReplaced
-Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | ReadCheckpoint | Writing
+Reading = ReadCheckpoint | ShareReads
+Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing
 
 
 @dataclass(frozen=True)
@@ -308,15 +302,6 @@ class Published:
 
 
 @dataclass(frozen=True)
-class CheckpointRead:
-    """Which checkpoint to load; see `ray_dcp.protocol.messages.LoadGo`."""
-
-    kind: str
-    slot: int
-    record: bytes
-
-
-@dataclass(frozen=True)
 class Finished:
     """The task was done."""
 
@@ -328,7 +313,7 @@ class Failed:
     error: CheckpointError
 
 
-Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead
+Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared
 Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 

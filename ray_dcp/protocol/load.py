@@ -4,7 +4,8 @@
 |---|---|---|
 | joining | `LoadJoin` of every rank | find the checkpoint |
 | opening | `CheckpointRead` | `LoadGo` to every rank |
-| planning | `LoadReady` of every rank: its reads are planned, nothing was touched | `LoadProceed` |
+| planning | `LoadReady` of every rank: its reads are planned, nothing was touched | share reads |
+| sharing | `ReadsShared`; passed over when no two ranks would share any | `LoadProceed` |
 | reading | `LoadDone` of every rank | `LoadOutcome`: done |
 
 An error in any phase is told to every rank. Up to `planning` no target has changed by then.
@@ -15,7 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_dcp.errors import CheckpointError, DeadlineError
-from ray_dcp.protocol.commands import CheckpointRead, Failed, ReadCheckpoint, Result
+from ray_dcp.plan.read_once import RankShare, ReadNeeds, ReadShares
+from ray_dcp.protocol.commands import (
+    CheckpointRead,
+    Failed,
+    ReadCheckpoint,
+    ReadsShared,
+    Result,
+    ShareReads,
+)
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadGo,
@@ -29,6 +38,11 @@ from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.verdict import combine, located
 
 __all__ = ["LoadMachine"]
+
+
+SHARE_S = 60.0
+"""How long may be thought about who reads what for whom, in seconds; after that everybody reads
+for himself."""
 
 
 class LoadMachine(Operation):
@@ -45,6 +59,9 @@ class LoadMachine(Operation):
         self._bytes_needed = 0
         self._bytes_read = 0
         self._bytes_from_memory = 0
+        self._bytes_from_peers = 0
+        self._bytes_read_instead = 0
+        self._needs: dict[int, ReadNeeds] = {}
 
     def _on_request(self, request: Request) -> Commands:
         match self.phase, request:
@@ -52,11 +69,15 @@ class LoadMachine(Operation):
                 self._admit(request)
             case "planning", LoadReady() if 0 <= request.rank < self.world_size:
                 self._note(request, request.error)
+                if request.needs is not None:
+                    self._needs[request.rank] = request.needs
             case "reading", LoadDone() if 0 <= request.rank < self.world_size:
                 self._note(request, request.error)
                 self._bytes_needed += request.bytes_needed
                 self._bytes_read += request.bytes_read
                 self._bytes_from_memory += request.bytes_from_memory
+                self._bytes_from_peers += request.bytes_from_peers
+                self._bytes_read_instead += request.bytes_read_instead
             case _:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return self._came()
@@ -69,6 +90,11 @@ class LoadMachine(Operation):
                 return (self._arm(self._options.plan_timeout_s), *self._give(lambda _: go))
             case "opening", Failed():
                 return self._refuse_all(located(result.error, self._target.url))
+            case "sharing", ReadsShared(shares):
+                return self._proceed(shares if len(shares) else None)
+            case "sharing", Failed():
+                # Why go on: it was only to spare the storage.
+                return self._proceed(None)
         raise self._contradiction(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:
@@ -81,11 +107,13 @@ class LoadMachine(Operation):
                     checkpoint_id=self._target.url,
                 )
             )
+        if self.phase == "sharing":
+            return self._proceed(None)
         self._overdue(*self._awaited())
         return self._refuse_all(combine(self._roll.errors, self._target.url))
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        if self.phase == "opening":
+        if self.phase in ("opening", "sharing"):
             return self._refuse_all(combine(errors, self._target.url))
         if self.phase == "reading":
             errors = {rank: e for rank, e in errors.items() if rank not in self._roll.came}
@@ -111,8 +139,24 @@ class LoadMachine(Operation):
                 task = ReadCheckpoint(self._target)
                 return self._step("opening", task, self._options.plan_timeout_s)
             case "planning":
-                self._call("reading")
-                timer_s = self._options.read_timeout_s
-                return (self._arm(timer_s), *self._give(lambda _: LoadProceed()))
-        outcome = LoadOutcome(self._bytes_needed, self._bytes_read, self._bytes_from_memory)
+                if len(self._needs) < 2:
+                    return self._proceed(None)
+                sharing = ShareReads(dict(self._needs), self.world_size)
+                return self._step("sharing", sharing, min(SHARE_S, self._options.plan_timeout_s))
+        outcome = LoadOutcome(
+            self._bytes_needed, self._bytes_read, self._bytes_from_memory,
+            self._bytes_from_peers, self._bytes_read_instead,
+        )  # fmt: skip
         return (*self._conclude(outcome), *self._end("done"))
+
+    def _proceed(self, shares: ReadShares | None) -> Commands:
+        self._needs.clear()
+        self._abandon()
+        self._call("reading")
+
+        def share(rank: int) -> RankShare | None:
+            part = None if shares is None else shares.of_rank(rank)
+            return part if part is not None and len(part) else None
+
+        proceed = self._give(lambda rank: LoadProceed(share(rank)))
+        return (self._arm(self._options.read_timeout_s), *proceed)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.plan.read_once import RankShare, ReadNeeds
 from ray_dcp.plan.values import Int32Array, RankPlan, UInt64Array
 
 __all__ = [
@@ -294,11 +295,16 @@ class LoadReady:
     key: OpKey
     rank: int
     error: CheckpointError | None = None
+    needs: ReadNeeds | None = None
+    """None: this rank reads for itself."""
 
 
 @dataclass(frozen=True)
 class LoadProceed:
     """Coordinator → rank: every rank is ready: read."""
+
+    share: RankShare | None = None
+    """What this rank reads for others or gets from them; None: it reads all for itself."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +317,8 @@ class LoadDone:
     bytes_read: int = 0
     error: CheckpointError | None = None
     bytes_from_memory: int = 0
+    bytes_from_peers: int = 0
+    bytes_read_instead: int = 0
 
 
 @dataclass(frozen=True)
@@ -323,6 +331,10 @@ class LoadOutcome:
     """Bytes read from storage or memory, summed over the ranks."""
     bytes_from_memory: int = 0
     """Those that came from the memory of the nodes."""
+    bytes_from_peers: int = 0
+    """Bytes that ranks got from another that had read them, and that are not in `bytes_read`."""
+    bytes_read_instead: int = 0
+    """Of `bytes_read`, those that should have come from another rank and did not."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
 from ray_dcp.protocol.commands import Answer, Answers, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.handover import News, Word
 from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, Refused, Reply, Request
 from ray_dcp.protocol.together import Together, Told
 from ray_dcp.runtime import hooks
@@ -32,6 +33,7 @@ from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
+from ray_dcp.runtime.switchboard import Switchboard
 from ray_dcp.runtime.together_calls import TogetherCalls
 from ray_dcp.stage.values import StageReport
 
@@ -74,6 +76,7 @@ class Coordinator:
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
         self._together = TogetherCalls(self._coordination, self._carry_out)
+        self._switchboard = Switchboard(lambda key: key not in self._coordination.active)
         self._meeting = Meeting(lambda: secrets.token_hex(6))
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -90,8 +93,8 @@ class Coordinator:
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        me = hooks.this_caller(os.getpid())
-        self._heard = BeatHeard(actor_id, hooks.life_of(actor_id).num_restarts, str(me))
+        lives, me = hooks.life_of(actor_id).num_restarts, hooks.this_caller(os.getpid())
+        self._heard = BeatHeard(actor_id, lives, str(me))
         self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
@@ -104,9 +107,8 @@ class Coordinator:
 
     async def info(self) -> dict[str, Any]:
         """Returns what this incarnation is: `epoch`, `pid`, `node_id`, `active` operations."""
-        node_id = ray.get_runtime_context().get_node_id()
-        active = self._coordination.active
-        return {"epoch": self.epoch, "pid": os.getpid(), "node_id": node_id, "active": active}
+        node, active = ray.get_runtime_context().get_node_id(), self._coordination.active
+        return {"epoch": self.epoch, "pid": os.getpid(), "node_id": node, "active": active}
 
     async def enter(
         self, rank: int, world_size: int, word: str, timeout_s: float
@@ -234,6 +236,10 @@ class Coordinator:
         """
         return isinstance(await self.call(parts_written(report)), Noted)
 
+    async def hear(self, word: Word) -> Sequence[News] | None:
+        """Takes what a rank of a load tells the others; see `Switchboard.hear`."""
+        return await self._switchboard.hear(word)
+
     async def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible, also when asked again."""
         self._called.set()
@@ -291,6 +297,7 @@ class Coordinator:
             outcome = self._coordination.outcome(key)
             if outcome is not None:
                 self._watching.pop(key).set_result(outcome)
+        self._switchboard.tidy()
 
     def _answer(self, answer: Answer) -> None:
         self._together.answer(answer)
@@ -331,8 +338,7 @@ class Coordinator:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
+        self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -24,6 +24,7 @@ from ray_dcp.format.manifest import (
     encode_record,
     record_key,
 )
+from ray_dcp.plan.read_once import Ranges, share_reads
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
@@ -37,8 +38,10 @@ from ray_dcp.protocol.commands import (
     ReadCheckpoint,
     ReadRecord,
     ReadRecords,
+    ReadsShared,
     RecordCreated,
     Result,
+    ShareReads,
     SlotFree,
     SlotTaken,
     Task,
@@ -96,6 +99,8 @@ def perform(task: Task, opener: Callable[[Target], Storage] = open_storage) -> R
 
 def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
     match task:
+        case ShareReads():
+            return _share_reads(task)
         case ReadRecords():
             return read_standing(opener(task.target))
         case MakePlan():
@@ -171,6 +176,18 @@ def _check_complete(storage: Storage, task: BuildCommit) -> None:
             f"an id",
             checkpoint_id=task.target.url,
         ) from error
+
+
+def _share_reads(task: ShareReads) -> ReadsShared:
+    ranks, needs = range(task.world_size), task.needs
+    shares = share_reads(
+        {rank: Ranges.decode(each.ranges) for rank, each in needs.items()},
+        world_size=task.world_size,
+        nodes=[needs[rank].node if rank in needs else "" for rank in ranks],
+        # Why one: all ranks read the same storage, with the same options.
+        cost=needs[min(needs)].cost,
+    )
+    return ReadsShared(shares)
 
 
 def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts, ...]) -> None:

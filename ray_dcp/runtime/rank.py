@@ -27,6 +27,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.verdict import located
+from ray_dcp.runtime.peers import Peers
 from ray_dcp.runtime.rank_read import KeptIn, LoadWork, ReadCounts, Reading
 from ray_dcp.runtime.rank_save import Captured, save_rank
 from ray_dcp.runtime.telling import attempt, naming, refusal, reported
@@ -34,6 +35,7 @@ from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.reader import Prepared
 
 __all__ = [
     "Captured",
@@ -62,6 +64,8 @@ class LoadResult:
     """Of this rank."""
     bytes_read: int
     """By this rank."""
+    bytes_from_peers: int = 0
+    """Of this rank."""
 
 
 def load_rank(
@@ -75,6 +79,7 @@ def load_rank(
     opener: Opener = open_storage,
     vitals: Vitals | None = None,
     kept: KeptIn | None = None,
+    peers: Peers | None = None,
 ) -> Generator[Request, Reply, LoadResult]:
     """Returns the part of one rank in a load.
 
@@ -89,6 +94,7 @@ def load_rank(
         opener: What opens the storage.
         vitals: Where it notes how far it is, and is told to stop.
         kept: Returns the storage with what nodes keep of an attempt in memory, or None.
+        peers: How the other ranks are reached, to share reads with them.
 
     Returns:
         A generator that ends when every rank has loaded.
@@ -100,7 +106,7 @@ def load_rank(
     vitals = vitals or Vitals()
     vitals.begin(key)
     with naming(target.url):
-        reading = Reading(opener, target, options, vitals, rank, kept)
+        reading = Reading(opener, target, options, vitals, rank, kept, peers)
         storage, error = attempt(reading.open, "opening the storage", rank)
         vitals.enter("waiting")
         go = yield LoadJoin(key, rank, world_size, target, options, error)
@@ -109,28 +115,36 @@ def load_rank(
 
         checkpoint, error = attempt(partial(reading.checkpoint, go), "opening", rank)
         work: LoadWork | None = None
-        read_plan: ReadPlan | None = None
+        prepared: Prepared | None = None
         if checkpoint is not None:
             vitals.enter("planning")
             work, read_plan, error = yield from _planned(plan, checkpoint, rank)
+            if work is not None and read_plan is not None:
+                prepare = partial(reading.prepare, checkpoint, work, read_plan)
+                prepared, error = attempt(prepare, "planning the reads", rank)
         vitals.enter("waiting")
-        proceed = yield LoadReady(key, rank, error)
+        may_share = world_size > 1 and prepared is not None
+        needs = reading.needs(prepared) if may_share and prepared is not None else None
+        proceed = yield LoadReady(key, rank, error, needs)
         if not isinstance(proceed, LoadProceed):
             raise refusal(proceed, rank)
-        if checkpoint is None or work is None or read_plan is None:
+        if checkpoint is None or work is None or prepared is None:
             raise error or refusal(proceed, rank)
-        fill = partial(reading.fill, checkpoint, work, read_plan)
+        fill = partial(reading.fill, checkpoint, work, prepared, proceed.share, key)
         counts, error = attempt(fill, "reading", rank)
         vitals.enter("waiting")
         if vitals.abandoned is not None:
             raise located(vitals.abandoned, target.url)
         counts = counts or ReadCounts()
-        done = LoadDone(key, rank, counts.needed, counts.read, error, counts.from_memory)
+        done = LoadDone(
+            key, rank, counts.needed, counts.read, error, counts.from_memory,
+            counts.from_peers, counts.instead,
+        )  # fmt: skip
         outcome = yield done
         vitals.over = True
         if not isinstance(outcome, LoadOutcome):
             raise refusal(outcome, rank)
-        return LoadResult(outcome, checkpoint, counts.needed, counts.read)
+        return LoadResult(outcome, checkpoint, counts.needed, counts.read, counts.from_peers)
 
 
 def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Reply]) -> T:

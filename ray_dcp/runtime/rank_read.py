@@ -20,17 +20,31 @@ from ray_dcp.errors import (
     SaveCancelledError,
 )
 from ray_dcp.options import LoadOptions
+from ray_dcp.plan.read_once import RankShare, ReadNeeds, ShareCost, merged
 from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import ChunkTable
-from ray_dcp.protocol.messages import LoadGo, Target
+from ray_dcp.protocol.messages import LoadGo, OpKey, Target
+from ray_dcp.runtime.peers import Peers
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import Storage, read_traits_of
 from ray_dcp.transfer.blocks import naming
 from ray_dcp.transfer.opening import Checkpoint, checkpoint_from
-from ray_dcp.transfer.reader import ReadStats, TargetSink, read_chunks, read_item
+from ray_dcp.transfer.reader import (
+    Prepared,
+    ReadStats,
+    TargetSink,
+    prepare_reads,
+    read_item,
+    read_prepared,
+)
+from ray_dcp.transfer.relay import Relay
 from ray_dcp.transfer.threads import run_within
 
 __all__ = ["KeptIn", "LoadWork", "ReadCounts", "Reading"]
+
+MOST_RANGES = 1 << 16
+"""A rank that has to read more separate ranges than this reads for itself: the plan of who reads
+what would cost more than it spares."""
 
 BATCH_BYTES = 64 << 20
 """Objects that are read before the caller's thread takes them, in bytes."""
@@ -63,6 +77,10 @@ class ReadCounts:
     read: int = 0
     from_memory: int = 0
     """Of those that were read."""
+    from_peers: int = 0
+    """Got from another rank, and not among those that were read."""
+    instead: int = 0
+    """Of those that were read, what should have come from another rank."""
 
 
 class LoadWork(Protocol):
@@ -106,6 +124,7 @@ class Reading:
         vitals: Where it notes how far it is.
         rank: This rank.
         kept: As for `rank.load_rank`.
+        peers: How the other ranks are reached.
     """
 
     def __init__(
@@ -116,7 +135,9 @@ class Reading:
         vitals: Vitals,
         rank: int,
         kept: KeptIn | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers or Peers()
         self._kept = kept
         self._opener = opener
         self._target = target
@@ -162,13 +183,13 @@ class Reading:
         """
         self._vitals.enter("opening")
         storage = self._storage or self.open()
-        read = partial(checkpoint_from, storage, go.kind, go.slot, go.record)
+        read = partial(checkpoint_from, storage, go.kind, go.slot, go.record, checks_later=True)
         return self._in_time(read, "read what is stored")
 
-    def fill(
+    def prepare(
         self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
-    ) -> ReadCounts:  # fmt: skip
-        """Puts everything that is wanted into place.
+    ) -> Prepared:  # fmt: skip
+        """Returns what is to be read; no target is touched.
 
         Args:
             checkpoint: What is stored.
@@ -176,24 +197,100 @@ class Reading:
             read_plan: Of `work.wanted`.
 
         Raises:
+            DeadlineError: It takes longer than `plan_timeout_s`.
+            CheckpointError: It can't be read, or does not fit.
+        """
+        storage = self._storage or self.open()
+        table, options = checkpoint.table, self._options
+
+        def prepare() -> Prepared:
+            if checkpoint.check_file is not None and options.verify != "never":
+                chunks = {*read_plan.chunk.tolist(), *(chunk for chunk, _ in work.objects)}
+                checkpoint.check_file.read(table.file[sorted(chunks)].tolist())
+            return prepare_reads(storage, table, read_plan, work.wanted, options=options)
+
+        return self._in_time(prepare, "find what is stored")
+
+    def needs(self, prepared: Prepared) -> ReadNeeds | None:
+        """Returns what this rank may get from others or read for them; None: nothing.
+
+        Args:
+            prepared: What is to be read.
+        """
+        choice, traits = self._options.share_reads, read_traits_of(self._opened)
+        if choice is False or not self._peers.node or not traits.shared:
+            return None
+        ranges = merged(*prepared.reads())
+        if not len(ranges) or len(ranges) > MOST_RANGES:
+            return None
+        cost = None
+        if choice == "auto":
+            cost = ShareCost(traits.request_s, traits.bytes_per_s, traits.cached)
+        return ReadNeeds(ranges.encode(), self._peers.node, cost)
+
+    def fill(
+        self,
+        checkpoint: Checkpoint,
+        work: LoadWork,
+        prepared: Prepared,
+        share: RankShare | None = None,
+        key: OpKey | None = None,
+    ) -> ReadCounts:
+        """Puts everything that is wanted into place.
+
+        Args:
+            checkpoint: What is stored.
+            work: What is wanted.
+            prepared: What is to be read for it.
+            share: What is to be read for others, or comes from them.
+            key: Of the load; with a share.
+
+        Raises:
             DeadlineError: It takes longer than `read_timeout_s`.
             CheckpointError: It can't be read, or does not fit.
         """
         storage = self._storage or self.open()
         memory = self._in_memory(checkpoint)
-        if memory is None:
-            return self._fill(storage, checkpoint, work, read_plan)
+        source = storage if memory is None else WatchedStorage(memory, self._vitals)
+        relay = self._relay(source, checkpoint, prepared, share, key)
+        if memory is None and relay is None:
+            return self._fill(storage, checkpoint, work, prepared)
         try:
-            watched = WatchedStorage(memory, self._vitals)
-            counts = self._fill(watched, checkpoint, work, read_plan)
+            counts = self._fill(source, checkpoint, work, prepared, relay)
         except (DeadlineError, SaveCancelledError):
             raise
         except CheckpointError as error:
-            if not memory.bytes_from_memory:
+            from_memory = 0 if memory is None else memory.bytes_from_memory
+            from_peers = 0 if relay is None else relay.bytes_from_peers
+            if not from_memory and not from_peers:
                 raise
-            logger.warning("What was in memory could not be used, storage is read: %s", error)
-            return self._fill(storage, checkpoint, work, read_plan)
-        return replace(counts, from_memory=memory.bytes_from_memory)
+            logger.warning(
+                "What was in memory or came from other ranks could not be used, storage is read: "
+                "%s", error,
+            )  # fmt: skip
+            counts = self._fill(storage, checkpoint, work, prepared)
+            return replace(counts, instead=from_peers)
+        return replace(counts, from_memory=0 if memory is None else memory.bytes_from_memory)
+
+    def _relay(
+        self,
+        storage: Storage,
+        checkpoint: Checkpoint,
+        prepared: Prepared,
+        share: RankShare | None,
+        key: OpKey | None,
+    ) -> Relay | None:
+        if share is None or key is None:
+            return None
+        vitals, options = self._vitals, self._options
+        exchange = self._peers.exchange(key, self._rank, vitals.check)
+        if exchange is None:
+            return None
+        return Relay(
+            storage, checkpoint.table.files, share, self._rank, prepared.reads(), exchange,
+            budget_bytes=self._peers.budget_bytes(options.share_bytes, share.here),
+            num_threads=options.num_threads, check=vitals.check, moved=vitals.moved,
+        )  # fmt: skip
 
     def _in_memory(self, checkpoint: Checkpoint) -> InMemory | None:
         attempt, storage = checkpoint.attempt, self._opened
@@ -204,14 +301,28 @@ class Reading:
         return self._kept(storage, attempt)
 
     def _fill(
-        self, storage: Storage, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
+        self,
+        storage: Storage,
+        checkpoint: Checkpoint,
+        work: LoadWork,
+        prepared: Prepared,
+        relay: Relay | None = None,
     ) -> ReadCounts:
         table, options = checkpoint.table, self._options
-        self._vitals.enter("reading", read_plan.bytes_needed)
+        self._vitals.enter("reading", prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 
         def chunks() -> ReadStats:
-            return read_chunks(storage, table, read_plan, work.wanted, work.sink, options=options)
+            if relay is None:
+                return read_prepared(storage, prepared, work.sink, options=options)
+            failed = True
+            relay.start()
+            try:
+                stats = read_prepared(relay, prepared, work.sink, options=options)
+                failed = False
+            finally:
+                relay.finish(failed=failed)
+            return replace(stats, bytes_read=relay.bytes_from_storage)
 
         stats = self._read(chunks, end_s)
         needed, read = stats.bytes_needed, stats.bytes_read
@@ -231,7 +342,11 @@ class Reading:
                     take(data)
         needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
         work.finish()
-        return ReadCounts(needed, read)
+        if relay is None:
+            return ReadCounts(needed, read)
+        return ReadCounts(
+            needed, read, from_peers=relay.bytes_from_peers, instead=relay.bytes_instead
+        )
 
     def _in_time(self, work: Callable[[], T], what: str) -> T:
         timeout_s = self._options.plan_timeout_s

@@ -87,8 +87,10 @@ class Placing:
             flat: The state dict.
             index: FQN to number of the tensor in the table.
         """
-        direct, add, loaded = self._direct_dtypes(), self.raw.add_direct, self.loaded.append
+        direct, loaded = self._direct_dtypes(), self.loaded.append
         shapes = self._shapes
+        numbers: list[int] = []
+        targets: list[torch.Tensor] = []
         for fqn, value, parent, key in zip(
             flat.names, flat.values, flat.parents, flat.keys, strict=True
         ):
@@ -104,7 +106,8 @@ class Placing:
                 and value.shape == shapes[number]
                 and is_direct(value)
             ):
-                add(number, value)
+                numbers.append(number)
+                targets.append(value)
                 continue
             try:
                 if self._kinds[number] == _OBJECT:
@@ -119,6 +122,7 @@ class Placing:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
+        self.raw.add_direct(numbers, targets)
 
     def _direct_dtypes(self) -> list[torch.dtype | None]:
         """Returns for each tensor the dtype of targets that its raw bytes can be read into."""

@@ -35,7 +35,13 @@ class LoadReport:
     bytes_needed: int = 0
     """Bytes that the targets of all ranks hold."""
     bytes_read: int = 0
-    """Bytes that all ranks read."""
+    """Bytes that all ranks read, from storage or from the memory of the nodes."""
+    bytes_from_peers: int = 0
+    """Bytes that ranks got from another rank, which had read them for all: see
+    `LoadOptions.share_reads`. They are not in `bytes_read`."""
+    bytes_read_instead: int = 0
+    """Those of `bytes_read` that should have come from another rank, which failed to hand them on
+    (it hung, or the object store did), and were read from storage for that. 0 if all went well."""
     bytes_from_memory: int = 0
     """Those that came from the memory of the nodes, and not from storage: of an asynchronous save
     with `SaveOptions(keep_in_memory=...)`."""

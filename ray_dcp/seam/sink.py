@@ -6,7 +6,7 @@ Which tensors are targets, and of which boxes, is decided in `targets`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,11 +83,11 @@ class TensorSink:
         self._direct.append(direct)
         return direct
 
-    def add_direct(self, tensor: torch.Tensor) -> None:
-        """Appends a row like `add`, for a plain tensor of the stored dtype that `is_direct`."""
-        self._tensors.append(tensor)
-        self._stored.append(tensor.dtype)
-        self._direct.append(True)
+    def add_direct(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Appends rows like `add`, for plain tensors of the stored dtypes that are `is_direct`."""
+        self._tensors += tensors
+        self._stored += [tensor.dtype for tensor in tensors]
+        self._direct += [True] * len(tensors)
 
     def add_fresh(self, fresh: Fresh, index: int, stored: torch.dtype) -> None:
         """Appends a row whose target does not exist yet."""

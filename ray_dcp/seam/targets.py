@@ -149,6 +149,13 @@ def _compared(
         MissingKeyError: There are some of the first kind, and it matters.
         StateDictError: There are some of the second kind, and it matters.
     """
+    rest = own.rest
+    plain = not (own.asked or own.missing or rest.empty)
+    # Why first: nothing is missing or unexpected as a rule, and sets of all names take time.
+    if plain and len(rest.names) == len(index) == len(stored):
+        plain = all(map(index.__contains__, rest.names))
+        if plain:
+            return tuple(own.kept), ()
     asked = {*own.rest.names, *own.asked, *(own.rest.empty & index.keys())}
     # Why the comparison first: it is done in C, and nothing is missing or unexpected as a rule.
     all_there = index.keys() >= asked and not own.missing
@@ -243,7 +250,8 @@ def _matching_flat(loaded: Mapping[str, Any], index: Mapping[str, int], nested: 
     if not nested:
         return flatten_top(loaded)
     flat = flatten(loaded)
-    if index.keys() >= set(flat.names) - flat.empty:
+    lacking = [name for name in flat.names if name not in index]
+    if not lacking or flat.empty.issuperset(lacking):
         return flat
     old = flatten(loaded, before_2_4=True)
     new_names = set(flat.names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -27,15 +28,16 @@ class Boxes:
         self._offset: list[tuple[int, ...]] = []
         self._size: list[tuple[int, ...]] = []
 
-    def add_direct(self, tensor: int, target: torch.Tensor) -> None:
-        """Appends a target that is read in place, whole, and the box of it."""
-        size = target.shape
-        if 0 not in size:
-            self._itemsizes[tensor] = target.itemsize
-            self._tensor.append(tensor)
-            self._offset.append((0,) * len(size))
-            self._size.append(size)
-            self.sink.add_direct(target)
+    def add_direct(self, tensors: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
+        """Appends targets that are read in place, whole, and their boxes."""
+        pairs = [pair for pair in zip(tensors, targets, strict=True) if pair[1].numel()]
+        kept = [target for _, target in pairs]
+        sizes = [target.shape for target in kept]
+        self._itemsizes.update((tensor, target.itemsize) for tensor, target in pairs)
+        self._tensor += [tensor for tensor, _ in pairs]
+        self._offset += [(0,) * len(size) for size in sizes]
+        self._size += sizes
+        self.sink.add_direct(kept)
 
     def add(self, tensor: int, offset: tuple[int, ...], size: tuple[int, ...]) -> None:
         """Appends the box of the next row of the sink."""

@@ -14,10 +14,18 @@ from contextlib import suppress
 from ray_dcp.errors import StorageError
 from ray_dcp.store.durable import publish, sync_directory, write_all
 from ray_dcp.store.local_writer import LocalWriter, open_temp
+from ray_dcp.store.mounts import is_network_disk
 from ray_dcp.store.open_files import OpenFiles, open_regular
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range, os_failure
 from ray_dcp.store.probing import creates_if_absent
-from ray_dcp.store.storage import Entry, PartWriter, StorageTraits
+from ray_dcp.store.storage import (
+    LOCAL_DISK,
+    NETWORK_DISK,
+    Entry,
+    PartWriter,
+    ReadTraits,
+    StorageTraits,
+)
 
 __all__ = ["LocalStorage"]
 
@@ -51,6 +59,11 @@ class LocalStorage:
     def url(self) -> str:
         """Absolute path of the directory."""
         return self._root
+
+    @property
+    def read_traits(self) -> ReadTraits:
+        """Of a disk in this machine, or of one behind the network."""
+        return NETWORK_DISK if is_network_disk(self._root) else LOCAL_DISK
 
     @property
     def traits(self) -> StorageTraits:

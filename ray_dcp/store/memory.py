@@ -10,7 +10,14 @@ from collections.abc import Iterable
 
 from ray_dcp.errors import StorageError
 from ray_dcp.store.paths import as_bytes_view, check_key, check_range
-from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, PartWriter, StorageTraits
+from ray_dcp.store.storage import (
+    MEMORY,
+    Entry,
+    KeyExistsError,
+    KeyMissingError,
+    PartWriter,
+    StorageTraits,
+)
 
 __all__ = ["MemoryStorage"]
 
@@ -43,6 +50,8 @@ class MemoryStorage:
     def url(self) -> str:
         """`memory://` and the name."""
         return f"memory://{self._root.rstrip('/')}"
+
+    read_traits = MEMORY
 
     @property
     def traits(self) -> StorageTraits:

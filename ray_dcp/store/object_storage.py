@@ -32,7 +32,16 @@ from ray_dcp.store.object_stores import (
 from ray_dcp.store.object_writer import ObjectWriter
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range
 from ray_dcp.store.retrying import Retrying
-from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, PartWriter, StorageTraits
+from ray_dcp.store.storage import (
+    MEMORY,
+    OBJECT_STORE,
+    Entry,
+    KeyExistsError,
+    KeyMissingError,
+    PartWriter,
+    ReadTraits,
+    StorageTraits,
+)
 
 __all__ = ["ObjectStorage"]
 
@@ -93,6 +102,11 @@ class ObjectStorage:
     def url(self) -> str:
         """`s3://`, `gs://` or `az://`, bucket and prefix."""
         return f"{self._base}/{self._root}" if self._root else self._base
+
+    @property
+    def read_traits(self) -> ReadTraits:
+        """Of a store that is far away, or of one in memory."""
+        return MEMORY if provider_of(self._store) is None else OBJECT_STORE
 
     @property
     def traits(self) -> StorageTraits:

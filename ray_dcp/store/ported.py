@@ -18,7 +18,16 @@ from ray_dcp.store.location import url_below
 from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range, os_failure
 from ray_dcp.store.retrying import Retrying
 from ray_dcp.store.secrets_kept import redacted
-from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, PartWriter, StorageTraits
+from ray_dcp.store.storage import (
+    MEMORY,
+    OBJECT_STORE,
+    Entry,
+    KeyExistsError,
+    KeyMissingError,
+    PartWriter,
+    ReadTraits,
+    StorageTraits,
+)
 
 __all__ = ["FilesystemPort", "HiddenStream", "PortedStorage"]
 
@@ -104,6 +113,11 @@ class PortedStorage:
     def url(self) -> str:
         """Protocol and path."""
         return self._url
+
+    @property
+    def read_traits(self) -> ReadTraits:
+        """As of an object store, unless no other process sees it."""
+        return OBJECT_STORE if self._port.shared else MEMORY
 
     @property
     def traits(self) -> StorageTraits:

@@ -12,11 +12,10 @@ import threading
 from contextlib import suppress
 
 from ray_dcp.store.durable import first_existing_parent, publish
+from ray_dcp.store.mounts import mount_kind
 from ray_dcp.store.paths import TEMP_PREFIX
 
 __all__ = ["creates_if_absent"]
-
-_MOUNTS = "/proc/self/mountinfo"
 
 # ENOENT is what /proc and the like answer; ENOTDIR, that a parent is a file.
 _NOT_ALLOWED = frozenset(
@@ -92,11 +91,5 @@ def _has_links(path: str, link: str) -> bool:
 
 def _may_be_bridge(device: int) -> bool:
     """Tells whether a filesystem is, or may be, a FUSE one that is not on a local disk."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError), open(_MOUNTS, encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            left, _, right = line.partition(" - ")
-            if left.split()[2] == wanted:
-                kind = right.split()[0]
-                return kind == "fuse" or kind.startswith("fuse.")
-    return True
+    kind = mount_kind(device)
+    return kind is None or kind == "fuse" or kind.startswith("fuse.")

@@ -13,13 +13,19 @@ from typing import Protocol, runtime_checkable
 from ray_dcp.errors import StorageError
 
 __all__ = [
+    "LOCAL_DISK",
+    "MEMORY",
+    "NETWORK_DISK",
+    "OBJECT_STORE",
     "Entry",
     "KeyExistsError",
     "KeyMissingError",
     "LendingWriter",
     "PartWriter",
+    "ReadTraits",
     "Storage",
     "StorageTraits",
+    "read_traits_of",
 ]
 
 
@@ -55,6 +61,42 @@ class StorageTraits:
     """`PartWriter.commit` has exactly one winner, however long the file. False where only files of
     one request have: of two that commit a longer one in the same moment the later stands, and the
     other is not told. Keys of data files carry their attempt, whose writers write equal bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadTraits:
+    """What reading from a storage is like: guesses by its kind, nothing is measured.
+
+    Apart from `StorageTraits`, since these may have to be tried, which a reader must not.
+
+    Example:
+        >>> ReadTraits().cached
+        True
+    """
+
+    request_s: float = 20e-6
+    """What a read costs before its first byte, in seconds: rather than begin another, a reader
+    takes in what lies between."""
+    bytes_per_s: float = 3e9
+    """What one reading thread gets."""
+    cached: bool = True
+    """The processes of one machine read through one cache: what one of them has read costs the
+    others no more than a copy."""
+    shared: bool = True
+    """Other processes see it."""
+
+
+LOCAL_DISK = ReadTraits()
+MEMORY = ReadTraits(request_s=1e-6, bytes_per_s=5e9, shared=False)
+NETWORK_DISK = ReadTraits(request_s=1e-3, bytes_per_s=250e6)
+"""NFS, Lustre and the like: through the page cache of each node."""
+OBJECT_STORE = ReadTraits(request_s=30e-3, bytes_per_s=100e6, cached=False)
+
+
+def read_traits_of(storage: object) -> ReadTraits:
+    """Returns the `read_traits` of a storage; those of a local disk where it has none."""
+    found = getattr(storage, "read_traits", None)
+    return found if isinstance(found, ReadTraits) else LOCAL_DISK
 
 
 @runtime_checkable

@@ -19,11 +19,10 @@ from ray_dcp.format.checksums import block_check
 from ray_dcp.format.torch_items import TensorItem
 from ray_dcp.options import Verify
 from ray_dcp.plan.boxes import strides
-from ray_dcp.plan.extents import block_ranges
 from ray_dcp.plan.values import ChunkTable, Int64Array
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.blocks import BlockVerifier, read_stored
-from ray_dcp.transfer.jobs import GAP_BYTES, Direct, Geometry, Job, Span, Strided
+from ray_dcp.transfer.jobs import Direct, Geometry, Job, ReadCost, Span, Strided, slab_reads
 from ray_dcp.transfer.pair_numbers import PairNumbers
 from ray_dcp.transfer.stock import ELEMENT_TYPES, parse_item, view_of_item
 
@@ -61,6 +60,7 @@ class Filler:
         lengths: Bytes of each wanted row.
         parts: How many parts fill each wanted row.
         verify: Which blocks to check.
+        cost: As given to `make_jobs`.
 
     Attributes:
         bytes_read: Bytes asked of the storage.
@@ -77,11 +77,13 @@ class Filler:
         lengths: Sequence[int],
         parts: Sequence[int],
         verify: Verify,
+        cost: ReadCost,
     ) -> None:
         self.bytes_read = 0
         self.blocks_checked = 0
         self.opaque: set[int] = set()
         self._storage = storage
+        self._cost = cost
         self._table = table
         self._geo = geo
         self._sink = sink
@@ -234,16 +236,7 @@ class Filler:
     def _do_strided(self, job: Strided) -> tuple[int, int]:
         geo, pair, slab = self._geo, job.pair, job.slab
         block = int(geo.block_bytes[pair])
-        ranges = block_ranges(
-            geo.chunk_offset[pair],
-            geo.chunk_size[pair],
-            slab.offset,
-            slab.size,
-            int(geo.itemsize[pair]),
-            block_bytes=block,
-            payload_bytes=int(geo.payload_bytes[pair]),
-            max_gap_bytes=GAP_BYTES,
-        ).tolist()
+        ranges = slab_reads(geo, job, self._cost).tolist()
         base = ranges[0][0]
         view = self._scratch(ranges[-1][1] - base)
         num_bytes = blocks = 0

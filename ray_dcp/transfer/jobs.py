@@ -5,6 +5,7 @@ Pure: numbers in, numbers out. Doing the jobs is in `reader`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,18 +13,29 @@ import numpy as np
 
 from ray_dcp.options import Verify
 from ray_dcp.plan.boxes import widen
-from ray_dcp.plan.extents import Slab, affordable_gap, coalesce, slabs
+from ray_dcp.plan.extents import Slab, affordable_gap, block_ranges, coalesce, slabs
 from ray_dcp.plan.reading import PairBytes, ReadPlan, Wanted, pair_bytes
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int32Array, Int64Array
 
-__all__ = ["Direct", "Geometry", "Job", "Span", "Strided", "geometry", "make_jobs"]
+__all__ = [
+    "Direct",
+    "Geometry",
+    "Job",
+    "ReadCost",
+    "Span",
+    "Strided",
+    "geometry",
+    "job_reads",
+    "make_jobs",
+    "slab_reads",
+]
 
 SPAN_BYTES = 8 << 20
 """Small pairs are read together up to this length."""
 FREE_GAP_BYTES = 2 << 10
 """A gap up to this length (a frame between two tensors) is always read through."""
-GAP_BYTES = 64 << 10
-"""A longer gap than this is never read through."""
+MOST_GAP_BYTES = 8 << 20
+"""A longer gap than this is never read through, however far the storage."""
 GAP_SHARE = 0.05
 """Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
 DIRECT_BYTES = 256 << 10
@@ -143,13 +155,37 @@ def geometry(
     )
 
 
-def make_jobs(geo: Geometry, num_rows: int, scratch_bytes: int) -> tuple[list[Job], Int64Array]:
+@dataclass(frozen=True)
+class ReadCost:
+    """What reading costs, of which follows what is read through and what is left out.
+
+    Example:
+        >>> ReadCost(request_s=20e-6, bytes_per_s=3e9).gap_bytes, ReadCost(0.03, 1e8).gap_bytes
+        (60000, 3000000)
+    """
+
+    request_s: float
+    """What a request costs before its first byte, in seconds."""
+    bytes_per_s: float
+    """What one request gets."""
+
+    @property
+    def gap_bytes(self) -> int:
+        """Longest gap whose bytes take no longer than another request."""
+        gap = round(self.request_s * self.bytes_per_s)
+        return min(max(gap, FREE_GAP_BYTES), MOST_GAP_BYTES)
+
+
+def make_jobs(
+    geo: Geometry, num_rows: int, scratch_bytes: int, cost: ReadCost
+) -> tuple[list[Job], Int64Array]:
     """Returns the jobs, by file and place, and how many of them fill each wanted row.
 
     Args:
         geo: Where the bytes are.
         num_rows: Number of wanted rows.
         scratch_bytes: Most temporary memory of a job; one that needs a longer block takes that.
+        cost: Of a request, which says what gaps are read through.
 
     Returns:
         `(jobs, parts int64[num_rows])`; a pair in a span counts one part.
@@ -160,7 +196,7 @@ def make_jobs(geo: Geometry, num_rows: int, scratch_bytes: int) -> tuple[list[Jo
     limit = min(_SPAN_PAIR_BYTES, scratch_bytes)
     span = geo.unparsed | (~direct & (pairs.read_high - pairs.read_low <= limit))
     placed: list[tuple[int, int, Job]] = []
-    for job in _spans(geo, np.flatnonzero(span), min(SPAN_BYTES, scratch_bytes)):
+    for job in _spans(geo, np.flatnonzero(span), min(SPAN_BYTES, scratch_bytes), cost):
         placed.append((job.file, job.low, job))
     parts = np.bincount(geo.plan.wanted[span], minlength=num_rows)
     cut: list[Direct | Strided] = []
@@ -184,7 +220,61 @@ def _unwidened(extents: PairBytes) -> PairBytes:
     )
 
 
-def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int) -> list[Span]:
+def job_reads(
+    geo: Geometry, jobs: Sequence[Job], cost: ReadCost
+) -> tuple[Int32Array, Int64Array, Int64Array]:
+    """Returns what the jobs ask of the storage, in their order; see `Prepared.reads`.
+
+    A read that is made in steps counts as one.
+
+    Args:
+        geo: Where the bytes are.
+        jobs: What `make_jobs` returned.
+        cost: As given there.
+    """
+    file: list[int] = []
+    low: list[int] = []
+    high: list[int] = []
+    for job in jobs:
+        if isinstance(job, Span):
+            found, number = [(job.low, job.high)], job.file
+        else:
+            place, number = int(geo.place[job.pair]), int(geo.file[job.pair])
+            ranges = [_whole_blocks(geo, job)] if isinstance(job, Direct) else (
+                slab_reads(geo, job, cost).tolist()
+            )  # fmt: skip
+            found = [(place + a, place + b) for a, b in ranges]
+        for a, b in found:
+            file.append(number)
+            low.append(a)
+            high.append(b)
+    return np.array(file, np.int32), np.array(low, np.int64), np.array(high, np.int64)
+
+
+def slab_reads(geo: Geometry, job: Strided, cost: ReadCost) -> Int64Array:
+    """Returns the ranges to read for a slab: int64[r, 2], chunk-local; see `block_ranges`."""
+    pair = job.pair
+    return block_ranges(
+        geo.chunk_offset[pair],
+        geo.chunk_size[pair],
+        job.slab.offset,
+        job.slab.size,
+        int(geo.itemsize[pair]),
+        block_bytes=int(geo.block_bytes[pair]),
+        payload_bytes=int(geo.payload_bytes[pair]),
+        max_gap_bytes=cost.gap_bytes,
+    )
+
+
+def _whole_blocks(geo: Geometry, job: Direct) -> tuple[int, int]:
+    block = max(int(geo.block_bytes[job.pair]), 1)
+    stop = min(-(-job.high // block) * block, int(geo.payload_bytes[job.pair]))
+    return job.low // block * block, stop
+
+
+def _spans(
+    geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost
+) -> list[Span]:  # fmt: skip
     unparsed = geo.unparsed[chosen]
     low = np.where(unparsed, geo.item_low[chosen], geo.place[chosen] + geo.bytes.read_low[chosen])
     high = np.where(
@@ -195,7 +285,7 @@ def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int) -> list[Span]:
     low, high, file = low[order], high[order], file[order]
     gap = affordable_gap(
         file, low, high,
-        free_gap_bytes=FREE_GAP_BYTES, max_gap_bytes=GAP_BYTES, share=GAP_SHARE,
+        free_gap_bytes=FREE_GAP_BYTES, max_gap_bytes=cost.gap_bytes, share=GAP_SHARE,
     )  # fmt: skip
     bounds = coalesce(file, low, high, max_gap_bytes=gap, max_bytes=max_bytes)
     pairs = chosen[order].tolist()

@@ -32,6 +32,7 @@ from ray_dcp.format.table import MAX_TABLE_BYTES, decode_table
 from ray_dcp.format.table_checks import join_checks
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.check_file import CheckFile
 from ray_dcp.transfer.lookaround import not_found
 from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
 from ray_dcp.transfer.plain_files import plain_files, plain_table
@@ -109,6 +110,8 @@ class Checkpoint:
     """What the `.metadata` says; None for all but `stock`."""
     metadata_is_stale: bool = False
     """`.metadata` should project this manifest, but is missing or older: publish it again."""
+    check_file: CheckFile | None = None
+    """Where checksums that the table lacks are read from, file by file; None: it has them all."""
 
 
 def read_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Checkpoint:
@@ -178,6 +181,7 @@ def checkpoint_from(
     record: bytes,
     *,
     checkpoint_id: str | None = None,
+    checks_later: bool = False,
 ) -> Checkpoint:
     """Returns the checkpoint that somebody else decided on, without deciding again.
 
@@ -187,6 +191,7 @@ def checkpoint_from(
         slot: `Checkpoint.slot`.
         record: `Checkpoint.record`.
         checkpoint_id: Path or URL for messages; the storage's own by default.
+        checks_later: Leave the checksums of a large table to `Checkpoint.check_file`.
 
     Raises:
         DamagedCheckpointError: The record, the chunk table or a header is damaged or missing.
@@ -200,7 +205,10 @@ def checkpoint_from(
                 manifest = decode_record(record, key=record_key(slot))
                 if not isinstance(manifest, Manifest):
                     raise InternalError(f"expected a manifest in slot {slot}, found an abort")
-                return _opened(storage, name, _native(storage, Committed(slot, record, manifest)))
+                committed = Committed(slot, record, manifest)
+                if checks_later and manifest.checks is not None:
+                    return _opened_in_part(storage, name, committed)
+                return _opened(storage, name, _native(storage, committed))
             case "stock" | "safetensors":
                 return _opened(storage, name, Found(kind, slot, record))
             case _:
@@ -336,6 +344,24 @@ def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
         manifest=manifest,
         foreign=foreign,
         metadata_is_stale=found.metadata_is_stale,
+    )
+
+
+def _opened_in_part(storage: Storage, name: str, committed: Committed) -> Checkpoint:
+    slot, data, manifest = committed
+    with collector_paused():
+        shared = decode_table(_verified(storage, manifest.table))
+        check_file = CheckFile(storage, manifest, shared)
+        _check_table(check_file.table, manifest)
+    return Checkpoint(
+        kind="native",
+        checkpoint_id=name,
+        slot=slot,
+        record=data,
+        table=check_file.table,
+        attempt=manifest.attempt,
+        manifest=manifest,
+        check_file=check_file,
     )
 
 

@@ -20,14 +20,23 @@ from ray_dcp.options import LoadOptions, Verify
 from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int32Array, Int64Array, Kind
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import Storage, read_traits_of
 from ray_dcp.transfer.blocks import BlockVerifier, naming, read_stored
 from ray_dcp.transfer.filling import Filler, TargetSink
-from ray_dcp.transfer.jobs import geometry, make_jobs
+from ray_dcp.transfer.jobs import Geometry, Job, ReadCost, geometry, job_reads, make_jobs
 from ray_dcp.transfer.stock import item_bytes_at_most, locate_item
 from ray_dcp.transfer.threads import run_tasks
 
-__all__ = ["ReadStats", "TargetSink", "Transforms", "read_chunks", "read_item"]
+__all__ = [
+    "Prepared",
+    "ReadStats",
+    "TargetSink",
+    "Transforms",
+    "prepare_reads",
+    "read_chunks",
+    "read_item",
+    "read_prepared",
+]
 
 Transforms = Sequence[tuple[str, ...] | None] | None
 """`ForeignMetadata.transforms`."""
@@ -87,24 +96,93 @@ def read_chunks(
         O(bytes); a small tensor costs about 3 us. Memory: per thread the greatest of 8 MiB,
         `options.scratch_bytes` and one block, and no more than what one job needs.
     """
+    prepared = prepare_reads(storage, table, read_plan, wanted, options=options)
+    return read_prepared(storage, prepared, sink, options=options)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is to be read, to the byte, before anything of a target is touched."""
+
+    table: ChunkTable
+    read_plan: ReadPlan
+    wanted: Wanted
+    geo: Geometry
+    jobs: Sequence[Job]
+    parts: Int64Array
+    """How many jobs fill each wanted row."""
+    opaque: frozenset[int]
+    """As in `ReadStats`; more may turn out to be when they are read."""
+    cost: ReadCost
+
+    def reads(self) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """Returns `(file, low, high)` of every range that is asked of the storage."""
+        return job_reads(self.geo, self.jobs, self.cost)
+
+
+def prepare_reads(
+    storage: Storage,
+    table: ChunkTable,
+    read_plan: ReadPlan,
+    wanted: Wanted,
+    *,
+    options: LoadOptions,
+) -> Prepared:
+    """Decides what `read_prepared` reads; asks the storage only for the heads of stock items.
+
+    Args:
+        storage: Where the files are.
+        table: What is stored.
+        read_plan: `plan_reads(table, wanted)`.
+        wanted: What is asked for.
+        options: `num_threads`, `scratch_bytes` and `verify` count.
+
+    Raises:
+        CheckpointError: As `read_chunks`, for what the table or the head of an item shows.
+    """
     _check_request(table, read_plan, wanted)
     place, opaque = _locate(storage, table, read_plan.chunk, options.num_threads)
     usable = ~np.isin(read_plan.chunk, np.array(sorted(opaque), np.int32))
     geo = geometry(table, wanted, _rows_of(read_plan, usable), place, options.verify)
-    jobs, parts = make_jobs(geo, len(wanted), options.scratch_bytes)
-    lengths = volume(wanted.size) * wanted.itemsize
+    traits = read_traits_of(storage)
+    cost = ReadCost(traits.request_s, traits.bytes_per_s)
+    jobs, parts = make_jobs(geo, len(wanted), options.scratch_bytes, cost)
     # One part too many: these rows are never done.
     parts[read_plan.wanted[~usable]] += 1
     parts[np.array([row for row, _ in read_plan.uncovered], np.int64)] += 1
-    filler = Filler(storage, table, geo, sink, lengths.tolist(), parts.tolist(), options.verify)
+    return Prepared(table, read_plan, wanted, geo, jobs, parts, frozenset(opaque), cost)
+
+
+def read_prepared(
+    storage: Storage, prepared: Prepared, sink: TargetSink, *, options: LoadOptions
+) -> ReadStats:
+    """Fills the targets, as `read_chunks` does.
+
+    Jobs are begun in the order of files and of places in them.
+
+    Args:
+        storage: Where the files are.
+        prepared: What `prepare_reads` returned.
+        sink: Gives the targets; used from `options.num_threads` threads.
+        options: As given to `prepare_reads`.
+
+    Raises:
+        CheckpointError: As `read_chunks`.
+    """
+    wanted, parts = prepared.wanted, prepared.parts
+    lengths = volume(wanted.size) * wanted.itemsize
+    filler = Filler(
+        storage, prepared.table, prepared.geo, sink, lengths.tolist(), parts.tolist(),
+        options.verify, prepared.cost,
+    )  # fmt: skip
     for row in np.flatnonzero((parts == 0) & (lengths == 0)).tolist():
         sink.done(row)
-    run_tasks(jobs, filler.do, min(options.num_threads, len(jobs)))
+    run_tasks(prepared.jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
     return ReadStats(
         bytes_read=filler.bytes_read,
-        bytes_needed=read_plan.bytes_needed,
+        bytes_needed=prepared.read_plan.bytes_needed,
         blocks_checked=filler.blocks_checked,
-        opaque=tuple(sorted(opaque | filler.opaque)),
+        opaque=tuple(sorted(prepared.opaque | filler.opaque)),
     )
 
 

@@ -8,6 +8,7 @@ import sys
 from tests.bench import (
     async_saves,
     checksums,
+    load,
     manager,
     plan,
     reshard,
@@ -18,7 +19,7 @@ from tests.bench import (
 )
 
 CHOICES = (
-    "async", "small", "big", "checksums", "manager", "plan", "reshard",
+    "async", "small", "big", "checksums", "load", "manager", "plan", "reshard",
     "soak", "staging", "storage",
 )  # fmt: skip
 
@@ -32,8 +33,12 @@ def main() -> int:
     parser.add_argument("what", choices=CHOICES)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
     parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
-    parser.add_argument("--ranks", type=int, default=8, help="largest number of ranks (reshard)")
-    parser.add_argument("--megabytes", type=int, default=512, help="length of the state (storage)")
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="largest number of ranks (reshard, load)"
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=512, help="length of the state (storage, load)"
+    )
     parser.add_argument("--tensors", type=int, default=1000, help="tensors of each rank (plan)")
     parser.add_argument("--largest", type=int, default=10240, help="most ranks (plan)")
     arguments = parser.parse_args()
@@ -43,6 +48,8 @@ def main() -> int:
         single.big(arguments.rounds, arguments.dir)
     elif arguments.what == "checksums":
         checksums.checksums(arguments.rounds, arguments.dir)
+    elif arguments.what == "load":
+        return load.load(arguments.rounds, arguments.dir, arguments.megabytes, arguments.ranks)
     elif arguments.what == "manager":
         manager.manager(arguments.rounds, arguments.dir)
     elif arguments.what == "plan":

@@ -179,10 +179,10 @@ class MemoryCopy:
 
 def raw_write_s(path: Path, num_bytes: int) -> float:
     """Returns how long a plain direct write of as many bytes takes until it is durable."""
-    from tests.bench.single import _raw_write
+    from tests.bench.single import raw_write
 
     began = time.perf_counter()
-    _raw_write(path, num_bytes)
+    raw_write(path, num_bytes)
     seconds = time.perf_counter() - began
     path.unlink()
     return seconds

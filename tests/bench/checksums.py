@@ -18,7 +18,7 @@ import ray_dcp
 from ray_dcp.format.checksums import block_bytes_for, block_checks, num_blocks
 from ray_dcp.plan.values import UInt64Array
 from tests.bench.measure import Sample, drop_cache, once, show, warm_cache
-from tests.bench.single import _raw_read, _raw_write
+from tests.bench.single import raw_read, raw_write
 
 SAVED, UNCHECKED, RAW, HASHED = "checksums", "no checksums", "O_DIRECT write", "hashing alone"
 
@@ -53,7 +53,7 @@ def _saves(state: dict[str, torch.Tensor], num_bytes: int, root: Path, rounds: i
     contestants: dict[str, Callable[[], object]] = {
         SAVED: lambda: save(SAVED),
         UNCHECKED: save_unchecked,
-        f"limit: {RAW}": lambda: _raw_write(root / "raw", num_bytes),
+        f"limit: {RAW}": lambda: raw_write(root / "raw", num_bytes),
         f"limit: {HASHED}": lambda: _hash(state),
     }
     folders = (SAVED, UNCHECKED)
@@ -82,7 +82,7 @@ def _loads(state: dict[str, torch.Tensor], num_bytes: int, root: Path, rounds: i
     contestants: dict[str, Callable[[], object]] = {
         f"verify={verify}": load(verify) for verify in ("always", "sample", "never")
     }
-    contestants["limit: preadv into the targets"] = lambda: _raw_read(root / "raw", targets)
+    contestants["limit: preadv into the targets"] = lambda: raw_read(root / "raw", targets)
     for cache, prepare in (("warm", warm_cache), ("cold", drop_cache)):
         runs = _rounds(contestants, rounds, lambda name, ready=prepare: ready(root))
         show(f"load, 1.4 GB, {cache} cache", _medians(runs), num_bytes, "verify=never")

@@ -41,7 +41,7 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
         saves: dict[str, Callable[[], object]] = {
             "ray_dcp": lambda: ray_dcp.save(state, checkpoint_id=str(root / "ours")),
             "torch DCP": lambda: stock.save(state, checkpoint_id=str(root / "stock")),
-            "limit: O_DIRECT write + fsync": lambda: _raw_write(root / "raw", num_bytes),
+            "limit: O_DIRECT write + fsync": lambda: raw_write(root / "raw", num_bytes),
         }
         remove = lambda name: [  # noqa: E731
             shutil.rmtree(root / d, ignore_errors=True)
@@ -60,7 +60,7 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
                 dict(targets), checkpoint_id=theirs
             ),
             "torch DCP": lambda: stock.load(dict(targets), checkpoint_id=theirs),
-            "limit: preadv into the targets": lambda: _raw_read(root / "raw", targets),
+            "limit: preadv into the targets": lambda: raw_read(root / "raw", targets),
         }
         warm = interleaved(loads, rounds, before=lambda name: warm_cache(root))
         show(f"load, warm cache, {title}", warm, num_bytes, "torch DCP")
@@ -73,7 +73,7 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _raw_write(path: Path, num_bytes: int) -> None:
+def raw_write(path: Path, num_bytes: int) -> None:
     piece = mmap.mmap(-1, 8 << 20)
     piece.write(os.urandom(len(piece)))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -91,7 +91,7 @@ def _raw_write(path: Path, num_bytes: int) -> None:
         os.close(fd)
 
 
-def _raw_read(path: Path, targets: State) -> None:
+def raw_read(path: Path, targets: State) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         offset = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.bench.single import _raw_write
+from tests.bench.single import raw_write
 
 GOALS = (("stall / copy", 1.25, 1.10), ("first / steady stall", 2.0, 1.5),
          ("durable / raw direct write", 0.75, 0.90), ("CPU s per GB", 0.35, 0.20),
@@ -113,7 +113,7 @@ def _measure(rounds: int, root: Path, small: bool) -> None:
         staged.release()
         shutil.rmtree(target.url)
         began = time.perf_counter()
-        _raw_write(root / "raw", num_bytes)
+        raw_write(root / "raw", num_bytes)
         raw_s = time.perf_counter() - began
         (root / "raw").unlink()
         if number == 0:

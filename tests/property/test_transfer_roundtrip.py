@@ -81,8 +81,8 @@ def limits(draw):
         (jobs, "SLICE_BYTES"): draw(sizes),
         (jobs, "SPAN_BYTES"): draw(sizes),
         (jobs, "_SPAN_PAIR_BYTES"): draw(sizes),
-        (jobs, "GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
-        (filling, "GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
+        (jobs, "FREE_GAP_BYTES"): 0,
+        (jobs, "MOST_GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
         (filling, "_VERIFY_BYTES"): draw(sizes),
     }
 

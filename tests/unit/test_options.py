@@ -23,6 +23,7 @@ CHOICES = [
     (SaveOptions, "when_full", ["wait", "skip", "replace"]),
     (LoadOptions, "dtype", ["widen", "error", "cast"]),
     (LoadOptions, "verify", ["always", "sample", "never"]),
+    (LoadOptions, "share_reads", ["auto"]),
 ]
 
 FLAGS = [

@@ -19,7 +19,8 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.array_states import same_state, sample_state
 from ray_dcp.testing.ranks import load_state, save_state
-from ray_dcp.transfer.opening import read_checkpoint
+from ray_dcp.transfer import check_file
+from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
 from ray_dcp.view.listing import list_checkpoints
 from tests.warm_ranks import Warm
 
@@ -181,3 +182,61 @@ def test_encoding_is_what_the_documentation_says():
     )
     data = b"".join(data)
     assert np.frombuffer(data, "<i8", offset=8).tolist() == [2, 1, 2, 0, 2, 2, 7, 8, 9, 1, 2]
+
+
+def in_part(storage):
+    """Returns the checkpoint as a rank opens it, and the manifest."""
+    manifest = manifest_of(storage)
+    slots = [entry.key for entry in storage.list() if entry.key.startswith("manifest-")]
+    slot = max(int(key.split("-")[1].split(".")[0]) for key in slots)
+    record = storage.read(sorted(slots)[-1])
+    return checkpoint_from(storage, "native", slot, record, checks_later=True), manifest
+
+
+def test_a_rank_reads_the_checksums_of_its_own_files_only():
+    saved(world_size=4)
+    storage = MemoryStorage("split-table")
+    opened, manifest = in_part(storage)
+    whole = read_checkpoint(storage).table
+    head = opened.check_file.bytes_read
+    assert not opened.table.checks.any()
+    for files in ([1], [1, 3], [0, 1, 2, 3]):
+        opened.check_file.read(files)
+        of = np.repeat(whole.file, np.diff(whole.check_start))
+        there = np.isin(of, sorted({*files, 1}))
+        np.testing.assert_array_equal(opened.table.checks, np.where(there, whole.checks, 0))
+        # Each checksum is read once, however often it is asked for.
+        assert opened.check_file.bytes_read == head + 8 * int(there.sum())
+    same_table(opened.table, whole)
+    assert head <= manifest.checks.num_bytes
+
+
+def test_damage_is_told_by_who_needs_the_bytes_and_by_nobody_else(monkeypatch):
+    _, data = saved(world_size=4)
+    storage = MemoryStorage("split-table")
+    manifest = manifest_of(storage)
+    storage.write(manifest.checks.key, data[:-1] + bytes([data[-1] ^ 1]))
+    opened, _ = in_part(storage)
+    last = len(opened.table.files) - 1
+    opened.check_file.read(range(last))
+    with pytest.raises(DamagedCheckpointError, match=f"checksums of {opened.table.files[last]}"):
+        opened.check_file.read([last])
+    storage.write(manifest.checks.key, data[:-8])
+    with pytest.raises(DamagedCheckpointError, match="cut off"):
+        in_part(storage)
+    monkeypatch.setattr(check_file, "_HEAD_BYTES", 64)
+    opened, _ = in_part(storage)
+    with pytest.raises(DamagedCheckpointError, match="cut off"):
+        opened.check_file.read([last])
+    storage.delete([manifest.checks.key])
+    with pytest.raises(DamagedCheckpointError, match="no such file"):
+        in_part(storage)
+
+
+def test_a_long_head_is_read_whole(monkeypatch):
+    saved(world_size=2)
+    storage = MemoryStorage("split-table")
+    monkeypatch.setattr(check_file, "_HEAD_BYTES", 33)
+    opened, _ = in_part(storage)
+    opened.check_file.read(range(len(opened.table.files)))
+    same_table(opened.table, read_checkpoint(storage).table)

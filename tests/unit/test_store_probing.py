@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store import durable, probing
+from ray_dcp.store import durable, mounts, probing
 from ray_dcp.store.durable import publish
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.testing.storage_conformance import StorageConformance
@@ -49,7 +49,7 @@ def mounted_as(tmp_path_factory, monkeypatch):
             "22 1 0:5 / /proc rw - proc proc rw\n"
             f"36 22 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {kind} x:y rw\n"
         )
-        monkeypatch.setattr(probing, "_MOUNTS", str(table))
+        monkeypatch.setattr(mounts, "_MOUNTS", str(table))
 
     return say
 
@@ -138,9 +138,9 @@ def test_an_unknown_filesystem_without_hard_links_is_not_believed(
 ):
     path = tmp_path_factory.mktemp("mounts") / "mountinfo"
     path.write_text(table)
-    monkeypatch.setattr(probing, "_MOUNTS", str(path))
+    monkeypatch.setattr(mounts, "_MOUNTS", str(path))
     assert not creates(tmp_path)
-    monkeypatch.setattr(probing, "_MOUNTS", "/no/such/file")
+    monkeypatch.setattr(mounts, "_MOUNTS", "/no/such/file")
     probing._KNOWN.clear()
     assert not creates(tmp_path)
 

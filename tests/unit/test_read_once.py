@@ -1,0 +1,292 @@
+"""The words of a shared load, the phase in which it is decided, and ranks that give up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
+from ray_dcp.plan.read_once import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
+from ray_dcp.protocol.commands import ShareReads
+from ray_dcp.protocol.handover import Decline, Enter, Handover, Leave, Listen, Offer, Use
+from ray_dcp.protocol.messages import LoadDone, LoadOutcome, LoadProceed, LoadReady, OpKey
+from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.switchboard import Switchboard
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.transfer import relay
+from ray_dcp.transfer.relay import Relay
+from tests.protocol_play import KEY, Play
+from tests.thread_peers import Board, ThreadExchange
+from tests.unit.test_protocol_load import to_planning
+
+MIB = 1 << 20
+
+
+def needs(*rows: tuple[int, int, int], cost: ShareCost | None = None, node: str = "n"):
+    columns = np.array(rows, np.int64)
+    ranges = merged(columns[:, 0].astype(np.int32), columns[:, 1], columns[:, 2])
+    return ReadNeeds(ranges.encode(), node, cost)
+
+
+def ready(play: Play, rank: int, *rows: tuple[int, int, int], cost: ShareCost | None = None):
+    return play.send(LoadReady(KEY, rank, needs=needs(*rows, cost=cost) if rows else None))
+
+
+def shared(play: Play) -> None:
+    """Does the task of the machine as a coordinator would."""
+    (task,) = [c.task for c in play.commands if isinstance(getattr(c, "task", None), ShareReads)]
+    play.done(perform(task))
+
+
+def test_ranges_survive_a_message():
+    found = Ranges.decode(needs((2, 5, 9), (0, 1, 3)).ranges)
+    assert (found.file.tolist(), found.low.tolist(), found.high.tolist()) == (
+        [0, 2],
+        [1, 5],
+        [3, 9],
+    )
+    assert found.num_bytes == 6
+    assert len(Ranges.decode(b"")) == 0
+
+
+# The machine
+
+
+def test_ranks_that_need_the_same_bytes_are_told_who_reads_them():
+    play = Play(world_size=3)
+    to_planning(play)
+    ready(play, 0, (0, 0, 40 * MIB))
+    ready(play, 1, (0, 0, 40 * MIB))
+    assert ready(play, 2, (1, 0, 40 * MIB)) is None
+    shared(play)
+    first, second = (play.reply(rank, "LoadReady").share for rank in (0, 1))
+    assert first.unit.tolist() == second.unit.tolist() == [0, 1, 2]
+    assert first.reader.tolist() == second.reader.tolist()
+    assert set(first.reader.tolist()) == {0, 1}
+    assert first.ranks.tolist() == [2, 2, 2]
+    assert play.reply(2, "LoadReady") == LoadProceed()
+
+
+@pytest.mark.parametrize("come", [0, 1])
+def test_without_two_ranks_that_would_share_nothing_is_asked_for(come):
+    play = Play(world_size=3)
+    to_planning(play)
+    for rank in range(3):
+        ready(play, rank, *([(0, 0, MIB)] if rank < come else []))
+    assert play.reply(0, "LoadReady") == LoadProceed()
+
+
+def test_a_load_goes_on_without_sharing_when_nobody_decides_in_time():
+    play = Play(world_size=2)
+    to_planning(play)
+    ready(play, 0, (0, 0, MIB))
+    ready(play, 1, (0, 0, MIB))
+    play.expire()
+    assert play.reply(0, "LoadReady") == play.reply(1, "LoadReady") == LoadProceed()
+    shared(play)  # too late, and dropped
+    play.send(LoadDone(KEY, 0, 10, 16))
+    assert isinstance(play.send(LoadDone(KEY, 1, 5, 5)), LoadOutcome)
+
+
+def test_a_load_goes_on_without_sharing_when_it_can_not_be_decided():
+    play = Play(world_size=2)
+    to_planning(play)
+    ready(play, 0, (0, 0, MIB))
+    ready(play, 1, (0, 0, MIB))
+    play.fail(StorageError("no memory"))
+    assert play.reply(0, "LoadReady") == LoadProceed()
+
+
+def test_a_rank_that_dies_while_it_is_decided_fails_the_load():
+    play = Play(world_size=2)
+    to_planning(play)
+    ready(play, 0, (0, 0, MIB))
+    ready(play, 1, (0, 0, MIB))
+    play.lose(1)
+    assert isinstance(play.errors("LoadReady")[0], ParticipantError)
+    assert play.coordination.active == ()
+
+
+def test_the_outcome_tells_what_came_from_others_and_what_was_read_instead():
+    play = Play(world_size=2)
+    to_planning(play)
+    for rank in range(2):
+        play.send(LoadReady(KEY, rank))
+    play.send(LoadDone(KEY, 0, 10, 16, None, 0, 7, 2))
+    assert play.send(LoadDone(KEY, 1, 5, 5, None, 0, 1, 1)) == LoadOutcome(15, 21, 0, 8, 3)
+
+
+# The words
+
+
+def words(*said):
+    handover = Handover()
+    for word in said:
+        handover.take(word)
+    return handover
+
+
+def enter(rank, units=(0,), readers=(0,)):
+    return Enter(KEY, rank, tuple(units), tuple(readers))
+
+
+def heard(handover, rank, seen=0):
+    return [(new.what, new.unit, new.handle) for new in handover.news(rank, seen)]
+
+
+def test_who_enters_late_hears_what_is_there():
+    handover = words(enter(0), Offer(KEY, 0, 0, 2, "h"), enter(1))
+    assert heard(handover, 1) == [("there", 0, "h")]
+
+
+def test_a_unit_is_free_when_all_its_ranks_have_used_it_in_any_order():
+    handover = words(enter(0), enter(1), enter(2), Use(KEY, 1, (0,)), Offer(KEY, 0, 0, 3, "h"))
+    assert heard(handover, 2) == [("there", 0, "h")]
+    assert heard(handover, 1) == []
+    handover.take(Use(KEY, 0, (0,)))
+    assert handover.num_there == 1
+    assert heard(handover, 0) == []
+    handover.take(Use(KEY, 2, (0,)))
+    handover.take(Use(KEY, 2, (0,)))
+    assert handover.num_there == 0
+    assert heard(handover, 0) == [("free", 0, None)]
+    assert heard(handover, 2) == [("free", 0, None)]  # and no handle that keeps it alive
+
+
+def test_words_that_come_twice_change_nothing():
+    once = [enter(0), enter(1), Offer(KEY, 0, 0, 2, "h"), Use(KEY, 0, (0,))]
+    handover = words(*[word for word in once for _ in range(2)])
+    assert heard(handover, 1) == [("there", 0, "h")]
+    assert handover.num_there == 1
+
+
+def test_what_a_reader_declines_or_leaves_behind_is_gone():
+    handover = words(
+        enter(0, (0, 1), (0, 0)), enter(1, (0, 1), (0, 0)), Decline(KEY, 0, (0,)), Leave(KEY, 0)
+    )
+    assert heard(handover, 1) == [("gone", 0, None), ("gone", 1, None)]
+    handover.take(Offer(KEY, 0, 1, 2, "late"))
+    assert handover.num_there == 0
+
+
+def test_only_its_reader_offers_or_declines_a_unit():
+    handover = words(enter(0), enter(1), Offer(KEY, 1, 0, 2, "false"), Decline(KEY, 1, (0,)))
+    assert handover.num_there == 0
+    assert heard(handover, 1) == []
+
+
+def test_words_may_be_heard_in_any_order():
+    said = [
+        enter(0, (0, 1, 2), (0, 0, 1)), enter(1, (0, 1, 2), (0, 0, 1)),
+        Offer(KEY, 0, 0, 2, "h"), Use(KEY, 1, (0,)), Leave(KEY, 0, (0,)), Leave(KEY, 1),
+    ]  # fmt: skip
+    for order in itertools.permutations(said):
+        handover = words(*order)
+        assert handover.num_there == 0
+        # What the reader is told last is that its unit is free, whoever was heard first.
+        assert heard(handover, 0)[-1][:2] in {("free", 0), ("gone", 2)}
+        assert ("free", 0, None) in heard(handover, 0)
+        assert all(what == "gone" for what, unit, _ in heard(handover, 1) if unit == 1)
+
+
+def test_one_who_leaves_needs_nothing_more():
+    handover = words(enter(0), enter(1), Offer(KEY, 0, 0, 2, "h"), Leave(KEY, 1), Use(KEY, 0, (0,)))
+    assert handover.num_there == 0
+    handover.take(enter(1))
+    assert heard(handover, 1) == [("free", 0, None)]
+
+
+# Where they are kept
+
+
+def test_who_listens_is_answered_as_soon_as_something_is_new():
+    over: set[OpKey] = set()
+
+    async def play():
+        board = Switchboard(lambda key: key in over)
+        await board.hear(enter(1))
+        waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 0, 60.0)))
+        await asyncio.sleep(0)
+        await board.hear(Offer(KEY, 0, 0, 2, "h"))
+        news = await asyncio.wait_for(waiting, 10)
+        nothing = await board.hear(Listen(KEY, 1, 1, 0.0))
+        waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 1, 60.0)))
+        await asyncio.sleep(0)
+        over.add(KEY)
+        board.tidy()
+        return news, nothing, await asyncio.wait_for(waiting, 10), await board.hear(enter(2))
+
+    news, nothing, at_the_end, after_it = asyncio.run(play())
+    assert [new.handle for new in news] == ["h"]
+    assert not nothing
+    assert at_the_end is None
+    assert after_it is None
+
+
+# One who waits for the others
+
+
+def one_share(reader: int, ranks: int, units: int = 3) -> RankShare:
+    both = Ranges(np.zeros(1, np.int32), np.zeros(1, np.int64), np.full(1, 10 * units))
+    shares = share_reads({0: both, 1: both}, world_size=2, unit_bytes=10, min_saved_bytes=1)
+    part = shares.of_rank(0)
+    return RankShare(
+        part.unit, part.file, part.low, part.high,
+        np.full(units, reader, np.int32), np.full(units, ranks, np.int32),
+    )  # fmt: skip
+
+
+def a_relay(exchange, reader: int, **more) -> Relay:
+    storage = MemoryStorage("a-relay")
+    storage.write("f", bytes(range(30)))
+    reads = (np.zeros(1, np.int32), np.zeros(1, np.int64), np.full(1, 30))
+    share = one_share(reader, ranks=2)
+    return Relay(storage, ("f",), share, 0, reads, exchange, num_threads=1, **more)
+
+
+def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeypatch):
+    monkeypatch.setattr(relay, "PATIENCE_S", 0.3)
+    board = Board()
+    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=10)
+    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    mine.start()
+    target = bytearray(30)
+    mine.read_into("f", 0, memoryview(target))
+    mine.finish()
+    assert target == bytes(range(30))
+    assert [new.what for new in board.handover.news(1, 0)] == ["there", "gone", "gone"]
+
+
+def test_a_load_that_failed_elsewhere_ends_the_wait():
+    stop = threading.Event()
+
+    def check() -> None:
+        if stop.is_set():
+            raise SaveCancelledError("failed elsewhere")
+
+    class Deaf(ThreadExchange):
+        def offer(self, unit, ranks, data):
+            stop.set()
+            threading.Event().wait(5)
+            return
+
+    mine = a_relay(Deaf(Board(), 0), 0, budget_bytes=10, check=check)
+    mine.start()
+    with pytest.raises(SaveCancelledError):
+        mine.read_into("f", 0, memoryview(bytearray(30)))
+
+
+def test_a_reader_whose_storage_fails_tells_so_and_finds_out_itself():
+    board = Board()
+    mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=100)
+    board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))
+    mine._inner.delete(["f"])
+    mine.start()
+    with pytest.raises(StorageError):
+        mine.read_into("f", 0, memoryview(bytearray(30)))
+    mine.finish(failed=True)
+    assert {new.what for new in board.handover.news(1, 0)} == {"gone"}
