@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from ray_dcp.errors import CheckpointError, InternalError, RankDisagreementError
+from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
 from ray_dcp.protocol.commands import Answer, Answers, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
@@ -26,6 +26,7 @@ from ray_dcp.protocol.together import Together, Told
 from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
+from ray_dcp.runtime.meeting_calls import MeetingCalls
 from ray_dcp.runtime.naming import NAMESPACE
 from ray_dcp.runtime.own_thread import in_own_thread
 from ray_dcp.runtime.perform import new_attempt, perform
@@ -77,19 +78,17 @@ class Coordinator:
         )
         self._together = TogetherCalls(self._coordination, self._carry_out)
         self._switchboard = Switchboard(lambda key: key not in self._coordination.active)
-        self._meeting = Meeting(lambda: secrets.token_hex(6))
+        self._meeting = MeetingCalls(Meeting(lambda: secrets.token_hex(6)))
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._roster = Roster(name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
         self._performing = 0
-        self._entering = 0
         self._stagers = StagerWatch(self._coordination, self._carry_out, namespace)
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
         self._resumed = asyncio.Event()
         self._watching: dict[OpKey, asyncio.Future[Reply]] = {}
-        self._all_met: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
@@ -124,33 +123,10 @@ class Coordinator:
         Raises:
             RankDisagreementError: The ranks differ about their number; all are told.
         """
-        self._entering += 1
         try:
-            met = self._all_met
-            try:
-                generation = self._meeting.enter(rank, world_size, word)
-            except RankDisagreementError as error:
-                self._end_meeting(error)
-                self._loop.call_later(timeout_s, self._meeting.forget_dispute)
-                raise
-            if generation is not None:
-                self._end_meeting(None)
-                return generation
-            try:
-                dispute = await asyncio.wait_for(asyncio.shield(met), timeout_s)
-            except asyncio.TimeoutError:
-                return self._meeting.missing
-            if dispute is not None:
-                raise dispute
-            return self._meeting.generation_for(rank, word) or self._meeting.missing
+            return await self._meeting.enter(rank, world_size, word, timeout_s)
         finally:
-            self._entering -= 1
             self._last_call_s = self._loop.time()
-
-    def _end_meeting(self, dispute: RankDisagreementError | None) -> None:
-        """Tells all that wait in `enter`, and begins the next meeting."""
-        self._all_met.set_result(dispute)
-        self._all_met = self._loop.create_future()
 
     async def call(
         self, request: Request, caller: Caller | None = None, beats_s: float | None = None
@@ -399,5 +375,5 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._entering or self._waiting or self._together
+        busy = self._performing or self._meeting.num_waiting or self._waiting or self._together
         return not (busy or self._coordination.active)
