@@ -62,7 +62,19 @@ class RefusingProxy:
             def log_message(self, *_: object) -> None:
                 """Says nothing."""
 
+            def finish(self) -> None:
+                if self._server is not None:
+                    self._server.close()
+                super().finish()
+
             def handle_any(self) -> None:
+                # Why: who was refused gives up its other requests in the midst of them.
+                try:
+                    self._pass_on()
+                except OSError:
+                    self.close_connection = True
+
+            def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 refusal = proxy.refusal
                 if refusal is not None and refusal.takes(self.command, self.path):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 import ray_dcp
 from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.format.manifest import AbortRecord, encode_record
+from ray_dcp.manager import CheckpointManager
 from ray_dcp.protocol.commands import CreateRecord, RecordCreated, SlotTaken
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.perform import perform
@@ -147,6 +148,20 @@ def test_a_server_that_ignores_conditions_is_found_out_and_said_so(tmp_path):
             with pytest.warns(UserWarning, match="only if there is none"):
                 ray_dcp.save(state_of(number), checkpoint_id=place, no_dist=True)
         assert is_same(loaded(checkpoint_id=place), state_of(2.0))
+
+
+def test_a_manager_reaches_its_steps_with_the_options_of_its_root(place):
+    with CheckpointManager(place, 1, chkpt_on_preemption=False) as manager:
+        for step in range(6):
+            manager.save(step, {"w": torch.full((3,), float(step))}, metrics={"loss": 9.0 - step})
+    for key in ("catalogue.json", "none"):
+        open_storage(place / ".manager").delete([key])
+        reader = CheckpointManager(place, read_only=True)
+        assert reader.all_steps() == [0, 1, 2, 3, 4, 5]
+        assert reader.best_step("loss") == 5
+        state = {"w": torch.zeros(3)}
+        assert reader.restore("latest", state).step == 5
+        assert state["w"][0] == 5
 
 
 # credentials
