@@ -19,6 +19,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.testing import check_crashes
 from ray_dcp.testing.storage_conformance import StorageConformance
 from tests.azurite import PORT, NotInstalledError, azurite
+from tests.races import race_often
 
 # The account and key that every emulator of Azure has.
 ACCOUNT = "devstoreaccount1"
@@ -32,9 +33,14 @@ def container(tmp_path_factory):
             stack.enter_context(azurite(tmp_path_factory.mktemp("azurite")))
         except NotInstalledError as error:
             pytest.skip(str(error))
-        name = f"c{uuid.uuid4().hex}"
-        _make_container(name)
-        yield Location(f"az://{name}", {"use_emulator": True})
+        yield make_container()
+
+
+def make_container() -> Location:
+    """Returns a new container of the emulator that runs."""
+    name = f"c{uuid.uuid4().hex}"
+    _make_container(name)
+    return Location(f"az://{name}", {"use_emulator": True})
 
 
 def _make_container(name: str) -> None:
@@ -72,6 +78,10 @@ def test_an_interrupted_save_leaves_the_previous_or_the_new_checkpoint(container
         every=4,
     )
     assert {"new", "previous"} <= set(reached.stood)
+
+
+def test_16_committers_race_50_times_and_one_wins_each_time(container):
+    race_often(lambda name: container / f"race-{name}", 16, 50)
 
 
 def test_a_missing_container_is_told(container):

@@ -12,14 +12,9 @@ import torch
 import ray_dcp
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
-from tests.s3_server import CuttingProxy, fresh_place, server_on_memory_disk
+from tests.s3_server import CuttingProxy, fresh_place
 
 DEAD = "0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def server():
-    yield from server_on_memory_disk()
 
 
 @pytest.fixture
@@ -27,12 +22,18 @@ def place(server):
     return fresh_place(server)
 
 
-def killed_in_an_upload(place: Location, key: str = f"__0_0.{DEAD}.distcp") -> None:
-    """Has a process begin an upload, and kills it."""
-    options = {**place.storage_options, "request_bytes": 5 << 20}
+DEAD_FILE = f"__0_0.{DEAD}.distcp"
+
+
+def killed_in_uploads(*begun: tuple[Location, str]) -> None:
+    """Has a process begin uploads, and kills it."""
+    told = [
+        [place.url, {**place.storage_options, "request_bytes": 5 << 20}, key]
+        for place, key in begun
+    ]
     program = [sys.executable, "-m", "tests.integration.killed_uploader"]
     with subprocess.Popen(
-        [*program, json.dumps([place.url, options, key])],
+        [*program, json.dumps(told)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout.readline() == "begun\n"
@@ -49,10 +50,10 @@ def unpublished(place: Location) -> list[str]:
 
 def test_collect_aborts_uploads_of_attempts_that_can_not_commit_any_more(place):
     save(place, 1.0)
-    killed_in_an_upload(place)
+    killed_in_uploads((place, DEAD_FILE))
     before = ray_dcp.collect(place)
     assert [kept.reason for kept in before.kept] == [f"attempt {DEAD} may still be committed"]
-    assert unpublished(place) == [f"__0_0.{DEAD}.distcp"]
+    assert unpublished(place) == [DEAD_FILE]
     told = ray_dcp.collect(place, abort_unfinished=True, dry_run=True)
     assert len(told.deleted) == 1
     assert len(unpublished(place)) == 1
@@ -65,20 +66,18 @@ def test_collect_aborts_uploads_of_attempts_that_can_not_commit_any_more(place):
 
 
 def test_the_next_save_aborts_them_and_touches_no_upload_of_others(place):
-    killed_in_an_upload(place)
-    killed_in_an_upload(place, "notes.bin")
+    # also not one of another checkpoint, whose name only begins so
+    near = Location(f"{place.url}-2", place.storage_options)
+    killed_in_uploads((place, DEAD_FILE), (place, "notes.bin"), (near, DEAD_FILE))
+    assert len(unpublished(place)) == 2
     save(place, 2.0)
     assert unpublished(place) == ["notes.bin"]
-    # nor one of another checkpoint, whose name only begins so
-    near = Location(f"{place.url}-2", place.storage_options)
-    killed_in_an_upload(near)
-    assert unpublished(place) == ["notes.bin"]
-    assert len(unpublished(near)) == 1
+    assert unpublished(near) == [DEAD_FILE]
 
 
 def test_spread_keys_are_found(place):
     there = Location(place.url, {**place.storage_options, "hashed_prefixes": 4})
-    killed_in_an_upload(there)
+    killed_in_uploads((there, DEAD_FILE))
     save(there, 2.0)
     assert unpublished(there) == []
 
@@ -93,7 +92,7 @@ def test_where_they_can_not_be_listed_a_save_goes_on_and_collect_says_what_to_do
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", options.pop("access_key_id"))
     by_environment = Location(place.url, options)
     save(by_environment, 1.0)
-    killed_in_an_upload(place)
+    killed_in_uploads((place, DEAD_FILE))
     assert len(unpublished(by_environment)) == 1
 
     from obstore.store import S3Store
