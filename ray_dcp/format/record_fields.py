@@ -30,6 +30,7 @@ T = TypeVar("T")
 Reader = Callable[[Any, str], T]
 
 _HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def integer(value: Any, name: str) -> int:
@@ -43,7 +44,7 @@ def text(value: Any, name: str) -> str:
     """Returns a text."""
     if not isinstance(value, str):
         raise damaged(f"a text as {name}", short(value))
-    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+    if not value.isascii() and _SURROGATE.search(value):
         # Why: JSON can spell half of a surrogate pair, which no terminal and no log takes.
         raise damaged(f"a text in Unicode as {name}", ascii(value)[:200])
     return value

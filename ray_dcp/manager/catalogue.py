@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final, Literal
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, record_key, slot_of
@@ -39,6 +41,10 @@ __all__ = ["Catalogue", "StepFound", "look", "look_at_step", "publish"]
 Opener = Callable[[Target], Storage]
 
 _OURS = re.compile(r"__\d+_\d+\..+\.distcp")
+LEFTOVER: Final = "leftover"
+"""In a folder is something of ours, and nothing is committed."""
+_READ_THREADS = 32
+_FEW = 4
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +71,18 @@ class StepFound:
     def _facts(self) -> StepFacts:
         metrics = {} if self.row.info is None else self.row.info.metrics
         return StepFacts(step=self.step, created_s=self.row.created_s, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A folder whose records have to be read."""
+
+    step: int
+    name: str
+    last: int
+    """Highest slot in use."""
+    infos: Sequence[int | None]
+    """Slots of its infos."""
 
 
 @dataclass
@@ -136,13 +154,20 @@ def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None
             tags.setdefault(tagged[0], set()).add(tagged[1])
     found.tags = {step: frozenset(names) for step, names in tags.items()}
     known = _known(storage, before, CATALOGUE in shared)
-    for name, keys in sorted(folders.items()):
-        step = names.step_of(name)
-        if step is None:
-            continue
-        one = _look_into(found, step, name, keys, known, root, opener, storage)
-        if one is not None:
+    numbered = ((names.step_of(name), name, keys) for name, keys in sorted(folders.items()))
+    looked = [
+        (step, name, _look_into(step, name, keys, known)) for step, name, keys in numbered
+        if step is not None
+    ]  # fmt: skip
+    unread = [one for _, _, one in looked if isinstance(one, _Unread)]
+    found.num_read = len(unread)
+    read = iter(_read_all(unread, root, opener, storage))
+    for step, name, seen in looked:
+        one = next(read) if isinstance(seen, _Unread) else seen
+        if isinstance(one, StepFound):
             found.steps[step] = _preferred(found.steps.get(step), one, names)
+        elif one is LEFTOVER:
+            found.leftovers[name] = step
     found.steps = dict(sorted(found.steps.items()))
     return found
 
@@ -160,7 +185,10 @@ def look_at_step(root: Root, name: str, step: int, opener: Opener) -> StepFound 
         StorageError: The storage can't be listed or read.
     """
     keys = [entry.key for entry in opener(root.below(name)).list()]
-    return _look_into(Catalogue(), step, name, keys, {}, root, opener, opener(root.target))
+    seen = _look_into(step, name, keys, {})
+    if isinstance(seen, _Unread):
+        (seen,) = _read_all([seen], root, opener, opener(root.target))
+    return seen if isinstance(seen, StepFound) else None
 
 
 def publish(root: Root, catalogue: Catalogue, opener: Opener) -> None:
@@ -202,15 +230,9 @@ def _known(
 
 
 def _look_into(
-    into: Catalogue,
-    step: int,
-    name: str,
-    keys: Iterable[str],
-    known: Mapping[str, CatalogueRow],
-    root: Root,
-    opener: Opener,
-    storage: Storage,
-) -> StepFound | None:
+    step: int, name: str, keys: Iterable[str], known: Mapping[str, CatalogueRow]
+) -> StepFound | _Unread | Literal["leftover"] | None:
+    """Returns what the names in a folder and what is known of it tell."""
     # Why so plainly: this runs 10,000 times when a long run is opened.
     last, infos, tables, is_ours, is_stock = 0, [], [], False, False
     for key in keys:
@@ -235,13 +257,33 @@ def _look_into(
         and any(row.attempt in t for t in tables)
     ):
         return StepFound(step, name, row)
-    if not last:
-        if is_stock and not is_ours:
-            return StepFound(step, name, CatalogueRow(name, 0, 0, "", 0.0, None), is_ours=False)
-        if is_ours or infos:
-            into.leftovers[name] = step
-        return None
-    into.num_read += 1
+    if last:
+        return _Unread(step, name, last, infos)
+    if is_stock and not is_ours:
+        return StepFound(step, name, CatalogueRow(name, 0, 0, "", 0.0, None), is_ours=False)
+    return LEFTOVER if is_ours or infos else None
+
+
+def _read_all(
+    folders: Sequence[_Unread], root: Root, opener: Opener, storage: Storage
+) -> Iterator[StepFound | Literal["leftover"]]:
+    """Yields what the records of folders say, in their order."""
+
+    def read(folder: _Unread) -> StepFound | Literal["leftover"]:
+        return _read(folder, root, opener, storage)
+
+    # Why only there: a file is read in less time than a thread takes over, a request is waited for.
+    if len(folders) < _FEW or not hasattr(storage, "request_bytes"):
+        yield from map(read, folders)
+        return
+    with ThreadPoolExecutor(_READ_THREADS) as threads:
+        yield from threads.map(read, folders)
+
+
+def _read(
+    folder: _Unread, root: Root, opener: Opener, storage: Storage
+) -> StepFound | Literal["leftover"]:
+    name, last = folder.name, folder.last
     try:
         slot, manifest = _standing(storage, name, last, lambda: opener(root.below(name)))
     except StorageError:
@@ -249,14 +291,13 @@ def _look_into(
     except CheckpointError as error:
         logger.warning("What stands in %s/%s can't be told: %s", root.url, name, error)
         row = CatalogueRow(name, last, 0, "", 0.0, None)
-        return StepFound(step, name, row, is_readable=False)
+        return StepFound(folder.step, name, row, is_readable=False)
     if manifest is None:
-        into.leftovers[name] = step
-        return None
-    info = _info_below(storage, name, slot, infos)
+        return LEFTOVER
+    info = _info_below(storage, name, slot, folder.infos)
     created_s = manifest.created_s if info is None else info.created_s
     row = CatalogueRow(name, last, slot, manifest.attempt, created_s, info)
-    return StepFound(step, name, row)
+    return StepFound(folder.step, name, row)
 
 
 def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> StepFound:

@@ -34,6 +34,7 @@ from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.manager.together import Together
 from ray_dcp.manager.writer import Writer
 from ray_dcp.options import LoadOptions
+from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.newest import falls_back
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.store.opening import open_storage
@@ -114,7 +115,7 @@ class Restoring:
     ) -> RestoreReport:
         skipped: list[tuple[int, CheckpointError]] = []
         for step, name, saved in tries:
-            folder = self._root.below(name).url
+            folder = self._root.below(name)
             try:
                 reports = self._load(step, folder, saved, state_dict, options, bool(skipped))
             except CheckpointError as error:
@@ -126,7 +127,7 @@ class Restoring:
             self._check_replaced(reports, skipped)
             self._tell(step, skipped)
             return RestoreReport(
-                step=step, checkpoint_id=folder, reports=reports, skipped=tuple(skipped)
+                step=step, checkpoint_id=folder.url, reports=reports, skipped=tuple(skipped)
             )  # fmt: skip
         raise DamagedCheckpointError(
             f"expected a step that can be loaded, but {unread(skipped, self._root.url)}. The state "
@@ -137,7 +138,7 @@ class Restoring:
     def _load(
         self,
         step: int,
-        folder: str,
+        folder: Target,
         saved: Mapping[str, str],
         state_dict: Mapping[str, Any],
         options: LoadOptions | None,

@@ -6,10 +6,11 @@ Names only; who writes what, and when, is in the modules that use them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import url_below
 
 __all__ = [
     "CATALOGUE",
@@ -47,7 +48,8 @@ class Root:
 
     def below(self, name: str) -> Target:
         """Returns the target of a folder of the root."""
-        return Target(f"{self.url.rstrip('/')}/{name}", self.target.storage_options)
+        # Why replaced: with the options, or the ready filesystem, of the root.
+        return replace(self.target, url=url_below(self.url, name))
 
     @property
     def shared(self) -> Target:

@@ -12,8 +12,10 @@ from typing import Any, Literal
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager.catalogue import Catalogue, StepFound
 from ray_dcp.manager.settings import Item
+from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.retention import Mode, RetentionPolicy, best_of, rankings
 from ray_dcp.seam.report import LoadReport
+from ray_dcp.store.opening import place_below
 
 __all__ = [
     "RestoreReport",
@@ -169,17 +171,17 @@ def candidates(
 
 
 def targets_of(
-    folder: str,
+    folder: Target,
     saved: Mapping[str, str],
     items: Mapping[str, Item],
     unnamed: Item,
     state_dict: Mapping[str, Any],
     step: int,
-) -> list[tuple[str, Item, str, Any]]:
+) -> list[tuple[str, Item, Target, Any]]:
     """Returns what to load of a step: item, how, from where, into what.
 
     Args:
-        folder: Path or URL of the step.
+        folder: Of the step.
         saved: Folder of each item that the step has; empty for a step of one state.
         items: Of the manager.
         unnamed: How a step of one state is loaded.
@@ -204,7 +206,7 @@ def targets_of(
             step=step,
         )
     return [
-        (name, items.get(name, unnamed), f"{folder}/{saved[name]}", state_dict[name])
+        (name, items.get(name, unnamed), place_below(folder, saved[name]), state_dict[name])
         for name in sorted(saved)
         if name in state_dict
     ]

@@ -24,9 +24,10 @@ from ray_dcp.manager.steps import Place
 from ray_dcp.manager.writer import Writer
 from ray_dcp.operations import RankSession, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey
+from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.protocol.save_policy import SaveFacts, asks_only_the_step
 from ray_dcp.runtime.telling import attempt
+from ray_dcp.store.opening import place_below
 
 __all__ = ["Telling", "Together"]
 
@@ -46,8 +47,8 @@ class _Begun:
     """A step that all ranks have agreed to save."""
 
     place: Place
-    url: str
-    """Of its folder."""
+    target: Target
+    """Its folder, reached as the root is."""
 
 
 class Together:
@@ -215,7 +216,7 @@ class Together:
         if decided is None:
             return None, {}
         place = Place(step, *decided)
-        return _Begun(place, self._root.below(place.name).url), states or {}
+        return _Begun(place, self._root.below(place.name)), states or {}
 
     def _decide_due(self, step: int, preempted: Sequence[bool]) -> bool:
         return self._writer.due(step, any(preempted))
@@ -235,9 +236,9 @@ class Together:
         return list(self._settings.items.items()) or [("", self._settings.unnamed)]
 
     def _how(self, begun: _Begun, name: str, item: Item) -> dict[str, Any]:
-        folder = f"/{begun.place.folder_of(name)}" if name else ""
+        target = begun.target
         return {
-            "checkpoint_id": begun.url + folder,
+            "checkpoint_id": place_below(target, begun.place.folder_of(name)) if name else target,
             "planner": item.planner_for_save(),
             "process_group": self._group,
             "no_dist": self._no_dist,
@@ -255,7 +256,7 @@ class Together:
             folders = {name: place.folder_of(name) for name in self._settings.items}
             save(
                 {"step": place.step, "items": folders},
-                checkpoint_id=begun.url, no_dist=True, options=SaveOptions(),
+                checkpoint_id=begun.target, no_dist=True, options=SaveOptions(),
             )  # fmt: skip
 
         options = self._settings.unnamed.save_options

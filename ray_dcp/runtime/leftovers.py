@@ -65,6 +65,8 @@ class Place:
     """Digest of a `.metadata` that is not ours."""
     foreign_files: tuple[str, ...]
     """What it names, as far as stock DCP wrote it."""
+    unseen: str | None = None
+    """What may be there and could not be listed: unfinished uploads of some object stores."""
 
     @property
     def known(self) -> frozenset[str]:
@@ -110,7 +112,8 @@ def look_at(storage: Storage) -> Place:
     # Careful: files first. What is listed and committed meanwhile is then seen to stand.
     sizes = {entry.key: entry.num_bytes for entry in everything(storage)}
     standing = standing_records(storage, whole=True)
-    return Place(storage, standing, sizes, *foreign_metadata(storage, standing.manifest))
+    unseen = getattr(storage, "unseen", None)
+    return Place(storage, standing, sizes, *foreign_metadata(storage, standing.manifest), unseen)
 
 
 def check_ours(place: Place) -> None:
@@ -183,7 +186,8 @@ def remove(place: Place, found: Sweep, dry_run: bool) -> CollectReport:
         What was deleted; a failure is told in its warnings.
     """
     files = tuple(key for key in found.delete if slot_of(key) is None)
-    kept, warnings, deleted = list(found.kept), [], []
+    kept, deleted = list(found.kept), list[str]()
+    warnings = [] if place.unseen is None else [place.unseen]
     for keys in (files, found.delete[len(files) :]):
         left, error = (set[str](), None) if dry_run else _tried(place.storage, keys)
         deleted += [key for key in keys if key not in left]

@@ -8,6 +8,8 @@ import tempfile
 
 import pytest
 
+from tests.s3_server import server_on_memory_disk
+
 # Before ray is imported anywhere: 2.60 otherwise writes a token to the home directory, and its
 # memory monitor kills our actors when somebody else fills the machine.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -23,6 +25,12 @@ THIRD_PARTY_WARNINGS = (
 def pytest_configure(config: pytest.Config) -> None:
     for line in THIRD_PARTY_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A real S3 server; one for all modules, as it takes seconds to start and to stop."""
+    yield from server_on_memory_disk()
 
 
 @pytest.fixture(scope="module")

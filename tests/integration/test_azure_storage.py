@@ -1,4 +1,4 @@
-"""`ObjectStorage` on Azurite, where that is installed (`npm install -g azurite`)."""
+"""`ObjectStorage` on Azurite."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import datetime
 import hashlib
 import hmac
 import itertools
-import shutil
-import socket
-import subprocess
-import threading
 import urllib.request
 import uuid
 
@@ -22,39 +18,29 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing import check_crashes
 from ray_dcp.testing.storage_conformance import StorageConformance
+from tests.azurite import PORT, NotInstalledError, azurite
+from tests.races import race_often
 
 # The account and key that every emulator of Azure has.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-PORT = 10_000
 
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory):
-    program = shutil.which("azurite-blob")
-    if program is None:
-        pytest.skip("azurite-blob is not installed")
-    directory = tmp_path_factory.mktemp("azurite")
-    with subprocess.Popen(
-        [program, "--location", str(directory), "--silent", "--skipApiVersionCheck",
-         "--disableTelemetry"],
-        stdout=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    with contextlib.ExitStack() as stack:
         try:
-            _wait()
-            name = f"c{uuid.uuid4().hex}"
-            _make_container(name)
-            yield Location(f"az://{name}", {"use_emulator": True})
-        finally:
-            process.terminate()
+            stack.enter_context(azurite(tmp_path_factory.mktemp("azurite")))
+        except NotInstalledError as error:
+            pytest.skip(str(error))
+        yield make_container()
 
 
-def _wait() -> None:
-    for _ in range(600):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", PORT), 1.0):
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError(f"nothing listens on {PORT}")
+def make_container() -> Location:
+    """Returns a new container of the emulator that runs."""
+    name = f"c{uuid.uuid4().hex}"
+    _make_container(name)
+    return Location(f"az://{name}", {"use_emulator": True})
 
 
 def _make_container(name: str) -> None:
@@ -92,6 +78,10 @@ def test_an_interrupted_save_leaves_the_previous_or_the_new_checkpoint(container
         every=4,
     )
     assert {"new", "previous"} <= set(reached.stood)
+
+
+def test_16_committers_race_50_times_and_one_wins_each_time(container):
+    race_often(lambda name: container / f"race-{name}", 16, 50)
 
 
 def test_a_missing_container_is_told(container):

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.s3_server import fresh_place, server_on_memory_disk
-
-
-@pytest.fixture(scope="module")
-def server():
-    yield from server_on_memory_disk()
+from tests.s3_server import fresh_place
 
 
 @pytest.fixture

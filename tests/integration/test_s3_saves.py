@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
-import threading
 import warnings
 
 import numpy as np
@@ -16,23 +15,17 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, StorageError
-from ray_dcp.format.manifest import AbortRecord, encode_record
-from ray_dcp.protocol.commands import CreateRecord, RecordCreated, SlotTaken
+from ray_dcp.manager import CheckpointManager
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.perform import perform
 from ray_dcp.store.faults import Fault, Script
 from ray_dcp.store.location import Location, as_target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing import NEW, OLD, Place, check_crashes
 from ray_dcp.testing.invariants import standing_state
-from tests.s3_server import fresh_place, server_on_memory_disk, server_without_conditions
+from tests.races import race_for_a_slot
+from tests.s3_server import fresh_place, server_without_conditions
 
 SECRET = "hush-hush-this-is-secret"
-
-
-@pytest.fixture(scope="module")
-def server():
-    yield from server_on_memory_disk()
 
 
 @pytest.fixture
@@ -98,32 +91,10 @@ def test_a_save_that_meets_an_error_leaves_nothing_and_the_previous_one_stands(p
     assert standing_state(storage, (OLD, NEW)) is OLD
 
 
-def race_for_a_slot(place: Location, num_committers: int) -> list[int]:
-    """Has committers create a record in one slot; returns who is told that it won."""
-    target, opened = as_target(place), open_storage(place)
-    barrier = threading.Barrier(num_committers)
-    results: dict[int, object] = {}
-
-    def commit(number: int) -> None:
-        record = encode_record(AbortRecord(attempt=f"{number:016x}", reason="race", rank=None))
-        barrier.wait()
-        results[number] = perform(CreateRecord(target, 1, record), lambda _: opened)
-
-    threads = [threading.Thread(target=commit, args=(n,)) for n in range(num_committers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {type(result) for result in results.values()} <= {RecordCreated, SlotTaken}
-    won = [n for n, result in results.items() if isinstance(result, RecordCreated)]
-    taken = {r.attempt for r in results.values() if isinstance(r, SlotTaken)}
-    assert taken == {f"{n:016x}" for n in won}
-    return won
-
-
 def test_a_race_of_committers_has_one_winner(place):
+    # `python -m tests.races` has 16 race 50 times; this server has most of them wait for seconds.
     for number in range(2):
-        assert len(race_for_a_slot(place / str(number), 6)) == 1
+        assert len(race_for_a_slot(open_storage(place / str(number)), 6)) == 1
 
 
 def test_a_server_that_ignores_conditions_is_found_out_and_said_so(tmp_path):
@@ -147,6 +118,20 @@ def test_a_server_that_ignores_conditions_is_found_out_and_said_so(tmp_path):
             with pytest.warns(UserWarning, match="only if there is none"):
                 ray_dcp.save(state_of(number), checkpoint_id=place, no_dist=True)
         assert is_same(loaded(checkpoint_id=place), state_of(2.0))
+
+
+def test_a_manager_reaches_its_steps_with_the_options_of_its_root(place):
+    with CheckpointManager(place, 1, chkpt_on_preemption=False) as manager:
+        for step in range(6):
+            manager.save(step, {"w": torch.full((3,), float(step))}, metrics={"loss": 9.0 - step})
+    for key in ("catalogue.json", "none"):
+        open_storage(place / ".manager").delete([key])
+        reader = CheckpointManager(place, read_only=True)
+        assert reader.all_steps() == [0, 1, 2, 3, 4, 5]
+        assert reader.best_step("loss") == 5
+        state = {"w": torch.zeros(3)}
+        assert reader.restore("latest", state).step == 5
+        assert state["w"][0] == 5
 
 
 # credentials

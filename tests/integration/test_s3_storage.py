@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,14 +16,9 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.testing.storage_conformance import StorageConformance
-from tests.s3_server import CuttingProxy, fresh_place, server_on_memory_disk
+from tests.s3_server import CuttingProxy, fresh_place
 
 PART = 5 << 20
-
-
-@pytest.fixture(scope="module")
-def server():
-    yield from server_on_memory_disk()
 
 
 @pytest.fixture
@@ -52,13 +50,14 @@ def write_and_commit(writer, count: int) -> None:
     writer.commit()
 
 
-def uploads_under_way(server) -> list[str]:
+def uploads_under_way(server, place) -> list[str]:
     s3fs = pytest.importorskip("s3fs")
     filesystem = s3fs.S3FileSystem(
         key=server.access_key_id, secret=server.secret_access_key, endpoint_url=server.endpoint,
         skip_instance_cache=True,
     )  # fmt: skip
-    return [upload["Key"] for upload in filesystem.list_multipart_uploads("ckpt") or ()]
+    found = [upload["Key"] for upload in filesystem.list_multipart_uploads("ckpt") or ()]
+    return [key for key in found if key.startswith(place.url.removeprefix("s3://ckpt/"))]
 
 
 class TestS3(StorageConformance):
@@ -108,7 +107,7 @@ def test_an_upload_that_is_given_up_leaves_nothing_behind(server, place):
     dropped.write(random_bytes(3 * PART).data)
     del dropped
     assert storage.list() == []
-    assert uploads_under_way(server) == []
+    assert uploads_under_way(server, place) == []
 
 
 def test_a_long_file_is_not_published_over_another(server, place):
@@ -119,7 +118,7 @@ def test_a_long_file_is_not_published_over_another(server, place):
     with pytest.raises(KeyExistsError):
         writer.commit()
     assert storage.read("part") == b"first"
-    assert uploads_under_way(server) == []
+    assert uploads_under_way(server, place) == []
 
 
 # connections that are cut
@@ -227,3 +226,25 @@ def test_a_listing_of_several_pages_is_whole(place):
         storage.write(f"step-{number:05d}/.metadata", b"")
     assert len(storage.list()) == 2100
     assert len(storage.list("step-0001")) == 10
+
+
+# memory
+
+
+@pytest.mark.parametrize(("num_files", "num_requests", "length"), [(1, 32, 96), (6, 16, 32)])
+def test_uploads_stay_within_their_budget_whatever_runs_at_a_time(
+    place, num_files, num_requests, length
+):
+    options = {
+        **place.storage_options,
+        "request_bytes": PART, "upload_bytes": 16 << 20, "num_requests": num_requests,
+    }  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.integration.memory_of_uploads",
+         json.dumps([place.url, options, num_files, length << 20])],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    share = 2 * (PART + (4 << 20))  # which a file may always have
+    most = (16 << 20) + num_files * share
+    threads = (8 << 20) + num_files * (2 << 20)
+    assert int(found.stdout) < most + threads

@@ -1,0 +1,132 @@
+"""What an S3 store may refuse in the midst of a save or load, one after the other, by a proxy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import CommitUnknownError, StorageError
+from ray_dcp.store.location import Location
+from ray_dcp.store.opening import open_storage
+from tests.refusing_proxy import CUT, Refusal, RefusingProxy
+from tests.s3_server import fresh_place
+
+PART = 5 << 20
+
+# What the store answers, and what is told of it.
+REFUSALS = {
+    "throttling": (503, "SlowDown", r"retried \d+ times.*hashed_prefixes"),
+    "an expired token": (400, "ExpiredToken", r"not retried.*credential_provider"),
+    "clock skew": (403, "RequestTimeTooSkewed", r"not retried.*clock"),
+    "a read-only store": (403, "AccessDenied", r"not retried.*right to do that"),
+    "no space": (507, "InsufficientStorage", r"retried \d+ times.*free space"),
+    "a cut connection": (CUT, "", r"retried \d+ times.*check the endpoint"),
+    "a failure of its own": (500, "InternalError", r"retried \d+ times.*retry later"),
+}
+
+
+@pytest.fixture
+def place(server):
+    return fresh_place(server)
+
+
+@pytest.fixture
+def proxy(server):
+    proxy = RefusingProxy(int(server.endpoint.rpartition(":")[2]))
+    yield proxy
+    proxy.close()
+
+
+def through(proxy: RefusingProxy, place: Location, retry_timeout_s: int = 1) -> Location:
+    return Location(
+        place.url,
+        {**place.storage_options, "endpoint": f"http://127.0.0.1:{proxy.port}",
+         "request_bytes": PART, "retry_timeout_s": retry_timeout_s},
+    )  # fmt: skip
+
+
+def is_part(method: str, path: str) -> bool:
+    return method == "PUT" and "partNumber=" in path
+
+
+def is_manifest(method: str, path: str) -> bool:
+    return method == "PUT" and "manifest-" in path
+
+
+def is_read(method: str, path: str) -> bool:
+    return method == "GET" and ".distcp" in path
+
+
+def old_stands_and_nothing_is_left(place: Location) -> None:
+    found = {"w": torch.zeros(4)}
+    ray_dcp.load(found, checkpoint_id=place, no_dist=True)
+    assert found["w"].tolist() == [1, 1, 1, 1]
+    ray_dcp.collect(place, abort_unfinished=True)
+    storage = open_storage(place)
+    assert storage.unpublished() == ()
+    names = [re.sub(r"[0-9a-f]{16}", "ATTEMPT", entry.key) for entry in storage.list()]
+    records = [name for name in names if name.startswith("manifest-")]
+    assert [name for name in names if name not in records] == [
+        ".metadata", "__0_0.ATTEMPT.distcp", "chunks.ATTEMPT.parquet"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_is_refused_in_the_midst_of_a_save_is_told_and_the_previous_one_stands(
+    place, proxy, refusal
+):
+    status, code, told = REFUSALS[refusal]
+    there = through(proxy, place)
+    ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
+    proxy.refusal = Refusal(status, code, is_part, after=1)
+    new = {"w": torch.zeros(4 * PART // 4)}
+    with pytest.raises(
+        StorageError, match=rf"could not publish {place.url}/__0_0\..*{code}.*{told}"
+    ) as raised:
+        ray_dcp.save(new, checkpoint_id=there, no_dist=True)
+    assert raised.value.key.startswith("__0_0.")
+    assert raised.value.rank == 0
+    assert proxy.refusal.refused >= 1
+    proxy.refusal = None
+    old_stands_and_nothing_is_left(place)
+
+
+@pytest.mark.parametrize("refusal", ["throttling", "a cut connection"])
+def test_what_passes_is_waited_for(place, proxy, refusal):
+    status, code, _ = REFUSALS[refusal]
+    there = through(proxy, place, 60)
+    proxy.refusal = Refusal(status, code, is_part, after=1, times=3)
+    new = {"w": torch.arange(4.0 * PART // 4)}
+    ray_dcp.save(new, checkpoint_id=there, no_dist=True)
+    assert proxy.refusal.refused == 3
+    proxy.refusal = Refusal(status, code, is_read, times=2)
+    found = {"w": torch.zeros(4 * PART // 4)}
+    ray_dcp.load(found, checkpoint_id=there, no_dist=True)
+    assert proxy.refusal.refused == 2
+    assert torch.equal(found["w"], new["w"])
+
+
+def test_a_commit_that_is_refused_is_told_as_unknown_and_can_be_ended(place, proxy):
+    there = through(proxy, place)
+    ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
+    proxy.refusal = Refusal(403, "ExpiredToken", is_manifest)
+    with pytest.raises(CommitUnknownError, match=r"manifest-00000002.*ExpiredToken") as raised:
+        ray_dcp.save({"w": torch.zeros(4)}, checkpoint_id=there, no_dist=True)
+    proxy.refusal = None
+    attempt = re.search(r"attempt ([0-9a-f]{16})", str(raised.value))[1]
+    assert ray_dcp.outcome(place, attempt) == "open"
+    old_stands_and_nothing_is_left(place)
+    assert ray_dcp.outcome(place, attempt) == "aborted"
+
+
+@pytest.mark.parametrize("refusal", ["throttling", "an expired token"])
+def test_what_is_refused_in_a_load_is_told_with_the_file(place, proxy, refusal):
+    status, code, told = REFUSALS[refusal]
+    there = through(proxy, place)
+    ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
+    proxy.refusal = Refusal(status, code, is_read)
+    with pytest.raises(StorageError, match=rf"could not read {place.url}/__0_0.*{code}.*{told}"):
+        ray_dcp.load({"w": torch.zeros(4)}, checkpoint_id=there, no_dist=True)

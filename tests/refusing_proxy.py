@@ -1,0 +1,126 @@
+"""A proxy before an S3 server that refuses what it is told to refuse, as a real store would."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+__all__ = ["CUT", "Refusal", "RefusingProxy"]
+
+CUT = 0
+"""In place of a status: the connection is closed without an answer."""
+
+
+@dataclass
+class Refusal:
+    """Which requests are refused, and how.
+
+    Args:
+        status: Of the answer, or `CUT`.
+        code: Of S3's error.
+        hits: Tells of method, path and query whether it concerns a request.
+        after: So many of them pass first.
+        times: So many are refused then; None for all.
+    """
+
+    status: int
+    code: str
+    hits: Callable[[str, str], bool]
+    after: int = 0
+    times: int | None = None
+    seen: int = 0
+    refused: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def takes(self, method: str, path: str) -> bool:
+        """Counts a request; returns whether it is refused."""
+        if not self.hits(method, path):
+            return False
+        with self.lock:
+            self.seen += 1
+            behind = self.seen - self.after
+            is_hit = behind > 0 and (self.times is None or behind <= self.times)
+            self.refused += is_hit
+        return is_hit
+
+
+class RefusingProxy:
+    """Passes requests on to a server on this machine, but for those that are to be refused."""
+
+    def __init__(self, port: int) -> None:
+        self.refusal: Refusal | None = None
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            _server: http.client.HTTPConnection | None = None
+
+            def log_message(self, *_: object) -> None:
+                """Says nothing."""
+
+            def finish(self) -> None:
+                if self._server is not None:
+                    self._server.close()
+                super().finish()
+
+            def handle_any(self) -> None:
+                # Why: who was refused gives up its other requests in the midst of them.
+                try:
+                    self._pass_on()
+                except OSError:
+                    self.close_connection = True
+
+            def _pass_on(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                refusal = proxy.refusal
+                if refusal is not None and refusal.takes(self.command, self.path):
+                    self._refuse(refusal)
+                    return
+                if self._server is None:
+                    self._server = http.client.HTTPConnection("127.0.0.1", port)
+                # Why unchanged: the client has signed the headers, its Host among them.
+                self._server.putrequest(
+                    self.command, self.path, skip_host=True, skip_accept_encoding=True
+                )
+                for name, value in self.headers.items():
+                    self._server.putheader(name, value)
+                self._server.endheaders(body or None)
+                answer = self._server.getresponse()
+                data = answer.read()
+                self.send_response_only(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                if answer.getheader("content-length") is None:
+                    self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815
+
+            def _refuse(self, refusal: Refusal) -> None:
+                if refusal.status == CUT:
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                text = f"<Error><Code>{refusal.code}</Code><Message>no</Message></Error>".encode()
+                self.send_response_only(refusal.status)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(text)
+
+        self._listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._listener.daemon_threads = True
+        self._listener.block_on_close = False
+        self.port: int = self._listener.server_address[1]
+        threading.Thread(target=self._listener.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self._listener.shutdown()
+        self._listener.server_close()
