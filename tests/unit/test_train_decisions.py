@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from ray_dcp.errors import (
     RankDisagreementError,
     SaveSkippedError,
 )
+from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.step_info import info_key
 from ray_dcp.integrations.train import asking, board, telling
 from ray_dcp.integrations.train.asking import ask_all, follow, tier_that_fits
@@ -41,6 +45,8 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.runs import list_run
 from tests.polling import eventually
+
+REPOSITORY = Path(__file__).parents[2]
 
 # --- names ---------------------------------------------------------------------------------------
 
@@ -74,6 +80,44 @@ def test_a_place_outside_of_the_run_is_refused_with_the_way_out(name: Any):
 def test_what_is_no_step_is_refused(step: Any):
     with pytest.raises(InvalidRequestError, match="whole number"):
         check_step(step)
+
+
+def test_a_run_of_a_newer_version_is_an_error_and_not_a_fresh_start(tmp_path: Path):
+    place = tmp_path / folder(3).name
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=place)
+    (manifest,) = place.glob("manifest-*")
+    record = decode_record(manifest.read_bytes())
+    manifest.write_bytes(encode_record(replace(record, format_version=99)))
+    with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
+        ray_dcp.load_newest({"w": torch.ones(1)}, tmp_path)
+    assert not isinstance(caught.value, CheckpointNotFoundError)
+
+
+def test_naming_it_loads_neither_ray_nor_torch():
+    program = (
+        "import sys, ray_dcp; ray_dcp.train; import ray_dcp.train as train\n"
+        "assert 'checkpointer' in dir(train)\n"
+        "assert not {'ray', 'torch'} & {*sys.modules}\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=REPOSITORY)
+
+
+def test_outside_of_a_worker_it_says_what_to_use_instead():
+    pytest.importorskip("ray.train")
+    with pytest.raises(InvalidRequestError, match="CheckpointManager"):
+        ray_dcp.train.checkpointer()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"save_interval": 0}, {"on_error": "ignore"}, {"check_preemption_every": -1},
+        {"options": {"max_pending": 2}}, {"load_options": 3},
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(wrong: dict[str, Any]):
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        ray_dcp.train.checkpointer(**wrong)
 
 
 # --- retention -----------------------------------------------------------------------------------
