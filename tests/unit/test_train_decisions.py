@@ -30,6 +30,7 @@ from ray_dcp.format.step_info import info_key
 from ray_dcp.integrations.train import asking, board, telling
 from ray_dcp.integrations.train.asking import ask_all, follow, tier_that_fits
 from ray_dcp.integrations.train.board import Asked, Board
+from ray_dcp.integrations.train.context import RunFacts, target_of_run
 from ray_dcp.integrations.train.joining import take_right
 from ray_dcp.integrations.train.keeping import Keeper, Known, owner_of, superfluous
 from ray_dcp.integrations.train.names import StepFolder, check_folder, check_step, next_group, parse
@@ -228,6 +229,49 @@ def test_a_later_group_of_the_same_run_takes_over_at_once(tmp_path: Path):
     assert this_process().pid == right._holder.pid
 
 
+# --- where it goes -------------------------------------------------------------------------------
+
+
+def facts_in(storage_path: str, filesystem: Any = None) -> RunFacts:
+    """Returns the facts of a run with Ray Train's own storage context."""
+    from ray.train.v2._internal.execution.storage import StorageContext
+
+    storage = StorageContext(storage_path, "run", filesystem, read_only=True)
+    return RunFacts(0, 1, "run", "id", None, 2.0, storage, storage_path)
+
+
+S3 = "s3://bucket/runs?endpoint_override=localhost:1&scheme=http&region=eu-1"
+
+
+def test_a_run_on_a_disk_is_saved_to_by_its_path(tmp_path: Path):
+    facts = facts_in(str(tmp_path))
+    target = target_of_run(facts, "checkpoints", None)
+    assert (target.url, target.filesystem) == (f"{tmp_path}/run/checkpoints", None)
+    assert facts.checkpoint("checkpoints/x").path == f"{tmp_path}/run/checkpoints/x"
+    with pytest.raises(InvalidRequestError, match="leave them out"):
+        target_of_run(facts, "checkpoints", {"region": "x"})
+
+
+def test_a_run_on_s3_is_saved_to_by_the_client_that_can_create_only_if_absent():
+    target = target_of_run(facts_in(S3), "checkpoints", None)
+    assert (target.url, target.filesystem) == ("s3://bucket/runs/run/checkpoints", None)
+    assert dict(target.storage_options) == {
+        "endpoint": "http://localhost:1", "region": "eu-1",
+    }  # fmt: skip
+    given = {"endpoint": "http://localhost:2", "region": "eu-2"}
+    assert target_of_run(facts_in(S3), "checkpoints", given).storage_options == given
+
+
+def test_a_filesystem_of_the_users_is_taken_as_it_is():
+    from pyarrow import fs
+
+    own = fs.S3FileSystem(region="eu-1", endpoint_override="localhost:1", anonymous=True)
+    target = target_of_run(facts_in("bucket/runs", own), "checkpoints", None)
+    assert target.filesystem == own
+    with pytest.raises(InvalidRequestError, match="storage_filesystem"):
+        target_of_run(facts_in("bucket/runs", own), "checkpoints", {"region": "x"})
+
+
 # --- reports -------------------------------------------------------------------------------------
 
 
@@ -398,7 +442,7 @@ class Boards:
     def saved(self, first: list[int], last: int) -> list[list[int]]:
         """Returns at which steps each rank is asked to save, from where it is up to a step."""
         return [
-            [step for step in range(begin, last) if one.at(step) is not None]
+            [step for step in range(begin, last) if one.at(step, 1) is not None]
             for one, begin in zip(self.boards, first, strict=True)
         ]
 
@@ -416,7 +460,7 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
     one = ranks.boards[0]
     assert one.hold("a") is not None
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(one.at(5)))
+    thread = threading.Thread(target=lambda: found.append(one.at(5, 1)))
     thread.start()
     assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
     assert found == []
@@ -425,12 +469,22 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
     assert [asked.seq for asked in found] == ["a"]
 
 
+def test_only_the_checkpointer_that_was_made_last_is_asked(monkeypatch: Any):
+    ranks = Boards(-1, monkeypatch=monkeypatch)
+    one = ranks.boards[0]
+    assert one.open() == 2
+    assert ask_all(ranks, "a", "resize").asked
+    assert one.at(5, 1) is None
+    one.close(1)
+    assert one.at(5, 2) is not None
+
+
 def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
     monkeypatch.setattr(board, "HOLD_S", 0.01)
     one = Board()
     one.open(4)
     assert one.hold("a") is not None
-    assert one.at(5) is None
+    assert one.at(5, 1) is None
     assert not one.ask(Asked("a", "resize", 4))
 
 
@@ -443,10 +497,10 @@ def test_who_asks_while_somebody_asks_is_refused_and_nobody_is_held(monkeypatch:
 
 def test_ranks_without_a_checkpointer_can_not_be_asked_and_the_others_go_on(monkeypatch: Any):
     ranks = Boards(4, 4, monkeypatch=monkeypatch)
-    ranks.boards[1].close()
+    ranks.boards[1].close(1)
     result = ask_all(ranks, "a", "resize")
     assert (result.asked, "[1]" in result.why) == (False, True)
-    assert ranks.boards[0].at(5) is None
+    assert ranks.boards[0].at(5, 1) is None
 
 
 def test_a_worker_that_does_not_answer_leaves_the_others_free(monkeypatch: Any):
@@ -461,14 +515,14 @@ def test_a_worker_that_does_not_answer_leaves_the_others_free(monkeypatch: Any):
     ranks.call = call  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
         ask_all(ranks, "a", "resize")
-    assert ranks.boards[0].at(5) is None
+    assert ranks.boards[0].at(5, 1) is None
 
 
 def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left(monkeypatch: Any):
     ranks = Boards(4, 4, monkeypatch=monkeypatch)
     ranks.boards[1].took(stage_s=3.0, commit_s=10.0)
     assert ask_all(ranks, "a", "preemption", left_s=2.0).fit == "none"
-    assert ranks.boards[0].at(5) is None
+    assert ranks.boards[0].at(5, 1) is None
     assert ask_all(ranks, "b", "preemption", left_s=5.0).fit == "memory"
     assert tier_that_fits(20.0, 3.0, 10.0) == "storage"
 
@@ -479,7 +533,7 @@ def test_the_asker_learns_how_the_save_ended(monkeypatch: Any):
         assert follow(ranks, "never asked", 10.0) == "failed"
         ask_all(ranks, "a", "preemption")
         assert follow(ranks, "a", 0.0) == "waiting"
-        asked = [one.at(5) for one in ranks.boards]
+        asked = [one.at(5, 1) for one in ranks.boards]
         assert follow(ranks, "a", 0.0) == "saving"
         for one, request in zip(ranks.boards, asked, strict=True):
             assert request is not None
@@ -491,7 +545,7 @@ def test_a_rank_lingers_after_the_save_until_it_is_let_go(monkeypatch: Any):
     ranks = Boards(4, monkeypatch=monkeypatch)
     ask_all(ranks, "a", "resize", linger_s=1000.0)
     one = ranks.boards[0]
-    asked = one.at(5)
+    asked = one.at(5, 1)
     assert asked is not None
     thread = threading.Thread(target=one.ended, args=(asked, True))
     thread.start()

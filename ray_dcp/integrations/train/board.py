@@ -17,8 +17,9 @@ __all__ = ["BOARD", "Asked", "Board", "Held", "State"]
 
 State = Literal["unknown", "waiting", "saving", "committed", "failed"]
 
-HOLD_S = 10.0
-"""How long a rank waits for the word after it was held, in seconds: whoever held it may be dead."""
+HOLD_S = 60.0
+"""How long a rank waits for the word after it was held, in seconds: whoever held it may be dead.
+Longer than two calls to all ranks may take, as one that goes on does not save with the others."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class Held:
 
 
 class Board:
-    """What the two threads of one worker share."""
+    """What the two threads of one worker share; for the checkpointer that was made last."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._is_open = False
+        self._owner = 0
         self._last_step = -1
         self._seconds: tuple[float | None, float | None] = (None, None)
         self._held: tuple[str, float] | None = None
@@ -62,29 +64,36 @@ class Board:
 
     # For the training thread
 
-    def open(self, last_step: int = -1) -> None:
-        """Begins to take requests: there is a checkpointer."""
+    def open(self, last_step: int = -1) -> int:
+        """Begins to take requests for a new checkpointer; returns the number that it shows."""
         with self._changed:
             self._is_open = True
+            self._owner += 1
             self._last_step = last_step
             self._held = self._asked = None
             self._taken = ""
             self._ended = {}
+            return self._owner
 
-    def close(self) -> None:
+    def close(self, owner: int) -> None:
         """Ends that."""
         with self._changed:
+            if owner != self._owner:
+                return
             self._is_open = False
             self._held = self._asked = None
             self._changed.notify_all()
 
-    def at(self, step: int) -> Asked | None:
+    def at(self, step: int, owner: int) -> Asked | None:
         """Returns what was asked for this step; waits while this rank is held.
 
         Args:
             step: That is decided now.
+            owner: Who decides it, as `open` gave it.
         """
         with self._changed:
+            if owner != self._owner:
+                return None
             while self._held is not None:
                 left_s = self._held[1] - time.monotonic()
                 if left_s <= 0:

@@ -86,7 +86,7 @@ class Checkpointer:
         self._closed = False
         # Why one thread: what it does to the storage has an order, and training does not wait.
         self._aside = ThreadPoolExecutor(1, "ray_dcp train") if facts.rank == 0 else None
-        BOARD.open()
+        self._owner = BOARD.open()
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._group.root.url!r}, rank={self._facts.rank})"
@@ -155,7 +155,7 @@ class Checkpointer:
         self._check_new(step)
         if self._decided[0] == step:
             return self._decided[1]
-        asked = BOARD.at(step) or self._preemption.asks(step)
+        asked = BOARD.at(step, self._owner) or self._preemption.asks(step)
         due = asked is not None or step % self._interval == 0
         self._decided = (step, due, asked)
         return due
@@ -340,7 +340,7 @@ class Checkpointer:
 
     def _leave(self, *, wait: bool) -> None:
         self._closed = True
-        BOARD.close()
+        BOARD.close(self._owner)
         if self._aside is not None:
             self._aside.shutdown(wait=wait, cancel_futures=not wait)
         try:

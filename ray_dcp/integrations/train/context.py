@@ -147,8 +147,6 @@ def _options_in(query: str) -> dict[str, object]:
     endpoint = str(options.get("endpoint", ""))
     if endpoint and "://" not in endpoint:
         options["endpoint"] = f"{given.get('scheme', 'https')}://{endpoint}"
-    if str(options.get("endpoint", "")).startswith("http://"):
-        options["allow_http"] = True
     return options
 
 
