@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +555,33 @@ def test_a_rank_lingers_after_the_save_until_it_is_let_go(monkeypatch: Any):
     one.drop("a")
     thread.join(10)
     assert not thread.is_alive()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """As Ray Train's `PreemptionInfo`."""
+
+    deadline_ms: float | None
+    preempted_node_to_ranks: tuple[str, ...] = ("node",)
+
+
+def test_without_the_callback_ray_train_is_asked_at_the_same_calls_and_once_a_notice(
+    monkeypatch: Any,
+):
+    import ray.train
+
+    notices = [None, Notice(None), Notice(None), Notice(time.time() * 1000)]
+    said: list[Any] = []
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: notices.pop(0))
+    monkeypatch.setattr(telling, "broadcast", lambda value: said.append(value) or value)
+    preemption = telling.Preemption(2, 0)
+    asked = [preemption.asks(step) for step in range(1, 9)]
+    assert [one and (one.reason, one.after_step) for one in asked] == [
+        None, None, None, ("preemption", 3), None, None, None, None,
+    ]  # fmt: skip
+    assert said == [True, False], "the second leaves no time, on rank 0's word"
+    assert notices == []
+    assert telling.Preemption(0, 0).asks(1) is None
 
 
 def test_the_last_round_before_a_node_goes_is_as_late_as_a_save_fits():

@@ -336,7 +336,11 @@ class Checkpointer:
             for name, value in named.items()
         }
         num_bytes = share_bytes(values, self._group.session.world_size)
-        self._group.session.staging().warm((1 + self._options.keep_in_memory) * num_bytes)
+        try:
+            self._group.session.staging().warm((1 + self._options.keep_in_memory) * num_bytes)
+        except CheckpointError as error:
+            # Why not raised: a save says so too, and is what on_error is for.
+            logger.warning("Saves are not made ready for: %s", error)
 
     def _leave(self, *, wait: bool) -> None:
         self._closed = True

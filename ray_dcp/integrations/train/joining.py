@@ -24,6 +24,7 @@ from ray_dcp.runtime.kept import await_staged
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.transfer.threads import Stop
+from ray_dcp.view.runs import list_run
 
 __all__ = ["Group", "join", "take_right"]
 
@@ -45,7 +46,7 @@ class Group:
     session: Session
     owns_session: bool
     has_steps: bool
-    """Groups before this one have left folders."""
+    """There are folders of steps: of groups before this one, or of whoever saved there."""
     right: Right | None = None
     """On rank 0."""
     keeper: Keeper | None = None
@@ -136,12 +137,13 @@ class _First:
         right = take_right(root, facts.run_id, facts.name)
         # Why: a save that a killed group has staged here may be all there is.
         await_staged(root.url, STAGED_S, Stop())
-        names = {entry.key.partition("/")[0] for entry in open_storage(root.target).list("g")}
+        listed = list_run(root.target)
+        names = [*(one.name for one in listed.steps), *listed.others]
         earlier = [folder for name in names if (folder := parse(name)) is not None]
         keeper = Keeper(
             root, owner, max_to_keep, earlier, _registered(), check=right.check
         )  # fmt: skip
-        return cls(next_group(names), right, keeper, bool(earlier))
+        return cls(next_group(names), right, keeper, bool(listed.steps))
 
     def told(self) -> tuple[int, str, bool]:
         return self.number, self.word, self.has_steps
