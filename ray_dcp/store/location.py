@@ -99,7 +99,8 @@ def as_target(place: AnyPlace) -> Target:
 
     Args:
         place: A path, a URL, a `Location`, a `Target`, a path object that brings its filesystem
-            (universal_pathlib), or a ready filesystem whose root is meant.
+            (universal_pathlib), a `Checkpoint` of Ray Train, or a ready filesystem whose root is
+            meant.
 
     Raises:
         InvalidRequestError: It is none of these.
@@ -113,6 +114,9 @@ def as_target(place: AnyPlace) -> Target:
         return place
     if isinstance(place, Location):
         return _with_filesystem(place.url, place.filesystem, place.storage_options)
+    if _brings_filesystem(place):
+        found: Any = place
+        return _with_filesystem(str(found.path), found.filesystem, {})
     brought = getattr(place, "fs", None)
     if not isinstance(place, str) and kind_of_filesystem(brought) == "fsspec":
         return _with_filesystem(str(getattr(place, "path", "")), brought, {})
@@ -123,13 +127,21 @@ def as_target(place: AnyPlace) -> Target:
 
 def is_place(value: Any) -> bool:
     """Tells whether a value names a place, as far as its type goes."""
-    if isinstance(value, (str, Location, Target)):
+    if isinstance(value, (str, Location, Target)) or _brings_filesystem(value):
         return True
     if isinstance(value, os.PathLike):
         return isinstance(os.fspath(value), str)
     return kind_of_filesystem(value) is not None or (
         kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
     )
+
+
+def _brings_filesystem(value: Any) -> bool:
+    """Tells a `Checkpoint` of Ray Train, as its `Result` gives it.
+
+    *Careful*: it counts as a path, and raises when it is asked for one.
+    """
+    return kind_of_filesystem(getattr(value, "filesystem", None)) is not None
 
 
 def kind_of_filesystem(value: Any) -> str | None:

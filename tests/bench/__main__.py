@@ -8,6 +8,7 @@ import sys
 from tests.bench import (
     async_saves,
     checksums,
+    elastic,
     load,
     manager,
     plan,
@@ -16,11 +17,12 @@ from tests.bench import (
     soak,
     staging,
     storage,
+    train,
 )
 
 CHOICES = (
-    "async", "small", "big", "checksums", "load", "manager", "plan", "reshard",
-    "soak", "staging", "storage",
+    "async", "small", "big", "checksums", "elastic", "load", "manager", "plan", "reshard",
+    "soak", "staging", "storage", "train",
 )  # fmt: skip
 
 
@@ -54,6 +56,10 @@ def main() -> int:
         manager.manager(arguments.rounds, arguments.dir)
     elif arguments.what == "plan":
         return plan.plan(arguments.tensors, arguments.largest)
+    elif arguments.what == "elastic":
+        return elastic.elastic(arguments.dir)
+    elif arguments.what == "train":
+        return train.train(arguments.rounds, arguments.dir, arguments.megabytes)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
     elif arguments.what == "storage":
