@@ -192,8 +192,12 @@ if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):
     sys.meta_path.append(_Alias())
 
 
+# Modules of ours that are public, and loaded when they are first named.
+_OWN_MODULES = frozenset(("train", "xla"))
+
+
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _MODULES or name in _OWN_MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     home = _HOMES.get(name)
     if home is None:
@@ -204,4 +208,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *(name for name in _MODULES if name[0] != "_")})
+    return sorted(
+        {*globals(), *_HOMES, *_OWN_MODULES, *(name for name in _MODULES if name[0] != "_")}
+    )

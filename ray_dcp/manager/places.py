@@ -6,7 +6,7 @@ Names only; who writes what, and when, is in the modules that use them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
@@ -47,7 +47,7 @@ class Root:
 
     def below(self, name: str) -> Target:
         """Returns the target of a folder of the root."""
-        return Target(f"{self.url.rstrip('/')}/{name}", self.target.storage_options)
+        return replace(self.target, url=f"{self.url.rstrip('/')}/{name}")
 
     @property
     def shared(self) -> Target:

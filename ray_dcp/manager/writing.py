@@ -68,6 +68,14 @@ class Right:
         """Whether this process took it and did not give it back."""
         return self._number > 0
 
+    def holder(self) -> Holder | None:
+        """Returns who has the right now, or had it last without giving it back; None for nobody.
+
+        Raises:
+            StorageError: The storage failed.
+        """
+        return self._held(self._opener(self._root.shared))[1]
+
     def take(self, *, even_if_held: bool = False) -> None:
         """Takes the right; does nothing when this process has it, as `check` tells.
 

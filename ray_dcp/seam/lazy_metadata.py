@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.errors import CheckpointNotFoundError
-from ray_dcp.format.manifest import record_key
+from ray_dcp.format.manifest import Manifest, decode_record, record_key
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.seam.tensors import dtype_of
@@ -49,6 +49,16 @@ class CommittedMetadata(Metadata):
 
     attempt: str = ""
     slot: int = 0
+
+    @property
+    def created_s(self) -> float | None:
+        """When it was committed, by the coordinator's clock, in seconds since 1970.
+
+        The same on all ranks; None when that is not known without reading.
+        """
+        data = self.__dict__.get("_manifest", b"")
+        record = decode_record(data) if data else None
+        return record.created_s if isinstance(record, Manifest) else None
 
     @classmethod
     def lazy(
@@ -85,7 +95,9 @@ class CommittedMetadata(Metadata):
                 )
             return metadata_of(checkpoint, checkpoint_id=target.url)
 
-        return cls.lazy(load, attempt=outcome.attempt, slot=outcome.slot)
+        self = cls.lazy(load, attempt=outcome.attempt, slot=outcome.slot)
+        self.__dict__["_manifest"] = outcome.manifest
+        return self
 
     def __getattribute__(self, name: str) -> Any:
         # Why not __getattr__: the class itself has the defaults of torch's dataclass fields.

@@ -99,7 +99,8 @@ def as_target(place: AnyPlace) -> Target:
 
     Args:
         place: A path, a URL, a `Location`, a `Target`, a path object that brings its filesystem
-            (universal_pathlib), or a ready filesystem whose root is meant.
+            (universal_pathlib), a `Checkpoint` of Ray Train, or a ready filesystem whose root is
+            meant.
 
     Raises:
         InvalidRequestError: It is none of these.
@@ -113,6 +114,10 @@ def as_target(place: AnyPlace) -> Target:
         return place
     if isinstance(place, Location):
         return _with_filesystem(place.url, place.filesystem, place.storage_options)
+    own = getattr(place, "filesystem", None)
+    if kind_of_filesystem(own) is not None:
+        # Ray Train's `Checkpoint`, as its `Result` gives it.
+        return _with_filesystem(str(getattr(place, "path", "")), own, {})
     brought = getattr(place, "fs", None)
     if not isinstance(place, str) and kind_of_filesystem(brought) == "fsspec":
         return _with_filesystem(str(getattr(place, "path", "")), brought, {})
@@ -127,8 +132,10 @@ def is_place(value: Any) -> bool:
         return True
     if isinstance(value, os.PathLike):
         return isinstance(os.fspath(value), str)
-    return kind_of_filesystem(value) is not None or (
-        kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
+    return (
+        kind_of_filesystem(value) is not None
+        or kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
+        or kind_of_filesystem(getattr(value, "filesystem", None)) is not None
     )
 
 

@@ -47,6 +47,7 @@ LAYERS = {
     "xla": 6,
     "cli": 7,
     "integrations": 7,
+    "train": 7,
     "__main__": 7,
 }
 

@@ -1,0 +1,165 @@
+"""`SaveBeforeResize`: has the run saved before its workers are ended, from Ray Train's controller.
+
+Ray Train ends workers within milliseconds once it has decided to resize, and says nothing to the
+training function. The controller's callbacks are called before, and may take their time. They are
+a developers' interface of Ray (`hooks.TESTED`): all that is used of it is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.integrations.train import asking
+from ray_dcp.integrations.train.rounds import next_round_s
+
+__all__ = ["SaveBeforeResize"]
+
+ANSWER_S = 20.0
+"""How long a worker may take to answer, in seconds: it may be starting to load a large module."""
+END_S = 30.0
+"""How long workers wait for their end after the save, in seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
+    """Has a `ray_dcp.train.checkpointer` save before a resize, and when a node is taken away.
+
+    Given as `RunConfig(callbacks=[ray_dcp.train.SaveBeforeResize()])`, or to all runs by
+    `RAY_TRAIN_CALLBACKS=ray_dcp.train.SaveBeforeResize`.
+
+    Before a resize all ranks save the next step that none of them has begun to decide about, and
+    wait there: nothing is trained that would be lost. The resize goes on once that is committed,
+    or after `limit_s`. When nodes are drained, all ranks save at once, and again as late as a save
+    still fits before the deadline, as earlier ones tell. Training goes on meanwhile.
+
+    Args:
+        limit_s: How long a resize waits for the save, in seconds. A step must fit into it, and a
+            save.
+
+    Raises:
+        InvalidRequestError: `limit_s` is no number above 0.
+    """
+
+    def __init__(self, limit_s: float = 120.0) -> None:
+        if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)) or not limit_s > 0:
+            raise InvalidRequestError(
+                f"limit_s must be a number of seconds above 0, but is {limit_s!r}", key="limit_s"
+            )
+        self._limit_s = float(limit_s)
+        self._group: Any = None
+        self._known: Any = None
+
+    # Ray Train calls
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Notes whom to ask."""
+        self._group = worker_group
+        self._known = None
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Forgets them."""
+        self._group = None
+
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+        """Has a save made before the workers end."""
+        group = self._group
+        if group is None:
+            return  # The first start, or one after a failure: there is nobody to ask.
+        self._guarded(
+            f"the resize to {getattr(resize_decision, 'num_workers', '?')} workers",
+            lambda: self._save_before_the_end(_Workers(group)),
+        )
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Has saves made when nodes are taken away."""
+        info = getattr(current_state, "preemption_info", None)
+        group = self._group
+        if info is None or group is None or info == self._known:
+            return
+        self._known = info
+        # Why a thread: the controller must go on looking at its workers.
+        threading.Thread(
+            target=self._guarded,
+            args=("a preemption", lambda: self._save_in_time(group, info)),
+            name="ray_dcp preemption",
+            daemon=True,
+        ).start()
+
+    # What it does then
+
+    def _save_before_the_end(self, workers: _Workers) -> None:
+        seq, begun_s = secrets.token_hex(8), time.monotonic()
+        result = asking.ask_all(workers, seq, "resize", linger_s=self._limit_s + END_S)
+        if not result.asked:
+            logger.warning("No save before the resize: %s", result.why)
+            return
+        how = asking.follow(workers, seq, self._limit_s)
+        took_s = time.monotonic() - begun_s
+        if how == "committed":
+            logger.info("Saved before the resize, in %.1f s", took_s)
+        else:
+            logger.warning(
+                "The save before the resize is %s after %.1f s; what was trained since the last "
+                "one may be redone. Raise SaveBeforeResize(limit_s=%g) if steps or saves take that "
+                "long", "not committed" if how != "failed" else "failed", took_s, self._limit_s,
+            )  # fmt: skip
+
+    def _save_in_time(self, group: Any, info: Any) -> None:
+        """Saves at once, and as late as possible once more."""
+        workers = _Workers(group)
+        deadline_s = None if info.deadline_ms is None else info.deadline_ms / 1000
+        took_s: float | None = None
+        while self._group is group and self._known == info:
+            seq, begun_s = secrets.token_hex(8), time.time()
+            left_s = None if deadline_s is None else deadline_s - begun_s
+            result = asking.ask_all(workers, seq, "preemption", left_s=left_s)
+            if result.asked:
+                how = asking.follow(workers, seq, self._limit_s if left_s is None else left_s)
+                took_s = time.time() - begun_s
+                logger.warning(
+                    "Preemption of %s: a save was asked for, and is %s after %.1f s",
+                    sorted(info.preempted_node_to_ranks), how, took_s,
+                )  # fmt: skip
+            else:
+                logger.warning("Preemption: no save: %s", result.why)
+            wait_s = next_round_s(time.time(), deadline_s, took_s)
+            if wait_s is None:
+                return
+            threading.Event().wait(wait_s)
+
+    def _guarded(self, what: str, do: Callable[[], object]) -> None:
+        """Does something; what fails is told and does not end the run."""
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001 - a raising hook fails the run
+            logger.warning(
+                "No save before %s, as workers could not be asked: %s: %s",
+                what, type(error).__name__, error,
+            )  # fmt: skip
+
+
+class _Workers:
+    """The workers of a group, on their actors' main threads.
+
+    Args:
+        group: Ray Train's worker group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """See `asking.Ranks`."""
+        refs = self._group.execute_async(function, *arguments)
+        found: list[Any] = ray.get(refs, timeout=ANSWER_S)
+        return found
