@@ -1,0 +1,465 @@
+"""Ray Train without Ray: names, who deletes what, what is reported, and who saves at which step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    DeadlineError,
+    InvalidRequestError,
+    RankDisagreementError,
+    SaveSkippedError,
+)
+from ray_dcp.format.step_info import info_key
+from ray_dcp.integrations.train import asking, board, telling
+from ray_dcp.integrations.train.asking import ask_all, follow, tier_that_fits
+from ray_dcp.integrations.train.board import Asked, Board
+from ray_dcp.integrations.train.joining import take_right
+from ray_dcp.integrations.train.keeping import Keeper, Known, owner_of, superfluous
+from ray_dcp.integrations.train.names import StepFolder, check_folder, check_step, next_group, parse
+from ray_dcp.integrations.train.pacing import Committed, Pace
+from ray_dcp.integrations.train.rounds import next_round_s
+from ray_dcp.integrations.train.underway import Save, UnderWay, is_misuse
+from ray_dcp.integrations.train.warning import Warned
+from ray_dcp.manager.places import Root
+from ray_dcp.manager.processes import Holder, this_process
+from ray_dcp.protocol.messages import Target
+from ray_dcp.seam.report import LoadReport
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.view.runs import list_run
+from tests.polling import eventually
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def folder(step: int, group: int = 1, word: str = "0a1b2c") -> StepFolder:
+    return StepFolder(step, group, word)
+
+
+def test_the_later_of_two_groups_that_saved_a_step_is_tried_first(tmp_path: Path):
+    for group in (2, 11, 3):
+        ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / folder(7, group).name)
+    listed = list_run(tmp_path).steps
+    assert [(one.step, parse(one.name)) for one in listed] == [
+        (7, folder(7, 11)), (7, folder(7, 3)), (7, folder(7, 2)),
+    ]  # fmt: skip
+
+
+def test_folders_of_ray_train_itself_are_no_steps_of_ours():
+    assert parse("checkpoint_2026-11-21_17-02-53.123456") is None
+    assert parse("/run/checkpoints/" + folder(5, 3).name) == folder(5, 3)
+    assert next_group([folder(5, 9).name, "checkpoint_000099"]) == 10
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/abs", "s3://bucket/x", "a/b", "", ".hidden", 3])
+def test_a_place_outside_of_the_run_is_refused_with_the_way_out(name: Any):
+    with pytest.raises(InvalidRequestError, match="RunConfig"):
+        check_folder(name)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3", None, 10**18])
+def test_what_is_no_step_is_refused(step: Any):
+    with pytest.raises(InvalidRequestError, match="whole number"):
+        check_step(step)
+
+
+# --- retention -----------------------------------------------------------------------------------
+
+
+def test_two_owners_of_retention_are_refused_with_the_way_out():
+    with pytest.raises(InvalidRequestError, match="Leave one of them out"):
+        owner_of(3, 5)
+    with pytest.raises(InvalidRequestError, match="max_to_keep"):
+        owner_of(-1, None)
+
+
+def known(committed: list[StepFolder], told: list[StepFolder], left: tuple[StepFolder, ...] = ()):
+    return Known(frozenset(committed), frozenset(left), frozenset(one.name for one in told))
+
+
+def test_where_ray_train_deletes_only_what_it_never_hears_of_goes():
+    steps = [folder(n) for n in (1, 2, 3, 4)]
+    gone = superfluous(known(steps, [steps[0], steps[2]]), "ray", 0)
+    assert gone == [(steps[1], True)]
+    assert superfluous(known(steps, []), "ray", 0) == []
+
+
+def test_the_newest_that_ray_train_was_told_of_stays_whatever_is_newer():
+    steps = [folder(n) for n in (1, 2, 3, 4)]
+    gone = superfluous(known(steps, [steps[0]]), "ray_dcp", 1)
+    assert gone == [(steps[1], True), (steps[2], True)]
+
+
+def test_without_an_owner_only_what_killed_groups_left_goes():
+    steps = [folder(n, 2) for n in (5, 6)]
+    left = (folder(4, 1), folder(9, 1))
+    assert superfluous(known(steps, steps, left), "nobody", 0) == [(left[0], False)]
+    assert superfluous(known([], [], left), "ray_dcp", 1) == []
+
+
+def save(root: Path, *folders: StepFolder) -> None:
+    for one in folders:
+        ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=root / one.name)
+        (root / one.name / info_key(0)).write_bytes(telling.encoded_metrics(one.step, {}))
+
+
+def test_of_what_was_reported_the_record_stays_and_of_the_rest_nothing(tmp_path: Path):
+    steps = [folder(n) for n in (1, 2, 3)]
+    save(tmp_path, *steps)
+    keeper = Keeper(Root(Target(str(tmp_path))), "ray_dcp", 1, steps, [steps[0].name])
+    keeper.told(steps[2])
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [steps[0].name, steps[2].name]
+    assert [path.suffix for path in (tmp_path / steps[0].name).glob("manifest*")] == [".json"]
+    with pytest.raises(CheckpointNotFoundError, match="deleted"):
+        ray_dcp.load({"w": torch.ones(3)}, checkpoint_id=tmp_path / steps[0].name)
+    assert ray_dcp.load_newest({"w": torch.zeros(3)}, tmp_path).step == 3
+
+
+def test_what_a_killed_group_has_committed_after_all_is_not_taken_for_rubbish(tmp_path: Path):
+    old, new = folder(5, 1), folder(6, 2)
+    (tmp_path / old.name).mkdir()
+    (tmp_path / old.name / "__0_0.0123456789abcdef.distcp").write_bytes(b"x")
+    save(tmp_path, new)
+    keeper = Keeper(Root(Target(str(tmp_path))), "nobody", 0, [old], [])
+    keeper._look()
+    save(tmp_path, old)
+    keeper.told(new)
+    assert ray_dcp.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path / old.name).loaded == ("w",)
+
+
+def test_a_run_that_lost_its_right_deletes_nothing(tmp_path: Path, caplog: Any):
+    steps = [folder(n) for n in (1, 2)]
+    save(tmp_path, *steps)
+
+    def lost() -> None:
+        raise CheckpointExistsError("another one")
+
+    root = Root(Target(str(tmp_path)))
+    Keeper(root, "ray_dcp", 1, steps, [], check=lost).told(steps[1])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert "another one" in caplog.text
+
+
+# --- two runs of one name ------------------------------------------------------------------------
+
+
+def test_a_second_run_of_one_name_is_refused_while_the_first_lives(tmp_path: Path):
+    root = Root(Target(str(tmp_path)))
+    elsewhere = Holder("other machine", 1, "1", "far", "run-1")
+    beats = iter(range(100))
+    storage = open_storage(root.shared)
+    storage.write("writer-00000001.json", elsewhere.encode())
+
+    def beat(_: float) -> None:
+        storage.write("writer-00000001.beat", str(next(beats)).encode())
+
+    with pytest.raises(CheckpointExistsError, match="RunConfig"):
+        take_right(root, "run-2", "run", beats=False, wait=beat)
+    right = take_right(root, "run-3", "run", beats=False, wait=lambda _: None)
+    assert right.is_taken
+
+
+def test_a_later_group_of_the_same_run_takes_over_at_once(tmp_path: Path):
+    root = Root(Target(str(tmp_path)))
+    elsewhere = Holder("other machine", 1, "1", "far", "run-1")
+    open_storage(root.shared).write("writer-00000001.json", elsewhere.encode())
+    waited: list[float] = []
+    right = take_right(root, "run-1", "run", beats=False, wait=waited.append)
+    assert right.is_taken
+    assert waited == []
+    assert this_process().pid == right._holder.pid
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def test_reports_are_no_faster_than_the_controller_looks_and_the_last_is_made():
+    pace, told, untold = Pace(2.0), [], []
+    for step in range(10):
+        untold.append(Committed(step, 100.0 + step))
+        if due := pace.due(untold):
+            told.append(due.step)
+            untold.clear()
+    assert told == [0, 3, 6, 9]
+    assert pace.due([]) is None
+    last = Committed(10, 110.0)
+    assert pace.due([last]) is None
+    assert pace.due([last], final=True) == last
+
+
+def test_what_has_no_time_is_reported():
+    pace = Pace(2.0)
+    assert pace.due([Committed(1, None)]) is not None
+    assert pace.due([Committed(2, None)]) is not None
+
+
+def test_metrics_become_numbers_and_what_can_not_is_named():
+    assert telling.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
+    assert telling.check_metrics(None) == {}
+    with pytest.raises(InvalidRequestError, match="'grad' is a tensor of"):
+        telling.check_metrics({"grad": torch.ones(2)})
+    with pytest.raises(InvalidRequestError, match="dict"):
+        telling.check_metrics([1])
+
+
+def test_metrics_come_back_from_beside_the_checkpoint():
+    storage = MemoryStorage("train-metrics")
+    assert telling.read_metrics(storage) == {}
+    storage.write(info_key(0), telling.encoded_metrics(3, {"loss": 0.5, "word": "x", "ok": True}))
+    assert telling.read_metrics(storage) == {"loss": 0.5}
+    storage.write(info_key(0), b"rubbish")
+    assert telling.read_metrics(storage) == {}
+
+
+def test_what_ray_train_registered_and_nobody_finds_is_never_a_fresh_start():
+    nothing = CheckpointNotFoundError("nothing")
+    telling.refuse_fresh_start(None, "/run/checkpoints", nothing)
+    ours = f"/run/checkpoints/{folder(5).name}"
+    for path, way_out in ((ours, "Bring them back"), ("/run/checkpoint_1", "ray_dcp.load")):
+        with pytest.raises(CheckpointNotFoundError, match=way_out) as caught:
+            telling.refuse_fresh_start(path, "/run/checkpoints", nothing)
+        assert caught.value.checkpoint_id == path
+
+
+# --- saves that are under way --------------------------------------------------------------------
+
+
+class Handle(Future[Any]):
+    """A save that ends when the test says so."""
+
+
+def begun(step: int, error: BaseException | None = None, *, done: bool = True) -> Save:
+    handle = Handle()
+    if done and error is not None:
+        handle.set_exception(error)
+    elif done:
+        handle.set_result(None)
+    return Save(folder(step), Target("/run"), {}, handle)
+
+
+def steps_of(ended: list[Any]) -> list[tuple[int, bool]]:
+    return [(one.save.folder.step, one.error is None) for one in ended]
+
+
+def test_a_save_is_looked_at_once_the_next_has_begun():
+    under_way = UnderWay(1)
+    under_way.add(begun(1))
+    assert under_way.ended() == []
+    under_way.add(begun(2, DeadlineError("late"), done=True))
+    assert steps_of(under_way.ended()) == [(1, True)]
+    assert steps_of(under_way.ended(all_of_them=True)) == [(2, False)]
+    assert len(under_way) == 0
+
+
+def test_one_that_was_skipped_tells_nothing_of_those_under_way():
+    under_way = UnderWay(1)
+    under_way.add(begun(1, done=False))
+    under_way.add(begun(2, SaveSkippedError("enough")))
+    assert steps_of(under_way.ended()) == [(2, False)]
+    assert under_way.newest is not None
+    assert under_way.newest.folder.step == 1
+
+
+@pytest.mark.parametrize(("said", "committed"), [("committed", True), ("aborted", False)])
+def test_an_outcome_that_nobody_told_is_asked_of_the_storage(said: str, committed: bool):
+    under_way = UnderWay(1, ask=lambda *_: said, wait=lambda _: None)
+    under_way.add(begun(1, CommitUnknownError("?", attempt="a")))
+    ended = [one.error is None for one in _with_result(under_way)]
+    assert ended == [committed]
+
+
+def _with_result(under_way: UnderWay) -> list[Any]:
+    newest = under_way.newest
+    assert newest is not None
+    newest.handle.result = lambda timeout=None: None  # type: ignore[method-assign]
+    return under_way.ended(all_of_them=True)
+
+
+def test_one_that_stays_unknown_ends_the_rank_whatever_on_error_says():
+    asked: list[str] = []
+
+    def ask(_: Target, attempt: str) -> str:
+        asked.append(attempt)
+        return "open"
+
+    under_way = UnderWay(1, ask=ask, wait=lambda _: None)
+    under_way.add(begun(1, CommitUnknownError("?", attempt="a")))
+    with pytest.raises(CommitUnknownError):
+        under_way.ended(all_of_them=True)
+    assert len(asked) >= 3
+
+
+def test_ranks_that_do_not_make_the_same_calls_are_told_from_a_failing_storage():
+    wrong = RankDisagreementError("rank 1 saves elsewhere")
+    assert is_misuse(wrong)
+    assert is_misuse(CheckpointError("two").with_failures({1: (wrong, None)}))  # type: ignore[dict-item]
+    assert not is_misuse(DeadlineError("late"))
+
+
+def test_a_fall_back_and_failed_saves_are_told_on_rank_0_only():
+    damaged = (("/run/newer", CheckpointError("cut off")),)
+    report = LoadReport(
+        loaded=(), missing=(), unexpected=(), cast=(), checkpoint_id="/run/older", step=3,
+        skipped=damaged,
+    )  # fmt: skip
+    Warned(1).fell_back(report, folder(9))
+    with (
+        pytest.warns(UserWarning, match="/run/newer, which is damaged"),
+        pytest.warns(UserWarning, match="registered the newer step 9"),
+    ):
+        Warned(0).fell_back(report, folder(9))
+    warned = Warned(0)
+    for count in (1, 2):
+        with pytest.warns(UserWarning, match=f"{count} in a row"):
+            warned.failed(count, CheckpointError("full"))
+    with pytest.warns(UserWarning, match="training began anew"):
+        warned.ignored_steps(True, None, "/run")
+    warned.ignored_steps(True, None, "/run")
+    Warned(0).ignored_steps(True, report, "/run")
+
+
+# --- asking for a save ---------------------------------------------------------------------------
+
+
+class Boards:
+    """Ranks that are asked in this process, each on a board of its own."""
+
+    def __init__(self, *last_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.boards = [Board() for _ in last_steps]
+        for one, last in zip(self.boards, last_steps, strict=True):
+            one.open(last)
+        self._patch = monkeypatch
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        found = []
+        for one in self.boards:
+            self._patch.setattr(asking, "BOARD", one)
+            found.append(function(*arguments))
+        return found
+
+    def saved(self, first: list[int], last: int) -> list[list[int]]:
+        """Returns at which steps each rank is asked to save, from where it is up to a step."""
+        return [
+            [step for step in range(begin, last) if one.at(step) is not None]
+            for one, begin in zip(self.boards, first, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("last_steps", [(4, 4), (3, 5), (-1, -1), (7, 2, 5)])
+def test_ranks_at_different_steps_save_the_same_one(last_steps: tuple[int, ...], monkeypatch: Any):
+    ranks = Boards(*last_steps, monkeypatch=monkeypatch)
+    assert ask_all(ranks, "a", "resize").asked
+    saved = ranks.saved([last + 1 for last in last_steps], 20)
+    assert saved == [[max(last_steps) + 1]] * len(last_steps)
+
+
+def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
+    ranks = Boards(4, monkeypatch=monkeypatch)
+    one = ranks.boards[0]
+    assert one.hold("a") is not None
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(one.at(5)))
+    thread.start()
+    assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
+    assert found == []
+    assert one.ask(Asked("a", "resize", 4))
+    thread.join(10)
+    assert [asked.seq for asked in found] == ["a"]
+
+
+def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
+    monkeypatch.setattr(board, "HOLD_S", 0.01)
+    one = Board()
+    one.open(4)
+    assert one.hold("a") is not None
+    assert one.at(5) is None
+    assert not one.ask(Asked("a", "resize", 4))
+
+
+def test_who_asks_while_somebody_asks_is_refused_and_nobody_is_held(monkeypatch: Any):
+    ranks = Boards(4, 4, monkeypatch=monkeypatch)
+    assert ask_all(ranks, "a", "resize").asked
+    assert not ask_all(ranks, "b", "preemption").asked
+    assert ranks.saved([5, 5], 8) == [[5], [5]]
+
+
+def test_ranks_without_a_checkpointer_can_not_be_asked_and_the_others_go_on(monkeypatch: Any):
+    ranks = Boards(4, 4, monkeypatch=monkeypatch)
+    ranks.boards[1].close()
+    result = ask_all(ranks, "a", "resize")
+    assert (result.asked, "[1]" in result.why) == (False, True)
+    assert ranks.boards[0].at(5) is None
+
+
+def test_a_worker_that_does_not_answer_leaves_the_others_free(monkeypatch: Any):
+    ranks = Boards(4, monkeypatch=monkeypatch)
+    good = ranks.call
+
+    def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if function is asking.tell:
+            raise TimeoutError
+        return good(function, *arguments)
+
+    ranks.call = call  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        ask_all(ranks, "a", "resize")
+    assert ranks.boards[0].at(5) is None
+
+
+def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left(monkeypatch: Any):
+    ranks = Boards(4, 4, monkeypatch=monkeypatch)
+    ranks.boards[1].took(stage_s=3.0, commit_s=10.0)
+    assert ask_all(ranks, "a", "preemption", left_s=2.0).fit == "none"
+    assert ranks.boards[0].at(5) is None
+    assert ask_all(ranks, "b", "preemption", left_s=5.0).fit == "memory"
+    assert tier_that_fits(20.0, 3.0, 10.0) == "storage"
+
+
+def test_the_asker_learns_how_the_save_ended(monkeypatch: Any):
+    for committed in (True, False):
+        ranks = Boards(4, 4, monkeypatch=monkeypatch)
+        assert follow(ranks, "never asked", 10.0) == "failed"
+        ask_all(ranks, "a", "preemption")
+        assert follow(ranks, "a", 0.0) == "waiting"
+        asked = [one.at(5) for one in ranks.boards]
+        assert follow(ranks, "a", 0.0) == "saving"
+        for one, request in zip(ranks.boards, asked, strict=True):
+            assert request is not None
+            one.ended(request, committed)
+        assert follow(ranks, "a", 10.0) == ("committed" if committed else "failed")
+
+
+def test_a_rank_lingers_after_the_save_until_it_is_let_go(monkeypatch: Any):
+    ranks = Boards(4, monkeypatch=monkeypatch)
+    ask_all(ranks, "a", "resize", linger_s=1000.0)
+    one = ranks.boards[0]
+    asked = one.at(5)
+    assert asked is not None
+    thread = threading.Thread(target=one.ended, args=(asked, True))
+    thread.start()
+    assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
+    assert follow(ranks, "a", 0.0) == "committed"
+    one.drop("a")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_last_round_before_a_node_goes_is_as_late_as_a_save_fits():
+    assert next_round_s(0.0, 20.0, 2.0) == 14.0
+    assert next_round_s(13.0, 20.0, 2.0) is None
+    assert next_round_s(0.0, None, 2.0) is None
+    assert next_round_s(0.0, 20.0, None) is None
