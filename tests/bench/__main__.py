@@ -8,6 +8,7 @@ import sys
 from tests.bench import (
     async_saves,
     checksums,
+    elastic,
     manager,
     plan,
     reshard,
@@ -15,11 +16,12 @@ from tests.bench import (
     soak,
     staging,
     storage,
+    train,
 )
 
 CHOICES = (
     "async", "small", "big", "checksums", "manager", "plan", "reshard",
-    "soak", "staging", "storage",
+    "elastic", "soak", "staging", "storage", "train",
 )  # fmt: skip
 
 
@@ -47,6 +49,10 @@ def main() -> int:
         manager.manager(arguments.rounds, arguments.dir)
     elif arguments.what == "plan":
         return plan.plan(arguments.tensors, arguments.largest)
+    elif arguments.what == "elastic":
+        return elastic.elastic(arguments.dir)
+    elif arguments.what == "train":
+        return train.train(arguments.rounds, arguments.dir, arguments.megabytes)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
     elif arguments.what == "storage":

@@ -22,7 +22,10 @@ from tests import train_programs
 from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
+    pytest.mark.timeout(360),
+]
 
 NUM_STEPS = 24
 LAST_SAVED = 20
@@ -178,6 +181,8 @@ def train_alone_and_wrongly(config: dict[str, str]) -> None:
     ckpt.close()
     # What Ray Train has registered is taken away while the run goes on.
     assert str(done + 1) in ray.train.get_checkpoint().path
+    whole = ray.train.CheckpointConsistencyMode.COMMITTED
+    ray.train.get_all_reported_checkpoints(consistency_mode=whole)
     shutil.rmtree(ckpt.url)
     with (
         ray_dcp.train.checkpointer() as ckpt,

@@ -1,0 +1,134 @@
+"""What a save costs a Ray Train step, against Ray's own uploads of the same state in the same run.
+
+Two workers hold a model replicated. Ray's way is DCP into a local folder, then `report`, which
+uploads it (SYNC) or has a thread do that (ASYNC). Each blocked time is that of the slower rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPORT_LIMIT_S = 0.030
+NOT_DUE_CALLS = 1000
+
+
+def train(rounds: int, directory: str | None, megabytes: int) -> int:
+    """Measures, prints each limit beside what was measured; returns 1 when one is not held."""
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    root = Path(tempfile.mkdtemp(prefix="bench-", dir=directory))
+    ray.init(
+        num_cpus=4, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False,
+        _temp_dir=str(root / "ray"),
+    )  # fmt: skip
+    try:
+        TorchTrainer(
+            measure,
+            train_loop_config={"folder": str(root), "rounds": rounds, "megabytes": megabytes},
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            torch_config=TorchConfig(backend="gloo"),
+            run_config=RunConfig(name="bench", storage_path=str(root / "runs")),
+        ).fit()
+        told = [json.loads((root / f"told-{rank}.json").read_text()) for rank in range(2)]
+    finally:
+        ray.shutdown()
+        shutil.rmtree(root, ignore_errors=True)
+    return _print(told, megabytes)
+
+
+def _print(told: list[dict[str, Any]], megabytes: int) -> int:
+    def slower(name: str) -> float:
+        return statistics.median(map(max, zip(*(one[name] for one in told), strict=True)))
+
+    print(f"state of {megabytes} MiB on 2 ranks, medians of {len(told[0]['ray_dcp'])} rounds")
+    for name in ("Ray SYNC", "Ray ASYNC", "ray_dcp"):
+        print(f"  {name:10} training waits {slower(name) * 1e3:8.1f} ms a save")
+    report_s = slower("report")
+    print(f"  report     {report_s * 1e3:8.1f} ms a save (limit {REPORT_LIMIT_S * 1e3:.0f} ms)")
+    print(f"  not due    {slower('not due') * 1e6:8.1f} us a step")
+    return int(report_s > REPORT_LIMIT_S)
+
+
+def measure(config: dict[str, Any]) -> None:
+    """Runs in each worker."""
+    import ray.train
+    import torch
+    from ray.train.collective import barrier
+
+    import ray_dcp.train
+    from ray_dcp.integrations.train import telling
+
+    rank = ray.train.get_context().get_world_rank()
+    torch.manual_seed(0)
+    rows = config["megabytes"] << 20 >> 12
+    state = {f"w{number}": torch.randn(rows // 8, 1024) for number in range(8)}
+    reports: list[float] = []
+    telling.report = _timed(telling.report, reports)
+    found: dict[str, list[float]] = {"Ray SYNC": [], "Ray ASYNC": [], "ray_dcp": [], "not due": []}
+    with ray_dcp.train.checkpointer(save_interval=2) as ckpt:
+        ckpt.restore(dict(state))
+        begin = time.perf_counter()
+        for _ in range(NOT_DUE_CALLS):
+            ckpt.save(1, state)
+        found["not due"].append((time.perf_counter() - begin) / NOT_DUE_CALLS)
+        for number in range(config["rounds"] + 1):
+            for name, save in (
+                ("Ray SYNC", lambda: _by_ray(state, "SYNC")),
+                ("Ray ASYNC", lambda: _by_ray(state, "ASYNC")),
+                ("ray_dcp", lambda number=number: ckpt.save(2 * number + 2, state)),
+            ):
+                barrier()
+                begin = time.perf_counter()
+                save()
+                seconds = time.perf_counter() - begin
+                if number:
+                    found[name].append(seconds)
+                _settle(ckpt)
+    found["report"] = reports[1:]
+    Path(config["folder"], f"told-{rank}.json").write_text(json.dumps(found))
+
+
+def _by_ray(state: dict[str, Any], mode: str) -> None:
+    """Saves as Ray's own templates do."""
+    import ray.train
+    from torch.distributed import checkpoint as dcp
+
+    folder = tempfile.mkdtemp()
+    dcp.save(state, checkpoint_id=folder)
+    ray.train.report(
+        {}, checkpoint=ray.train.Checkpoint.from_directory(folder),
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode[mode],
+        delete_local_checkpoint_after_upload=True,
+    )  # fmt: skip
+
+
+def _settle(ckpt: Any) -> None:
+    """Returns when nothing is under way any more, and the controller has looked."""
+    import ray.train
+
+    newest = ckpt._under_way.newest
+    if newest is not None:
+        newest.handle.exception()
+    ray.train.get_all_reported_checkpoints(
+        consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED, timeout_s=60
+    )
+
+
+def _timed(report: Callable[..., None], into: list[float]) -> Callable[..., None]:
+    def timed(*arguments: Any) -> None:
+        begin = time.perf_counter()
+        report(*arguments)
+        into.append(time.perf_counter() - begin)
+
+    return timed
