@@ -23,7 +23,6 @@ import torch.nn.functional as F  # noqa: N812 - the name that every torch progra
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -91,28 +90,7 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-class Training:
-    """Model and optimizer in a state dict, under names that no wrapper changes."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns both, sharded as they are."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes both."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-
-
-def build(config: dict[str, Any], device: torch.device) -> Training:
+def build(config: dict[str, Any], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes model and optimizer, the same on every rank."""
     torch.manual_seed(config["seed"])
     model: nn.Module = Transformer(config["width"], config["blocks"], config["length"]).to(device)
@@ -122,24 +100,27 @@ def build(config: dict[str, Any], device: torch.device) -> Training:
         fully_shard(model)
     elif config["parallel"] == "ddp":
         model = DistributedDataParallel(model)
-    return Training(model, torch.optim.AdamW(model.parameters(), lr=config["lr"]))
+    return model, torch.optim.AdamW(model.parameters(), lr=config["lr"])
 
 
-def train_step(training: Training, batch: torch.Tensor, share: float) -> float:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, share: float
+) -> float:
     """Takes one step and returns this rank's part of the loss.
 
     Args:
-        training: Of this rank.
+        model: Of this rank.
+        optimizer: Of this rank.
         batch: This rank's samples, of shape (samples, length + 1).
         share: Of the global batch. Losses are weighed by it: a step is then the same on any number
             of ranks, up to the order of sums.
     """
-    logits = training.model(batch[:, :-1])
+    logits = model(batch[:, :-1])
     loss = share * F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     # Why times the ranks: DDP and FSDP take the mean of what the ranks have.
     (loss * (dist.get_world_size() if dist.is_initialized() else 1)).backward()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     return float(loss.detach())
 
 
@@ -159,14 +140,14 @@ def train_fn(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     device = get_device()
-    training = build(config, device)
+    model, optimizer = build(config, device)
     sampler = sampler_for(config, rank, world_size)
     loader = DataLoader(
         Sequences(config["samples"], config["length"]),
         batch_sampler=sampler,
         num_workers=config["data_workers"],
     )
-    state = {"training": training, "data": sampler}
+    state = {"model": model, "optimizer": optimizer, "data": sampler}
     with ray_dcp.train.checkpointer(
         max_to_keep=config["keep"], save_interval=config["save_every"]
     ) as checkpointer:
@@ -177,21 +158,22 @@ def train_fn(config: dict[str, Any]) -> None:
         while step < config["steps"]:
             for batch in sampler.follow(loader):
                 share = len(batch) / config["global_batch"]
-                loss = torch.tensor(train_step(training, batch.to(device), share), device=device)
+                part = train_step(model, optimizer, batch.to(device), share)
+                loss = torch.tensor(part, device=device)
                 dist.all_reduce(loss)
                 step += 1
                 metrics = {
                     "step": step,
                     "loss": float(loss),
-                    "epoch": sampler.epoch,
                     "samples": sampler.epoch * sampler.num_samples + sampler.consumed,
                     "world_size": world_size,
-                    "restored": restored,
+                    "restored": -1 if restored is None else restored,
                 }
-                checkpointer.save(step, state, metrics=metrics)
-                if rank == 0 and step % config["print_every"] == 0:
+                is_last = step >= config["steps"]
+                checkpointer.save(step, state, metrics=metrics, force=is_last)
+                if rank == 0 and (is_last or step % config["print_every"] == 0):
                     print(f"step {step}: loss {float(loss):.4f}, {sampler!r}", flush=True)
-                if step == config["steps"]:
+                if is_last:
                     break
 
 
@@ -269,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> ray.train.Result:
             name=chosen.name,
             storage_path=chosen.storage,
             failure_config=FailureConfig(max_failures=chosen.max_failures),
+            callbacks=[ray_dcp.train.SaveBeforeResize()],
         ),
     )
     result = trainer.fit()
