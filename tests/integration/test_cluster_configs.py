@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from ray._private.state import state
 from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader
 
@@ -135,3 +136,20 @@ def test_rows_of_ray_data_come_once_across_a_resize(cluster):
         driver.load_state_dict({"epoch": 0, "seen": own[0]})
     assert len(seen) == 60
     assert sorted(seen) == list(range(60))
+
+
+def test_a_notice_drains_the_node_that_is_named(cluster):
+    """Last, as nothing more is scheduled there."""
+    (node_id,) = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU") == 2]
+    script = SCRIPT.with_name("drain_on_notice.py")
+    words = ["--source", "now", "--deadline", "900", "--address", cluster.address]
+    finished = subprocess.run(
+        [sys.executable, str(script), *words, "--node-id", node_id],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "900 s are left" in finished.stdout
+    assert list(state.get_draining_nodes()) == [node_id]
