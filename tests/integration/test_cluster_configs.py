@@ -32,23 +32,27 @@ SCRIPT = REPOSITORY / "cluster_configs" / "train.py"
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this machine: the second one has what workers need."""
-    directory = tempfile.mkdtemp(prefix="rc", dir="/tmp")
+    from ray_dcp.runtime import hooks
+
+    directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
+    (directory / "ray").mkdir()
+    node = {
+        "object_store_memory": 128 << 20, "include_dashboard": False,
+        "node_ip_address": "127.0.0.1", "temp_dir": str(directory / "ray"),
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 1,
-                "object_store_memory": 128 << 20,
-                "temp_dir": directory,
-                "include_dashboard": False,
-            },
-        )
-        made.add_node(num_cpus=2, object_store_memory=128 << 20)
-        ray.init(made.address, log_to_driver=False)
-        yield made
-        ray.shutdown()
-        made.shutdown()
+        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+        patch.setenv("RAY_TMPDIR", str(directory))
+        with hooks.loopback_addresses(), hooks.signal_handlers_kept():
+            made = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 1})
+            ray.init(made.address, log_to_driver=False, configure_logging=False)
+            made.add_node(**node, num_cpus=2)
+            try:
+                yield made
+            finally:
+                ray.shutdown()
+                made.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 
 
