@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 _NEEDS = {
+    "ray_dcp/data/loader.py": "torchdata",
     "ray_dcp/integrations/hf.py": "transformers",
     "ray_dcp/integrations/lightning.py": "lightning_fabric",
     "ray_dcp/integrations/torchtitan.py": "torchtitan",

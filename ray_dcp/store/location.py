@@ -131,8 +131,10 @@ def is_place(value: Any) -> bool:
         return True
     if isinstance(value, os.PathLike):
         return isinstance(os.fspath(value), str)
-    return kind_of_filesystem(value) is not None or (
-        kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
+    return (
+        kind_of_filesystem(value) is not None
+        or kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
+        or kind_of_filesystem(getattr(value, "filesystem", None)) is not None
     )
 
 

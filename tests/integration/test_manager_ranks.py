@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def test_one_rank_that_is_preempted_makes_the_step_due_on_all(workers, tmp_path)
         manager = manager_at(root, chkpt_on_preemption=True)
         said = [manager.should_save(3), manager.reached_preemption(3)]
         if dist.get_rank() == 1:
-            manager.notice_preemption()
+            os.kill(os.getpid(), signal.SIGTERM)
         said += [manager.should_save(4), manager.save(4, sound_state(4))]
         said += [manager.save(5, sound_state(5)), manager.reached_preemption(5)]
         manager.close()

@@ -30,6 +30,7 @@ from ray_dcp.manager import (
     KeepEverySteps,
     LatestN,
     OnPreemption,
+    preemption,
 )
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.options import LoadOptions, SaveOptions
@@ -591,19 +592,63 @@ def test_a_step_that_failed_at_a_preemption_leaves_the_next_one_due(manage):
     assert not manager.save(5, state(5))
 
 
-def test_a_second_sigterm_does_what_it_would_have_done_without_a_manager():
-    told = []
+@pytest.fixture
+def listener(monkeypatch):
+    """A listener, what the handler before it was told, and a clock to set."""
+    told, now = [], [100.0]
+    monkeypatch.setattr(preemption, "_clock", lambda: now[0])
     before = signal.signal(signal.SIGTERM, lambda *_: told.append("before"))
     listener = Preemption()
     try:
         assert listener.listen()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (listener.is_told, told) == (True, [])
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert told == ["before"]
+        yield listener, told, now
     finally:
         listener.stop()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_sigterm_does_what_it_would_have_done_without_a_manager(listener):
+    heard, told, now = listener
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (heard.is_told, told) == (True, [])
+    now[0] += preemption.SAME_NOTICE_S
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told == ["before"]
+
+
+def test_a_sigterm_that_comes_to_a_rank_twice_is_one_notice(listener):
+    """Schedulers signal the whole job, and torchrun passes its own signal on to the ranks."""
+    heard, told, now = listener
+    os.kill(os.getpid(), signal.SIGTERM)
+    now[0] += preemption.SAME_NOTICE_S - 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (heard.is_told, told) == (True, [])
+
+
+def test_a_rank_that_was_told_by_another_one_does_not_end_by_its_own_first_sigterm(listener):
+    heard, told, now = listener
+    heard.tell()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told == []
+    now[0] += preemption.SAME_NOTICE_S
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told == ["before"]
+
+
+def test_a_process_that_was_forked_ends_by_sigterm_as_it_did_before(manage):
+    manager = manage(10, chkpt_on_preemption=True)
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b"x")
+        signal.pause()
+        os._exit(3)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert not manager.should_save(3)
 
 
 def test_a_manager_in_another_thread_takes_the_callers_word_instead(tmp_path):

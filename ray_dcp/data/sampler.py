@@ -1,0 +1,285 @@
+"""A batch sampler whose place is a number of samples, and so means the same to any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, get_args
+
+from ray_dcp.data.order import ORDER_VERSION, SampleOrder, share_of
+from ray_dcp.errors import InvalidRequestError, StateDictError
+
+__all__ = ["ElasticBatchSampler"]
+
+T = TypeVar("T")
+Last = Literal["wrap", "short", "drop"]
+
+
+class ElasticBatchSampler:
+    """Deals the samples of a data set to ranks, and goes on where it was on any number of them.
+
+    For `torch.utils.data.DataLoader(dataset, batch_sampler=...)`, with any number of its workers.
+    All ranks together take one global batch a step off one shuffled stream, each rank its share. So
+    what was consumed is one number, the same on all ranks, and it means the same to any number of
+    ranks: put the sampler into the state dict, and no sample of an epoch is lost or seen twice.
+
+    A batch counts as consumed when the loop has it from `follow`, not when a worker of the loader
+    has fetched it. So save at the end of a step, on all ranks at the same one.
+
+    With `global_batch_size` the batches are the same on any number of ranks, and so is training, up
+    to the order of sums. Where the ranks do not divide it, their shares differ by one sample; weigh
+    losses by the share then.
+
+    Args:
+        num_samples: Of the data set.
+        rank: This rank.
+        world_size: Number of ranks.
+        global_batch_size: Samples that all ranks take together in a step; or give `batch_size`.
+        batch_size: Samples that each rank takes in a step: the global batch grows with the ranks.
+        seed: Of the order, from 0, below 2 ** 64. A loaded state brings its own.
+        shuffle: Whether every epoch has an order of its own. A loaded state brings its own.
+        last: What becomes of the samples at the end of an epoch that do not fill a global batch.
+            `"wrap"`: the batch is filled up from the next epoch, which begins behind it. `"short"`:
+            they are a smaller batch, of which a rank may get nothing: the loader's `collate_fn`
+            has to take an empty list then. `"drop"`: they are left out.
+
+    Raises:
+        InvalidRequestError: An argument has a value that it can't have.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> def loader_of(rank, world_size):
+        ...     sampler = ElasticBatchSampler(
+        ...         24, rank=rank, world_size=world_size, global_batch_size=12
+        ...     )
+        ...     return sampler, DataLoader(range(24), batch_sampler=sampler)
+        >>> seen = []
+        >>> for rank in range(4):
+        ...     sampler, loader = loader_of(rank, 4)
+        ...     seen += next(sampler.follow(loader)).tolist()
+        >>> state = sampler.state_dict()
+        >>> for rank in range(3):
+        ...     sampler, loader = loader_of(rank, 3)
+        ...     sampler.load_state_dict(state)
+        ...     for batch in sampler.follow(loader):
+        ...         seen += batch.tolist()
+        >>> sorted(seen) == list(range(24)), sampler.epoch
+        (True, 1)
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        rank: int,
+        world_size: int,
+        global_batch_size: int | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        last: Last = "wrap",
+    ) -> None:
+        self._order = SampleOrder(num_samples, seed, shuffle)
+        self._rank, self._world_size = _ranks(rank, world_size)
+        self._step = _step(global_batch_size, batch_size, world_size)
+        if last not in get_args(Last):
+            raise InvalidRequestError(
+                f"last must be one of {', '.join(map(repr, get_args(Last)))}, but is {last!r}",
+                key="last",
+            )
+        if last == "drop" and self._step > num_samples:
+            raise InvalidRequestError(
+                f"last='drop' leaves nothing: a global batch of {self._step} is more than the "
+                f"{num_samples} samples; make it smaller, or take last='wrap' or 'short'",
+                key="last",
+            )
+        self._last = last
+        self._place = 0
+        self._followed = False
+        self._unfollowed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"ElasticBatchSampler(rank {self._rank} of {self._world_size}, epoch {self.epoch}, "
+            f"{self.consumed} of {self.num_samples} samples)"
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set."""
+        return self._order.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._place // self.num_samples
+
+    @property
+    def consumed(self) -> int:
+        """Samples of this epoch that all ranks together have consumed."""
+        return self._place % self.num_samples
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all ranks together take in a step."""
+        return self._step
+
+    def __len__(self) -> int:
+        """Returns how many batches are left in this epoch: the same on all ranks."""
+        left = self.num_samples - self.consumed
+        return left // self._step if self._last == "drop" else -(-left // self._step)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yields this rank's samples of each batch that is left in this epoch."""
+        return self._batches(self._place)
+
+    def follow(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yields the batches of a loader to the end of the epoch, and counts them as consumed.
+
+        Args:
+            loader: That has this sampler as its `batch_sampler`. It is iterated once.
+
+        Raises:
+            InvalidRequestError: The loader gave more or fewer batches than this sampler.
+        """
+        if not isinstance(loader, Iterable):
+            raise InvalidRequestError(
+                f"follow needs a loader to iterate, but got {type(loader).__name__}", key="loader"
+            )
+        return self._follow(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place, the same on all ranks: whole numbers and a bool.
+
+        Raises:
+            StateDictError: The loader was iterated without `follow`: nobody knows the place.
+        """
+        if self._unfollowed:
+            raise StateDictError(
+                "batches were taken from this sampler without follow(), so it does not know what "
+                "was consumed; iterate with `for batch in sampler.follow(loader)`"
+            )
+        return {
+            "place": self._place,
+            "num_samples": self.num_samples,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "order_version": ORDER_VERSION,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `state_dict` gave, on any number of ranks.
+
+        Args:
+            state: Its seed and its `shuffle` replace this sampler's.
+
+        Raises:
+            StateDictError: It is of another data set or another version, or no such state; nothing
+                is changed.
+        """
+        expected = {"place": int, "num_samples": int, "seed": int, "shuffle": bool,
+                    "order_version": int}  # fmt: skip
+        if not isinstance(state, Mapping) or any(
+            type(state.get(name)) is not kind for name, kind in expected.items()
+        ):
+            raise StateDictError(
+                f"expected a state with {', '.join(expected)}, found {_shown(state)}; it was not "
+                f"saved by an ElasticBatchSampler"
+            )
+        if state["order_version"] != ORDER_VERSION:
+            raise StateDictError(
+                f"this place in the data is of order {state['order_version']}, and this version of "
+                f"ray_dcp has order {ORDER_VERSION}; load it with the version that saved it, or "
+                f"leave the sampler out to begin an epoch anew"
+            )
+        if state["num_samples"] != self.num_samples:
+            raise StateDictError(
+                f"this place in the data is of {state['num_samples']} samples, but the data set "
+                f"has {self.num_samples}; leave the sampler out of the state dict to begin an "
+                f"epoch of the new data anew"
+            )
+        if state["place"] < 0:
+            raise StateDictError(f"a place in the data can't be {state['place']}")
+        self._order = SampleOrder(self.num_samples, state["seed"], state["shuffle"])
+        self._place = state["place"]
+        # Why: a larger global batch than the one that was saved may no longer fit in the epoch.
+        if not len(self):
+            self._place = (self.epoch + 1) * self.num_samples
+        self._unfollowed = False
+
+    def _follow(self, loader: Iterable[T]) -> Iterator[T]:
+        places = self._places(self._place)
+        self._followed = True
+        try:
+            for batch in loader:
+                step = next(places, None)
+                if step is None:
+                    raise InvalidRequestError(
+                        f"the loader gave more batches than are left in the epoch: does it have "
+                        f"this sampler as its batch_sampler? {self!r}",
+                        key="loader",
+                    )
+                self._place = step[2]
+                yield batch
+        finally:
+            self._followed = False
+        if next(places, None) is not None:
+            raise InvalidRequestError(
+                f"the loader ended before the epoch did: does it have this sampler as its "
+                f"batch_sampler? {self!r}",
+                key="loader",
+            )
+
+    def _batches(self, place: int) -> Iterator[list[int]]:
+        for start, stop, _ in self._places(place):
+            if not self._followed:
+                self._unfollowed = True
+            low, high = share_of(stop - start, self._rank, self._world_size)
+            yield self._order.samples(start + low, start + high).tolist()
+
+    def _places(self, place: int) -> Iterator[tuple[int, int, int]]:
+        """Yields start and stop of each global batch left in the epoch, and where the next is."""
+        end = (place // self.num_samples + 1) * self.num_samples
+        while place < end:
+            stop = place + self._step
+            if self._last == "short":
+                stop = min(stop, end)
+            if self._last == "drop" and stop > end:
+                return
+            # Why: the rest is left out, so the next batch is of the next epoch.
+            after = end if self._last == "drop" and stop + self._step > end else stop
+            yield place, stop, after
+            place = after
+
+
+def _ranks(rank: Any, world_size: Any) -> tuple[int, int]:
+    if type(world_size) is not int or type(rank) is not int or not 0 <= rank < world_size:
+        raise InvalidRequestError(
+            f"rank must be a whole number from 0 and below world_size, but they are {rank!r} and "
+            f"{world_size!r}",
+            key="rank",
+        )
+    return rank, world_size
+
+
+def _step(together: Any, each: Any, world_size: int) -> int:
+    if (together is None) == (each is None):
+        raise InvalidRequestError(
+            "give one of global_batch_size (of all ranks together) and batch_size (of each rank)",
+            key="global_batch_size",
+        )
+    name, value = ("batch_size", each) if together is None else ("global_batch_size", together)
+    if type(value) is not int or value < 1:
+        raise InvalidRequestError(
+            f"{name} must be a whole number from 1, but is {value!r}", key=name
+        )
+    if together is not None and together < world_size:
+        raise InvalidRequestError(
+            f"global_batch_size={together} leaves some of the {world_size} ranks without a sample; "
+            f"make it {world_size} or more, or use fewer ranks",
+            key="global_batch_size",
+        )
+    return int(value) if each is None else int(value) * world_size
+
+
+def _shown(state: Any) -> str:
+    return repr(dict(state))[:200] if isinstance(state, Mapping) else type(state).__name__

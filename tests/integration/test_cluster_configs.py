@@ -1,0 +1,159 @@
+"""The entry script of `cluster_configs/` on a cluster of two nodes, as the cluster files run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray._private.state import state
+from ray.cluster_utils import Cluster
+from torch.utils.data import DataLoader
+
+import ray_dcp
+from ray_dcp.data import RowsSeen
+
+# Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "cluster_configs" / "train.py"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes on this machine: the second one has what workers need."""
+    from ray_dcp.runtime import hooks
+
+    directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
+    (directory / "ray").mkdir()
+    node = {
+        "object_store_memory": 128 << 20, "include_dashboard": False,
+        "node_ip_address": "127.0.0.1", "temp_dir": str(directory / "ray"),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
+        # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+        patch.setenv("RAY_TMPDIR", str(directory))
+        with hooks.loopback_addresses(), hooks.signal_handlers_kept():
+            made = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 1})
+            ray.init(made.address, log_to_driver=False, configure_logging=False)
+            made.add_node(**node, num_cpus=2)
+            try:
+                yield made
+            finally:
+                ray.shutdown()
+                made.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def entry():
+    """The script as a module, which workers that can't import it get by value."""
+    spec = importlib.util.spec_from_file_location("cluster_configs_entry", SCRIPT)
+    module = sys.modules["cluster_configs_entry"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ray.cloudpickle.register_pickle_by_value(module)
+    yield module
+    ray.cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules["cluster_configs_entry"]
+
+
+def arguments(storage, *more):
+    """Returns a command line: 50 samples in batches of 6, so that no run ends with an epoch."""
+    return [
+        "--storage", str(storage), "--name", "ci", "--samples", "50", "--global-batch", "6",
+        "--save-every", "3", "--width", "16", "--blocks", "1", "--cpus-per-worker", "0.5",
+        "--max-failures", "0", *more,
+    ]  # fmt: skip
+
+
+def losses_without_a_break(entry, steps):
+    """Trains in this process alone, on the same batches: what every run has to equal."""
+    chosen = entry.make_parser().parse_args(arguments("none"))
+    config = {**vars(chosen), "parallel": "none"}
+    model, optimizer = entry.build(config, torch.device("cpu"))
+    sampler = entry.sampler_for(config, 0, 1)
+    loader = DataLoader(entry.Sequences(50, config["length"]), batch_sampler=sampler)
+    losses = []
+    while len(losses) < steps:
+        losses += [entry.train_step(model, optimizer, b, 1.0) for b in sampler.follow(loader)]
+    return losses[:steps]
+
+
+@pytest.mark.timeout(400)
+def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster, entry, tmp_path):
+    expected = losses_without_a_break(entry, 12)
+    first = entry.main(arguments(tmp_path, "--workers", "1", "--steps", "7", "--parallel", "ddp"))
+    assert first.metrics["restored"] == -1
+    assert first.metrics["samples"] == 42
+    assert first.metrics["loss"] == pytest.approx(expected[6], abs=1e-4)
+    assert ray_dcp.open(first.checkpoint.path).world_size == 1
+    # As the cluster files have it run; with more workers, and parallel in another way.
+    command = [sys.executable, str(SCRIPT), *arguments(tmp_path, "--workers", "1:2")]
+    finished = subprocess.run(
+        [*command, "--steps", "12", "--resize-after", "1000"],
+        env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    printed = finished.stdout
+    assert finished.returncode == 0, printed + finished.stderr
+    story = re.search(r"restored step 7 on (2) workers: epoch 0, sample 42 of 50", printed)
+    assert story, printed
+    (loss,) = re.findall(r"step 12: loss ([0-9.]+), .* epoch 1, 22 of 50 samples", printed)
+    assert float(loss) == pytest.approx(expected[11], abs=2e-4)
+    (checkpoint,) = re.findall(r"newest checkpoint Checkpoint\(.*path=(\S+?)\)", printed)
+    assert ray_dcp.open(checkpoint).world_size == int(story[1])
+
+
+@ray.remote(num_cpus=0)
+def consume(shard, num_batches):
+    """Plays a worker: goes over its part; returns ids and what would be saved."""
+    rows = RowsSeen("id")
+    batches = rows.follow(shard.iter_batches(batch_size=5, batch_format="numpy"))
+    ids = [int(row) for batch in islice(batches, num_batches) for row in batch["id"]]
+    return ids, rows.state_dict()
+
+
+def test_rows_of_ray_data_come_once_across_a_resize(cluster):
+    dataset = ray.data.range(60, override_num_blocks=6)
+    seen, driver = [], RowsSeen("id")
+    for world_size, num_batches in ((2, 3), (3, 99)):
+        shards = driver.left(dataset).streaming_split(world_size, equal=True)
+        told = ray.get([consume.remote(shard, num_batches) for shard in shards])
+        seen += [row for ids, _ in told for row in ids]
+        own = [state["seen"] for _, state in told]
+        # As a load by one rank of what several have saved.
+        own[0].value = own[0].resized([each.value for each in own], 0, 1)
+        driver.load_state_dict({"epoch": 0, "seen": own[0]})
+    assert len(seen) == 60
+    assert sorted(seen) == list(range(60))
+
+
+def test_a_notice_drains_the_node_that_is_named(cluster):
+    """Last, as nothing more is scheduled there."""
+    (node_id,) = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU") == 2]
+    script = SCRIPT.with_name("drain_on_notice.py")
+    words = ["--source", "now", "--deadline", "900", "--address", cluster.address]
+    finished = subprocess.run(
+        [sys.executable, str(script), *words, "--node-id", node_id],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "900 s are left" in finished.stdout
+    assert list(state.get_draining_nodes()) == [node_id]
