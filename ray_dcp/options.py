@@ -83,6 +83,11 @@ class SaveOptions:
     progress: bool = False
     """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
     the driver, also when the ranks are actors. Without Ray nothing is drawn."""
+    trace: bool = True
+    """Leave a small file `trace.<attempt>.json` beside the checkpoint that tells what took how long
+    on which rank: `ray_dcp.open(path).trace`, `ray-dcp timeline`. It is written while `.metadata`
+    is, holds at most 64 ranks and quantiles of all, and is no part of the commit: where it can't
+    be written the save succeeds without it."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0

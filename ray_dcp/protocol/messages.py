@@ -98,6 +98,8 @@ class SaveJoin:
     (`ray_dcp.plan.agreement`)."""
     asked: int = 0
     """How many `SendItems` this rank has answered with it; more may follow after a restart."""
+    capture_s: float = 0.0
+    """How long the rank took to see what it holds, in seconds: for the trace."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ class SaveReceipt:
     epoch: int
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
+    staged_s: float = 0.0
+    """How long the rank copied before training went on, in seconds: for the trace."""
 
 
 @dataclass(frozen=True)

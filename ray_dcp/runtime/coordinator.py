@@ -26,10 +26,11 @@ from ray_dcp.runtime import hooks
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.naming import NAMESPACE
-from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.perform import new_attempt
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
+from ray_dcp.runtime.tracing import Tracing
 from ray_dcp.stage.values import StageReport
 
 __all__ = ["MOST_CALLS", "Coordinator"]
@@ -75,6 +76,7 @@ class Coordinator:
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
+        self._tracing = Tracing()
         self._meeting = Meeting(lambda: secrets.token_hex(6))
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
@@ -161,6 +163,7 @@ class Coordinator:
         self._called.set()
         if caller is not None:
             self._meet(request.key.session, request.rank, caller)
+        self._tracing.hears(request, caller)
         await self._resumed.wait()
         at = (request.key, request.rank, step_of(request))
         future: asyncio.Future[Reply] = self._loop.create_future()
@@ -257,6 +260,7 @@ class Coordinator:
         for command in commands:
             match command:
                 case Answer():
+                    self._tracing.tells(command)
                     self._answer(command)
                 case Perform():
                     self._performing += 1
@@ -289,7 +293,7 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await self._in_thread(partial(perform, command.task))
+            result = await self._in_thread(partial(self._tracing.perform, command))
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._give_up(command.key, error)

@@ -73,6 +73,7 @@ def join_save(
         first = partial(_first, join, captured.columns, plans)
         described, error = attempt(first, "encoding the plan", rank)
         join, known = described or (replace(join, error=error), None)
+    join = replace(join, capture_s=vitals.doing.phase_s)
     vitals.enter("waiting")
     with naming(target.url):
         reply = yield join

@@ -17,6 +17,7 @@ import numpy as np
 
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
@@ -25,6 +26,7 @@ from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
 from ray_dcp.transfer.reader import Transforms, read_item
 from ray_dcp.view.html import checkpoint_html
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
+from ray_dcp.view.trace import read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
 
 __all__ = ["CheckpointView", "FileInfo", "open", "rank_of_file"]
@@ -102,6 +104,17 @@ class CheckpointView:
         """When it was saved, in seconds since 1970 by the coordinator's clock; None if unknown."""
         manifest = self.checkpoint.manifest
         return None if manifest is None else manifest.created_s
+
+    @cached_property
+    def trace(self) -> SaveTrace | None:
+        """What took how long on which rank when it was saved; None if the save left no trace.
+
+        Read when first looked at.
+
+        Raises:
+            DamagedCheckpointError: The trace can't be read; the checkpoint does not need it.
+        """
+        return read_trace(self.storage, self.attempt)
 
     @property
     def table(self) -> ChunkTable:
