@@ -27,7 +27,7 @@ __all__ = ["ls", "show", "verify"]
 
 _PLAIN_WIDTH = 10_000
 _MOST_PROBLEMS = 50
-_STYLES = {"committed": "green", "damaged": "red", "uncommitted": "yellow", "deleted": "dim"}
+_STYLES = {"committed": "green", "damaged": "red", "in flight": "yellow", "aborted": "yellow", "deleted": "dim"}
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 

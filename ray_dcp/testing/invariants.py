@@ -152,7 +152,7 @@ def only_what_stands_is_listed(after: Aftermath) -> None:
     listed = [
         found
         for found in list_checkpoints(after.storage.url)
-        if found.state not in ("uncommitted", "deleted")
+        if found.state not in ("in flight", "aborted", "deleted")
     ]
     try:
         kind = read_checkpoint(after.storage).kind

@@ -5,7 +5,6 @@ Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,14 +23,13 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
 from ray_dcp.transfer.reader import Transforms, read_item
+from ray_dcp.view.file_names import rank_of_file
 from ray_dcp.view.html import checkpoint_html
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
 
-__all__ = ["CheckpointView", "FileInfo", "open", "rank_of_file"]
-
-_STOCK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp")
+__all__ = ["CheckpointView", "FileInfo", "open"]
 
 
 @dataclass(frozen=True)
@@ -260,17 +258,3 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
     """
     storage = open_storage(path)
     return CheckpointView(storage, read_checkpoint(storage, checkpoint_id=storage.url))
-
-
-def rank_of_file(key: str) -> int | None:
-    """Returns the rank in the name of a `.distcp` file, ours or stock DCP's.
-
-    Args:
-        key: Key of the file.
-
-    Example:
-        >>> rank_of_file("__12_0.distcp"), rank_of_file("model.safetensors")
-        (12, None)
-    """
-    match = _STOCK_FILE.fullmatch(key)
-    return int(match[1]) if match else None
