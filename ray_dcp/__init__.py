@@ -83,7 +83,8 @@ if TYPE_CHECKING:
     from ray_dcp.stage.values import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
-    from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
+    from ray_dcp.view.run_view import RunView as RunView
+    from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
     from ray_dcp.warming import warm_up as warm_up
 
@@ -114,7 +115,8 @@ _HOMES: dict[str, str] = {
     "PerRank": "ray_dcp.seam.per_rank",
     "SaveOptions": "ray_dcp.options",
     "LoadOptions": "ray_dcp.options",
-    "open": "ray_dcp.view.checkpoint_view",
+    "open": "ray_dcp.view.run_view",
+    "RunView": "ray_dcp.view.run_view",
     "verify": "ray_dcp.view.verify",
     "outcome": "ray_dcp.runtime.outcome",
     "collect": "ray_dcp.runtime.collecting",

@@ -5,7 +5,7 @@ Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -23,8 +23,10 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
 from ray_dcp.transfer.reader import Transforms, read_item
+from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.file_names import rank_of_file
 from ray_dcp.view.html import checkpoint_html
+from ray_dcp.view.naming import nearest
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
@@ -206,9 +208,31 @@ class CheckpointView:
             return TensorHandle(self.storage, self.table, row, info, self._transforms)
         from ray_dcp.seam.objects import load_object
 
-        chunk = int(np.flatnonzero(self.table.tensor == row)[0])
-        data = read_item(self.storage, self.table, chunk, transforms=self._transforms)
-        return load_object(data, fqn=name)
+        return load_object(self._items(row)[0], fqn=name)
+
+    def read_object(self, name: str) -> tuple[bytes, ...]:
+        """Returns the stored bytes of an object or tensor, chunk by chunk, without loading them.
+
+        Args:
+            name: FQN.
+
+        Returns:
+            What `torch.save` wrote for each chunk, after its checksums were verified.
+
+        Raises:
+            MissingKeyError: The checkpoint has no such name; the message tells similar ones.
+            DamagedCheckpointError: The bytes do not match their checksums.
+        """
+        row = self._rows.get(name)
+        if row is None:
+            raise self._missing(name)
+        return self._items(row)
+
+    def _items(self, row: int) -> tuple[bytes, ...]:
+        return tuple(
+            read_item(self.storage, self.table, chunk, transforms=self._transforms)
+            for chunk in np.flatnonzero(self.table.tensor == row).tolist()
+        )
 
     @property
     def _transforms(self) -> Transforms:
@@ -216,12 +240,9 @@ class CheckpointView:
         return None if foreign is None else foreign.transforms
 
     def _missing(self, name: str) -> MissingKeyError:
-        from difflib import get_close_matches
-
-        close = get_close_matches(str(name), self.names, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         return MissingKeyError(
-            f"expected one of {len(self)} names of the checkpoint, but found {name!r}{hint}",
+            f"expected one of {len(self)} names of the checkpoint, but found {name!r}"
+            + nearest(str(name), self.names),
             checkpoint_id=self.url,
             key=str(name),
         )
@@ -233,6 +254,29 @@ class CheckpointView:
             What was checked and every problem; damage is reported, not raised.
         """
         return verify_checkpoint(self.storage, self.checkpoint)
+
+    def diff(
+        self,
+        other: CheckpointView,
+        *,
+        read: bool = True,
+        told: Callable[[int, int], None] | None = None,
+    ) -> CheckpointDiff:
+        """Returns what is different in another checkpoint, by stored hashes.
+
+        Where both were cut into the same chunks no payload is read. Other tensors are read and
+        compared, which the result says.
+
+        Args:
+            other: The later one.
+            read: Read where hashes can't tell; else such tensors are `undecided`.
+            told: Called with bytes read so far and in all, where bytes are read.
+
+        Raises:
+            DamagedCheckpointError: What was read does not match its checksums.
+            StorageError: The storage refused.
+        """
+        return diff_checkpoints(self, other, read=read, told=told)
 
     def __repr__(self) -> str:
         return (

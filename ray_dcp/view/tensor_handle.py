@@ -134,6 +134,34 @@ class TensorHandle:
 
         return torch.from_numpy(selected).view(getattr(torch, self.dtype))
 
+    @property
+    def is_opaque(self) -> bool:
+        """Only `torch.load` understands the stored bytes."""
+        return self._table.kind[self._tensor] == Kind.OPAQUE
+
+    def raw(self, index: Any) -> npt.NDArray[Any]:
+        """Returns the selected part as numpy holds its bytes, without torch.
+
+        Args:
+            index: As for `handle[index]`.
+
+        Returns:
+            Of the tensor's dtype, or of unsigned integers of its width where numpy lacks it.
+
+        Raises:
+            InvalidRequestError: Only `torch.load` understands the stored bytes.
+            CheckpointError: As indexing does.
+        """
+        selection = select(index, self.shape)
+        in_numpy = self.dtype in NUMPY_DTYPES
+        box = np.empty(selection.size, self.dtype if in_numpy else f"u{itemsize_of(self.dtype)}")
+        if not self._fill(box, selection):
+            raise InvalidRequestError(
+                f"{self.name!r} is a pickled tensor subclass; index the handle instead",
+                key=self.name,
+            )
+        return np.asarray(box[selection.rest], order="C")
+
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
