@@ -17,6 +17,7 @@ import numpy as np
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.save_trace import SaveTrace
+from ray_dcp.options import LoadOptions
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
@@ -27,6 +28,7 @@ from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.file_names import rank_of_file
 from ray_dcp.view.html import checkpoint_html
 from ray_dcp.view.naming import nearest
+from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
@@ -277,6 +279,31 @@ class CheckpointView:
             StorageError: The storage refused.
         """
         return diff_checkpoints(self, other, read=read, told=told)
+
+    def reshard(
+        self,
+        layout: str | int | Layout,
+        *,
+        include: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> ReshardPreview:
+        """Returns what a load on other ranks would read, by the planner that loads use.
+
+        Nothing but the chunk table is looked at.
+
+        Args:
+            layout: `8` or `8:row` for rows over 8 ranks, `8:column`, `4x2` for rows over 4 and
+                columns over 2, or `row=4,column=2`.
+            include: Shell pattern of FQNs; everything if None.
+            options: Of the load.
+
+        Returns:
+            Bytes, ranges and memory of every rank.
+
+        Raises:
+            InvalidRequestError: The layout is none, or nothing matches.
+        """
+        return preview_reshard(self, layout, include=include, options=options)
 
     def __repr__(self) -> str:
         return (
