@@ -37,6 +37,7 @@ LAYERS = {
     "asynchronous": 5,
     "conversion": 5,
     "entrypoints": 5,
+    "exporting": 5,
     "handle": 5,
     "loading": 5,
     "warming": 5,
