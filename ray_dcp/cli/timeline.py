@@ -101,9 +101,7 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
         mark = "!" if lane in late else " "
         num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
         told = f" {size_text(num_bytes):>10}" if num_bytes else ""
-        lines.append(
-            Text.assemble(f"{names[lane]:<{left}} ", (mark, "bold red"), " ", drawn, told)
-        )
+        lines.append(Text.assemble(f"{names[lane]:<{left}} ", (mark, "bold red"), " ", drawn, told))
     lines.append(_axis(left, bar, end_s))
     hidden = trace.world_size - len(trace.ranks)
     if hidden > 0:

@@ -17,6 +17,7 @@ import numpy as np
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.save_trace import SaveTrace
+from ray_dcp.format.tensor_stats import TensorStats
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
@@ -27,8 +28,10 @@ from ray_dcp.transfer.reader import Transforms, read_item
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.file_names import rank_of_file
 from ray_dcp.view.html import checkpoint_html
+from ray_dcp.view.layouts import grids, layout_of
 from ray_dcp.view.naming import nearest
 from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
+from ray_dcp.view.stored_stats import read_stats
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
@@ -139,6 +142,31 @@ class CheckpointView:
     def objects(self) -> tuple[str, ...]:
         """FQN of everything that is no tensor."""
         return tuple(name for name, info in self._infos.items() if info is None)
+
+    @cached_property
+    def layouts(self) -> Mapping[str, str]:
+        """How each tensor is cut into chunks, by FQN: `whole`, `rows/8`, `columns/2`, `4x2`."""
+        table = self.table
+        grid, ndim = grids(table).tolist(), table.ndim.tolist()
+        return MappingProxyType(
+            {
+                name: layout_of(tuple(grid[row][: ndim[row]]))
+                for row, name in enumerate(table.names)
+                if name in self.tensors
+            }
+        )
+
+    @cached_property
+    def stats(self) -> Mapping[str, TensorStats]:
+        """Norm, largest value and counts of NaN and infinities of each tensor when it was saved.
+
+        Empty unless it was saved with `SaveOptions(stats=True)`.
+
+        Raises:
+            DamagedCheckpointError: They are there and can't be read; the checkpoint needs them not.
+            StorageError: The storage refused.
+        """
+        return MappingProxyType(read_stats(self.storage, self.attempt))
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChangeName", "CheckpointDiff", "TensorDiff", "ValueDiff", "diff_checkpoints"]
 
-ChangeName = Literal[
-    "unchanged", "changed", "undecided", "reshaped", "retyped", "added", "removed"
-]
+ChangeName = Literal["unchanged", "changed", "undecided", "reshaped", "retyped", "added", "removed"]
 Told = Callable[[int, int], None]
 
 _SLAB_BYTES = 32 << 20
@@ -124,7 +122,9 @@ class CheckpointDiff:
         """Both hold the same."""
         return not self.changed
 
-    def values(self, names: Sequence[str] | None = None, *, told: Told | None = None) -> Iterator[ValueDiff]:
+    def values(
+        self, names: Sequence[str] | None = None, *, told: Told | None = None
+    ) -> Iterator[ValueDiff]:
         """Reads tensors that changed and yields by how much.
 
         Args:
@@ -139,7 +139,7 @@ class CheckpointDiff:
         Complexity:
             Reads both tensors once; 64 MiB of memory, or one row of each.
         """
-        chosen = self._comparable() if names is None else [self._checked(name) for name in names]
+        chosen = self.comparable if names is None else [self._checked(name) for name in names]
         total = sum(2 * self.second.tensors[name].num_bytes for name in chosen)
         done = 0
         for name in chosen:
@@ -148,12 +148,14 @@ class CheckpointDiff:
             if told is not None:
                 told(done, total)
 
-    def _comparable(self) -> list[str]:
-        return [
+    @property
+    def comparable(self) -> tuple[str, ...]:
+        """Names of the tensors that may have changed and have numbers of one shape in both."""
+        return tuple(
             one.name
             for one in self.tensors
             if one.change in ("changed", "retyped", "undecided") and self._problem(one.name) is None
-        ]
+        )
 
     def _checked(self, name: str) -> str:
         known = [one.name for one in self.tensors]
@@ -243,9 +245,7 @@ def _same_bytes(first: CheckpointView, second: CheckpointView, name: str) -> boo
     pair = first[name], second[name]
     if any(handle.is_opaque for handle in pair):
         return first.read_object(name) == second.read_object(name)
-    return all(
-        np.array_equal(_bytes(left), _bytes(right)) for left, right in _slabs(*pair)
-    )
+    return all(np.array_equal(_bytes(left), _bytes(right)) for left, right in _slabs(*pair))
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

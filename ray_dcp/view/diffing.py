@@ -74,7 +74,9 @@ def diff_tables(first: ChunkTable, second: ChunkTable) -> TableDiff:
         O(chunks log chunks + checksums), in numpy; nothing is read.
     """
     of_second = {name: row for row, name in enumerate(second.names)}
-    pair = np.fromiter((of_second.get(name, -1) for name in first.names), np.int32, first.num_tensors)
+    pair = np.fromiter(
+        (of_second.get(name, -1) for name in first.names), np.int32, first.num_tensors
+    )
     common = np.flatnonzero(pair >= 0)
     added = np.setdiff1d(np.arange(second.num_tensors), pair[common])
     change = np.full(first.num_tensors, Change.REMOVED, np.int8)
@@ -119,7 +121,10 @@ def _compare(
     change[~same_shape] = Change.RESHAPED
     change[~same_type] = Change.RETYPED
     comparable = np.flatnonzero(same_type & same_shape)
-    left, right = _Chunks(first, rows[comparable], width), _Chunks(second, others[comparable], width)
+    left, right = (
+        _Chunks(first, rows[comparable], width),
+        _Chunks(second, others[comparable], width),
+    )
     same_cut = left.counts == right.counts
     # Why: chunks are paired one by one, so both sides need as many of each tensor.
     left, right = left.of(same_cut), right.of(same_cut)

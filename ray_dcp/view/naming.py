@@ -19,7 +19,9 @@ __all__ = ["best_of_run", "choose", "nearest", "split_address"]
 Mode = Literal["min", "max"]
 
 _SMALL = re.compile(r"loss|err|perplexity|ppl|wer|cer|mae|mse|nll", re.IGNORECASE)
-_LARGE = re.compile(r"acc|score|reward|return|f1|auc|bleu|rouge|precision|recall|map", re.IGNORECASE)
+_LARGE = re.compile(
+    r"acc|score|reward|return|f1|auc|bleu|rouge|precision|recall|map", re.IGNORECASE
+)
 _SHOWN = 8
 
 

@@ -216,7 +216,9 @@ def preview_reshard(
 
 def _chosen(view: CheckpointView, include: str | None) -> BoolArray:
     names = view.table.names
-    chosen = np.fromiter((include is None or fnmatchcase(n, include) for n in names), bool, len(names))
+    chosen = np.fromiter(
+        (include is None or fnmatchcase(n, include) for n in names), bool, len(names)
+    )
     if include is not None and not chosen.any():
         raise InvalidRequestError(
             f"expected names that match {include!r} in {view.url}, found none of {len(names)}"

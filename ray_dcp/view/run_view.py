@@ -19,6 +19,7 @@ from ray_dcp.format.run_files import (
     note_key,
     tag_key,
 )
+from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace, as_target
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
@@ -28,9 +29,10 @@ from ray_dcp.view.diffing import diff_tables
 from ray_dcp.view.layouts import layout_text
 from ray_dcp.view.listing import ListedCheckpoint, State, list_checkpoints
 from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
+from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text
 
-__all__ = ["RunView", "StepView", "open", "open_address", "open_run"]
+__all__ = ["RunView", "StepView", "nearest_paths", "open", "open_address", "open_run"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,6 +129,26 @@ class StepView:
             return diff_tables(before.view.table, self.view.table).new_bytes
         except CheckpointError:
             return None
+
+    @cached_property
+    def trace(self) -> SaveTrace | None:
+        """The course of its save; None when that left none, or one that can't be read."""
+        manifest = self.listed.manifest
+        try:
+            storage = open_storage(self.path)
+            return read_trace(storage, None if manifest is None else manifest.attempt)
+        except CheckpointError:
+            return None
+
+    @property
+    def stall_s(self) -> float | None:
+        """How long training waited for the save, in seconds; None if that was not recorded."""
+        return None if self.trace is None else self.trace.stall_s
+
+    @property
+    def durable_s(self) -> float | None:
+        """From the begin of the save to its commit, in seconds; None if that was not recorded."""
+        return None if self.trace is None else self.trace.committed_s
 
     def __repr__(self) -> str:
         return f"StepView({self.name!r}, {self.state}, {size_text(self.num_bytes)})"
@@ -228,7 +250,7 @@ class RunView:
             CheckpointNotFoundError: There is no such step.
             StorageError: It could not be written.
         """
-        number = self._number(key)
+        number = self.check_step(key)
         keys = [tag_key(number, check_tag(tag)) for tag in tags]
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
         if remove:
@@ -253,7 +275,7 @@ class RunView:
             CheckpointNotFoundError: There is no such step.
             StorageError: It could not be written.
         """
-        number, data = self._number(key), check_note(note)
+        number, data = self.check_step(key), check_note(note)
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
         if data:
             shared.write(note_key(number), data)
@@ -261,7 +283,16 @@ class RunView:
             shared.delete([note_key(number)])
         return self.refresh()
 
-    def _number(self, key: int | str) -> int:
+    def check_step(self, key: int | str) -> int:
+        """Returns the number of a step after checking that it can have tags and notes.
+
+        Args:
+            key: Of the step; see `__getitem__`.
+
+        Raises:
+            InvalidRequestError: The step has no number, or lies deeper in the run.
+            CheckpointNotFoundError: There is no such step.
+        """
         found = self.step(key)
         if found.step is None or "/" in found.name or found.name == ".":
             raise InvalidRequestError(
@@ -308,7 +339,7 @@ def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public
             return run
         if isinstance(path, str) and split_address(path)[1] is not None:
             return open_address(path)
-        error.message += _nearest_paths(path)
+        error.message += nearest_paths(path)
         raise
 
 
@@ -324,7 +355,7 @@ def open_address(text: str) -> CheckpointView:
         try:
             return open_checkpoint(text)
         except CheckpointNotFoundError as error:
-            error.message += _nearest_paths(text)
+            error.message += nearest_paths(text)
             raise
     return open_step(run, step)
 
@@ -334,13 +365,17 @@ def open_step(run: str, step: str) -> CheckpointView:
     found = open_run(run)
     if not len(found):
         raise CheckpointNotFoundError(
-            f"expected a run with steps in {found.url}, found no checkpoint" + _nearest_paths(run)
+            f"expected a run with steps in {found.url}, found no checkpoint" + nearest_paths(run)
         )
     return found[step]
 
 
-def _nearest_paths(place: AnyPlace) -> str:
-    """Returns a hint at folders with a similar name; only a local directory is looked at."""
+def nearest_paths(place: AnyPlace) -> str:
+    """Returns a hint at folders with a similar name; only a local directory is looked at.
+
+    Args:
+        place: Where nothing was found.
+    """
     path = Path(as_target(place).url)
     try:
         if path.exists() or not path.parent.is_dir():
