@@ -11,10 +11,9 @@ import click
 
 from ray_dcp.cli.output import dry_run, print_json, progress
 from ray_dcp.cli.places import checkpoint_at, place_of
-from ray_dcp.exporting import ExportFormat, check_source, plan_export
+from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
-from ray_dcp.exporting import import_checkpoint
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.copying import check_free, plan_copy
 from ray_dcp.view.wording import size_text

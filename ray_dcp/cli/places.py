@@ -13,7 +13,7 @@ from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
-__all__ = ["checkpoint_at", "place_of", "run_at", "step_at"]
+__all__ = ["checkpoint_at", "place_of", "run_at", "step_at", "step_in_run"]
 
 
 def checkpoint_at(text: str) -> CheckpointView:
@@ -39,8 +39,26 @@ def place_of(text: str) -> AnyPlace:
     return run if step is None else run_at(run).step(step).path
 
 
-def step_at(text: str) -> tuple[RunView, StepView]:
-    """Returns run and step of `RUN@STEP`, or of the path of a step.
+def step_at(text: str) -> StepView:
+    """Returns the step of `RUN@STEP`, or what is at a path, which is a run of its own then.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    run, step = _split(text)
+    if step is not None:
+        return run_at(run).step(step)
+    found = run_at(run)
+    if found.steps[0].name != "." and all(one.name != "." for one in found):
+        raise CheckpointNotFoundError(
+            f"expected one checkpoint in {found.url}, found {len(found)} below it; name one, as "
+            f"{run}@{found.steps[-1].step or found.steps[-1].name}"
+        )
+    return found.step(".")
+
+
+def step_in_run(text: str) -> tuple[RunView, StepView]:
+    """Returns run and step of `RUN@STEP`, or of the path of a step, whose run is the folder above.
 
     Raises:
         CheckpointNotFoundError: There is no such step.

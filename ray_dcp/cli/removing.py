@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
 from ray_dcp.cli.output import agree, dry_run, yes
 from ray_dcp.cli.places import run_at, step_at
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.run_files import SHARED_FOLDER, note_key, tag_key
+from ray_dcp.format.run_files import SHARED_FOLDER, TAGS, note_key, tag_key, tag_of
 from ray_dcp.runtime.collecting import collect
 from ray_dcp.runtime.deleting import delete
 from ray_dcp.runtime.leftovers import CollectReport
 from ray_dcp.store.opening import open_storage, place_below
-from ray_dcp.view.run_view import RunView, StepView
+from ray_dcp.view.run_view import StepView
+from ray_dcp.view.runs import step_of
 from ray_dcp.view.wording import size_text
 
 __all__ = ["gc", "rm"]
@@ -35,38 +37,51 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     Each at one moment: whoever loads finds it whole, or deleted. What others wrote there stays.
     """
     found = [step_at(step) for step in steps]
-    for run, step in found:
-        _check_deletable(run, step, force=force)
-    total = sum(step.num_bytes for _, step in found)
-    names = ", ".join(step.path.url for _, step in found)
+    marks = [_Marks(step) for step in found]
+    for step, mark in zip(found, marks, strict=True):
+        _check_deletable(step, mark, force=force)
+    total = sum(step.num_bytes for step in found)
+    names = ", ".join(step.path.url for step in found)
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
-    for run, step in found:
+    for step, mark in zip(found, marks, strict=True):
         report = delete(step.path, dry_run=dry_run)
         if not dry_run and not report.warnings:
-            _forget(run, step)
-        _tell(report, step.name, quiet=quiet)
+            mark.forget()
+        _tell(report, step.path.url, quiet=quiet)
 
 
-def _check_deletable(run: RunView, step: StepView, *, force: bool) -> None:
+def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
     if step.state == "stock":
         raise InvalidRequestError(
             f"{step.path.url} was written by another program, and ray-dcp deletes only its own "
             f"files; remove the directory if you want it gone"
         )
-    if step.tags and not force:
+    if marks.tags and not force:
         raise InvalidRequestError(
-            f"{step.name} of {run.url} has the tag {' '.join(step.tags)}: take it away with "
+            f"{step.path.url} has the tag {' '.join(marks.tags)}: take it away with "
             f"ray-dcp tag --remove, or say --force"
         )
 
 
-def _forget(run: RunView, step: StepView) -> None:
-    """Takes away the tags and the note of a step that is gone: the number may come again."""
-    if step.step is None or not (step.tags or step.note):
-        return
-    shared = open_storage(place_below(run.place, SHARED_FOLDER))
-    shared.delete([*(tag_key(step.step, tag) for tag in step.tags), note_key(step.step)])
+class _Marks:
+    """Tags and note of a step, in the run that its folder lies in."""
+
+    def __init__(self, step: StepView) -> None:
+        run, _, name = step.path.url.rstrip("/").rpartition("/")
+        self._step = step_of(name)
+        self._shared = None
+        self.tags: tuple[str, ...] = ()
+        if self._step is not None and run and not run.endswith("/"):
+            self._shared = open_storage(place_below(replace(step.path, url=run), SHARED_FOLDER))
+            found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
+            self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+
+    def forget(self) -> None:
+        """Takes them away with a step that is gone: its number may come again."""
+        if self._shared is not None and self._step is not None:
+            keys = [tag_key(self._step, tag) for tag in self.tags]
+            self._shared.delete([*keys, note_key(self._step)])
 
 
 @click.command()

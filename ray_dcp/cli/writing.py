@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from ray_dcp.cli.output import dry_run
-from ray_dcp.cli.places import place_of, step_at
+from ray_dcp.cli.places import place_of, step_in_run
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.run_files import check_note, check_tag
+from ray_dcp.store.opening import absolute_target
 
 __all__ = ["metadata", "tag"]
 
@@ -23,7 +24,7 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
 
     A CheckpointManager keeps the steps that have a tag.
     """
-    run, found = step_at(step)
+    run, found = step_in_run(step)
     for one in tags:
         check_tag(one)
     if note is not None:
@@ -62,7 +63,7 @@ def metadata(path: str, dry_run: bool) -> None:
     if dry_run:
         view = open_checkpoint(place)
         click.echo(f"would write {view.url}/.metadata of {len(view)} tensors and objects")
-    elif write_metadata(place):
+    elif write_metadata(absolute_target(place)):
         click.echo(f"stock DCP can read {path}")
     else:
         click.echo(f"{path} was replaced meanwhile, or is of another version of ray_dcp")

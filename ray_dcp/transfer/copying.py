@@ -61,7 +61,7 @@ def plan_copy(storage: Storage, checkpoint: Checkpoint) -> CopyPlan:
         index = [key for key in found if key.endswith(".index.json") and "/" not in key]
         beside = index if checkpoint.kind == "safetensors" else []
         last = [(METADATA_KEY, checkpoint.record)] if checkpoint.kind == "stock" else []
-        files = _checked({key: None for key in keys}, found)
+        files = _checked(dict.fromkeys(keys), found)
         return CopyPlan((*files, *((key, found[key]) for key in beside)), tuple(last))
     entries = {entry.key: entry.num_bytes for entry in (*manifest.files, *manifest.tables)}
     files = _checked(entries, found)

@@ -105,7 +105,7 @@ class CheckpointDiff:
         """How many there are of each change, only of those that occur."""
         names = [Change(code).name.lower() for code in Change]
         found = [one.change for one in self.tensors]
-        return {name: found.count(name) for name in names if name in found}  # type: ignore[comparison-overlap]
+        return {name: found.count(name) for name in names if name in found}
 
     @property
     def changed(self) -> tuple[str, ...]:

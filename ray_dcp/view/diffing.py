@@ -56,7 +56,7 @@ class TableDiff:
 
     @property
     def new_bytes(self) -> int | None:
-        """Bytes of the second that the first lacks, tensor by tensor; None where hashes can't tell."""
+        """Bytes of tensors of the second that the first lacks; None where hashes can't tell."""
         if (self.change == Change.UNDECIDED).any():
             return None
         new = ~np.isin(self.change, (Change.UNCHANGED, Change.REMOVED))
@@ -81,7 +81,9 @@ def diff_tables(first: ChunkTable, second: ChunkTable) -> TableDiff:
     added = np.setdiff1d(np.arange(second.num_tensors), pair[common])
     change = np.full(first.num_tensors, Change.REMOVED, np.int8)
     changed_bytes = np.zeros(first.num_tensors, np.int64)
-    change[common], changed_bytes[common] = _compare(first, second, common, pair[common])
+    change[common], changed_bytes[common] = _compare(
+        first, second, common, pair[common].astype(np.int64)
+    )
     first_bytes, second_bytes = _stored_bytes(first), _stored_bytes(second)
     num_bytes = first_bytes.copy()
     num_bytes[common] = second_bytes[pair[common]]
@@ -149,7 +151,7 @@ def _compare(
 
 
 def _dtype_codes(table: ChunkTable, words: tuple[str, ...]) -> Int64Array:
-    """Returns dtypes as indices into one vocabulary; words that it lacks get numbers of their own."""
+    """Returns dtypes as indices into one vocabulary; other words get further numbers."""
     codes = {word: code for code, word in enumerate(words)}
     for word in table.dtypes:
         codes.setdefault(word, len(codes))
@@ -169,7 +171,7 @@ class _Chunks:
         if rows is None:
             offset, _ = widen(table.offset, table.size, width)
             keys = [offset[:, dim] for dim in reversed(range(width))]
-            order = np.lexsort([*keys, table.tensor])
+            order = np.lexsort(np.stack([*keys, table.tensor]))
             starts = offsets_of(counts)[:-1]
             rows = order[np.repeat(starts[tensors], self.counts) + within(self.counts)]
         self.rows = rows
@@ -195,7 +197,8 @@ class _Chunks:
         for mine, theirs in zip(*boxes, strict=True):
             same &= (mine == theirs).all(axis=1)
         is_object = self._table.kind[self._table.tensor[self.rows]] == Kind.OBJECT
-        return same | is_object
+        same |= is_object
+        return same
 
 
 def _blocks_differ(

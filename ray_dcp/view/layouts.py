@@ -47,8 +47,8 @@ def layout_of(grid: tuple[int, ...]) -> str:
         grid: Parts in each dimension.
 
     Example:
-        >>> layout_of((1, 1)), layout_of((8, 1)), layout_of((1, 2)), layout_of((4, 2)), layout_of(())
-        ('whole', 'rows/8', 'columns/2', '4x2', 'whole')
+        >>> layout_of((1, 1)), layout_of((8, 1)), layout_of((1, 2)), layout_of((4, 2))
+        ('whole', 'rows/8', 'columns/2', '4x2')
         >>> layout_of((0, 0)), layout_of((1, 1, 3))
         ('irregular', '1x1x3')
     """

@@ -54,7 +54,8 @@ def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         [1.0, nan]
     """
     if dtype == "bfloat16":
-        return (raw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        words: npt.NDArray[np.uint32] = raw.astype(np.uint32) << 16
+        return words.view(np.float32).astype(np.float64)
     if dtype == "float8_e8m0fnu":
         return np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127))
     if dtype in _FLOAT8:

@@ -125,7 +125,7 @@ class StepView:
         before = self._run.before(self)
         try:
             if before is None:
-                return sum(self.view.table.payload_bytes.tolist())
+                return int(self.view.table.payload_bytes.sum())
             return diff_tables(before.view.table, self.view.table).new_bytes
         except CheckpointError:
             return None
@@ -319,7 +319,7 @@ def open_run(place: AnyPlace) -> RunView:
 
 
 def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public name
-    """Returns a view of what is at a path: a `CheckpointView`, or a `RunView` of a directory of them.
+    """Returns a view of what is at a path: a `CheckpointView`, or a `RunView` of a directory.
 
     Args:
         path: Path or URL of a checkpoint or of a run; or `RUN@STEP`, where STEP is a number,

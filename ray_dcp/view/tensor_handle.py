@@ -137,7 +137,7 @@ class TensorHandle:
     @property
     def is_opaque(self) -> bool:
         """Only `torch.load` understands the stored bytes."""
-        return self._table.kind[self._tensor] == Kind.OPAQUE
+        return bool(self._table.kind[self._tensor] == Kind.OPAQUE)
 
     def raw(self, index: Any) -> npt.NDArray[Any]:
         """Returns the selected part as numpy holds its bytes, without torch.
