@@ -54,6 +54,13 @@ class SaveOptions:
     bytes out over its holders; as DCP's `DefaultSavePlanner` argument of this name."""
     objects: Literal["warn", "refuse"] = "warn"
     """What to do with an object that a safe load would refuse."""
+    nonfinite: Literal["ignore", "warn", "refuse"] = "ignore"
+    """What to do with NaN and infinities: save them; save them, and warn with tensor, rank and
+    count; or fail the save on all ranks with `NonFiniteError` before anything is written. Looking
+    takes 2 to 4 ns a value, also in the call of an asynchronous save."""
+    stats: bool = False
+    """Leave norm, largest value and counts of NaN and infinities of each tensor in a small file
+    beside the checkpoint: `ray_dcp.open(path).stats`. Takes the same time."""
     part_bytes: int = 1024 * MIB
     """Aimed size of a part file, in bytes; a rank with a larger share writes several."""
     num_threads: int = 2
@@ -249,6 +256,7 @@ def _check_literals(options: SaveOptions | LoadOptions) -> None:
         "verify": Verify,
         "replicas": Literal["warn", "check"],
         "objects": Literal["warn", "refuse"],
+        "nonfinite": Literal["ignore", "warn", "refuse"],
         "when_full": WhenFull,
     }
     for each in fields(options):

@@ -15,10 +15,13 @@ from ray_dcp.errors import DamagedCheckpointError
 
 __all__ = [
     "MAX_STATS_BYTES",
+    "Part",
     "PartStats",
     "TensorStats",
     "combine",
+    "decode_parts",
     "decode_stats",
+    "encode_parts",
     "encode_stats",
     "stats_key",
 ]
@@ -66,21 +69,34 @@ def stats_key(attempt: str) -> str:
     return f"stats.{attempt}.json"
 
 
+Part = tuple[str, tuple[int, ...], PartStats]
+"""FQN, the box that a rank holds (offsets, then lengths), and its numbers."""
+
+
 def combine(
-    parts: Iterable[Mapping[str, PartStats]], num_elements: Mapping[str, int]
+    ranks: Iterable[Iterable[Part]], num_elements: Mapping[str, int]
 ) -> dict[str, TensorStats]:
-    """Returns the numbers of whole tensors from those of their parts.
+    """Returns the numbers of whole tensors from those of what ranks hold.
 
     Args:
-        parts: Of each rank, by FQN; no element is in two of them.
+        ranks: What each holds, the lowest first: of a box that several hold, its values are saved.
         num_elements: Of each tensor. One of which parts are missing is left out: its norm would be
             wrong.
+
+    Example:
+        >>> half = PartStats(2, 8.0, 2.0, 0, 0)
+        >>> ranks = [[("w", (0, 2), half)], [("w", (2, 2), half)], [("w", (2, 2), half)]]
+        >>> combine(ranks, {"w": 4})["w"].norm
+        4.0
     """
     sums: dict[str, PartStats] = {}
-    for one in parts:
-        for name, part in one.items():
-            before = sums.get(name)
-            sums[name] = part if before is None else added(before, part)
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for parts in ranks:
+        for name, box, part in parts:
+            if (name, box) not in seen:
+                seen.add((name, box))
+                before = sums.get(name)
+                sums[name] = part if before is None else added(before, part)
     return {
         name: TensorStats(sqrt(found.square_sum), found.absmax, found.num_nan, found.num_inf, total)
         for name, total in num_elements.items()
@@ -102,6 +118,23 @@ def added(one: PartStats, other: PartStats) -> PartStats:
         one.num_nan + other.num_nan,
         one.num_inf + other.num_inf,
     )
+
+
+def encode_parts(parts: Iterable[Part]) -> bytes:
+    """Returns what a rank tells of what it holds."""
+    return json.dumps([[name, box, astuple(part)] for name, box, part in parts]).encode()
+
+
+def decode_parts(data: bytes) -> list[Part]:
+    """Returns what a rank told; nothing for no bytes.
+
+    Example:
+        >>> parts = [("w", (0, 2), PartStats(2, 8.0, 2.0, 0, 0))]
+        >>> decode_parts(encode_parts(parts)) == parts
+        True
+    """
+    rows = json.loads(data) if data else []
+    return [(name, tuple(box), PartStats(*part)) for name, box, part in rows]
 
 
 def encode_stats(attempt: str, stats: Mapping[str, TensorStats]) -> bytes:

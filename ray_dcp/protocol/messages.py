@@ -98,6 +98,8 @@ class SaveJoin:
     (`ray_dcp.plan.agreement`)."""
     asked: int = 0
     """How many `SendItems` this rank has answered with it; more may follow after a restart."""
+    stats: bytes = b""
+    """With `SaveOptions.stats`: `ray_dcp.format.tensor_stats.encode_parts` of what it holds."""
     capture_s: float = 0.0
     """How long the rank took to see what it holds, in seconds: for the trace."""
 

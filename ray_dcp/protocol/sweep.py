@@ -25,6 +25,7 @@ from ray_dcp.format.manifest import (
     slot_of,
 )
 from ray_dcp.format.save_trace import trace_key
+from ray_dcp.format.tensor_stats import stats_key
 
 __all__ = [
     "Kept",
@@ -51,6 +52,7 @@ _DATA = re.compile(
 )
 _TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.(?:parquet|checks)")
 _TRACE = re.compile(rf"trace\.{_ATTEMPT}\.json")
+_STATS = re.compile(rf"stats\.{_ATTEMPT}\.json")
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
 Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
@@ -110,7 +112,8 @@ def owner_of(key: str, known: Collection[str] = ()) -> Owned | None:
         return Owned("metadata")
     if slot_of(key) is not None:
         return Owned("record")
-    data, table, trace = _DATA.fullmatch(key), _TABLE.fullmatch(key), _TRACE.fullmatch(key)
+    data, trace = _DATA.fullmatch(key), _TRACE.fullmatch(key)
+    table = _TABLE.fullmatch(key) or _STATS.fullmatch(key)
     if data is not None:
         kind: Kind = "data"
         attempt = data["attempt"] or data["folder"]
@@ -213,7 +216,7 @@ def sweep(
     own = None if standing is None else standing.attempt
     needed = set() if standing is None else {entry.key for entry in standing.files}
     needed |= set() if standing is None else {entry.key for entry in standing.tables}
-    needed |= set() if own is None else {trace_key(own)}
+    needed |= set() if own is None else {trace_key(own), stats_key(own)}
     known = {*dead, *(() if own is None else (own,))}
     delete: list[tuple[Owned, str]] = []
     kept: list[Kept] = []

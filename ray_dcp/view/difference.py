@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
+from ray_dcp.format.numbers import READABLE, as_numbers
 from ray_dcp.view.diffing import Change, diff_tables
 from ray_dcp.view.naming import nearest
-from ray_dcp.view.numbers import READABLE, as_numbers
 
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.dtypes import itemsize_of
+from ray_dcp.format.dtypes import NUMPY_DTYPES, itemsize_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import ChunkTable, Kind
@@ -22,15 +22,6 @@ from ray_dcp.transfer.reader import Transforms, read_chunks, read_item
 from ray_dcp.view.indexing import Selection, select
 
 __all__ = ["NUMPY_DTYPES", "TensorHandle", "TensorInfo"]
-
-NUMPY_DTYPES = frozenset(
-    {
-        "bool",
-        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    }
-)
-"""The torch dtypes that numpy has too, under the same name."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.format.dtypes import itemsize_of
-from ray_dcp.view.tensor_handle import NUMPY_DTYPES
+from ray_dcp.format.dtypes import NUMPY_DTYPES, itemsize_of
 
 __all__ = ["READABLE", "as_numbers", "raw_dtype"]
 
@@ -54,12 +53,13 @@ def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         [1.0, nan]
     """
     if dtype == "bfloat16":
-        words: npt.NDArray[np.uint32] = raw.astype(np.uint32) << 16
+        words = np.left_shift(raw.astype(np.uint32), np.uint32(16))
         return words.view(np.float32).astype(np.float64)
     if dtype == "float8_e8m0fnu":
         return np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127))
     if dtype in _FLOAT8:
-        return _float8(dtype)[raw]
+        found: npt.NDArray[np.float64] = _float8(dtype)[raw]
+        return found
     if dtype.startswith("complex"):
         return raw.astype(np.complex128)
     return raw.astype(np.float64)
