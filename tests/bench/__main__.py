@@ -15,11 +15,12 @@ from tests.bench import (
     soak,
     staging,
     storage,
+    view,
 )
 
 CHOICES = (
     "async", "small", "big", "checksums", "manager", "plan", "reshard",
-    "soak", "staging", "storage",
+    "soak", "staging", "storage", "view",
 )  # fmt: skip
 
 
@@ -49,6 +50,8 @@ def main() -> int:
         return plan.plan(arguments.tensors, arguments.largest)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
+    elif arguments.what == "view":
+        return view.view(arguments.rounds, arguments.dir)
     elif arguments.what == "storage":
         storage.storage(arguments.rounds, arguments.dir, arguments.megabytes)
     else:
