@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import click
-from rich.text import Text
 
-from ray_dcp.cli.output import add, as_json, console, make_table, number_text, print_json, progress
+from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
 from ray_dcp.cli.places import checkpoint_at
 from ray_dcp.view.difference import CheckpointDiff, ValueDiff
 from ray_dcp.view.wording import size_text
@@ -91,7 +90,7 @@ def _print(
 ) -> None:
     chosen = set(names)
     more = ("norm<", "relative<", "max<", "elements<") if values else ()
-    table = make_table("change", "name", "size<", "differs<", "was", "is", *more)
+    table = Rows("change", "name", "size<", "differs<", "was", "is", *more)
     for row in found.tensors:
         if row.name not in chosen:
             continue
@@ -102,13 +101,14 @@ def _print(
             if value is not None else ["-" for _ in more]
         )  # fmt: skip
         same = row.first == row.second
-        add(
-            table, Text(row.change, style=_STYLES.get(row.change, "")), row.name,
+        table.add(
+            row.change, row.name,
             size_text(row.num_bytes), size_text(row.changed_bytes),
             row.first, "" if same else row.second, *told,
+            styled=(0, _STYLES.get(row.change, "")),
         )  # fmt: skip
     if chosen:
-        console().print(table)
+        table.print()
     counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
     total = f"{len(found.tensors)} tensors and objects: {counts}" if counts else "both are empty"
     click.echo(f"{total}; {size_text(found.changed_bytes)} differ")
@@ -146,14 +146,14 @@ def reshard(path: str, layout: str, pattern: str | None, as_json: bool) -> None:
             }
         )
         return
-    table = make_table("rank<", "needs<", "reads<", "ranges<", "files<", "times<", "peak<")
+    table = Rows("rank<", "needs<", "reads<", "ranges<", "files<", "times<", "peak<")
     for one in found.ranks:
         times = one.bytes_read / one.bytes_needed if one.bytes_needed else 1.0
-        add(
-            table, one.rank, size_text(one.bytes_needed), size_text(one.bytes_read),
+        table.add(
+            one.rank, size_text(one.bytes_needed), size_text(one.bytes_read),
             one.num_ranges, one.num_files, f"{times:.2f}", size_text(one.peak_bytes),
         )  # fmt: skip
-    console().print(table)
+    table.print()
     click.echo(
         f"{found.layout}: {len(found.ranks)} ranks read {size_text(found.bytes_read)} for "
         f"{size_text(found.bytes_needed)} ({found.amplification:.2f} times), at most "

@@ -12,10 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import click
-from rich.text import Text
 
 from ray_dcp.cli.listing import run_of
-from ray_dcp.cli.output import add, as_json, console, make_table, print_json
+from ray_dcp.cli.output import Rows, as_json, print_json
 from ray_dcp.errors import CheckpointError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
@@ -69,10 +68,10 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
     if as_json:
         print_json({"path": run.url, "findings": [asdict(one) for one in found]})
     else:
-        table = make_table("", "what", "found")
+        table = Rows("", "what", "found")
         for one in found:
-            add(table, Text(one.level, style=_STYLES[one.level]), one.what, one.told)
-        console().print(table)
+            table.add(one.level, one.what, one.told, styled=(0, _STYLES[one.level]))
+        table.print()
     if refused:
         sys.exit(2)
     if any(one.level == "wrong" for one in found):

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.text import Text
 
-from ray_dcp.cli.output import add, as_json, console, make_table, number_text, print_json, progress
+from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_checkpoints
@@ -96,7 +95,7 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
     metrics = list(dict.fromkeys(name for step in run for name in step.metrics))[:_MOST_METRICS]
     has_tags = any(step.tags for step in run)
     more = ("new<", "layout", "stall<", "durable<") if full else ()
-    table = make_table(
+    table = Rows(
         "name", "step<", "state", "size<", "ranks<", "age<", *more,
         *(f"{name}<" for name in metrics), *(["tags"] if has_tags else []),
     )  # fmt: skip
@@ -105,16 +104,16 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
         one = step.listed
         mark = " *latest" if step is latest else ""
         mark += " *best" if step is best else ""
-        state = Text(one.state, style=_STYLES.get(one.state, "")).append(mark)
-        add(
-            table, one.name, "-" if one.step is None else one.step, state,
+        state = f"{one.state}{mark}"
+        table.add(
+            one.name, "-" if one.step is None else one.step, state,
             size_text(one.num_bytes), "-" if one.num_ranks is None else one.num_ranks,
             "-" if one.created_s is None else age_text(now_s - one.created_s),
             *(_details(step) if full else ()),
             *(number_text(one.metrics[n]) if n in one.metrics else "-" for n in metrics),
-            *([" ".join(one.tags)] if has_tags else []),
+            *([" ".join(one.tags)] if has_tags else []), styled=(2, _STYLES.get(one.state, "")),
         )  # fmt: skip
-    console().print(table)
+    table.print()
     for step in run:
         if step.state == "damaged":
             click.echo(f"{step.name}: {step.listed.detail}")

@@ -11,7 +11,7 @@ from collections import Counter
 import click
 
 from ray_dcp.cli.listing import listed, run_of
-from ray_dcp.cli.output import add, as_json, console, make_table, print_json
+from ray_dcp.cli.output import Rows, as_json, print_json
 from ray_dcp.view.run_view import RunView
 from ray_dcp.view.usage import KINDS, usage_of
 from ray_dcp.view.wording import size_text
@@ -40,11 +40,11 @@ def du(root: str, as_json: bool) -> None:
             }
         )
         return
-    table = make_table("name", *(f"{kind}<" for kind in KINDS), "all<")
+    table = Rows("name", *(f"{kind}<" for kind in KINDS), "all<")
     for name, found in [*((row.name, row.num_bytes) for row in rows), ("total", dict(total))]:
         sizes = [found.get(kind, 0) for kind in KINDS]
-        add(table, name, *map(size_text, sizes), size_text(sum(sizes)))
-    console().print(table)
+        table.add(name, *map(size_text, sizes), size_text(sum(sizes)))
+    table.print()
 
 
 @click.command()

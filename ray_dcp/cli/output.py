@@ -9,18 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ray_dcp.errors import InvalidRequestError
 
 __all__ = [
-    "add", "agree", "as_json", "console", "dry_run", "make_table", "number_text", "print_json",
-    "progress", "yes",
+    "Rows", "agree", "as_json", "dry_run", "number_text", "print_json", "progress", "yes",
 ]  # fmt: skip
 
-_PLAIN_WIDTH = 10_000
+_MOST_DRAWN = 500
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 dry_run = click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
@@ -32,28 +28,56 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, default=str))
 
 
-def console() -> Console:
-    """Returns the console of the standard output."""
-    # Why: piped output has no width to fit into, and a cut name is of no use to grep.
-    found = Console(file=sys.stdout, highlight=False)
-    return found if found.is_terminal else Console(
-        file=sys.stdout, highlight=False, width=_PLAIN_WIDTH
-    )  # fmt: skip
+class Rows:
+    """A table that is printed at the end: in colours on a terminal, plain elsewhere.
 
+    Args:
+        *titles: One that ends in `<` has right-aligned cells.
+    """
 
-def make_table(*titles: str) -> Table:
-    """Returns an empty table; a title that ends in `<` has right-aligned cells."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        justify = "right" if title.endswith("<") else "left"
-        table.add_column(title.rstrip("<").upper(), justify=justify, overflow="fold")  # type: ignore[arg-type]
-    return table
+    def __init__(self, *titles: str) -> None:
+        self._titles = [title.rstrip("<").upper() for title in titles]
+        self._right = [title.endswith("<") for title in titles]
+        self._rows: list[list[str]] = []
+        self._styles: list[tuple[int, str]] = []
 
+    def add(self, *cells: object, styled: tuple[int, str] = (0, "")) -> None:
+        """Adds a row.
 
-def add(table: Table, *cells: object) -> None:
-    """Adds a row."""
-    # Why Text: a name with [brackets] is no markup.
-    table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
+        Args:
+            *cells: One for each title.
+            styled: Which cell has a style on a terminal, and which.
+        """
+        self._rows.append([str(cell) for cell in cells])
+        self._styles.append(styled)
+
+    def print(self) -> None:
+        """Prints the table."""
+        if sys.stdout.isatty() and len(self._rows) <= _MOST_DRAWN:
+            self._draw()
+            return
+        # Why not drawn: piped output has no width to fit into, a cut name is of no use to grep, and
+        # of thousands of rows each takes a quarter of a millisecond to draw.
+        widths = [max(map(len, column)) for column in zip(self._titles, *self._rows, strict=True)]
+        for row in (self._titles, *self._rows):
+            cells = [
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(row, widths, self._right, strict=True)
+            ]
+            click.echo("  ".join(cells).rstrip())
+
+    def _draw(self) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for title, right in zip(self._titles, self._right, strict=True):
+            table.add_column(title, justify="right" if right else "left", overflow="fold")
+        for row, (at, style) in zip(self._rows, self._styles, strict=True):
+            # Why Text: a name with [brackets] is no markup.
+            table.add_row(*(Text(c, style if n == at else "") for n, c in enumerate(row)))
+        Console(file=sys.stdout, highlight=False).print(table)
 
 
 def number_text(value: float) -> str:
@@ -79,6 +103,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ray_dcp.cli.output import add, as_json, console, make_table, number_text, print_json, progress
+from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
 from ray_dcp.cli.places import checkpoint_at, place_of
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.view.checkpoint_view import CheckpointView
@@ -59,11 +59,11 @@ def show(
 
 def _print_rows(view: CheckpointView, names: list[str], *, stats: bool) -> None:
     more = ("norm<", "max<", "nan<", "inf<") if stats else ()
-    table = make_table("name", "shape", "dtype", "chunks<", "size<", "layout", *more)
+    table = Rows("name", "shape", "dtype", "chunks<", "size<", "layout", *more)
     for name in names:
         info = view.tensors.get(name)
         if info is None:
-            add(table, name, "", "object", "", "", "", *("" for _ in more))
+            table.add(name, "", "object", "", "", "", *("" for _ in more))
             continue
         found = view.stats.get(name) if stats else None
         told = (
@@ -72,11 +72,11 @@ def _print_rows(view: CheckpointView, names: list[str], *, stats: bool) -> None:
             else ["-" for _ in more]
         )
         shape = "x".join(map(str, info.shape)) or "scalar"
-        add(
-            table, name, shape, info.dtype, info.num_chunks, size_text(info.num_bytes),
+        table.add(
+            name, shape, info.dtype, info.num_chunks, size_text(info.num_bytes),
             view.layouts[name], *told,
         )  # fmt: skip
-    console().print(table)
+    table.print()
 
 
 @click.command()

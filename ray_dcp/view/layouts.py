@@ -32,12 +32,26 @@ def grids(table: ChunkTable) -> Int64Array:
     width = table.offset.shape[1]
     found = np.ones((table.num_tensors, width), np.int64)
     for dim in range(min(width, _MOST_DIMS_LOOKED_AT)):
-        pairs = np.unique(np.stack([table.tensor, table.offset[:, dim]], axis=1), axis=0)
-        counts = np.bincount(pairs[:, 0], minlength=table.num_tensors)
-        found[:, dim] = np.maximum(counts, 1)
+        found[:, dim] = np.maximum(_starts(table, dim), 1)
     chunks = np.bincount(table.tensor, minlength=table.num_tensors)
     found[(found.prod(axis=1) != np.maximum(chunks, 1))] = 0
     return found
+
+
+def _starts(table: ChunkTable, dim: int) -> Int64Array:
+    """Returns at how many different offsets of a dimension the chunks of each tensor begin."""
+    tensor, offset = table.tensor.astype(np.int64), table.offset[:, dim]
+    longest = int(offset.max(initial=0)) + 1
+    if longest * max(table.num_tensors, 1) < 1 << 62:
+        # Why one number: to sort pairs takes 20 times as long.
+        keys = np.sort(tensor * longest + offset)
+        tensor = keys // longest
+        is_new = np.append(True, keys[1:] != keys[:-1]) if len(keys) else np.zeros(0, bool)
+    else:
+        order = np.lexsort((offset, tensor))
+        tensor, offset = tensor[order], offset[order]
+        is_new = np.append(True, (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1]))
+    return np.bincount(tensor[is_new], minlength=table.num_tensors)
 
 
 def layout_of(grid: tuple[int, ...]) -> str:
