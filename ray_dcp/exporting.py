@@ -85,7 +85,7 @@ def plan_export(
         if info is not None:
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
-            num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format != "safetensors")
+            num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
     num_objects = sum(name not in view.tensors for name in names)
     rewritten = format == "dcp" and not _is_copy(view, include, cast)
     plan = ExportPlan(

@@ -59,12 +59,14 @@ class Rows:
         # Why not drawn: piped output has no width to fit into, a cut name is of no use to grep, and
         # of thousands of rows each takes a quarter of a millisecond to draw.
         widths = [max(map(len, column)) for column in zip(self._titles, *self._rows, strict=True)]
+        lines = []
         for row in (self._titles, *self._rows):
             cells = [
                 cell.rjust(width) if right else cell.ljust(width)
                 for cell, width, right in zip(row, widths, self._right, strict=True)
             ]
-            click.echo("  ".join(cells).rstrip())
+            lines.append("  ".join(cells).rstrip())
+        click.echo("\n".join(lines))
 
     def _draw(self) -> None:
         from rich.console import Console

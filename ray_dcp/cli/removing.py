@@ -12,6 +12,7 @@ from ray_dcp.cli.output import agree, dry_run, yes
 from ray_dcp.cli.places import run_at, step_at
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.run_files import SHARED_FOLDER, TAGS, note_key, tag_key, tag_of
+from ray_dcp.format.step_info import info_slot
 from ray_dcp.runtime.collecting import collect
 from ray_dcp.runtime.deleting import delete
 from ray_dcp.runtime.leftovers import CollectReport
@@ -45,10 +46,15 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
     for step, mark in zip(found, marks, strict=True):
-        report = delete(step.path, dry_run=dry_run)
-        if not dry_run and not report.warnings:
+        reports = [delete(step.path, dry_run=dry_run)]
+        reports += [
+            delete(place_below(step.path, folder), dry_run=dry_run)
+            for folder in step.listed.items.values()
+        ]
+        if not dry_run and not any(report.warnings for report in reports):
             mark.forget()
-        _tell(report, step.path.url, quiet=quiet)
+        for report in reports:
+            _tell(report, report.path, quiet=quiet)
 
 
 def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
@@ -70,6 +76,7 @@ class _Marks:
     def __init__(self, step: StepView) -> None:
         run, _, name = step.path.url.rstrip("/").rpartition("/")
         self._step = step_of(name)
+        self._place = step.path
         self._shared = None
         self.tags: tuple[str, ...] = ()
         if self._step is not None and run and not run.endswith("/"):
@@ -78,7 +85,9 @@ class _Marks:
             self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
 
     def forget(self) -> None:
-        """Takes them away with a step that is gone: its number may come again."""
+        """Takes away what is told about a step that is gone: its number may come again."""
+        storage = open_storage(self._place)
+        storage.delete([e.key for e in storage.list("step-info-") if info_slot(e.key) is not None])
         if self._shared is not None and self._step is not None:
             keys = [tag_key(self._step, tag) for tag in self.tags]
             self._shared.delete([*keys, note_key(self._step)])
@@ -105,7 +114,7 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
         agree(f"delete {count} files ({size_text(total)}) at and below {root}", yes=yes)
         reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
     for name, report in reports:
-        if report.deleted or report.kept or report.warnings:
+        if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
             _tell(report, name, quiet=quiet)
     freed = sum(report.num_bytes for _, report in reports)
     click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
@@ -133,7 +142,9 @@ def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
             click.echo(f"  {key}")
         if len(report.deleted) > _MOST_SHOWN:
             click.echo(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
-        for kept in report.kept[:_MOST_SHOWN]:
+        # Why not those: they are told about a step by its manager, which takes them away itself.
+        others = [kept for kept in report.kept if info_slot(kept.key) is None]
+        for kept in others[:_MOST_SHOWN]:
             click.echo(f"  kept {kept.key}: {kept.reason}")
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -5,6 +5,7 @@ Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.errors import MissingKeyError
+from ray_dcp.errors import CheckpointNotFoundError, MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.tensor_stats import TensorStats
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.one_file import OneFile
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
@@ -347,7 +349,7 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
     """Returns a view of the newest committed checkpoint at a path.
 
     Args:
-        path: Path or URL of the checkpoint.
+        path: Path or URL of the checkpoint; or path of one safetensors file.
 
     Raises:
         CheckpointNotFoundError: There is none; the message says what is there.
@@ -355,5 +357,23 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
         DamagedCheckpointError: Its manifest or chunk table can't be trusted.
         StorageError: The storage refused.
     """
-    storage = open_storage(path)
+    storage = _one_file(path) or open_storage(path)
     return CheckpointView(storage, read_checkpoint(storage, checkpoint_id=storage.url))
+
+
+def _one_file(path: AnyPlace) -> OneFile | None:
+    """Returns a storage for a safetensors file of this machine; None for anything else.
+
+    Raises:
+        CheckpointNotFoundError: It is a file of another kind.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
+        return None
+    folder, name = os.path.split(os.path.abspath(path))
+    if not name.endswith(".safetensors"):
+        raise CheckpointNotFoundError(
+            f"expected a checkpoint, but {os.fspath(path)} is a file. If torch.save wrote it, "
+            f"ray-dcp import makes a checkpoint of it",
+            checkpoint_id=os.fspath(path),
+        )
+    return OneFile(open_storage(folder), name)

@@ -81,6 +81,8 @@ class ListedCheckpoint:
     tags: tuple[str, ...] = ()
     """Sorted."""
     note: str = ""
+    items: Mapping[str, str] = field(default_factory=dict)
+    """Folder of each named item of the step, below its own; empty for a step of one state."""
     manifest: Manifest | None = field(default=None, repr=False)
     """The commit; None where none of ray_dcp stands."""
 
@@ -226,7 +228,7 @@ def _look(
     )
     if info is None:
         return listed
-    return replace(listed, metrics=info.metrics, metadata=info.metadata)
+    return replace(listed, metrics=info.metrics, metadata=info.metadata, items=info.items)
 
 
 def _num_ranks(files: Iterable[str]) -> int | None:

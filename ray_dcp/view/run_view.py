@@ -5,6 +5,7 @@ What is in one checkpoint is in `checkpoint_view`. Needs neither torch nor ray.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -334,6 +335,8 @@ def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public
     try:
         return open_checkpoint(path)
     except CheckpointNotFoundError as error:
+        if isinstance(path, (str, os.PathLike)) and os.path.isfile(path):
+            raise
         run = open_run(path)
         if any(one.name != "." for one in run):
             return run
