@@ -52,6 +52,12 @@ def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         >>> as_numbers(np.array([0x38, 0x7F], np.uint8), "float8_e4m3fn").tolist()
         [1.0, nan]
     """
+    # Why: a signalling NaN is one like any other here.
+    with np.errstate(invalid="ignore"):
+        return _numbers(raw, dtype)
+
+
+def _numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     if dtype == "bfloat16":
         words = np.left_shift(raw.astype(np.uint32), np.uint32(16))
         return words.view(np.float32).astype(np.float64)
