@@ -13,6 +13,7 @@ from typing import Literal
 
 import click
 
+import ray_dcp
 from ray_dcp.cli.listing import run_of
 from ray_dcp.cli.output import Rows, as_json, print_json
 from ray_dcp.errors import CheckpointError
@@ -25,7 +26,7 @@ __all__ = ["Finding", "doctor"]
 
 Level = Literal["ok", "note", "wrong"]
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "red"}
-_PACKAGES = ("ray-dcp", "torch", "ray", "numpy", "pyarrow", "fsspec", "obstore")
+_PACKAGES = ("torch", "ray", "numpy", "pyarrow", "fsspec", "obstore")
 _PROBE_BYTES = 16 << 20
 _CLOCK_S = 300.0
 
@@ -79,7 +80,7 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
 
 
 def _versions() -> Finding:
-    told = [f"python {platform.python_version()}"]
+    told = [f"python {platform.python_version()}", f"ray-dcp {ray_dcp.__version__}"]
     for name in _PACKAGES:
         try:
             told.append(f"{name} {version(name)}")

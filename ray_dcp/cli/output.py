@@ -122,6 +122,10 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _is_asked() -> bool:
+    return sys.stdin.isatty()
+
+
 def agree(question: str, *, yes: bool) -> None:
     """Asks whether to destroy something; returns only if the answer is yes.
 
@@ -135,6 +139,6 @@ def agree(question: str, *, yes: bool) -> None:
     """
     if yes:
         return
-    if not sys.stdin.isatty():
+    if not _is_asked():
         raise InvalidRequestError(f"{question}? Nobody is there to ask: say --yes, or --dry-run")
     click.confirm(f"{question}?", abort=True, err=True)
