@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from ray_dcp.entrypoints import save as save
     from ray_dcp.entrypoints import save_state_dict as save_state_dict
     from ray_dcp.errors import CheckpointError as CheckpointError
+    from ray_dcp.exporting import copy as copy
+    from ray_dcp.exporting import export as export
+    from ray_dcp.exporting import import_checkpoint as import_checkpoint
     from ray_dcp.handle import SaveHandle as SaveHandle
     from ray_dcp.handle import SaveProgress as SaveProgress
     from ray_dcp.handle import SaveReport as SaveReport
@@ -83,7 +86,8 @@ if TYPE_CHECKING:
     from ray_dcp.stage.values import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
-    from ray_dcp.view.checkpoint_view import open as open  # noqa: A004 - the contract's name
+    from ray_dcp.view.run_view import RunView as RunView
+    from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
     from ray_dcp.view.verify import verify as verify
     from ray_dcp.warming import warm_up as warm_up
 
@@ -107,6 +111,9 @@ _HOMES: dict[str, str] = {
     "dcp_to_torch_save": "ray_dcp.conversion",
     "read_state_dict": "ray_dcp.conversion",
     "torch_save_to_dcp": "ray_dcp.conversion",
+    "copy": "ray_dcp.exporting",
+    "export": "ray_dcp.exporting",
+    "import_checkpoint": "ray_dcp.exporting",
     "connect": "ray_dcp.runtime.session",
     "Session": "ray_dcp.runtime.session",
     "WorkerGroup": "ray_dcp.runtime.workers",
@@ -114,7 +121,8 @@ _HOMES: dict[str, str] = {
     "PerRank": "ray_dcp.seam.per_rank",
     "SaveOptions": "ray_dcp.options",
     "LoadOptions": "ray_dcp.options",
-    "open": "ray_dcp.view.checkpoint_view",
+    "open": "ray_dcp.view.run_view",
+    "RunView": "ray_dcp.view.run_view",
     "verify": "ray_dcp.view.verify",
     "outcome": "ray_dcp.runtime.outcome",
     "collect": "ray_dcp.runtime.collecting",

@@ -34,6 +34,7 @@ __all__ = [
     "InvalidRequestError",
     "LimitError",
     "MissingKeyError",
+    "NonFiniteError",
     "ParticipantError",
     "PlanConflictError",
     "RankDisagreementError",
@@ -153,6 +154,10 @@ class ShapeMismatchError(StateDictError):
 
 class UnsupportedValueError(StateDictError):
     """A value can't be checkpointed: a quantised or `Partial` tensor, an unpicklable object."""
+
+
+class NonFiniteError(StateDictError):
+    """A tensor holds NaN or infinities, and they are refused: go back to an earlier step."""
 
 
 class PlanConflictError(StateDictError):

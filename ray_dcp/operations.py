@@ -26,6 +26,7 @@ from ray_dcp.seam.capture import Capture, capture
 from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
 from ray_dcp.seam.foreign import foreign_save
 from ray_dcp.seam.lazy_metadata import CommittedMetadata
+from ray_dcp.seam.measuring import check_measurable, measured
 from ray_dcp.seam.operation_log import OperationLog
 from ray_dcp.seam.planner_hooks import capture_with_planner
 from ray_dcp.store.location import AnyPlace
@@ -145,6 +146,7 @@ def _run_save(
         if log is not None:
             activity.vitals.on_enter = log.enter
         if decision.path == FOREIGN:
+            check_measurable(options, FOREIGN)
             steps = foreign_save(
                 activity.next_key, state_dict, decision.storage, decision.planner,
                 rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
@@ -201,10 +203,11 @@ def capture_of(
         InvalidRequestError: The decision has no path to save to.
     """
     if decision.path == HOOKS:
-        return _planned_by_user(
+        planned = _planned_by_user(
             decision, session, state_dict, options, target_of(decision),
             coordinator_rank=coordinator_rank, stateful=stateful,
         )  # fmt: skip
+        return measured(planned, options, session.rank)
 
     def take() -> Capture:
         return capture(
@@ -214,7 +217,7 @@ def capture_of(
             stateful=stateful,
         )  # fmt: skip
 
-    return take
+    return measured(take, options, session.rank)
 
 
 def _planned_by_user(

@@ -55,6 +55,13 @@ class SaveOptions:
     bytes out over its holders; as DCP's `DefaultSavePlanner` argument of this name."""
     objects: Literal["warn", "refuse"] = "warn"
     """What to do with an object that a safe load would refuse."""
+    nonfinite: Literal["ignore", "warn", "refuse"] = "ignore"
+    """What to do with NaN and infinities: save them; save them, and warn with tensor, rank and
+    count; or fail the save on all ranks with `NonFiniteError` before anything is written. Looking
+    takes 2 to 4 ns a value, also in the call of an asynchronous save."""
+    stats: bool = False
+    """Leave norm, largest value and counts of NaN and infinities of each tensor in a small file
+    beside the checkpoint: `ray_dcp.open(path).stats`. Takes the same time."""
     part_bytes: int = 1024 * MIB
     """Aimed size of a part file, in bytes; a rank with a larger share writes several."""
     num_threads: int = 2
@@ -88,6 +95,11 @@ class SaveOptions:
     progress: bool = False
     """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
     the driver, also when the ranks are actors. Without Ray nothing is drawn."""
+    trace: bool = True
+    """Leave a small file `trace.<attempt>.json` beside the checkpoint that tells what took how long
+    on which rank: `ray_dcp.open(path).trace`, `ray-dcp timeline`. It is written while `.metadata`
+    is, holds at most 64 ranks and quantiles of all, and is no part of the commit: where it can't
+    be written the save succeeds without it."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0
@@ -260,6 +272,7 @@ def _check_literals(options: SaveOptions | LoadOptions) -> None:
         "verify": Verify,
         "replicas": Literal["warn", "check"],
         "objects": Literal["warn", "refuse"],
+        "nonfinite": Literal["ignore", "warn", "refuse"],
         "when_full": WhenFull,
     }
     for each in fields(options):

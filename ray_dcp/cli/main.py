@@ -1,12 +1,14 @@
 """The `ray-dcp` command: its sub-commands, loaded when they are called, and its exit codes.
 
-0: fine. 1: the checkpoint is damaged. 2: the call is wrong, there is no checkpoint, or the
-storage refused. Reading commands load neither torch nor ray.
+0: fine. 1: the checkpoint is damaged. 2: the call is wrong, there is no checkpoint, the storage
+refused, or the command was interrupted. Reading commands load neither torch nor ray.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+import traceback
 from typing import Any
 
 import click
@@ -18,23 +20,50 @@ __all__ = ["LazyGroup", "main"]
 
 # Name -> `module:attribute` of its click command, in the order of a look at a run.
 COMMANDS = {
-    "ls": "ray_dcp.cli.reading:ls",
+    "ls": "ray_dcp.cli.listing:ls",
     "show": "ray_dcp.cli.reading:show",
+    "diff": "ray_dcp.cli.comparing:diff",
     "verify": "ray_dcp.cli.reading:verify",
-    "devstore": "ray_dcp.cli.devstore:devstore",
+    "reshard": "ray_dcp.cli.comparing:reshard",
+    "timeline": "ray_dcp.cli.timeline:timeline",
+    "export": "ray_dcp.cli.moving:export",
+    "import": "ray_dcp.cli.moving:import_",
+    "cp": "ray_dcp.cli.moving:cp",
+    "tag": "ray_dcp.cli.writing:tag",
+    "rm": "ray_dcp.cli.removing:rm",
+    "gc": "ray_dcp.cli.removing:gc",
+    "du": "ray_dcp.cli.looking:du",
+    "doctor": "ray_dcp.cli.doctor:doctor",
+    "watch": "ray_dcp.cli.looking:watch",
     "metadata": "ray_dcp.cli.writing:metadata",
     "demo": "ray_dcp.cli.demo:demo",
+    "devstore": "ray_dcp.cli.devstore:devstore",
 }
 
 # Why here: `--help` must not import what a command imports.
 SUMMARIES = {
     "ls": "List the checkpoints below a directory.",
     "show": "Show what is in a checkpoint.",
+    "diff": "Tell which tensors differ between two checkpoints.",
     "verify": "Compare every stored byte with its checksums.",
-    "devstore": "Run a local S3 server, for want of a cloud.",
+    "reshard": "Tell what a load on other ranks would read.",
+    "timeline": "Show what took how long on which rank when it was saved.",
+    "export": "Write a checkpoint as safetensors, torch.save or stock DCP.",
+    "import": "Make a checkpoint of a file or folder of another program.",
+    "cp": "Copy a checkpoint to another place.",
+    "tag": "Give a step tags, or a note.",
+    "rm": "Delete checkpoints.",
+    "gc": "Delete what crashed saves left behind.",
+    "du": "Tell what takes how much space.",
+    "doctor": "Look for what is wrong with a run or its storage.",
+    "watch": "Tell what happens to a run, until Ctrl-C.",
     "metadata": "Write the .metadata that a save left out, for stock DCP.",
     "demo": "Train, save, kill, resume on fewer and more ranks.",
+    "devstore": "Run a local S3 server, for want of a cloud.",
 }
+
+DEBUG = "ray_dcp.debug"
+"""Key in click's `meta`: show tracebacks."""
 
 
 class Failure(click.ClickException):
@@ -51,6 +80,9 @@ class Damage(click.ClickException):
 
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is called.
+
+    Each command takes `--debug`, also behind its arguments: a traceback then comes before the
+    message of an error.
 
     Args:
         commands_at: Name of each command and `module:attribute` where it is.
@@ -75,6 +107,8 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = place.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
+        if not any(parameter.name == "debug" for parameter in command.params):
+            command.params.append(_debug_option())
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -83,18 +117,60 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, self._summaries[name]) for name in self._commands_at])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; an error of ours becomes one message and an exit code."""
+        """Runs the command; an error becomes one message and an exit code."""
         try:
             return super().invoke(ctx)
         except CheckpointError as error:
+            _trace(ctx)
             ending = Damage if isinstance(error, DamagedCheckpointError) else Failure
             raise ending(str(error)) from error
+        except KeyboardInterrupt as error:
+            _trace(ctx)
+            raise Failure("interrupted; what was begun was taken back") from error
+        except BrokenPipeError:
+            raise  # who reads our output has seen enough: click ends quietly
+        except click.Abort as error:
+            raise Failure("nothing was done") from error
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except (OSError, MemoryError) as error:
+            _trace(ctx)
+            raise Failure(str(error) or type(error).__name__) from error
+        except Exception as error:
+            _trace(ctx)
+            raise Failure(
+                f"something that ray-dcp does not expect: {type(error).__name__}: {error}. Run it "
+                f"again with --debug, and please report what it prints"
+            ) from error
+
+
+def _debug_option() -> click.Option:
+    def note(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.find_root().meta[DEBUG] = True
+
+    return click.Option(
+        ["--debug"], is_flag=True, expose_value=False, callback=note,
+        help="Show a traceback before the message of an error.",
+    )  # fmt: skip
+
+
+def _trace(ctx: click.Context) -> None:
+    if ctx.find_root().meta.get(DEBUG):
+        traceback.print_exc(file=sys.stderr)
 
 
 @click.group(cls=LazyGroup, commands_at=COMMANDS, summaries=SUMMARIES)
+@click.option("--debug", is_flag=True, help="Show a traceback before the message of an error.")
 @click.version_option(ray_dcp.__version__, prog_name="ray-dcp")
-def main() -> None:
-    """Look at checkpoints of PyTorch jobs: written by ray_dcp or by torch's DCP.
+@click.pass_context
+def main(ctx: click.Context, debug: bool) -> None:
+    """Look at checkpoints of PyTorch jobs, and move them: of ray_dcp, torch's DCP, safetensors.
+
+    A checkpoint is named by its path or URL, or as RUN@STEP: run@latest, run@best, run@best:loss,
+    run@500, run@TAG. Commands that read take --json, those that write take --dry-run.
 
     Exit status: 0 fine, 1 the checkpoint is damaged, 2 anything else.
     """
+    if debug:
+        ctx.meta[DEBUG] = True

@@ -1,66 +1,26 @@
-"""The commands that read: `ls`, `show` and `verify`, as tables for people or as JSON.
-
-They load neither torch nor ray.
-"""
+"""The commands `show` and `verify`, as tables for people or as JSON. No torch, no ray."""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from fnmatch import fnmatchcase
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
+from ray_dcp.cli.places import checkpoint_at, place_of
+from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.checkpoint_view import open as open_view
-from ray_dcp.view.listing import ListedCheckpoint, list_checkpoints
+from ray_dcp.view.run_view import nearest_paths
+from ray_dcp.view.tree import tree_lines
 from ray_dcp.view.verify import VerifyReport
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import age_text, size_text
+from ray_dcp.view.wording import size_text
 
-__all__ = ["ls", "show", "verify"]
+__all__ = ["show", "verify"]
 
-_PLAIN_WIDTH = 10_000
 _MOST_PROBLEMS = 50
-_STYLES = {"committed": "green", "damaged": "red", "uncommitted": "yellow", "deleted": "dim"}
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-
-
-@click.command()
-@click.argument("root")
-@as_json
-def ls(root: str, as_json: bool) -> None:
-    """List the checkpoints at and below ROOT.
-
-    STATE is committed, uncommitted (a save that was never committed), damaged (files are missing
-    or have another length), or stock (written by torch's DCP).
-    """
-    found = list_checkpoints(root)
-    now_s = time.time()
-    if as_json:
-        _print_json([_listed(item, now_s) for item in found])
-        return
-    if not found:
-        click.echo(f"no checkpoints at or below {root}")
-        return
-    table = _table("name", "step<", "state", "size<", "ranks<", "age<")
-    for item in found:
-        age = "-" if item.created_s is None else age_text(now_s - item.created_s)
-        _add(
-            table, item.name, "-" if item.step is None else item.step,
-            Text(item.state, style=_STYLES.get(item.state, "")), size_text(item.num_bytes),
-            "-" if item.num_ranks is None else item.num_ranks, age,
-        )  # fmt: skip
-    _console().print(table)
-    for item in found:
-        if item.state == "damaged":
-            click.echo(f"{item.name}: {item.detail}")
 
 
 @click.command()
@@ -68,41 +28,73 @@ def ls(root: str, as_json: bool) -> None:
 @click.option(
     "--tensor", "pattern", metavar="GLOB", help="Only names that match, such as '*.bias'."
 )
+@click.option("--tree", "as_tree", is_flag=True, help="As a tree of names, with sizes.")
+@click.option("--depth", type=click.IntRange(1), help="Levels of the tree.")
+@click.option("--stats", is_flag=True, help="With norms, as SaveOptions(stats=True) saved them.")
 @as_json
-def show(path: str, pattern: str | None, as_json: bool) -> None:
-    """Show the tensors and objects of the checkpoint at PATH."""
-    view = open_view(path)
+def show(
+    path: str, pattern: str | None, as_tree: bool, depth: int | None, stats: bool, as_json: bool
+) -> None:
+    """Show the tensors and objects of the checkpoint at PATH, or RUN@STEP.
+
+    LAYOUT is how a tensor is cut into chunks: whole, rows/8, columns/2, 4x2.
+    """
+    view = checkpoint_at(path)
     names = [name for name in view.names if pattern is None or fnmatchcase(name, pattern)]
     if as_json:
-        _print_json(_shown(view, names))
+        print_json(_shown(view, names))
         return
     for line in _summary(view):
         click.echo(line)
-    table = _table("name", "shape", "dtype", "chunks<", "size<")
+    if as_tree or depth is not None:
+        for line in tree_lines(view, names, depth):
+            click.echo(line)
+    elif names:
+        _print_rows(view, names, stats=stats)
+    if stats and not view.stats:
+        click.echo("no norms were saved: SaveOptions(stats=True) does that")
+    if pattern is not None:
+        click.echo(f"{len(names)} of {len(view)} names match {pattern!r}")
+
+
+def _print_rows(view: CheckpointView, names: list[str], *, stats: bool) -> None:
+    more = ("norm<", "max<", "nan<", "inf<") if stats else ()
+    table = Rows("name", "shape", "dtype", "chunks<", "size<", "layout", *more)
     for name in names:
         info = view.tensors.get(name)
         if info is None:
-            _add(table, name, "", "object", "", "")
-        else:
-            shape = "x".join(map(str, info.shape)) or "scalar"
-            _add(table, name, shape, info.dtype, info.num_chunks, size_text(info.num_bytes))
-    if names:
-        _console().print(table)
-    if pattern is not None:
-        click.echo(f"{len(names)} of {len(view)} names match {pattern!r}")
+            table.add(name, "", "object", "", "", "", *("" for _ in more))
+            continue
+        found = view.stats.get(name) if stats else None
+        told = (
+            [number_text(found.norm), number_text(found.absmax), found.num_nan, found.num_inf]
+            if found is not None
+            else ["-" for _ in more]
+        )
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        table.add(
+            name, shape, info.dtype, info.num_chunks, size_text(info.num_bytes),
+            view.layouts[name], *told,
+        )  # fmt: skip
+    table.print()
 
 
 @click.command()
 @click.argument("path")
 @as_json
 def verify(path: str, as_json: bool) -> None:
-    """Compare every stored byte of the checkpoint at PATH with its checksums.
+    """Compare every stored byte of the checkpoint at PATH, or RUN@STEP, with its checksums.
 
     Exit status: 0 no damage, 1 damaged, 2 there is no checkpoint or the call is wrong.
     """
-    report = verify_path(path)
+    with progress("verifying") as told:
+        try:
+            report = verify_path(place_of(path), told=told)
+        except CheckpointNotFoundError as error:
+            error.message += nearest_paths(path)
+            raise
     if as_json:
-        _print_json(_verified(path, report))
+        print_json(_verified(path, report))
     else:
         for problem in report.problems[:_MOST_PROBLEMS]:
             click.echo(f"damaged: {problem}")
@@ -114,18 +106,6 @@ def verify(path: str, as_json: bool) -> None:
         click.echo(f"{path}: {result}, {size_text(report.checked_bytes)} checked")
     if not report.ok:
         sys.exit(1)
-
-
-def _listed(item: ListedCheckpoint, now_s: float) -> dict[str, Any]:
-    return {
-        "name": item.name,
-        "step": item.step,
-        "state": item.state,
-        "num_bytes": item.num_bytes,
-        "num_ranks": item.num_ranks,
-        "age_s": None if item.created_s is None else round(max(0.0, now_s - item.created_s), 3),
-        "detail": item.detail,
-    }
 
 
 def _shown(view: CheckpointView, names: list[str]) -> dict[str, Any]:
@@ -143,11 +123,27 @@ def _shown(view: CheckpointView, names: list[str]) -> dict[str, Any]:
                 "dtype": info.dtype,
                 "num_bytes": info.num_bytes,
                 "num_chunks": info.num_chunks,
+                "layout": view.layouts[name],
+                **_told(view, name),
             }
             for name in names
             if (info := view.tensors.get(name)) is not None
         },
         "objects": [name for name in names if name not in view.tensors],
+    }
+
+
+def _told(view: CheckpointView, name: str) -> dict[str, Any]:
+    found = view.stats.get(name)
+    if found is None:
+        return {}
+    return {
+        "stats": {
+            "norm": found.norm,
+            "absmax": found.absmax,
+            "num_nan": found.num_nan,
+            "num_inf": found.num_inf,
+        }
     }
 
 
@@ -172,29 +168,3 @@ def _summary(view: CheckpointView) -> list[str]:
         f"{len(view.tensors)} tensors and {len(view.objects)} objects, "
         f"{size_text(view.num_bytes)} in {len(view.files)} file(s)",
     ]
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-def _console() -> Console:
-    # Why: piped output has no width to fit into, and a cut name is of no use to grep.
-    console = Console(file=sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(
-        file=sys.stdout, highlight=False, width=_PLAIN_WIDTH
-    )  # fmt: skip
-
-
-def _table(*titles: str) -> Table:
-    """Returns an empty table; a title that ends in `<` has right-aligned cells."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        justify = "right" if title.endswith("<") else "left"
-        table.add_column(title.rstrip("<").upper(), justify=justify, overflow="fold")  # type: ignore[arg-type]
-    return table
-
-
-def _add(table: Table, *cells: object) -> None:
-    # Why Text: a name with [brackets] is no markup.
-    table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))

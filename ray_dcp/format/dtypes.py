@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ray_dcp.errors import UnsupportedValueError
 
-__all__ = ["DTYPE_OF_STORAGE", "ITEMSIZE", "STORAGE_OF_DTYPE", "itemsize_of"]
+__all__ = ["DTYPE_OF_STORAGE", "ITEMSIZE", "NUMPY_DTYPES", "STORAGE_OF_DTYPE", "itemsize_of"]
 
 STORAGE_OF_DTYPE = MappingProxyType(
     {
@@ -66,6 +66,16 @@ ITEMSIZE = MappingProxyType(
     }
 )
 """Bytes of one element, by dtype name without the `torch.` prefix."""
+
+
+NUMPY_DTYPES = frozenset(
+    {
+        "bool",
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    }
+)
+"""The torch dtypes that numpy has too, under the same name."""
 
 
 def itemsize_of(dtype: str) -> int:

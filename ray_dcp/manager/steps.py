@@ -20,7 +20,7 @@ from ray_dcp.format.manifest import Manifest, record_key, slot_of
 from ray_dcp.format.step_info import StepInfo, encode_info, info_key, info_slot
 from ray_dcp.format.step_names import StepNames
 from ray_dcp.manager.catalogue import Catalogue, look, look_at_step
-from ray_dcp.manager.places import TAGS, Root, check_tag, tag_key
+from ray_dcp.manager.places import TAGS, Root, check_tag, note_key, tag_key
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.retention import RetentionPolicy, superfluous
 from ray_dcp.runtime.deleting import delete
@@ -294,7 +294,8 @@ class Steps:
             self._purge(name)
         step = self.names.step_of(name)
         shared = self.opener(self.root.shared)
-        shared.delete([entry.key for entry in shared.list(f"{TAGS}{step}.")])
+        told = [entry.key for entry in shared.list(f"{TAGS}{step}.")]
+        shared.delete(told if step is None else [*told, note_key(step)])
 
     def doom(self, name: str) -> None:
         """Notes that a folder is going to be removed: it counts no more.

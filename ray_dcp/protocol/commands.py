@@ -118,6 +118,8 @@ class BuildCommit:
     """`RecordsRead.decided`."""
     stock_metadata: bool = True
     """`SaveOptions.stock_metadata`."""
+    stats: tuple[bytes, ...] = ()
+    """`SaveJoin.stats`, by rank; empty where none are wanted."""
 
 
 @dataclass(frozen=True)
@@ -237,12 +239,14 @@ class CommitBuilt:
     metadata: bytes | None
     checks_key: str = ""
     checks: tuple[memoryview, ...] = ()
+    stats_key: str = ""
+    stats: bytes = b""
 
     @property
     def files(self) -> tuple[tuple[str, bytes | tuple[memoryview, ...]], ...]:
-        """Of the chunk table."""
-        both = (self.table_key, self.table), (self.checks_key, self.checks)
-        return both[: 1 + bool(self.checks_key)]
+        """Of the chunk table, and the numbers beside it."""
+        more = (self.checks_key, self.checks), (self.stats_key, self.stats)
+        return ((self.table_key, self.table), *(one for one in more if one[0]))
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,10 @@ class SaveJoin:
     (`ray_dcp.plan.agreement`)."""
     asked: int = 0
     """How many `SendItems` this rank has answered with it; more may follow after a restart."""
+    stats: bytes = b""
+    """With `SaveOptions.stats`: `ray_dcp.format.tensor_stats.encode_parts` of what it holds."""
+    capture_s: float = 0.0
+    """How long the rank took to see what it holds, in seconds: for the trace."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,8 @@ class SaveReceipt:
     epoch: int
     files: tuple[FileReceipt, ...] = ()
     error: CheckpointError | None = None
+    staged_s: float = 0.0
+    """How long the rank copied before training went on, in seconds: for the trace."""
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ class SaveMachine(JoinedSave):
         self._plan: GlobalPlan | None = None
         self._attempt = ""
         self._receipts: list[FileReceipt | FileReceipts] = []
+        self._stats: dict[int, bytes] = {}
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
@@ -241,6 +242,11 @@ class SaveMachine(JoinedSave):
 
     # Planning
 
+    def _on_join(self, join: SaveJoin) -> Commands:
+        if join.stats:
+            self._stats[join.rank] = join.stats
+        return super()._on_join(join)
+
     def _on_plan(self, planned: Planned) -> Commands:
         if planned.disagreements and self._options.replicas == "check":
             return self._fail(disagreeing_values(planned.disagreements, self._target.url))
@@ -283,6 +289,7 @@ class SaveMachine(JoinedSave):
             self._seen.foreign_metadata,
             self._seen.decided,
             self._options.stock_metadata,
+            tuple(self._stats[rank] for rank in sorted(self._stats)),
         )
         return self._step("building", task, self._options.commit_timeout_s)
 
@@ -394,4 +401,5 @@ class SaveMachine(JoinedSave):
         self._built = None
         self._planning.clear()
         self._receipts.clear()
+        self._stats.clear()
         return super()._end(phase)

@@ -83,7 +83,7 @@ class StagedSaveMachine(SaveMachine):
         if self.phase != "writing" or self._plan is None:
             return None
         return StagedPlan(
-            first=replace(self._join, columns=b"", contents=b"", values=b""),
+            first=replace(self._join, columns=b"", contents=b"", values=b"", stats=b""),
             epoch=self._epoch,
             attempt=self._attempt,
             plan=self._plan,

@@ -24,6 +24,8 @@ from ray_dcp.format.manifest import (
     deciding,
     slot_of,
 )
+from ray_dcp.format.save_trace import trace_key
+from ray_dcp.format.tensor_stats import stats_key
 
 __all__ = [
     "Kept",
@@ -49,17 +51,20 @@ _DATA = re.compile(
     rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"
 )
 _TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.(?:parquet|checks)")
+_TRACE = re.compile(rf"trace\.{_ATTEMPT}\.json")
+_STATS = re.compile(rf"stats\.{_ATTEMPT}\.json")
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
 
-Kind = Literal["data", "table", "record", "metadata", "temp"]
-_ORDER: dict[Kind, int] = {"data": 0, "temp": 0, "table": 1, "record": 2, "metadata": 3}
+Kind = Literal["data", "table", "record", "metadata", "temp", "trace"]
+_ORDER: dict[Kind, int] = {"data": 0, "temp": 0, "trace": 0, "table": 1, "record": 2, "metadata": 3}
 
 
 class Owned(NamedTuple):
     """A file that ray_dcp wrote."""
 
     kind: Kind
-    """`temp`: not published, by a writer that still works or by one that crashed."""
+    """`temp`: not published, by a writer that still works or by one that crashed. `trace`: written
+    after the commit of its attempt, so it never belongs to one that may still be committed."""
     attempt: str | None = None
     """None where the name does not tell: of records, `.metadata` and what was to become one."""
 
@@ -107,12 +112,15 @@ def owner_of(key: str, known: Collection[str] = ()) -> Owned | None:
         return Owned("metadata")
     if slot_of(key) is not None:
         return Owned("record")
-    data, table = _DATA.fullmatch(key), _TABLE.fullmatch(key)
+    data, trace = _DATA.fullmatch(key), _TRACE.fullmatch(key)
+    table = _TABLE.fullmatch(key) or _STATS.fullmatch(key)
     if data is not None:
         kind: Kind = "data"
         attempt = data["attempt"] or data["folder"]
     elif table is not None:
         kind, attempt = "table", table["attempt"]
+    elif trace is not None:
+        kind, attempt = "trace", trace["attempt"]
     else:
         return None
     if attempt in known or _MADE_UP.fullmatch(attempt):
@@ -121,14 +129,15 @@ def owner_of(key: str, known: Collection[str] = ()) -> Owned | None:
 
 
 def attempts_of(keys: Iterable[str], known: Collection[str] = ()) -> frozenset[str]:
-    """Returns the attempts that left files.
+    """Returns the attempts that left files; their traces do not count, which nothing needs.
 
     Args:
         keys: What is there, with unpublished files.
         known: As for `owner_of`.
     """
     found = (owner_of(key, known) for key in keys)
-    return frozenset(owned.attempt for owned in found if owned is not None and owned.attempt)
+    left = (owned for owned in found if owned is not None and owned.kind != "trace")
+    return frozenset(owned.attempt for owned in left if owned.attempt)
 
 
 def left_by_others(
@@ -207,6 +216,7 @@ def sweep(
     own = None if standing is None else standing.attempt
     needed = set() if standing is None else {entry.key for entry in standing.files}
     needed |= set() if standing is None else {entry.key for entry in standing.tables}
+    needed |= set() if own is None else {trace_key(own), stats_key(own)}
     known = {*dead, *(() if own is None else (own,))}
     delete: list[tuple[Owned, str]] = []
     kept: list[Kept] = []
@@ -220,6 +230,9 @@ def sweep(
         elif owned.kind == "record":
             if (slot_of(key) or 0) <= last_slot:
                 delete.append((owned, key))
+        elif owned.kind == "trace":
+            # Why: its attempt was committed. If it does not stand it was replaced.
+            delete.append((owned, key))
         elif owned.attempt is not None and owned.attempt in (named or {}):
             kept.append(Kept(key, (named or {})[owned.attempt]))
         elif all_dead or owned.attempt in known or (owned.attempt is None and anonymous):

@@ -17,6 +17,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.format.table_checks import encode_checks
+from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.plan.finish import checked_receipts, finish_table
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import GlobalPlan
@@ -77,9 +78,18 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
     )
     record = encode_record(manifest)
     checks_key = "" if files.checks is None else files.checks.key
+    stats = _stats(task) if task.stats else b""
     return CommitBuilt(
-        files.table.key, files.table_bytes, record, files.metadata, checks_key, files.checks_bytes
-    )
+        files.table.key, files.table_bytes, record, files.metadata, checks_key, files.checks_bytes,
+        stats_key(task.attempt) if stats else "", stats,
+    )  # fmt: skip
+
+
+def _stats(task: BuildCommit) -> bytes:
+    """Returns what is told of the tensors beside the checkpoint."""
+    table = task.plan.table
+    lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
+    return encode_stats(task.attempt, combine(map(decode_parts, task.stats), lengths))
 
 
 def _whole(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _Files:

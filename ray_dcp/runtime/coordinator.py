@@ -29,13 +29,14 @@ from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.meeting_calls import MeetingCalls
 from ray_dcp.runtime.naming import NAMESPACE
 from ray_dcp.runtime.own_thread import in_own_thread
-from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.perform import new_attempt
 from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
 from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
 from ray_dcp.runtime.switchboard import Switchboard
 from ray_dcp.runtime.together_calls import TogetherCalls
+from ray_dcp.runtime.tracing import Tracing
 from ray_dcp.stage.values import StageReport
 
 __all__ = ["Coordinator"]
@@ -79,6 +80,7 @@ class Coordinator:
         self._together = TogetherCalls(self._coordination, self._carry_out)
         self._switchboard = Switchboard(lambda key: key not in self._coordination.active)
         self._meeting = MeetingCalls(Meeting(lambda: secrets.token_hex(6)))
+        self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
         self._roster = Roster(name)
@@ -142,6 +144,7 @@ class Coordinator:
         self._called.set()
         if caller is not None:
             self._meet(request.key.session, request.rank, caller)
+        self._tracing.hears(request, caller)
         await self._resumed.wait()
         at = (request.key, request.rank, step_of(request))
         future: asyncio.Future[Reply] = self._loop.create_future()
@@ -253,6 +256,7 @@ class Coordinator:
         for command in commands:
             match command:
                 case Answer():
+                    self._tracing.tells(command)
                     self._answer(command)
                 case Answers(key, ranks, step, reply):
                     self._together.answer(command)
@@ -295,7 +299,7 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await in_own_thread(partial(perform, command.task))
+            result = await in_own_thread(partial(self._tracing.perform, command))
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._give_up(command.key, error)

@@ -24,6 +24,7 @@ from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.shell import Performer, Shell, Time
+from ray_dcp.runtime.tracing import Tracing
 from ray_dcp.runtime.vitals import Vitals
 
 __all__ = ["Fate", "InlineSession", "RankResult", "run_ranks"]
@@ -84,6 +85,7 @@ class InlineSession:
         self.name = name
         self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), performer)
         self._performer = performer
+        self._tracing = Tracing()
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._under_way: set[Future[Result]] = set()
@@ -145,9 +147,12 @@ class InlineSession:
         """
         with self._lock:
             shell = self._shell
+            self._tracing.hears(request)
             refused = shell.receive(request)
             self._work_off()
             answers, shell.answers = shell.answers, []
+            for answer in answers:
+                self._tracing.tells(answer)
         at = (request.key, request.rank, step_of(request))
         for answer in answers:
             if (answer.key, answer.rank, answer.step) == at:
@@ -183,7 +188,7 @@ class InlineSession:
 
         def run() -> None:
             try:
-                result = self._performer(todo.task)
+                result = self._tracing.perform(todo, self._performer)
             except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
                 done.set_exception(error)
             else:

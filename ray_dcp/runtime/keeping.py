@@ -7,6 +7,7 @@ them itself, in memory that it does not train with.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -152,7 +153,9 @@ class ProcessKeeping:
     ) -> CheckpointError | None:
         """See `Keeping.stage`."""
         rank = self._rank
+        began_s = time.perf_counter()
         copy, error = attempt(partial(self._copy, go, captured), "staging", rank)
+        staged_s = time.perf_counter() - began_s
 
         def write() -> tuple[FileReceipt, ...]:
             if copy is None or error is not None:
@@ -172,7 +175,9 @@ class ProcessKeeping:
             in_time = partial(run_within, write, timeout_s, vitals.stop, late)
             files, failed = attempt(in_time, "writing", rank)
             self._ended = failed is None
-            receipt = SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error or failed)
+            receipt = SaveReceipt(
+                key, rank, go.attempt, go.epoch, files or (), error or failed, staged_s
+            )
             return (
                 yield from await_outcome(
                     receipt, target, self._opener,

@@ -78,12 +78,12 @@ class UploadsOf:
                 # Why looked at: a server may not know prefixes here.
                 if upload_id and path.startswith(self.prefix + prefix):
                     found.append(Upload(path[len(self.prefix) :], upload_id))
-            key, upload_id = _NEXT_KEY.search(text), _NEXT_ID.search(text)
+            key, last = _NEXT_KEY.search(text), _NEXT_ID.search(text)
             if "<IsTruncated>true</IsTruncated>" not in text or key is None:
                 return found
             markers = {"key-marker": unescape(key[1])}
-            if upload_id is not None:
-                markers["upload-id-marker"] = unescape(upload_id[1])
+            if last is not None:
+                markers["upload-id-marker"] = unescape(last[1])
             if markers.items() <= query.items():
                 return found
             query = {**query, **markers}

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint.state_dict_loader as stock
 
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import Manifest, record_key
+from ray_dcp.format.save_trace import trace_key
 from ray_dcp.runtime.outcome import outcome
 from ray_dcp.store.faults import Fault, Operation, Script
 from ray_dcp.store.local import LocalStorage
@@ -151,7 +152,7 @@ def only_what_stands_is_listed(after: Aftermath) -> None:
     listed = [
         found
         for found in list_checkpoints(after.storage.url)
-        if found.state not in ("uncommitted", "deleted")
+        if found.state not in ("in flight", "aborted", "deleted")
     ]
     try:
         kind = read_checkpoint(after.storage).kind
@@ -247,6 +248,7 @@ def nothing_is_left(after: Aftermath) -> None:
     if checkpoint.manifest is not None:
         expected |= {entry.key for entry in checkpoint.manifest.files}
         expected |= {entry.key for entry in checkpoint.manifest.tables}
+        expected.add(trace_key(checkpoint.manifest.attempt))
     found = set(all_keys(after.storage))
     # Why not those: once the `.metadata` that named them is replaced, nothing tells whose they are.
     left = {key for key in found - expected if not _STOCK_FILE.fullmatch(key)}

@@ -5,8 +5,8 @@ Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,21 +15,30 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.errors import MissingKeyError
+from ray_dcp.errors import CheckpointNotFoundError, MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.save_trace import SaveTrace
+from ray_dcp.format.tensor_stats import TensorStats
+from ray_dcp.options import LoadOptions
 from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.one_file import OneFile
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
 from ray_dcp.transfer.reader import Transforms, read_item
+from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
+from ray_dcp.view.file_names import rank_of_file
 from ray_dcp.view.html import checkpoint_html
+from ray_dcp.view.layouts import grids, layout_of
+from ray_dcp.view.naming import nearest
+from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
+from ray_dcp.view.stored_stats import read_stats
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
+from ray_dcp.view.trace import read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
 
-__all__ = ["CheckpointView", "FileInfo", "open", "rank_of_file"]
-
-_STOCK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp")
+__all__ = ["CheckpointView", "FileInfo", "open"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,17 @@ class CheckpointView:
         manifest = self.checkpoint.manifest
         return None if manifest is None else manifest.created_s
 
+    @cached_property
+    def trace(self) -> SaveTrace | None:
+        """What took how long on which rank when it was saved; None if the save left no trace.
+
+        Read when first looked at.
+
+        Raises:
+            DamagedCheckpointError: The trace can't be read; the checkpoint does not need it.
+        """
+        return read_trace(self.storage, self.attempt)
+
     @property
     def table(self) -> ChunkTable:
         """The chunk table, for analyses of your own."""
@@ -124,6 +144,31 @@ class CheckpointView:
     def objects(self) -> tuple[str, ...]:
         """FQN of everything that is no tensor."""
         return tuple(name for name, info in self._infos.items() if info is None)
+
+    @cached_property
+    def layouts(self) -> Mapping[str, str]:
+        """How each tensor is cut into chunks, by FQN: `whole`, `rows/8`, `columns/2`, `4x2`."""
+        table = self.table
+        grid, ndim = grids(table).tolist(), table.ndim.tolist()
+        return MappingProxyType(
+            {
+                name: layout_of(tuple(grid[row][: ndim[row]]))
+                for row, name in enumerate(table.names)
+                if name in self.tensors
+            }
+        )
+
+    @cached_property
+    def stats(self) -> Mapping[str, TensorStats]:
+        """Norm, largest value and counts of NaN and infinities of each tensor when it was saved.
+
+        Empty unless it was saved with `SaveOptions(stats=True)`.
+
+        Raises:
+            DamagedCheckpointError: They are there and can't be read; the checkpoint needs them not.
+            StorageError: The storage refused.
+        """
+        return MappingProxyType(read_stats(self.storage, self.attempt))
 
     @cached_property
     def files(self) -> tuple[FileInfo, ...]:
@@ -195,9 +240,31 @@ class CheckpointView:
             return TensorHandle(self.storage, self.table, row, info, self._transforms)
         from ray_dcp.seam.objects import load_object
 
-        chunk = int(np.flatnonzero(self.table.tensor == row)[0])
-        data = read_item(self.storage, self.table, chunk, transforms=self._transforms)
-        return load_object(data, fqn=name)
+        return load_object(self._items(row)[0], fqn=name)
+
+    def read_object(self, name: str) -> tuple[bytes, ...]:
+        """Returns the stored bytes of an object or tensor, chunk by chunk, without loading them.
+
+        Args:
+            name: FQN.
+
+        Returns:
+            What `torch.save` wrote for each chunk, after its checksums were verified.
+
+        Raises:
+            MissingKeyError: The checkpoint has no such name; the message tells similar ones.
+            DamagedCheckpointError: The bytes do not match their checksums.
+        """
+        row = self._rows.get(name)
+        if row is None:
+            raise self._missing(name)
+        return self._items(row)
+
+    def _items(self, row: int) -> tuple[bytes, ...]:
+        return tuple(
+            read_item(self.storage, self.table, chunk, transforms=self._transforms)
+            for chunk in np.flatnonzero(self.table.tensor == row).tolist()
+        )
 
     @property
     def _transforms(self) -> Transforms:
@@ -205,12 +272,9 @@ class CheckpointView:
         return None if foreign is None else foreign.transforms
 
     def _missing(self, name: str) -> MissingKeyError:
-        from difflib import get_close_matches
-
-        close = get_close_matches(str(name), self.names, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
         return MissingKeyError(
-            f"expected one of {len(self)} names of the checkpoint, but found {name!r}{hint}",
+            f"expected one of {len(self)} names of the checkpoint, but found {name!r}"
+            + nearest(str(name), self.names),
             checkpoint_id=self.url,
             key=str(name),
         )
@@ -222,6 +286,54 @@ class CheckpointView:
             What was checked and every problem; damage is reported, not raised.
         """
         return verify_checkpoint(self.storage, self.checkpoint)
+
+    def diff(
+        self,
+        other: CheckpointView,
+        *,
+        read: bool = True,
+        told: Callable[[int, int], None] | None = None,
+    ) -> CheckpointDiff:
+        """Returns what is different in another checkpoint, by stored hashes.
+
+        Where both were cut into the same chunks no payload is read. Other tensors are read and
+        compared, which the result says.
+
+        Args:
+            other: The later one.
+            read: Read where hashes can't tell; else such tensors are `undecided`.
+            told: Called with bytes read so far and in all, where bytes are read.
+
+        Raises:
+            DamagedCheckpointError: What was read does not match its checksums.
+            StorageError: The storage refused.
+        """
+        return diff_checkpoints(self, other, read=read, told=told)
+
+    def reshard(
+        self,
+        layout: str | int | Layout,
+        *,
+        include: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> ReshardPreview:
+        """Returns what a load on other ranks would read, by the planner that loads use.
+
+        Nothing but the chunk table is looked at.
+
+        Args:
+            layout: `8` or `8:row` for rows over 8 ranks, `8:column`, `4x2` for rows over 4 and
+                columns over 2, or `row=4,column=2`.
+            include: Shell pattern of FQNs; everything if None.
+            options: Of the load.
+
+        Returns:
+            Bytes, ranges and memory of every rank.
+
+        Raises:
+            InvalidRequestError: The layout is none, or nothing matches.
+        """
+        return preview_reshard(self, layout, include=include, options=options)
 
     def __repr__(self) -> str:
         return (
@@ -237,7 +349,7 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
     """Returns a view of the newest committed checkpoint at a path.
 
     Args:
-        path: Path or URL of the checkpoint.
+        path: Path or URL of the checkpoint; or path of one safetensors file.
 
     Raises:
         CheckpointNotFoundError: There is none; the message says what is there.
@@ -245,19 +357,23 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
         DamagedCheckpointError: Its manifest or chunk table can't be trusted.
         StorageError: The storage refused.
     """
-    storage = open_storage(path)
+    storage = _one_file(path) or open_storage(path)
     return CheckpointView(storage, read_checkpoint(storage, checkpoint_id=storage.url))
 
 
-def rank_of_file(key: str) -> int | None:
-    """Returns the rank in the name of a `.distcp` file, ours or stock DCP's.
+def _one_file(path: AnyPlace) -> OneFile | None:
+    """Returns a storage for a safetensors file of this machine; None for anything else.
 
-    Args:
-        key: Key of the file.
-
-    Example:
-        >>> rank_of_file("__12_0.distcp"), rank_of_file("model.safetensors")
-        (12, None)
+    Raises:
+        CheckpointNotFoundError: It is a file of another kind.
     """
-    match = _STOCK_FILE.fullmatch(key)
-    return int(match[1]) if match else None
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
+        return None
+    folder, name = os.path.split(os.path.abspath(path))
+    if not name.endswith(".safetensors"):
+        raise CheckpointNotFoundError(
+            f"expected a checkpoint, but {os.fspath(path)} is a file. If torch.save wrote it, "
+            f"ray-dcp import makes a checkpoint of it",
+            checkpoint_id=os.fspath(path),
+        )
+    return OneFile(open_storage(folder), name)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.dtypes import itemsize_of
+from ray_dcp.format.dtypes import NUMPY_DTYPES, itemsize_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import ChunkTable, Kind
@@ -22,15 +22,6 @@ from ray_dcp.transfer.reader import Transforms, read_chunks, read_item
 from ray_dcp.view.indexing import Selection, select
 
 __all__ = ["NUMPY_DTYPES", "TensorHandle", "TensorInfo"]
-
-NUMPY_DTYPES = frozenset(
-    {
-        "bool",
-        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    }
-)
-"""The torch dtypes that numpy has too, under the same name."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +124,34 @@ class TensorHandle:
         import torch
 
         return torch.from_numpy(selected).view(getattr(torch, self.dtype))
+
+    @property
+    def is_opaque(self) -> bool:
+        """Only `torch.load` understands the stored bytes."""
+        return bool(self._table.kind[self._tensor] == Kind.OPAQUE)
+
+    def raw(self, index: Any) -> npt.NDArray[Any]:
+        """Returns the selected part as numpy holds its bytes, without torch.
+
+        Args:
+            index: As for `handle[index]`.
+
+        Returns:
+            Of the tensor's dtype, or of unsigned integers of its width where numpy lacks it.
+
+        Raises:
+            InvalidRequestError: Only `torch.load` understands the stored bytes.
+            CheckpointError: As indexing does.
+        """
+        selection = select(index, self.shape)
+        in_numpy = self.dtype in NUMPY_DTYPES
+        box = np.empty(selection.size, self.dtype if in_numpy else f"u{itemsize_of(self.dtype)}")
+        if not self._fill(box, selection):
+            raise InvalidRequestError(
+                f"{self.name!r} is a pickled tensor subclass; index the handle instead",
+                key=self.name,
+            )
+        return np.asarray(box[selection.rest], order="C")
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None

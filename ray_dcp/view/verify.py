@@ -7,7 +7,8 @@ are in `stock_items`, those of files without chunks in `other_files`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,13 +75,14 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(path: AnyPlace) -> VerifyReport:
+def verify(path: AnyPlace, *, told: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Returns which bytes of the checkpoint at a path are damaged.
 
     Damage is reported, not raised, also where it keeps the checkpoint from being opened at all.
 
     Args:
         path: Path or URL of the checkpoint.
+        told: Called with the bytes of the files that are done, and of all, from any thread.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -96,7 +98,7 @@ def verify(path: AnyPlace) -> VerifyReport:
         checkpoint = read_checkpoint(storage, checkpoint_id=storage.url)
     except DamagedCheckpointError as error:
         return VerifyReport(0, (_unopenable(storage, error),))
-    return verify_checkpoint(storage, checkpoint)
+    return verify_checkpoint(storage, checkpoint, told=told)
 
 
 def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
@@ -108,12 +110,15 @@ def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:
     return Problem(key, None, 0, found.get(key, 0), error.message)
 
 
-def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
+def verify_checkpoint(
+    storage: Storage, checkpoint: Checkpoint, *, told: Callable[[int, int], None] | None = None
+) -> VerifyReport:
     """Returns which bytes of an opened checkpoint are damaged.
 
     Args:
         storage: Where it lies.
         checkpoint: What was read when it was opened.
+        told: Called with the bytes of the files that are done, and of all, from any thread.
 
     Raises:
         StorageError: The storage refused to tell what is there.
@@ -129,8 +134,13 @@ def verify_checkpoint(storage: Storage, checkpoint: Checkpoint) -> VerifyReport:
         _FileCheck(storage, table, key, rows[i], transforms) for i, key in enumerate(table.files)
     ]
 
+    total, done = sum(found.get(key, 0) for key in table.files), Counter[str]()
+
     def run(check: _FileCheck) -> None:
         check.run(found.get(check.key), expected.get(check.key))
+        if told is not None:
+            done[check.key] = found.get(check.key, 0)
+            told(done.total(), total)
 
     run_tasks(checks, run, _NUM_THREADS)
     problems = [problem for check in checks for problem in check.problems]

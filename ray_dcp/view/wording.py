@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["age_text", "size_text"]
+__all__ = ["age_text", "seconds_text", "size_text"]
 
 
 def size_text(num_bytes: int) -> str:
@@ -37,3 +37,21 @@ def age_text(age_s: float) -> str:
         if age_s >= seconds:
             return f"{int(age_s // seconds)}{unit}"
     return f"{max(0, int(age_s))}s"
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a duration with three digits or so, in the unit that suits it.
+
+    Args:
+        seconds: How long.
+
+    Example:
+        >>> seconds_text(0.00042), seconds_text(0.0312), seconds_text(2.5), seconds_text(754)
+        ('0.42 ms', '31.2 ms', '2.50 s', '12.6 min')
+    """
+    if seconds < 1:
+        digits = 2 if seconds < 0.01 else 1 if seconds < 0.1 else 0
+        return f"{seconds * 1e3:.{digits}f} ms"
+    if seconds < 120:
+        return f"{seconds:.{2 if seconds < 10 else 1}f} s"
+    return f"{seconds / 60:.1f} min"

@@ -18,11 +18,12 @@ from tests.bench import (
     staging,
     storage,
     train,
+    view,
 )
 
 CHOICES = (
     "async", "small", "big", "checksums", "elastic", "load", "manager", "plan", "reshard",
-    "soak", "staging", "storage", "train",
+    "soak", "staging", "storage", "train", "view",
 )  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def main() -> int:
         return train.train(arguments.rounds, arguments.dir, arguments.megabytes)
     elif arguments.what == "staging":
         staging.staging(arguments.rounds, arguments.dir)
+    elif arguments.what == "view":
+        return view.view(arguments.rounds, arguments.dir)
     elif arguments.what == "storage":
         storage.storage(arguments.rounds, arguments.dir, arguments.megabytes)
     else:

@@ -34,10 +34,14 @@ def run(saved_checkpoint: Path, stock_checkpoint: Path, tmp_path: Path) -> Path:
 
 def test_ls_prints_a_row_for_each_checkpoint(run: Path):
     lines = output_of("ls", run).splitlines()
-    assert lines[0].split() == ["NAME", "STEP", "STATE", "SIZE", "RANKS", "AGE"]
+    assert lines[0].split() == [
+        *("NAME", "STEP", "STATE", "SIZE", "RANKS", "AGE", "NEW", "LAYOUT", "STALL", "DURABLE"),
+    ]
     assert lines[1].split()[:3] == ["step-10", "10", "committed"]
     assert lines[2].split()[:3] == ["step-20", "20", "stock"]
     assert lines[2].split()[-1] == "-"
+    brief = output_of("ls", run, "--brief").splitlines()
+    assert brief[0].split()[-1] == "AGE"
 
 
 def test_ls_says_why_a_checkpoint_is_damaged(run: Path):
@@ -69,7 +73,7 @@ def test_show_prints_every_tensor_and_object(saved_checkpoint: Path):
     assert lines[1].startswith("7 tensors and 3 objects, ")
     rows = {line.split()[0]: line.split()[1:] for line in lines[3:]}
     assert set(rows) == set(ray_dcp.open(saved_checkpoint).names)
-    assert rows["model.weight"] == ["37x11", "float32", "1", "1.6", "KiB"]
+    assert rows["model.weight"] == ["37x11", "float32", "1", "1.6", "KiB", "whole"]
     assert rows["model.flag"][:2] == ["scalar", "bool"]
     assert rows["note[x].text"] == ["object"]
 
@@ -99,6 +103,7 @@ def test_show_prints_json(saved_checkpoint: Path):
         "dtype": "float32",
         "num_bytes": 1628,
         "num_chunks": 1,
+        "layout": "whole",
     }
     assert sorted(found["objects"]) == ["note[x].items", "note[x].text", "step"]
     some = json.loads(output_of("show", saved_checkpoint, "--tensor", "s*", "--json"))

@@ -38,6 +38,7 @@ LAYERS = {
     "conversion": 5,
     "data": 5,
     "entrypoints": 5,
+    "exporting": 5,
     "handle": 5,
     "loading": 5,
     "warming": 5,
@@ -359,9 +360,18 @@ def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):
     assert loaded_by(program, str(tmp_path)) == {"torch"}
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_the_reading_commands_load_neither_ray_nor_torch(command: str, saved_checkpoint: Path):
+def test_the_commands_load_neither_ray_nor_torch(saved_checkpoint: Path, tmp_path: Path):
+    """All in one process: what one loads the next would find."""
+    path, run = str(saved_checkpoint), str(saved_checkpoint.parent)
+    commands = [
+        ["ls", path], ["show", path], ["verify", path], ["diff", path, path],
+        ["reshard", path, "--to", "4"], ["du", run], ["doctor", run], ["timeline", path],
+        ["watch", run, "--looks", "1"], ["cp", path, str(tmp_path / "copy")],
+        ["tag", f"{run}@10"], ["gc", run, "--dry-run"], ["rm", str(tmp_path / "copy"), "--yes"],
+        ["export", path, str(tmp_path / "w.pt"), "--format", "torch", "--dry-run"],
+    ]  # fmt: skip
     program = (
-        "import sys\nfrom ray_dcp.cli.main import main\nmain(sys.argv[1:], standalone_mode=False)\n"
+        "import json, sys\nfrom ray_dcp.cli.main import main\n"
+        "for command in json.loads(sys.argv[1]):\n    main(command, standalone_mode=False)\n"
     )
-    assert loaded_by(program, command, str(saved_checkpoint)) == set()
+    assert loaded_by(program, json.dumps(commands)) == set()

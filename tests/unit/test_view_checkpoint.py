@@ -21,7 +21,8 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
 )
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.view.checkpoint_view import CheckpointView, rank_of_file
+from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.file_names import rank_of_file
 from tests import checkpoints, numpy_ranks
 
 TENSORS = checkpoints.tensors()
@@ -244,7 +245,7 @@ def test_a_view_is_told_in_one_line(ours: CheckpointView):
         ("__12_3.a1b2.distcp", 12),
         ("../step-1/__4_0.distcp", 4),
         (".metadata", None),
-        ("a1/rank-00000-part-00000.safetensors", None),
+        ("a1/rank-00003-part-00000.safetensors", 3),
         ("x__1_0.distcp", None),
     ],
 )

@@ -51,11 +51,11 @@ def test_a_stock_checkpoint_is_told_as_such(run: Path):
 def test_a_save_that_was_never_committed_is_told_as_such(run: Path):
     for manifest in (run / "best").glob("manifest-*"):
         manifest.unlink()
-    assert by_name(run)["best"].state == "uncommitted"
+    assert by_name(run)["best"].state == "in flight"
     (run / "best" / ".metadata").unlink()
-    assert by_name(run)["best"].state == "uncommitted"
+    assert by_name(run)["best"].state == "in flight"
     (run / "old" / "iter_0000020" / ".metadata").unlink()
-    assert by_name(run)["old/iter_0000020"].state == "uncommitted"
+    assert by_name(run)["old/iter_0000020"].state == "in flight"
 
 
 def test_a_failed_save_over_a_stock_checkpoint_leaves_it_a_stock_checkpoint(run: Path):
@@ -109,7 +109,7 @@ def test_the_folder_of_a_safetensors_attempt_belongs_to_its_checkpoint(tmp_path:
     for manifest in path.glob("manifest-*"):
         manifest.unlink()
     (item,) = list_checkpoints(tmp_path)
-    assert (item.name, item.state) == ("step-1", "uncommitted")
+    assert (item.name, item.state) == ("step-1", "in flight")
 
 
 def test_plain_safetensors_files_are_listed_as_not_ours(tmp_path: Path):

@@ -1,0 +1,164 @@
+"""The command `doctor`: looks for what is wrong with a run or its storage. No torch, no ray."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+import click
+
+import ray_dcp
+from ray_dcp.cli.listing import run_of
+from ray_dcp.cli.output import Rows, as_json, print_json
+from ray_dcp.errors import CheckpointError
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError, Storage
+from ray_dcp.view.run_view import RunView
+from ray_dcp.view.wording import seconds_text, size_text
+
+__all__ = ["Finding", "doctor"]
+
+Level = Literal["ok", "note", "wrong"]
+_STYLES = {"ok": "green", "note": "yellow", "wrong": "red"}
+_PACKAGES = ("torch", "ray", "numpy", "pyarrow", "fsspec", "obstore")
+_PROBE_BYTES = 16 << 20
+_CLOCK_S = 300.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    what: str
+    told: str
+
+
+@click.command()
+@click.argument("root")
+@click.option(
+    "--write", is_flag=True,
+    help="Try to write as well: whether names can be created once, and how fast. Cleans up.",
+)  # fmt: skip
+@as_json
+def doctor(root: str, write: bool, as_json: bool) -> None:
+    """Look for what is wrong with the run at ROOT, or with its storage.
+
+    Exit status: 0 nothing is wrong, 1 a checkpoint is damaged, 2 the storage refuses.
+    """
+    found = [_versions()]
+    storage = open_storage(root)
+    began_s = time.perf_counter()
+    run = run_of(root)
+    took = seconds_text(time.perf_counter() - began_s)
+    found.append(Finding("ok", "reading", f"{len(run)} checkpoints listed in {took}"))
+    found += _steps(run)
+    refused = False
+    if write:
+        try:
+            found += _probe(storage)
+        except CheckpointError as error:
+            refused = True
+            found.append(Finding("wrong", "writing", str(error)))
+    if as_json:
+        print_json({"path": run.url, "findings": [asdict(one) for one in found]})
+    else:
+        table = Rows("", "what", "found")
+        for one in found:
+            table.add(one.level, one.what, one.told, styled=(0, _STYLES[one.level]))
+        table.print()
+    if refused:
+        sys.exit(2)
+    if any(one.level == "wrong" for one in found):
+        sys.exit(1)
+
+
+def _versions() -> Finding:
+    told = [f"python {platform.python_version()}", f"ray-dcp {ray_dcp.__version__}"]
+    for name in _PACKAGES:
+        try:
+            told.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            told.append(f"no {name}")
+    return Finding("ok", "versions", ", ".join(told))
+
+
+def _steps(run: RunView) -> list[Finding]:
+    found = []
+    for step in run:
+        one = step.listed
+        if one.state == "damaged":
+            found.append(Finding("wrong", step.name, f"damaged: {one.detail}"))
+        if one.state == "in flight":
+            told = f"a save that is under way, or that crashed: {one.detail}; see ray-dcp gc"
+            found.append(Finding("note", step.name, told))
+        elif one.in_flight:
+            told = f"{len(one.in_flight)} save(s) over it under way, or crashed; see ray-dcp gc"
+            found.append(Finding("note", step.name, told))
+        if one.state in ("aborted", "deleted") and one.detail:
+            found.append(Finding("note", step.name, f"{one.state}: {one.detail}"))
+        if one.created_s is not None and one.created_s > time.time() + _CLOCK_S:
+            told = "was saved in the future: the clocks of this machine and of the job differ"
+            found.append(Finding("note", step.name, told))
+    readable = [step for step in run if step.listed.is_readable]
+    if not readable:
+        found.append(Finding("note", "latest", "there is no checkpoint to load"))
+        return found
+    newest = run.step("latest")
+    try:
+        if newest.view.checkpoint.metadata_is_stale:
+            told = ".metadata is missing or older: stock DCP does not see it; see ray-dcp metadata"
+            found.append(Finding("note", newest.name, told))
+        told = f"{newest.name} can be opened, {size_text(newest.view.num_bytes)}"
+        found.append(Finding("ok", "latest", told))
+    except CheckpointError as error:
+        found.append(Finding("wrong", newest.name, str(error)))
+    return found
+
+
+def _probe(storage: Storage) -> list[Finding]:
+    """Tries what a save needs, under names of its own, and takes them away again."""
+    key = f".ray-dcp-doctor-{secrets.token_hex(6)}"
+    found = []
+    try:
+        storage.write(key, b"1", create=True)
+        once = _refuses(lambda: storage.write(key, b"2", create=True))
+        if once and storage.traits.create_if_absent:
+            told = "a name is created once, whoever tries: saves of two jobs can't mix"
+            found.append(Finding("ok", "commit", told))
+        else:
+            told = "a name can be created twice: only one job at a time may save to a checkpoint"
+            found.append(Finding("note", "commit", told))
+        data = secrets.token_bytes(1 << 20)
+        began_s = time.perf_counter()
+        writer = storage.open_writer(f"{key}.part")
+        try:
+            for _ in range(_PROBE_BYTES >> 20):
+                writer.write(data)
+            writer.commit()
+        finally:
+            writer.abort()
+        wrote_s = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        same = storage.read(f"{key}.part", _PROBE_BYTES - len(data), len(data)) == data
+        read_s = time.perf_counter() - began_s
+        speed = size_text(int(_PROBE_BYTES / wrote_s))
+        told = f"{speed}/s by one thread; 1 MiB read in {seconds_text(read_s)}"
+        found.append(Finding("ok" if same else "wrong", "writing", told))
+    finally:
+        storage.delete([key, f"{key}.part"])
+    return found
+
+
+def _refuses(write: Callable[[], None]) -> bool:
+    try:
+        write()
+    except KeyExistsError:
+        return True
+    return False

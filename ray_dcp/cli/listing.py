@@ -1,0 +1,144 @@
+"""The command `ls`: the steps of a run. It loads neither torch nor ray."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.view.listing import list_checkpoints
+from ray_dcp.view.run_view import RunView, StepView, nearest_paths
+from ray_dcp.view.wording import age_text, seconds_text, size_text
+
+__all__ = ["listed", "ls", "run_of"]
+
+MOST_LOOKED_INTO = 50
+"""Of so many steps what is in them is told without being asked for."""
+_MOST_METRICS = 4
+_STYLES = {"committed": "green", "damaged": "red", "in flight": "yellow", "aborted": "yellow",
+           "deleted": "dim"}  # fmt: skip
+
+
+@click.command()
+@click.argument("root")
+@click.option(
+    "--full/--brief", default=None,
+    help=f"Look into the steps for NEW, LAYOUT, STALL and DURABLE; default up to "
+    f"{MOST_LOOKED_INTO} steps.",
+)  # fmt: skip
+@as_json
+def ls(root: str, full: bool | None, as_json: bool) -> None:
+    """List the checkpoints at and below ROOT.
+
+    STATE is committed, in flight (files of a save that may still be committed, or that crashed),
+    aborted (a save failed), damaged (files are missing or have another length), stock (not written
+    by ray_dcp), or deleted. NEW are the bytes that the step before does not have, by stored hashes;
+    STALL is how long training waited, DURABLE how long it took until the commit.
+    """
+    run = run_of(root)
+    looks_in = len(run) <= MOST_LOOKED_INTO if full is None else full
+    now_s = time.time()
+    if as_json:
+        print_json([listed(step, now_s, full=looks_in) for step in run])
+        return
+    if not len(run):
+        click.echo(f"no checkpoints at or below {root}")
+        return
+    _print(run, now_s, full=looks_in)
+
+
+def run_of(root: str) -> RunView:
+    """Returns a run; an empty one for a directory without checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory; the message offers the nearest.
+    """
+    place = Target(root)
+    with progress("looking") as told:
+        run = RunView(place, list_checkpoints(place, told=told))
+    if not len(run) and "://" not in root and not Path(root).exists():
+        raise CheckpointNotFoundError(
+            f"expected a directory, but there is no {root}{nearest_paths(root)}"
+        )
+    return run
+
+
+def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
+    """Returns a step as JSON has it."""
+    one = step.listed
+    return {
+        "name": one.name,
+        "step": one.step,
+        "state": one.state,
+        "num_bytes": one.num_bytes,
+        "num_ranks": one.num_ranks,
+        "age_s": None if one.created_s is None else round(max(0.0, now_s - one.created_s), 3),
+        "detail": one.detail,
+        "in_flight": list(one.in_flight),
+        "metrics": dict(one.metrics),
+        "metadata": dict(one.metadata),
+        "tags": list(one.tags),
+        "note": one.note,
+        "new_bytes": step.new_bytes if full and one.is_readable else None,
+        "layout": step.layout if full and one.is_readable else None,
+        "stall_s": step.stall_s if full else None,
+        "durable_s": step.durable_s if full else None,
+    }
+
+
+def _print(run: RunView, now_s: float, *, full: bool) -> None:
+    metrics = list(dict.fromkeys(name for step in run for name in step.metrics))[:_MOST_METRICS]
+    has_tags = any(step.tags for step in run)
+    more = ("new<", "layout", "stall<", "durable<") if full else ()
+    table = Rows(
+        "name", "step<", "state", "size<", "ranks<", "age<", *more,
+        *(f"{name}<" for name in metrics), *(["tags"] if has_tags else []),
+    )  # fmt: skip
+    latest, best = _marked(run)
+    for step in run:
+        one = step.listed
+        mark = " *latest" if step is latest else ""
+        mark += " *best" if step is best else ""
+        state = f"{one.state}{mark}"
+        table.add(
+            one.name, "-" if one.step is None else one.step, state,
+            size_text(one.num_bytes), "-" if one.num_ranks is None else one.num_ranks,
+            "-" if one.created_s is None else age_text(now_s - one.created_s),
+            *(_details(step) if full else ()),
+            *(number_text(one.metrics[n]) if n in one.metrics else "-" for n in metrics),
+            *([" ".join(one.tags)] if has_tags else []), styled=(2, _STYLES.get(one.state, "")),
+        )  # fmt: skip
+    table.print()
+    for step in run:
+        if step.state == "damaged":
+            click.echo(f"{step.name}: {step.listed.detail}")
+        elif step.listed.in_flight and step.state != "in flight":
+            click.echo(f"{step.name}: {len(step.listed.in_flight)} save(s) over it in flight")
+        if step.note:
+            click.echo(f"{step.name}: {step.note}")
+
+
+def _marked(run: RunView) -> tuple[StepView | None, StepView | None]:
+    """Returns the latest and the best step, where it is clear which that are."""
+    found: list[StepView | None] = []
+    for key in ("latest", "best"):
+        try:
+            found.append(run.step(key))
+        except CheckpointError:
+            found.append(None)
+    return found[0], found[1]
+
+
+def _details(step: StepView) -> list[str]:
+    new = step.new_bytes if step.listed.is_readable else None
+    return [
+        "-" if new is None else size_text(new),
+        (step.layout if step.listed.is_readable else None) or "-",
+        "-" if step.stall_s is None else seconds_text(step.stall_s),
+        "-" if step.durable_s is None else seconds_text(step.durable_s),
+    ]

@@ -1,0 +1,93 @@
+"""From what a user types to what is meant: `PATH`, `RUN`, `RUN@STEP`."""
+
+from __future__ import annotations
+
+import os
+
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import absolute_target
+from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.naming import split_address
+from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
+
+__all__ = ["checkpoint_at", "place_of", "run_at", "step_at", "step_in_run"]
+
+
+def checkpoint_at(text: str) -> CheckpointView:
+    """Returns the checkpoint at `PATH` or `RUN@STEP`.
+
+    Raises:
+        CheckpointError: As `ray_dcp.open`.
+    """
+    try:
+        return open_checkpoint(place_of(text))
+    except CheckpointNotFoundError as error:
+        error.message += nearest_paths(text)
+        raise
+
+
+def place_of(text: str) -> AnyPlace:
+    """Returns where the checkpoint at `PATH` or `RUN@STEP` lies, without opening it.
+
+    Raises:
+        CheckpointNotFoundError: The run has no such step; the message offers the nearest.
+    """
+    run, step = _split(text)
+    return run if step is None else run_at(run).step(step).path
+
+
+def step_at(text: str) -> StepView:
+    """Returns the step of `RUN@STEP`, or what is at a path, which is a run of its own then.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    run, step = _split(text)
+    if step is not None:
+        return run_at(run).step(step)
+    found = run_at(run)
+    if found.steps[0].name != "." and all(one.name != "." for one in found):
+        raise CheckpointNotFoundError(
+            f"expected one checkpoint in {found.url}, found {len(found)} below it; name one, as "
+            f"{run}@{found.steps[-1].step or found.steps[-1].name}"
+        )
+    return found.step(".")
+
+
+def step_in_run(text: str) -> tuple[RunView, StepView]:
+    """Returns run and step of `RUN@STEP`, or of the path of a step, whose run is the folder above.
+
+    Raises:
+        CheckpointNotFoundError: There is no such step.
+        InvalidRequestError: The text names no step.
+    """
+    run, step = _split(text)
+    if step is None:
+        parent, slash, name = absolute_target(run).url.rstrip("/").rpartition("/")
+        if not slash or not name:
+            raise InvalidRequestError(f"expected RUN@STEP, found {text!r}")
+        run, step = parent, name
+    found = run_at(run)
+    return found, found.step(step)
+
+
+def run_at(text: str) -> RunView:
+    """Returns the run at a path.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing that looks like a checkpoint.
+    """
+    run = open_run(Target(text))
+    if not len(run):
+        raise CheckpointNotFoundError(
+            f"expected checkpoints at or below {run.url}, found none{nearest_paths(text)}"
+        )
+    return run
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    # Why: an @ may be part of a name.
+    return (text, None) if os.path.exists(text) else split_address(text)

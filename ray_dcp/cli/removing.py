@@ -1,0 +1,150 @@
+"""The commands that delete: `rm` and `gc`. They load neither torch nor ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import click
+
+from ray_dcp.cli.output import agree, dry_run, yes
+from ray_dcp.cli.places import run_at, step_at
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.format.run_files import SHARED_FOLDER, TAGS, note_key, tag_key, tag_of
+from ray_dcp.format.step_info import info_slot
+from ray_dcp.runtime.collecting import collect
+from ray_dcp.runtime.deleting import delete
+from ray_dcp.runtime.leftovers import CollectReport
+from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.view.run_view import StepView
+from ray_dcp.view.runs import step_of
+from ray_dcp.view.wording import size_text
+
+__all__ = ["gc", "rm"]
+
+_MOST_SHOWN = 20
+
+
+@click.command()
+@click.argument("steps", nargs=-1, required=True)
+@click.option("--force", is_flag=True, help="Also steps that have a tag.")
+@click.option("--quiet", is_flag=True, help="Name no files.")
+@yes
+@dry_run
+def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
+    """Delete the checkpoints at STEPS: paths, or RUN@STEP.
+
+    Each at one moment: whoever loads finds it whole, or deleted. What others wrote there stays.
+    """
+    found = [step_at(step) for step in steps]
+    marks = [_Marks(step) for step in found]
+    for step, mark in zip(found, marks, strict=True):
+        _check_deletable(step, mark, force=force)
+    total = sum(step.num_bytes for step in found)
+    names = ", ".join(step.path.url for step in found)
+    if not dry_run:
+        agree(f"delete {names} ({size_text(total)})", yes=yes)
+    for step, mark in zip(found, marks, strict=True):
+        reports = [delete(step.path, dry_run=dry_run)]
+        reports += [
+            delete(place_below(step.path, folder), dry_run=dry_run)
+            for folder in step.listed.items.values()
+        ]
+        if not dry_run and not any(report.warnings for report in reports):
+            mark.forget()
+        for report in reports:
+            _tell(report, report.path, quiet=quiet)
+
+
+def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
+    if step.state == "stock":
+        raise InvalidRequestError(
+            f"{step.path.url} was written by another program, and ray-dcp deletes only its own "
+            f"files; remove the directory if you want it gone"
+        )
+    if marks.tags and not force:
+        raise InvalidRequestError(
+            f"{step.path.url} has the tag {' '.join(marks.tags)}: take it away with "
+            f"ray-dcp tag --remove, or say --force"
+        )
+
+
+class _Marks:
+    """Tags and note of a step, in the run that its folder lies in."""
+
+    def __init__(self, step: StepView) -> None:
+        run, _, name = step.path.url.rstrip("/").rpartition("/")
+        self._step = step_of(name)
+        self._place = step.path
+        self._shared = None
+        self.tags: tuple[str, ...] = ()
+        if self._step is not None and run and not run.endswith("/"):
+            self._shared = open_storage(place_below(replace(step.path, url=run), SHARED_FOLDER))
+            found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
+            self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+
+    def forget(self) -> None:
+        """Takes away what is told about a step that is gone: its number may come again."""
+        storage = open_storage(self._place)
+        storage.delete([e.key for e in storage.list("step-info-") if info_slot(e.key) is not None])
+        if self._shared is not None and self._step is not None:
+            keys = [tag_key(self._step, tag) for tag in self.tags]
+            self._shared.delete([*keys, note_key(self._step)])
+
+
+@click.command()
+@click.argument("root")
+@click.option(
+    "--abort-unfinished", is_flag=True,
+    help="End saves that may still be committed, too: right when their jobs are gone.",
+)  # fmt: skip
+@click.option("--quiet", is_flag=True, help="Name no files.")
+@yes
+@dry_run
+def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
+    """Delete what crashed and aborted saves left at and below ROOT; checkpoints stay."""
+    run = run_at(root)
+    ours = [step for step in run if step.state != "stock"]
+    planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
+    total = sum(report.num_bytes for _, report in planned)
+    count = sum(len(report.deleted) for _, report in planned)
+    reports = planned
+    if not dry_run and (count or abort_unfinished):
+        agree(f"delete {count} files ({size_text(total)}) at and below {root}", yes=yes)
+        reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+    for name, report in reports:
+        if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
+            _tell(report, name, quiet=quiet)
+    freed = sum(report.num_bytes for _, report in reports)
+    click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
+
+
+def _collect(
+    steps: Sequence[StepView], *, abort_unfinished: bool, dry_run: bool
+) -> list[tuple[str, CollectReport]]:
+    reports = []
+    for step in steps:
+        try:
+            found = collect(step.path, abort_unfinished=abort_unfinished, dry_run=dry_run)
+            reports.append((step.name, found))
+        except CheckpointError as error:
+            # Why on: one damaged folder keeps the others from being cleaned otherwise.
+            print(f"{step.name}: left alone: {error}", file=sys.stderr)
+    return reports
+
+
+def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
+    verb = "would delete" if report.dry_run else "deleted"
+    click.echo(f"{name}: {verb} {len(report.deleted)} files, {size_text(report.num_bytes)}")
+    if not quiet:
+        for key in report.deleted[:_MOST_SHOWN]:
+            click.echo(f"  {key}")
+        if len(report.deleted) > _MOST_SHOWN:
+            click.echo(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
+        # Why not those: they are told about a step by its manager, which takes them away itself.
+        others = [kept for kept in report.kept if info_slot(kept.key) is None]
+        for kept in others[:_MOST_SHOWN]:
+            click.echo(f"  kept {kept.key}: {kept.reason}")
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)

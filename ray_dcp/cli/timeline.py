@@ -1,0 +1,179 @@
+"""The command `timeline`: the course of a save as bars for people, as JSON, or for Chrome's viewer.
+
+It loads neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from ray_dcp.errors import CheckpointNotFoundError
+from ray_dcp.format.save_trace import SaveTrace, Span
+from ray_dcp.view.checkpoint_view import open as open_view
+from ray_dcp.view.trace import chrome_trace, lanes
+from ray_dcp.view.wording import seconds_text, size_text
+
+__all__ = ["gantt", "timeline"]
+
+MARKS = {"capture": "░", "plan": "·", "stage": "▒", "write": "█", "commit": "-"}
+"""How a phase of a rank is drawn; also without colours."""
+STYLES = {"capture": "yellow", "plan": "dim", "stage": "magenta", "write": "blue", "commit": "dim"}
+COORDINATOR_MARKS = {"look": "·", "plan": "░", "build": "▒", "table": "▓", "record": "█"}
+
+_WIDTH, _LEAST_BAR = 100, 20
+_MOST_LANES = 64
+
+
+@click.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of bars.")
+@click.option(
+    "--chrome", "chrome_file", metavar="FILE", type=click.Path(dir_okay=False),
+    help="Write the trace to FILE for chrome://tracing and ui.perfetto.dev.",
+)  # fmt: skip
+def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
+    """Show what took how long on which rank when the checkpoint at PATH was saved.
+
+    Ranks that were late in a phase are marked with `!`. All times are those of the coordinator.
+    """
+    view = open_view(path)
+    trace = view.trace
+    if trace is None:
+        why = (
+            f"a {view.kind} checkpoint has none" if view.attempt is None
+            else "it was saved with SaveOptions(trace=False) or by an older ray_dcp, or the trace "
+            "could not be written"
+        )  # fmt: skip
+        raise CheckpointNotFoundError(
+            f"expected the trace of a save beside the checkpoint, but there is none: {why}",
+            checkpoint_id=view.url,
+        )
+    if chrome_file is not None:
+        _write_whole(Path(chrome_file), chrome_trace(trace))
+        if not as_json:
+            click.echo(f"wrote {chrome_file}: open it in chrome://tracing or ui.perfetto.dev")
+            return
+    if as_json:
+        click.echo(json.dumps({"path": view.url, **asdict(trace)}, indent=2))
+        return
+    terminal = sys.stdout.isatty()
+    width = min(shutil.get_terminal_size().columns, 160) if terminal else _WIDTH
+    console = Console(file=sys.stdout, highlight=False, width=max(width, 60))
+    for line in gantt(trace, view.url, console.width):
+        console.print(line, soft_wrap=True)
+
+
+def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
+    """Returns a trace as lines of text, each at most `width` long but for the title.
+
+    Args:
+        trace: Of a save.
+        title: Its path.
+        width: Columns, at least 60.
+    """
+    found = lanes(trace)
+    names = {lane: "coordinator" if lane is None else f"rank {lane}" for lane in found}
+    left = max(len(name) for name in names.values())
+    bar = max(width - left - 22, _LEAST_BAR)
+    late = {straggler.rank for straggler in trace.stragglers}
+    end_s = max([trace.committed_s, *(span.stop_s for span in trace.spans)]) or 1e-9
+    lines = [
+        Text(f"{title}: {trace.mode}, {trace.world_size} rank(s), {size_text(trace.num_bytes)}"),
+        Text(
+            f"committed after {seconds_text(trace.committed_s)}, "
+            f"training waited {seconds_text(trace.stall_s)}"
+        ),
+        Text(""),
+    ]
+    for lane, spans in [*found.items()][: _MOST_LANES + 1]:
+        drawn = _bar(spans, end_s, bar, COORDINATOR_MARKS if lane is None else MARKS)
+        mark = "!" if lane in late else " "
+        num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
+        told = f" {size_text(num_bytes):>10}" if num_bytes else ""
+        lines.append(Text.assemble(f"{names[lane]:<{left}} ", (mark, "bold red"), " ", drawn, told))
+    lines.append(_axis(left, bar, end_s))
+    hidden = trace.world_size - len(trace.ranks)
+    if hidden > 0:
+        lines.append(Text(f"… and {hidden} more ranks, which are in these numbers:"))
+    lines += [Text(""), *_table(trace), Text("")]
+    for straggler in trace.stragglers:
+        where = f" ({straggler.where})" if straggler.where else ""
+        lines.append(
+            Text(
+                f"! rank {straggler.rank} ended {straggler.phase} after "
+                f"{seconds_text(straggler.seconds)}, half of the ranks within "
+                f"{seconds_text(straggler.median_s)}{where}"
+            )
+        )
+    lines += [Text(f"! another stager took over from rank {r}'s") for r, _ in trace.takeovers]
+    marks = {**MARKS}
+    legend = "  ".join(f"{mark} {phase}" for phase, mark in marks.items())
+    lines.append(Text(f"ranks: {legend}", style="dim"))
+    legend = "  ".join(f"{mark} {phase}" for phase, mark in COORDINATOR_MARKS.items())
+    lines.append(Text(f"coordinator: {legend}", style="dim"))
+    return lines
+
+
+def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str]) -> Text:
+    cells = [" "] * width
+    styles = [""] * width
+    # Why writing first: a stager writes while the rank still copies, which lies on top.
+    for span in sorted(spans, key=lambda span: span.phase != "write"):
+        first = min(int(span.start_s / end_s * width), width - 1)
+        # Why at least one: what took no time at all took place.
+        last = max(first + 1, min(round(span.stop_s / end_s * width), width))
+        for cell in range(max(first, 0), last):
+            cells[cell] = marks.get(span.phase, "?")
+            styles[cell] = STYLES.get(span.phase, "green")
+    text = Text()
+    for cell, style in zip(cells, styles, strict=True):
+        text.append(cell, style)
+    return text
+
+
+def _axis(left: int, width: int, end_s: float) -> Text:
+    half = seconds_text(end_s / 2)
+    end = seconds_text(end_s)
+    middle = f"{'0':<{width // 2}}{half}"
+    return Text(" " * (left + 3) + f"{middle:<{max(width - len(end), 0)}}{end}", style="dim")
+
+
+def _table(trace: SaveTrace) -> list[Text]:
+    lines = [Text(f"{'PHASE':<8} {'RANKS':>6} {'MEDIAN':>9} {'P99':>9} {'MAX':>9} {'SIZE':>11}")]
+    for phase in trace.phases:
+        size = size_text(phase.num_bytes) if phase.num_bytes else "-"
+        lines.append(
+            Text(
+                f"{phase.phase:<8} {phase.num_ranks:>6} {seconds_text(phase.median_s):>9} "
+                f"{seconds_text(phase.p99_s):>9} {seconds_text(phase.max_s):>9} {size:>11}"
+            )
+        )
+    return lines
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    try:
+        fd, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+            os.chmod(temp, 0o644)
+            os.replace(temp, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temp)
+            raise
+    except OSError as error:
+        raise click.ClickException(f"{path} can't be written: {error.strerror}") from error

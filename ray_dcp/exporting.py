@@ -1,0 +1,370 @@
+"""`export`, `import_checkpoint` and `copy`: checkpoints into other formats, places, and back.
+
+Streaming: memory holds neither side whole. What a target needs on disk is known, and looked for,
+before anything is written; what is interrupted leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
+from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.options import SaveOptions
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.copying import check_free, copy_checkpoint, plan_copy
+from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.wording import size_text
+
+__all__ = ["ExportFormat", "ExportPlan", "copy", "export", "import_checkpoint", "plan_export"]
+
+ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
+Told = Callable[[int, int], None]
+
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
+            "float": "float32", "fp64": "float64"}  # fmt: skip
+_FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_FRAME_BYTES = 4096
+"""What a tensor may take beside its bytes."""
+_ONE_FILE_BYTES = 1 << 62
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export would write."""
+
+    source: str
+    target: str
+    format: str
+    num_tensors: int
+    num_objects: int
+    num_bytes: int
+    """About what the result has."""
+    disk_bytes: int
+    """About what is needed on disk until it is done, with temporary files."""
+
+
+def plan_export(
+    source: AnyPlace | CheckpointView,
+    target: str | os.PathLike[str],
+    format: ExportFormat = "safetensors",  # noqa: A002 - what users call it
+    *,
+    include: Sequence[str] = (),
+    dtype: str | None = None,
+) -> ExportPlan:
+    """Returns what an export would write, after checking that it can; see `export`."""
+    if format not in get_args(ExportFormat):
+        raise InvalidRequestError(
+            f"format must be one of {', '.join(get_args(ExportFormat))}, but is {format!r}",
+            key="format",
+        )
+    cast = _dtype_name(dtype)
+    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    names = [n for n in view.names if not include or any(fnmatchcase(n, p) for p in include)]
+    if not names:
+        raise InvalidRequestError(
+            f"expected names that match {', '.join(map(repr, include))} in {view.url}, found none "
+            f"of {len(view)}",
+            key="include",
+        )
+    num_bytes = 0
+    for name in names:
+        info = view.tensors.get(name)
+        if info is not None:
+            is_cast = cast is not None and "float" in info.dtype
+            width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
+            num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
+    num_objects = sum(name not in view.tensors for name in names)
+    rewritten = format == "dcp" and not _is_copy(view, include, cast)
+    plan = ExportPlan(
+        view.url, os.fspath(target), format, len(names) - num_objects, num_objects, num_bytes,
+        num_bytes * (2 if rewritten else 1),
+    )  # fmt: skip
+    _check_target(plan)
+    return plan
+
+
+def export(
+    source: AnyPlace | CheckpointView,
+    target: str | os.PathLike[str],
+    format: ExportFormat = "safetensors",  # noqa: A002 - what users call it
+    *,
+    include: Sequence[str] = (),
+    dtype: str | None = None,
+    told: Told | None = None,
+) -> ExportPlan:
+    """Writes a checkpoint in another format.
+
+    Args:
+        source: Path, URL or view of any checkpoint.
+        target: For `safetensors` a new file, for `torch` (`torch.save`) too; for `hf` (files and
+            an index, as on the hub) and `dcp` (for stock DCP) a new or empty directory.
+        format: One of these.
+        include: Shell patterns of FQNs; everything if none is given. `safetensors` and `hf` hold no
+            objects: choose tensors.
+        dtype: What floating tensors are cast to, as `bfloat16` or `bf16`; their own if None.
+        told: Called with bytes written and in all, where that is known.
+
+    Returns:
+        What was planned.
+
+    Raises:
+        InvalidRequestError: Nothing matches, or the target is not new.
+        UnsupportedValueError: The format lacks a dtype, or holds no objects.
+        StorageError: There is not enough space, which is said before anything is written; or the
+            storage failed.
+        CheckpointError: The checkpoint can't be read.
+
+    Example:
+        >>> import tempfile, ray_dcp, torch
+        >>> root = tempfile.mkdtemp()
+        >>> _ = ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=f"{root}/a")
+        >>> ray_dcp.export(f"{root}/a", f"{root}/w.safetensors").num_tensors
+        1
+        >>> ray_dcp.export(f"{root}/a", f"{root}/w.pt", "torch", dtype="bf16").format
+        'torch'
+        >>> torch.load(f"{root}/w.pt")["w"].dtype
+        torch.bfloat16
+    """
+    plan = plan_export(source, target, format, include=include, dtype=dtype)
+    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    place: Any = plan.source if isinstance(source, CheckpointView) else source
+    path, options = Path(target), {"include": list(include), "dtype": _torch_dtype(dtype)}
+    from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
+
+    if format == "torch":
+        dcp_to_torch_save(place, path, **options)
+    elif format == "dcp":
+        if _is_copy(view, include, dtype):
+            copy(view, path, told=told)
+            _with_metadata(path)
+        else:
+            _rewrite(place, path, **options)
+    else:
+        with _beside(path) as temporary:
+            files = _ONE_FILE_BYTES if format == "safetensors" else 5 << 30
+            dcp_to_safetensors(place, temporary, file_bytes=files, **options)
+            if format == "safetensors":
+                (made,) = temporary.glob("*.safetensors")
+                made.replace(path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.replace(path)
+    return plan
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    target: AnyPlace,
+    *,
+    include: Sequence[str] = (),
+    dtype: str | None = None,
+    weights_only: bool = True,
+    options: SaveOptions | None = None,
+) -> None:
+    """Makes a checkpoint of ray_dcp of a file or folder of another program.
+
+    Args:
+        source: A file of `torch.save`, a safetensors file or folder, or a checkpoint of stock DCP.
+        target: Path or URL of the new checkpoint; none may be there.
+        include: Shell patterns of FQNs; everything if none is given.
+        dtype: What floating tensors are cast to; their own if None.
+        weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
+        options: As for `save`.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at the source.
+        CheckpointExistsError: Something of a checkpoint is at the target.
+        UnsafeCheckpointError: The file asks for code to run.
+        StorageError: There is not enough space, or a storage failed.
+        CheckpointError: The source can't be read.
+    """
+    check_source(source)
+    check_free(open_storage(target))
+    path = Path(source)
+    cast = _torch_dtype(dtype)
+    if path.is_file() and path.suffix != ".safetensors":
+        from ray_dcp.conversion import torch_save_to_dcp
+
+        check_space(target, path.stat().st_size)
+        torch_save_to_dcp(
+            path, target, include=list(include), dtype=cast, weights_only=weights_only,
+            options=options,
+        )  # fmt: skip
+    elif path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, path.name).symlink_to(path.absolute())
+            _rewrite(folder, target, include=list(include), dtype=cast, options=options)
+    else:
+        _rewrite(source, target, include=list(include), dtype=cast, options=options)
+
+
+def copy(
+    source: AnyPlace | CheckpointView, target: AnyPlace, *, told: Told | None = None
+) -> CheckpointView:
+    """Copies a checkpoint to another place, as it is, and returns a view of the copy.
+
+    It appears there when all of it is durable; what is interrupted is taken away again.
+
+    Args:
+        source: Path, URL or view of any checkpoint.
+        target: Path or URL; nothing of a checkpoint may be there.
+        told: Called with bytes copied and in all, from any thread.
+
+    Raises:
+        CheckpointExistsError: Something of a checkpoint is at the target.
+        DamagedCheckpointError: A file is missing or has another length.
+        StorageError: There is not enough space, or a storage failed.
+
+    Example:
+        >>> import ray_dcp, torch
+        >>> _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id="memory://doc-copy/a")
+        >>> view = ray_dcp.copy("memory://doc-copy/a", "memory://doc-copy/b")
+        >>> view["w"][...].tolist(), view.verify().ok
+        ([1.0, 1.0], True)
+    """
+    view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
+    plan = plan_copy(view.storage, view.checkpoint)
+    check_space(target, plan.num_bytes)
+    copy_checkpoint(view.storage, plan, open_storage(target), told=told)
+    return open_checkpoint(target)
+
+
+def check_space(target: AnyPlace, num_bytes: int) -> None:
+    """Checks that a local target has room for so many bytes; others are not asked.
+
+    Raises:
+        StorageError: It has not.
+    """
+    storage = open_storage(target)
+    if isinstance(storage, LocalStorage):
+        _check_free_bytes(Path(storage.url), num_bytes)
+
+
+def _check_free_bytes(path: Path, num_bytes: int) -> None:
+    there = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+    try:
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise StorageError(f"the space in {there} can't be told: {error}") from error
+    if num_bytes > free:
+        raise StorageError(
+            f"expected {size_text(num_bytes)} of space in {there}, but {size_text(free)} are free; "
+            f"nothing was written. Free some, choose another disk, or less by include or dtype",
+            key=str(path),
+        )
+
+
+def _check_target(plan: ExportPlan) -> None:
+    path = Path(plan.target)
+    if plan.format in ("safetensors", "torch"):
+        if path.is_dir():
+            raise InvalidRequestError(
+                f"expected the name of a new {plan.format} file, but {path} is a directory",
+                key="target",
+            )
+        if not path.parent.is_dir():
+            raise InvalidRequestError(
+                f"expected a file in a directory that exists, but {path.parent} is none",
+                key="target",
+            )
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidRequestError(
+            f"expected a new or empty directory for {plan.format}, but {path} is neither",
+            key="target",
+        )
+    _check_free_bytes(path, plan.disk_bytes)
+
+
+def _is_copy(view: CheckpointView, include: Sequence[str], dtype: str | None) -> bool:
+    """Stock DCP reads the files as they are."""
+    manifest = view.checkpoint.manifest
+    ours = manifest is not None and manifest.container == "torch_save"
+    return (ours or view.kind == "stock") and not include and dtype is None
+
+
+def _with_metadata(path: Path) -> None:
+    if not (path / ".metadata").exists():
+        from ray_dcp.runtime.metadata_later import write_metadata
+
+        write_metadata(path)
+
+
+def _rewrite(
+    source: AnyPlace,
+    target: AnyPlace,
+    *,
+    include: Sequence[str],
+    dtype: Any,
+    options: SaveOptions | None = None,
+) -> None:
+    """Saves anew, through a mapped file: memory holds no more than its pages."""
+    from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
+
+    view = open_checkpoint(source)
+    storage = open_storage(target)
+    local = isinstance(storage, LocalStorage)
+    total = sum(info.num_bytes for info in view.tensors.values())
+    check_space(target, 2 * total if local else 0)
+    parent = Path(storage.url).parent if local else Path(tempfile.gettempdir())
+    parent = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".ray-dcp-", dir=parent) as folder:
+        _check_free_bytes(Path(folder), total)
+        made = Path(folder, "state.pt")
+        dcp_to_torch_save(source, made, include=include, dtype=dtype)
+        torch_save_to_dcp(made, target, weights_only=True, options=options)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Gives a new directory beside a path, which is gone afterwards unless it was moved."""
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    temporary = Path(tempfile.mkdtemp(prefix=".ray-dcp-", dir=parent))
+    temporary.chmod(0o755)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _dtype_name(dtype: str | None) -> str | None:
+    if dtype is None:
+        return None
+    name = _ALIASES.get(dtype, dtype)
+    if name not in _FLOATS:
+        raise InvalidRequestError(
+            f"dtype must be one of {', '.join((*_FLOATS, *_ALIASES))}, but is {dtype!r}",
+            key="dtype",
+        )
+    return name
+
+
+def _torch_dtype(dtype: str | None) -> Any:
+    name = _dtype_name(dtype)
+    if name is None:
+        return None
+    from ray_dcp.seam.tensors import dtype_of
+
+    return dtype_of(name)
+
+
+def check_source(source: str | os.PathLike[str]) -> None:
+    """Checks that there is something to import.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+    """
+    if not Path(source).exists() and "://" not in os.fspath(source):
+        raise CheckpointNotFoundError(f"expected a file or folder to import, but {source} is none")

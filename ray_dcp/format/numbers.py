@@ -1,0 +1,88 @@
+"""Stored bytes as numbers that can be reckoned with: bfloat16 and float8 too, without torch.
+
+Values of every dtype become float64, complex ones complex128; int64 beyond 2**53 is rounded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.format.dtypes import NUMPY_DTYPES, itemsize_of
+
+__all__ = ["READABLE", "as_numbers", "raw_dtype"]
+
+_FLOAT8 = {
+    # name: (exponent bits, mantissa bits, bias, has infinities, codes of NaN)
+    "float8_e5m2": (5, 2, 15, True, ()),
+    "float8_e4m3fn": (4, 3, 7, False, (0x7F, 0xFF)),
+    "float8_e5m2fnuz": (5, 2, 16, False, (0x80,)),
+    "float8_e4m3fnuz": (4, 3, 8, False, (0x80,)),
+}
+READABLE = frozenset({*NUMPY_DTYPES, "bfloat16", "float8_e8m0fnu", *_FLOAT8})
+"""Names of the torch dtypes that can be read as numbers here."""
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """Returns the numpy dtype in which the bytes of a torch dtype are held.
+
+    Args:
+        dtype: Name of a torch dtype.
+
+    Example:
+        >>> raw_dtype("float32").name, raw_dtype("bfloat16").name
+        ('float32', 'uint16')
+    """
+    return np.dtype(dtype) if dtype in NUMPY_DTYPES else np.dtype(f"u{itemsize_of(dtype)}")
+
+
+def as_numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Returns values as float64, or complex128.
+
+    Args:
+        raw: Of `raw_dtype(dtype)`, any shape.
+        dtype: Name of a torch dtype, one of `READABLE`.
+
+    Example:
+        >>> as_numbers(np.array([0x3F80, 0xC000], np.uint16), "bfloat16").tolist()
+        [1.0, -2.0]
+        >>> as_numbers(np.array([0x38, 0x7F], np.uint8), "float8_e4m3fn").tolist()
+        [1.0, nan]
+    """
+    # Why: a signalling NaN is one like any other here.
+    with np.errstate(invalid="ignore"):
+        return _numbers(raw, dtype)
+
+
+def _numbers(raw: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    if dtype == "bfloat16":
+        words = np.left_shift(raw.astype(np.uint32), np.uint32(16))
+        return words.view(np.float32).astype(np.float64)
+    if dtype == "float8_e8m0fnu":
+        return np.where(raw == 255, np.nan, np.exp2(raw.astype(np.float64) - 127))
+    if dtype in _FLOAT8:
+        found: npt.NDArray[np.float64] = _float8(dtype)[raw]
+        return found
+    if dtype.startswith("complex"):
+        return raw.astype(np.complex128)
+    return raw.astype(np.float64)
+
+
+@cache
+def _float8(dtype: str) -> npt.NDArray[np.float64]:
+    """Returns the value of each of the 256 codes."""
+    exponent_bits, mantissa_bits, bias, has_infinities, not_numbers = _FLOAT8[dtype]
+    codes = np.arange(256)
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    normal = np.exp2(exponent.astype(np.float64) - bias) * (1 + mantissa)
+    value = sign * np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), normal)
+    if has_infinities:
+        top = exponent == (1 << exponent_bits) - 1
+        value = np.where(top, np.where(mantissa == 0, sign * np.inf, np.nan), value)
+    value[list(not_numbers)] = np.nan
+    return value

@@ -1,0 +1,378 @@
+"""The trace of a save: what took how long on which rank, as a small JSON file beside the checkpoint.
+
+Pure. All times are seconds on one clock, the coordinator's, from the first thing that any rank did
+for the save. The file is not part of the commit: nothing refers to it, and nobody misses it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import isfinite
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.errors import DamagedCheckpointError
+
+__all__ = [
+    "MAX_TRACE_BYTES",
+    "PHASES",
+    "PhaseSummary",
+    "RankTimes",
+    "SaveTrace",
+    "Span",
+    "Straggler",
+    "decode_trace",
+    "encode_trace",
+    "make_trace",
+    "trace_key",
+]
+
+PHASES = ("capture", "plan", "stage", "write")
+"""Phases of a rank, in their order; see `Span.phase`."""
+
+MOST_RANKS = 64
+"""Ranks whose spans are told one by one; of more, the latest of each phase and a sample."""
+MOST_STRAGGLERS = 24
+MAX_TRACE_BYTES = 1 << 20
+"""What is longer is no trace. One of 64 ranks has about 16 KB, and no more of 10,000."""
+
+LATE_RATIO, LATE_S = 2.0, 0.05
+"""A rank is late that takes twice as long as half of the ranks, and 50 ms longer."""
+
+_FORMAT, _VERSION = "ray_dcp.trace", 1
+
+FloatArray = npt.NDArray[np.float64]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase of one rank, or of the coordinator."""
+
+    phase: str
+    """Of a rank: `capture` (state dict to items, until it had joined), `plan` (until it was told
+    what to write: also the wait for the last rank), `stage` (the copy, while training waits) and
+    `write` (until its files were durable). Of the coordinator: `look` (what stands there), `plan`,
+    `build` (check the receipts, make the chunk table), `table`, and `record`: the commit."""
+    rank: int | None
+    """None for the coordinator."""
+    start_s: float
+    stop_s: float
+    num_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True)
+class PhaseSummary:
+    """How long a phase took on all ranks, in seconds; also of those whose spans are not told."""
+
+    phase: str
+    num_ranks: int
+    min_s: float
+    median_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that ended a phase much later than the others."""
+
+    rank: int
+    phase: str
+    seconds: float
+    """From the first rank's begin of the phase to this rank's end."""
+    median_s: float
+    """The same of the rank in the middle."""
+    where: str = ""
+    """Process and node, where Ray knows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTrace:
+    """The course of one save, to its commit.
+
+    `.metadata` and the removal of what the save replaced come after the commit and are not in it.
+
+    Example:
+        >>> times = {"write": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 0.9], [8, 8])}
+        >>> trace = make_trace("0123456789abcdef", "save", 2, 1e9, 1.0, [], times)
+        >>> [(span.rank, span.stop_s) for span in trace.spans]
+        [(0, 0.1), (1, 0.9)]
+        >>> trace.stragglers[0].rank, decode_trace(encode_trace(trace)) == trace
+        (1, True)
+    """
+
+    attempt: str
+    mode: str
+    """`"save"` or `"async_save"`."""
+    world_size: int
+    began_s: float
+    """When it began, in seconds since 1970 by the coordinator's clock."""
+    committed_s: float
+    """When the checkpoint stood, in seconds since the begin."""
+    spans: tuple[Span, ...] = ()
+    """The coordinator's, then those of the ranks in `ranks`, by rank."""
+    phases: tuple[PhaseSummary, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    """The latest first; at most 24."""
+    takeovers: tuple[tuple[int, float], ...] = ()
+    """`(rank, when)`: another stager took the rank's bytes over."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks whose spans are told, ascending."""
+        return tuple(sorted({span.rank for span in self.spans if span.rank is not None}))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all ranks wrote."""
+        return sum(phase.num_bytes for phase in self.phases if phase.phase == "write")
+
+    @property
+    def stall_s(self) -> float:
+        """How long training waited for the slowest rank, in seconds."""
+        if self.mode != "async_save":
+            return self.committed_s
+        ends = [s.stop_s for s in self.spans if s.rank is not None and s.phase != "write"]
+        return max(ends, default=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class RankTimes:
+    """A phase on many ranks, as columns of equal length."""
+
+    rank: npt.NDArray[np.int64]
+    start_s: FloatArray
+    stop_s: FloatArray
+    num_bytes: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        rank: Sequence[int],
+        start_s: Sequence[float],
+        stop_s: Sequence[float],
+        num_bytes: Sequence[int] | None = None,
+    ) -> RankTimes:
+        """Returns columns of lists; a phase never ends before it began."""
+        start = np.asarray(start_s, np.float64)
+        stop = np.maximum(np.asarray(stop_s, np.float64), start)
+        count = np.zeros(len(rank), np.int64) if num_bytes is None else np.asarray(num_bytes)
+        return cls(np.asarray(rank, np.int64), start, stop, count.astype(np.int64))
+
+    @property
+    def late_s(self) -> FloatArray:
+        """From the first rank's begin to the end of each."""
+        return self.stop_s - self.start_s.min()
+
+
+def trace_key(attempt: str) -> str:
+    """Returns the key of an attempt's trace.
+
+    Args:
+        attempt: Its id.
+
+    Example:
+        >>> trace_key("0123456789abcdef")
+        'trace.0123456789abcdef.json'
+    """
+    return f"trace.{attempt}.json"
+
+
+def make_trace(
+    attempt: str,
+    mode: str,
+    world_size: int,
+    began_s: float,
+    committed_s: float,
+    coordinator: Sequence[Span],
+    times: Mapping[str, RankTimes],
+    *,
+    takeovers: Sequence[tuple[int, float]] = (),
+    where: Mapping[int, str] = MappingProxyType({}),
+) -> SaveTrace:
+    """Returns a trace of bounded size: of many ranks the late ones, a sample, and quantiles of all.
+
+    Args:
+        attempt: Its id.
+        mode: See `SaveTrace`.
+        world_size: Number of ranks.
+        began_s: See `SaveTrace`.
+        committed_s: See `SaveTrace`.
+        coordinator: Its spans.
+        times: By phase of `PHASES`, what is known of the ranks.
+        takeovers: See `SaveTrace`.
+        where: Process and node of ranks.
+
+    Complexity:
+        O(ranks log ranks) in numpy: 2 ms for 10,000 ranks.
+    """
+    known = {phase: times[phase] for phase in PHASES if phase in times and len(times[phase].rank)}
+    stragglers = _stragglers(known, where)
+    chosen = _chosen(known, world_size, [straggler.rank for straggler in stragglers])
+    spans = list(coordinator)
+    for phase, columns in known.items():
+        rows = np.flatnonzero(np.isin(columns.rank, chosen))
+        spans += [
+            Span(phase, int(columns.rank[row]), _tidy(columns.start_s[row]),
+                 _tidy(columns.stop_s[row]), int(columns.num_bytes[row]))
+            for row in rows.tolist()
+        ]  # fmt: skip
+    order = {phase: index for index, phase in enumerate(PHASES)}
+    spans.sort(key=lambda span: (-1, 0) if span.rank is None else (span.rank, order[span.phase]))
+    return SaveTrace(
+        attempt=attempt,
+        mode=mode,
+        world_size=world_size,
+        began_s=round(began_s, 3),
+        committed_s=_tidy(committed_s),
+        spans=tuple(spans),
+        phases=tuple(_summary(phase, columns) for phase, columns in known.items()),
+        stragglers=stragglers,
+        takeovers=tuple((rank, _tidy(at_s)) for rank, at_s in takeovers[:MOST_RANKS]),
+    )
+
+
+def encode_trace(trace: SaveTrace) -> bytes:
+    """Returns a trace as JSON in UTF-8, with a line for each span.
+
+    Args:
+        trace: To be written.
+    """
+    told = {"format": _FORMAT, "version": _VERSION}
+    told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
+    parts = []
+    for name, value in told.items():
+        if name in ("spans", "phases", "stragglers", "takeovers"):
+            rows = [row if name == "takeovers" else list(asdict(row).values()) for row in value]
+            lines = ",\n  ".join(json.dumps(row) for row in rows)
+            parts.append(f'"{name}": [\n  {lines}\n ]' if rows else f'"{name}": []')
+        else:
+            parts.append(f'"{name}": {json.dumps(value)}')
+    return ("{" + ",\n ".join(parts) + "}\n").encode()
+
+
+def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
+    """Returns a trace from its bytes.
+
+    Args:
+        data: As `encode_trace` made them.
+        key: Of the file, for messages.
+
+    Raises:
+        DamagedCheckpointError: These are none, or those of a newer version.
+    """
+    try:
+        if len(data) > MAX_TRACE_BYTES:
+            raise ValueError(f"more than {MAX_TRACE_BYTES} bytes")
+        found = json.loads(data)
+        if found["format"] != _FORMAT or found["version"] != _VERSION:
+            raise ValueError(f"{found['format']!r} of version {found['version']!r}")
+        return SaveTrace(
+            attempt=_is(str, found["attempt"]),
+            mode=_is(str, found["mode"]),
+            world_size=_is(int, found["world_size"]),
+            began_s=_is(float, found["began_s"]),
+            committed_s=_is(float, found["committed_s"]),
+            spans=tuple(_row(Span, row) for row in found["spans"]),
+            phases=tuple(_row(PhaseSummary, row) for row in found["phases"]),
+            stragglers=tuple(_row(Straggler, row) for row in found["stragglers"]),
+            takeovers=tuple((_is(int, row[0]), _is(float, row[1])) for row in found["takeovers"]),
+        )
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"expected the trace of a save, a JSON object of format {_FORMAT!r} and version "
+            f"{_VERSION}, found something else ({type(error).__name__}: {error}). The checkpoint "
+            f"itself does not need it",
+            key=key or None,
+        ) from error
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (float, int),
+}
+
+
+def _row(kind: type[T], values: Any) -> T:
+    """Returns a dataclass of a row that holds its fields in order, each of its type."""
+    names = fields(kind)  # type: ignore[arg-type]
+    if len(values) != len(names):
+        raise ValueError(f"a {kind.__name__} of {len(values)} values")
+    for field, value in zip(names, values, strict=True):
+        allowed = _TYPES[str(field.type)]
+        if not isinstance(value, allowed) or isinstance(value, bool) or not _is_finite(value):
+            raise ValueError(f"{kind.__name__}.{field.name} is {value!r}")
+    return kind(*values)
+
+
+def _is(kind: type[T], value: Any) -> T:
+    allowed = (float, int) if kind is float else (kind,)
+    if not isinstance(value, allowed) or isinstance(value, bool) or not _is_finite(value):
+        raise ValueError(f"expected {kind.__name__}, found {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, int | float) or (isfinite(value) and abs(value) < 1e18)
+
+
+def _tidy(seconds: float) -> float:
+    return round(float(seconds), 5)
+
+
+def _summary(phase: str, columns: RankTimes) -> PhaseSummary:
+    seconds = columns.stop_s - columns.start_s
+    quantiles = np.quantile(seconds, [0.0, 0.5, 0.9, 0.99, 1.0])
+    return PhaseSummary(
+        phase, len(seconds), *map(_tidy, quantiles.tolist()), num_bytes=int(columns.num_bytes.sum())
+    )
+
+
+def _stragglers(
+    times: Mapping[str, RankTimes], where: Mapping[int, str]
+) -> tuple[Straggler, ...]:  # fmt: skip
+    found: list[Straggler] = []
+    for phase, columns in times.items():
+        if phase == "plan":
+            continue  # to be early is to wait long
+        late_s = columns.late_s
+        # Why the lower one: of two ranks, one is to be compared with the other.
+        median_s = float(np.sort(late_s)[(len(late_s) - 1) // 2])
+        bound_s = max(LATE_RATIO * median_s, median_s + LATE_S)
+        rows = np.flatnonzero(late_s > bound_s)
+        rows = rows[np.argsort(-late_s[rows], kind="stable")][:MOST_STRAGGLERS]
+        for row in rows.tolist():
+            rank = int(columns.rank[row])
+            told = (_tidy(late_s[row]), _tidy(median_s), where.get(rank, "")[:200])
+            found.append(Straggler(rank, phase, *told))
+    found.sort(key=lambda straggler: (straggler.median_s - straggler.seconds, straggler.rank))
+    return tuple(found[:MOST_STRAGGLERS])
+
+
+def _chosen(
+    times: Mapping[str, RankTimes], world_size: int, stragglers: Sequence[int]
+) -> npt.NDArray[np.int64]:
+    """Returns the ranks whose spans are told: at most `MOST_RANKS`."""
+    if world_size <= MOST_RANKS:
+        return np.arange(world_size)
+    chosen = dict.fromkeys(stragglers)
+    for columns in times.values():
+        chosen.update(dict.fromkeys(columns.rank[np.argsort(-columns.stop_s)[:4]].tolist()))
+    left = max(0, MOST_RANKS - len(chosen))
+    chosen.update(dict.fromkeys(np.linspace(0, world_size - 1, left).astype(int).tolist()))
+    return np.asarray([*chosen][:MOST_RANKS], np.int64)

@@ -1,0 +1,388 @@
+"""`RunView`: the checkpoints of a run, step by step, and `open`, which finds out what is at a path.
+
+What is in one checkpoint is in `checkpoint_view`. Needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.format.run_files import (
+    SHARED_FOLDER,
+    check_note,
+    check_tag,
+    note_key,
+    tag_key,
+)
+from ray_dcp.format.save_trace import SaveTrace
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.location import AnyPlace, as_target
+from ray_dcp.store.opening import absolute_target, open_storage, place_below
+from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.diffing import diff_tables
+from ray_dcp.view.layouts import layout_text
+from ray_dcp.view.listing import ListedCheckpoint, State, list_checkpoints
+from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
+from ray_dcp.view.trace import read_trace
+from ray_dcp.view.wording import size_text
+
+__all__ = ["RunView", "StepView", "nearest_paths", "open", "open_address", "open_run"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StepView:
+    """One step of a run as it was listed; what is in it is read when it is asked for."""
+
+    listed: ListedCheckpoint
+    """What the listing tells."""
+    _run: RunView = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Path below the run; `.` for the root itself."""
+        return self.listed.name
+
+    @property
+    def step(self) -> int | None:
+        """Number at the end of the name; None if there is none."""
+        return self.listed.step
+
+    @property
+    def state(self) -> State:
+        """See `ListedCheckpoint.state`."""
+        return self.listed.state
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files in the folder."""
+        return self.listed.num_bytes
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks that saved it, if that can be told."""
+        return self.listed.num_ranks
+
+    @property
+    def created_s(self) -> float | None:
+        """When it was saved, in seconds since 1970; None if that was not recorded."""
+        return self.listed.created_s
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """As told to a `CheckpointManager`."""
+        return self.listed.metrics
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The user's, as told to a `CheckpointManager`."""
+        return self.listed.metadata
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Sorted."""
+        return self.listed.tags
+
+    @property
+    def note(self) -> str:
+        """Text for people; empty if there is none."""
+        return self.listed.note
+
+    @property
+    def path(self) -> Target:
+        """Where it lies: for `ray_dcp.load`, `verify`, `delete` and others."""
+        return place_below(self._run.place, self.name) if self.name != "." else self._run.place
+
+    @cached_property
+    def view(self) -> CheckpointView:
+        """The checkpoint.
+
+        Raises:
+            CheckpointError: As `ray_dcp.open` does.
+        """
+        return open_checkpoint(self.path)
+
+    @cached_property
+    def layout(self) -> str | None:
+        """How its tensors are cut, in words, as `rows/8`; None where that can't be read."""
+        try:
+            return layout_text(self.view.table)
+        except CheckpointError:
+            return None
+
+    @cached_property
+    def new_bytes(self) -> int | None:
+        """Bytes of tensors and objects that are not the same in the step before.
+
+        By the stored hashes: nothing but the two chunk tables is read. All bytes for the first
+        step; None where hashes can't tell: stock checkpoints, or chunks that were cut otherwise.
+        """
+        before = self._run.before(self)
+        try:
+            if before is None:
+                return int(self.view.table.payload_bytes.sum())
+            return diff_tables(before.view.table, self.view.table).new_bytes
+        except CheckpointError:
+            return None
+
+    @cached_property
+    def trace(self) -> SaveTrace | None:
+        """The course of its save; None when that left none, or one that can't be read."""
+        manifest = self.listed.manifest
+        try:
+            storage = open_storage(self.path)
+            return read_trace(storage, None if manifest is None else manifest.attempt)
+        except CheckpointError:
+            return None
+
+    @property
+    def stall_s(self) -> float | None:
+        """How long training waited for the save, in seconds; None if that was not recorded."""
+        return None if self.trace is None else self.trace.stall_s
+
+    @property
+    def durable_s(self) -> float | None:
+        """From the begin of the save to its commit, in seconds; None if that was not recorded."""
+        return None if self.trace is None else self.trace.committed_s
+
+    def __repr__(self) -> str:
+        return f"StepView({self.name!r}, {self.state}, {size_text(self.num_bytes)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunView:
+    """The checkpoints at and below a directory, as they were when it was opened.
+
+    Iterating gives a `StepView` for each, oldest first; `run["latest"]`, `run["best"]`, `run[500]`,
+    `run["a-tag"]` and `run["step-500"]` open one. Reads names and small records only.
+
+    Example:
+        >>> import ray_dcp, torch
+        >>> for step in (1, 2):
+        ...     _ = ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=f"memory://doc-run/step-{step}")
+        >>> run = ray_dcp.open("memory://doc-run")
+        >>> [(step.step, step.state) for step in run], run["latest"]["w"][0:1]
+        ([(1, 'committed'), (2, 'committed')], array([1.], dtype=float32))
+        >>> run.tag(1, "before-lr-drop")["before-lr-drop"].url
+        'memory://doc-run/step-1'
+    """
+
+    place: Target
+    """Where the run lies."""
+    steps: tuple[StepView, ...] = field(init=False)
+    """By step, then by name."""
+    _listed: tuple[ListedCheckpoint, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(StepView(one, self) for one in self._listed))
+
+    @property
+    def url(self) -> str:
+        """Absolute path or URL."""
+        return open_storage(self.place).url
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[StepView]:
+        return iter(self.steps)
+
+    def __getitem__(self, key: int | str) -> CheckpointView:
+        """Opens one checkpoint.
+
+        Args:
+            key: A step number; `latest`; `best`, `best:METRIC` or `best:METRIC:min`; a tag; or the
+                name of a folder.
+
+        Raises:
+            CheckpointNotFoundError: There is none; the message offers the nearest.
+            InvalidRequestError: It is not clear which is meant.
+            CheckpointError: It can't be opened; see `ray_dcp.open`.
+        """
+        return self.step(key).view
+
+    def step(self, key: int | str) -> StepView:
+        """Returns a step without opening its checkpoint; see `__getitem__`."""
+        found = choose(self._listed, key, url=self.url)
+        return self.steps[self._listed.index(found)]
+
+    def best(self, metric: str | None = None, mode: str | None = None) -> StepView:
+        """Returns the step with the best value of a metric.
+
+        Args:
+            metric: Name; the only one that there is if None.
+            mode: `"min"` or `"max"`; by the name of the metric if None.
+
+        Raises:
+            CheckpointNotFoundError: No step has the metric.
+            InvalidRequestError: It is not clear which metric is meant, or which values are best.
+        """
+        found = best_of_run(self._listed, metric, mode, url=self.url)
+        return self.steps[self._listed.index(found)]
+
+    def before(self, step: StepView) -> StepView | None:
+        """Returns the last readable step before one; None for the first."""
+        at = self.steps.index(step)
+        return next((one for one in reversed(self.steps[:at]) if one.listed.is_readable), None)
+
+    def refresh(self) -> RunView:
+        """Returns the run as it is now."""
+        return open_run(self.place)
+
+    def tag(self, key: int | str, *tags: str, remove: bool = False) -> RunView:
+        """Gives tags to a step, or takes them away; retention keeps the steps that have one.
+
+        Args:
+            key: Of the step; see `__getitem__`.
+            *tags: 1 to 64 letters, digits, `.`, `_` or `-`.
+            remove: Take them away.
+
+        Returns:
+            The run as it is now.
+
+        Raises:
+            InvalidRequestError: A tag can't be one, or the step has no number.
+            CheckpointNotFoundError: There is no such step.
+            StorageError: It could not be written.
+        """
+        number = self.check_step(key)
+        keys = [tag_key(number, check_tag(tag)) for tag in tags]
+        shared = open_storage(place_below(self.place, SHARED_FOLDER))
+        if remove:
+            shared.delete(keys)
+        else:
+            for one in keys:
+                shared.write(one, b"")
+        return self.refresh()
+
+    def annotate(self, key: int | str, note: str) -> RunView:
+        """Puts a text on a step, in place of the one that is there; an empty one removes it.
+
+        Args:
+            key: Of the step; see `__getitem__`.
+            note: At most 64 KiB.
+
+        Returns:
+            The run as it is now.
+
+        Raises:
+            InvalidRequestError: The note is too long, or the step has no number.
+            CheckpointNotFoundError: There is no such step.
+            StorageError: It could not be written.
+        """
+        number, data = self.check_step(key), check_note(note)
+        shared = open_storage(place_below(self.place, SHARED_FOLDER))
+        if data:
+            shared.write(note_key(number), data)
+        else:
+            shared.delete([note_key(number)])
+        return self.refresh()
+
+    def check_step(self, key: int | str) -> int:
+        """Returns the number of a step after checking that it can have tags and notes.
+
+        Args:
+            key: Of the step; see `__getitem__`.
+
+        Raises:
+            InvalidRequestError: The step has no number, or lies deeper in the run.
+            CheckpointNotFoundError: There is no such step.
+        """
+        found = self.step(key)
+        if found.step is None or "/" in found.name or found.name == ".":
+            raise InvalidRequestError(
+                f"tags and notes are for steps with a number directly in the run, but "
+                f"{found.name!r} in {self.url} is none"
+            )
+        return found.step
+
+    def __repr__(self) -> str:
+        return f"RunView({self.url!r}, {len(self)} checkpoints)"
+
+
+def open_run(place: AnyPlace) -> RunView:
+    """Returns the checkpoints at and below a directory; none where there is none.
+
+    Args:
+        place: Path, URL, `Location` or filesystem.
+
+    Raises:
+        StorageError: The storage refused to list.
+    """
+    target = absolute_target(place)
+    return RunView(target, list_checkpoints(target))
+
+
+def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public name
+    """Returns a view of what is at a path: a `CheckpointView`, or a `RunView` of a directory.
+
+    Args:
+        path: Path or URL of a checkpoint or of a run; or `RUN@STEP`, where STEP is a number,
+            `latest`, `best`, `best:METRIC`, a tag or a folder.
+
+    Raises:
+        CheckpointNotFoundError: There is neither; the message says what is there, or near.
+        UncommittedCheckpointError: Files of a save are there, but it was never committed.
+        DamagedCheckpointError: The manifest or chunk table can't be trusted.
+        StorageError: The storage refused.
+    """
+    try:
+        return open_checkpoint(path)
+    except CheckpointNotFoundError as error:
+        if isinstance(path, (str, os.PathLike)) and os.path.isfile(path):
+            raise
+        run = open_run(path)
+        if any(one.name != "." for one in run):
+            return run
+        if isinstance(path, str) and split_address(path)[1] is not None:
+            return open_address(path)
+        error.message += nearest_paths(path)
+        raise
+
+
+def open_address(text: str) -> CheckpointView:
+    """Returns the checkpoint that `RUN@STEP`, or a plain path, names.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message offers the nearest.
+        CheckpointError: As `open` does.
+    """
+    run, step = split_address(text)
+    if step is None:
+        try:
+            return open_checkpoint(text)
+        except CheckpointNotFoundError as error:
+            error.message += nearest_paths(text)
+            raise
+    return open_step(run, step)
+
+
+def open_step(run: str, step: str) -> CheckpointView:
+    """Returns one step of a run; see `RunView.__getitem__`."""
+    found = open_run(run)
+    if not len(found):
+        raise CheckpointNotFoundError(
+            f"expected a run with steps in {found.url}, found no checkpoint" + nearest_paths(run)
+        )
+    return found[step]
+
+
+def nearest_paths(place: AnyPlace) -> str:
+    """Returns a hint at folders with a similar name; only a local directory is looked at.
+
+    Args:
+        place: Where nothing was found.
+    """
+    path = Path(as_target(place).url)
+    try:
+        if path.exists() or not path.parent.is_dir():
+            return ""
+        return nearest(path.name, [one.name for one in path.parent.iterdir() if one.is_dir()])
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""Reads the trace that a save left beside its checkpoint, and turns it into Chrome's trace format.
+
+Without torch and without Ray. What a trace holds is in `ray_dcp.format.save_trace`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ray_dcp.format.save_trace import (
+    MAX_TRACE_BYTES,
+    SaveTrace,
+    Span,
+    decode_trace,
+    trace_key,
+)
+from ray_dcp.store.storage import KeyMissingError, Storage
+
+__all__ = ["chrome_trace", "lanes", "read_trace"]
+
+
+def read_trace(storage: Storage, attempt: str | None) -> SaveTrace | None:
+    """Returns the trace of an attempt; None when its save left none.
+
+    Args:
+        storage: Of the checkpoint.
+        attempt: That is committed there; None for a checkpoint that is not ours.
+
+    Raises:
+        DamagedCheckpointError: The trace can't be read; the checkpoint does not need it.
+        StorageError: The storage refused.
+    """
+    if attempt is None:
+        return None
+    key = trace_key(attempt)
+    try:
+        data = storage.read(key, 0, MAX_TRACE_BYTES + 1)
+    except KeyMissingError:
+        return None
+    return decode_trace(data, key=key)
+
+
+def lanes(trace: SaveTrace) -> dict[int | None, tuple[Span, ...]]:
+    """Returns the spans of each lane of a picture: of the coordinator (None), then of each rank.
+
+    A rank has one more, `commit`: from the end of its writing until the checkpoint stood.
+
+    Args:
+        trace: Of a save.
+    """
+    found: dict[int | None, list[Span]] = {None: []}
+    for span in trace.spans:
+        found.setdefault(span.rank, []).append(span)
+    for rank, spans in found.items():
+        ends = [span.stop_s for span in spans if span.phase == "write"]
+        if rank is not None and ends:
+            start_s = min(ends[-1], trace.committed_s)
+            spans.append(Span("commit", rank, start_s, trace.committed_s))
+    return {lane: tuple(spans) for lane, spans in found.items()}
+
+
+def chrome_trace(trace: SaveTrace) -> str:
+    """Returns a trace as JSON for `chrome://tracing` and https://ui.perfetto.dev.
+
+    A process is a rank, the coordinator comes first; times are microseconds since 1970.
+
+    Args:
+        trace: Of a save.
+
+    Example:
+        >>> import json
+        >>> trace = SaveTrace(
+        ...     attempt="0123456789abcdef", mode="save", world_size=1, began_s=1.0,
+        ...     committed_s=0.5, spans=(Span("write", 0, 0.1, 0.5, 8),),
+        ... )
+        >>> events = json.loads(chrome_trace(trace))["traceEvents"]
+        >>> [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+        [('write', 1100000.0, 400000.0), ('commit', 1500000.0, 0.0)]
+    """
+    late = {(straggler.rank, straggler.phase): straggler for straggler in trace.stragglers}
+    events: list[dict[str, Any]] = []
+    for lane, spans in lanes(trace).items():
+        pid = 0 if lane is None else lane + 1
+        name = "coordinator" if lane is None else f"rank {lane}"
+        meta = {"ph": "M", "pid": pid, "tid": 0}
+        events.append({**meta, "name": "process_name", "args": {"name": name}})
+        events.append({**meta, "name": "process_sort_index", "args": {"sort_index": pid}})
+        for span in spans:
+            told: dict[str, Any] = {"bytes": span.num_bytes} if span.num_bytes else {}
+            straggler = late.get((lane, span.phase)) if lane is not None else None
+            if straggler is not None:
+                told |= {"straggler": True, "median_s": straggler.median_s}
+                told |= {"where": straggler.where} if straggler.where else {}
+            events.append(
+                {
+                    "name": span.phase, "cat": "commit" if lane is None else "rank", "ph": "X",
+                    "pid": pid, "tid": 0, "ts": _micros(trace.began_s + span.start_s),
+                    "dur": _micros(span.seconds), "args": told,
+                }
+            )  # fmt: skip
+    events += [
+        {
+            "name": "taken over", "cat": "rank", "ph": "i", "s": "p", "pid": rank + 1, "tid": 0,
+            "ts": _micros(trace.began_s + at_s),
+        }
+        for rank, at_s in trace.takeovers
+    ]  # fmt: skip
+    other = {
+        "attempt": trace.attempt, "mode": trace.mode, "world_size": trace.world_size,
+        "bytes": trace.num_bytes,
+    }  # fmt: skip
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

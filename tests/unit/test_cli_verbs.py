@@ -1,0 +1,307 @@
+"""What goes wrong on the command line: one short message, an exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ray_dcp
+from ray_dcp.cli import output
+from ray_dcp.cli.looking import changes
+from ray_dcp.cli.main import main
+from ray_dcp.errors import StorageError
+from ray_dcp.manager import Item
+from ray_dcp.store.local import LocalStorage
+from tests import checkpoints
+
+
+def invoke(*arguments: object, **more: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], **more)
+
+
+def refused(*arguments: object, exit_code: int = 2) -> str:
+    """Returns the message of a command that fails."""
+    found = invoke(*arguments)
+    assert found.exit_code == exit_code, found.output
+    assert "Traceback" not in found.output
+    assert found.stderr.startswith(("Error: ", "Usage: "))
+    return found.stderr
+
+
+@pytest.fixture
+def run(saved_checkpoint: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    for step in (10, 20):
+        shutil.copytree(saved_checkpoint, tmp_path / "run" / f"step-{step}")
+    return tmp_path / "run"
+
+
+READS = [
+    ["show", "{}"], ["verify", "{}"], ["diff", "{}", "{}"], ["reshard", "{}", "--to", "2"],
+    ["export", "{}", "out"], ["cp", "{}", "out"], ["rm", "{}", "--yes"], ["metadata", "{}"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", READS, ids=lambda command: command[0])
+def test_paths_that_hold_none_are_told_with_the_nearest_names(
+    run: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(run.parent)
+    for place, said in ((run.parent / "runn", ""), (f"{run}@11", "nearest: 10, 20"),
+                        (f"{run}@latst", "did you mean 'latest'")):  # fmt: skip
+        assert said in refused(*[part.format(place) for part in command])
+    assert sorted(p.name for p in run.parent.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "doctor", "gc", "watch"])
+def test_a_run_that_is_not_there_is_told_with_the_nearest_names(run: Path, command: str):
+    more = ["--looks", "1"] if command == "watch" else []
+    assert "did you mean 'run'" in refused(command, run.parent / "runn", *more)
+
+
+def test_a_tensor_that_is_not_there_offers_the_nearest(run: Path):
+    said = refused("reshard", f"{run}@10", "--to", "2", "--tensor", "model.wieght")
+    assert "did you mean 'model.weight'" in said
+
+
+def test_half_deleted_steps_are_listed_and_refused(run: Path):
+    checkpoints.data_file(run / "step-20").unlink()
+    rows = {row["name"]: row for row in json.loads(invoke("ls", run, "--json").stdout)}
+    assert rows["step-20"]["state"] == "damaged"
+    assert "is missing" in rows["step-20"]["detail"]
+    assert refused("cp", run / "step-20", run.parent / "copy", exit_code=1)
+    found = invoke("doctor", run)
+    assert (found.exit_code, "wrong" in found.stdout) == (1, True)
+    assert invoke("verify", run / "step-20").exit_code == 1
+    assert "step-10" in invoke("show", f"{run}@latest").stdout
+    for table in (run / "step-10").glob("chunks.*"):
+        table.unlink()
+    assert "no such file" in refused("show", run / "step-10", exit_code=1)
+    assert invoke("verify", run / "step-10").exit_code == 1
+
+
+def test_foreign_files_are_told_what_to_do_with(tmp_path: Path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    assert "ray-dcp import" in refused("show", tmp_path / "w.pt")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("text")
+    assert "a.txt" in refused("show", tmp_path / "notes")
+    assert invoke("ls", tmp_path / "notes").stdout.startswith("no checkpoints")
+
+
+def test_a_damaged_file_is_named_and_exits_with_1(run: Path):
+    for manifest in (run / "step-10").glob("manifest-*"):
+        checkpoints.flip(manifest, 60)
+    said = refused("show", run / "step-10", exit_code=1)
+    assert "manifest-00000001.json" in said
+    assert "damaged" in invoke("ls", run).stdout
+
+
+@pytest.mark.parametrize("what", ["list", "read"])
+def test_a_storage_that_gives_no_permission_is_one_message(
+    run: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    def deny(self: LocalStorage, *arguments: object) -> None:
+        raise StorageError("could not read: [EACCES] Permission denied", key="step-10")
+
+    monkeypatch.setattr(LocalStorage, what, deny)
+    for command in (["ls", run], ["show", run / "step-10"], ["verify", run / "step-10"]):
+        assert "Permission denied" in refused(*command)
+
+
+def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.MonkeyPatch):
+    for arguments in (["--debug", "show", f"{run}@11"], ["show", f"{run}@11", "--debug"]):
+        found = invoke(*arguments)
+        assert found.exit_code == 2
+        assert "Traceback" in found.stderr
+        assert "CheckpointNotFoundError" in found.stderr
+    monkeypatch.setattr("ray_dcp.cli.reading.checkpoint_at", lambda text: 1 / 0)
+    said = refused("show", run / "step-10")
+    assert "ZeroDivisionError" in said
+    assert "--debug" in said
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import shutil
+
+    usage = shutil.disk_usage(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    target = run.parent / "out"
+    for command in (
+        ["export", f"{run}@10", target, "--tensor", "model.w*"],
+        ["export", f"{run}@10", target, "--tensor", "model.w*", "--dry-run"],
+        ["cp", f"{run}@10", target],
+    ):
+        assert "10 B are free; nothing was written" in refused(*command)
+    assert not target.exists()
+
+
+def test_ctrl_c_is_one_message_and_takes_back_what_was_begun(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(*arguments: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "open_writer", interrupt)
+    assert "interrupted" in refused("cp", f"{run}@10", run.parent / "copy")
+    assert not [p for p in run.parent.rglob("copy/**/*") if p.is_file()]
+
+
+def test_a_real_ctrl_c_ends_a_watch_quietly(run: Path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ray_dcp", "watch", str(run), "--interval", "60"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert lines[0].startswith("step-10: committed")
+
+
+def test_destroying_asks_and_takes_no_for_an_answer(run: Path, monkeypatch: pytest.MonkeyPatch):
+    before = sorted(run.rglob("*"))
+    assert "say --yes" in refused("rm", f"{run}@10")
+    monkeypatch.setattr(output, "_is_asked", lambda: True)
+    found = invoke("rm", f"{run}@10", input="n\n")
+    assert (found.exit_code, "nothing was done" in found.stderr) == (2, True)
+    assert sorted(run.rglob("*")) == before
+    found = invoke("rm", f"{run}@10", input="y\n")
+    assert found.exit_code == 0
+    assert {s.step: s.state for s in ray_dcp.open(run)} == {10: "deleted", 20: "committed"}
+
+
+def test_a_dry_run_changes_nothing(run: Path, tmp_path: Path):
+    ray_dcp.open(run).tag(10, "kept")
+    (run / "step-10" / "__0_0.00000000000000bb.distcp").write_bytes(b"left")
+    torch.save({"w": torch.ones(1)}, tmp_path / "w.pt")
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    for command in (
+        ["rm", f"{run}@20", "--dry-run"],
+        ["rm", f"{run}@10", "--force", "--dry-run"],
+        ["gc", run, "--abort-unfinished", "--dry-run"],
+        ["cp", f"{run}@10", tmp_path / "copy", "--dry-run"],
+        ["export", f"{run}@10", tmp_path / "w.st", "--tensor", "model.w*", "--dry-run"],
+        ["import", tmp_path / "w.pt", tmp_path / "new", "--dry-run"],
+        ["tag", f"{run}@20", "x", "--note", "y", "--dry-run"],
+        ["metadata", f"{run}@20", "--dry-run"],
+    ):
+        found = invoke(*command)
+        assert found.exit_code == 0, found.output
+        assert "would" in found.stdout
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+def test_rm_keeps_tagged_steps_and_takes_all_that_was_told_about_one_along(tmp_path: Path):
+    with ray_dcp.CheckpointManager(tmp_path, 1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(2)}, metrics={"loss": 0.5})
+        manager.join()
+    ray_dcp.open(tmp_path).tag(1, "pinned").annotate(1, "note")
+    for place in (f"{tmp_path}@1", tmp_path / "step-00000001"):
+        assert "has the tag pinned" in refused("rm", place, "--yes")
+    assert invoke("rm", tmp_path / "step-00000001", "--force", "--yes").exit_code == 0
+    left = [p.name for p in (tmp_path / "step-00000001").iterdir()]
+    assert left == ["manifest-00000002.json"]
+    shared = {p.name for p in (tmp_path / ".manager").rglob("*") if p.is_file()}
+    assert not shared & {"1.pinned", "1.txt"}
+    with ray_dcp.CheckpointManager(tmp_path, 1) as manager:
+        assert manager.all_steps() == [2]
+
+
+def test_rm_takes_the_items_of_a_step_along(tmp_path: Path):
+    items = {"model": Item(), "data": Item()}
+    with ray_dcp.CheckpointManager(tmp_path, 1, items=items) as manager:
+        manager.save(1, {"model": {"w": torch.ones(2)}, "data": {"at": 5}})
+        manager.join()
+    assert invoke("rm", f"{tmp_path}@1", "--yes").exit_code == 0
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+def test_rm_of_a_run_is_refused(run: Path):
+    assert "name one" in refused("rm", run, "--yes")
+
+
+def test_gc_removes_what_crashes_left_and_no_checkpoint(run: Path):
+    left = run / "step-10" / "__0_0.00000000000000bb.distcp"
+    left.write_bytes(b"left")
+    found = invoke("gc", run, "--yes")
+    assert (found.exit_code, left.exists()) == (0, True)
+    assert "may still be committed" in found.stdout
+    assert "say --yes" in refused("gc", run, "--abort-unfinished")
+    assert invoke("gc", run, "--abort-unfinished", "--yes").exit_code == 0
+    assert not left.exists()
+    assert [step.state for step in ray_dcp.open(run)] == ["committed", "committed"]
+    assert invoke("verify", f"{run}@10").exit_code == 0
+
+
+def test_du_counts_every_byte_once_by_whose_it_is(run: Path):
+    (run / "step-10" / "__0_0.00000000000000bb.distcp").write_bytes(b"left")
+    (run / "step-20" / "notes.txt").write_text("mine!")
+    (run / "logs").mkdir()
+    (run / "logs" / "events").write_bytes(b"123")
+    ray_dcp.open(run).annotate(10, "ab")
+    found = json.loads(invoke("du", run, "--json").stdout)
+    steps = {row["name"]: row for row in found["steps"]}
+    total = sum(p.stat().st_size for p in run.rglob("*") if p.is_file())
+    assert sum(found["total"].values()) == total
+    assert (steps["step-10"]["left"], steps["step-20"]["left"]) == (4, 0)
+    assert (steps["step-20"]["other"], steps["logs/"]["other"]) == (5, 3)
+    assert steps[".manager/"]["records"] == 2
+    assert steps["step-10"]["data"] == ray_dcp.open(run)[10].num_bytes
+
+
+def test_watch_tells_what_comes_changes_and_goes(run: Path):
+    before = {"step-10": "in flight", "step-5": "committed"}
+    assert changes(ray_dcp.open(run), before) == [
+        ("step-10", "in flight", "committed"), ("step-20", "", "committed"),
+        ("step-5", "committed", ""),
+    ]  # fmt: skip
+    lines = invoke("watch", run, "--looks", "2", "--interval", "0", "--json").stdout.splitlines()
+    assert [json.loads(line)["name"] for line in lines] == ["step-10", "step-20"]
+
+
+def test_doctor_tries_the_storage_and_cleans_up(run: Path):
+    before = sorted(p.name for p in run.iterdir())
+    found = json.loads(invoke("doctor", run, "--write", "--json").stdout)
+    assert {one["what"]: one["level"] for one in found["findings"]}["commit"] == "ok"
+    assert sorted(p.name for p in run.iterdir()) == before
+    assert ray_dcp.__version__ in found["findings"][0]["told"]
+
+
+def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def deny(self: LocalStorage, *arguments: object, **more: object) -> None:
+        raise StorageError("[EROFS] Read-only file system")
+
+    monkeypatch.setattr(LocalStorage, "write", deny)
+    found = invoke("doctor", run, "--write")
+    assert (found.exit_code, "Read-only" in found.stdout) == (2, True)
+
+
+def test_diff_exits_with_1_where_that_is_asked_for(run: Path):
+    assert invoke("diff", f"{run}@10", f"{run}@20", "--exit-code").exit_code == 0
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=run / "step-30")
+    assert invoke("diff", f"{run}@10", f"{run}@30").exit_code == 0
+    assert invoke("diff", f"{run}@10", f"{run}@30", "--exit-code").exit_code == 1
+
+
+@pytest.mark.parametrize("command", [["ls", "{}"], ["show", "{}@10"], ["du", "{}"]])
+def test_a_reader_that_ends_early_is_no_error(run: Path, command: list[str]):
+    arguments = [part.format(run) for part in command]
+    done = subprocess.run(
+        f"{sys.executable} -m ray_dcp {' '.join(arguments)} | head -c 1",
+        shell=True, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr

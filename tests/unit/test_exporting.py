@@ -1,0 +1,241 @@
+"""Exports, imports and copies: whole or not at all, and looked at before anything is written."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StorageError,
+    UnsupportedValueError,
+)
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.transfer.copying import copy_checkpoint, plan_copy
+from tests import checkpoints
+
+
+@pytest.fixture(params=["torch_save", "safetensors", "stock"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "stock":
+        return checkpoints.save_stock(tmp_path / "source")
+    return checkpoints.save(tmp_path / "source", container=request.param)
+
+
+def floats() -> dict[str, torch.Tensor]:
+    return {name: value for name, value in checkpoints.tensors().items() if "bits" not in name}
+
+
+def test_torch_and_dcp_exports_hold_what_the_checkpoint_does(source: Path, tmp_path: Path):
+    ray_dcp.export(source, tmp_path / "w.pt", "torch")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found["step"] == 10
+    assert torch.equal(found["model"]["weight"], checkpoints.tensors()["model.weight"])
+    ray_dcp.export(source, tmp_path / "dcp", "dcp")
+    target = {"model.weight": torch.zeros(37, 11)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(target["model.weight"], checkpoints.tensors()["model.weight"])
+    assert ray_dcp.open(source).diff(ray_dcp.open(tmp_path / "dcp")).counts == {"unchanged": 10}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "source", "w.pt"]
+
+
+def test_a_dcp_export_of_a_part_is_saved_anew_and_cast(source: Path, tmp_path: Path):
+    ray_dcp.export(source, tmp_path / "dcp", "dcp", include=["model.[wl]*"], dtype="bf16")
+    view = ray_dcp.open(tmp_path / "dcp")
+    assert {n: i.dtype for n, i in view.tensors.items()} == {
+        "model.weight": "bfloat16", "model.large": "int64"
+    }  # fmt: skip
+    assert (tmp_path / "dcp" / ".metadata").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "source"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf"])
+def test_safetensors_exports_hold_the_tensors(source: Path, tmp_path: Path, kind: str):
+    target = tmp_path / ("w.safetensors" if kind == "safetensors" else "hub")
+    plan = ray_dcp.export(source, target, kind, include=["model.[wlh]*"])
+    assert (plan.num_tensors, plan.num_objects) == (3, 0)
+    view = ray_dcp.open(target)
+    assert torch.equal(
+        torch.from_numpy(view["model.weight"][...]), checkpoints.tensors()["model.weight"]
+    )
+    assert view["model.half"][...].dtype is torch.bfloat16
+    if kind == "hf":
+        assert (target / "model.safetensors.index.json").exists()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_a_format_can_not_hold_is_refused_and_leaves_nothing(source: Path, tmp_path: Path):
+    with pytest.raises(UnsupportedValueError, match="leave out"):
+        ray_dcp.export(source, tmp_path / "w.safetensors")
+    with pytest.raises(InvalidRequestError, match="expected names that match"):
+        ray_dcp.export(source, tmp_path / "w.pt", "torch", include=["nope"])
+    with pytest.raises(InvalidRequestError, match="format must be"):
+        ray_dcp.export(source, tmp_path / "w.pt", "onnx")
+    with pytest.raises(InvalidRequestError, match="dtype must be"):
+        ray_dcp.export(source, tmp_path / "w.pt", "torch", dtype="int3")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kind: str):
+    source = checkpoints.save(tmp_path / "source")
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes").write_text("mine")
+    with pytest.raises(InvalidRequestError, match=r"is a directory|new or empty"):
+        ray_dcp.export(source, taken, kind, include=["model.w*"])
+    if kind in ("safetensors", "torch"):
+        with pytest.raises(InvalidRequestError, match="directory that exists"):
+            ray_dcp.export(source, tmp_path / "no" / "w", kind, include=["model.w*"])
+    assert [p.name for p in taken.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_an_export_that_does_not_fit_the_disk_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    source = checkpoints.save(tmp_path / "source")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000))
+    with pytest.raises(StorageError, match=r"but 1000 B are free; nothing was written"):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
+    with pytest.raises(StorageError, match="nothing was written"):
+        ray_dcp.copy(source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_an_interrupted_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    from ray_dcp.transfer import reader
+
+    source = checkpoints.save(tmp_path / "source", container="safetensors")
+    before = [p.name for p in tmp_path.iterdir()]
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader, "make_jobs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
+    assert [p.name for p in tmp_path.iterdir()] == before
+
+
+def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    tensors = {"a.w": torch.arange(6.0), "a.b": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save({"a": {"w": tensors["a.w"]}, "n": 3}, tmp_path / "w.pt")
+    (tmp_path / "hub").mkdir()
+    save_file(tensors, tmp_path / "hub" / "model.safetensors")
+    stock_path = checkpoints.save_stock(tmp_path / "stock", {"a": {"w": tensors["a.w"]}})
+    sources = {
+        "torch": tmp_path / "w.pt", "file": tmp_path / "hub" / "model.safetensors",
+        "hub": tmp_path / "hub", "stock": stock_path,
+    }  # fmt: skip
+    for name, source in sources.items():
+        target = tmp_path / f"ours-{name}"
+        ray_dcp.import_checkpoint(source, target)
+        view = ray_dcp.open(target)
+        assert view.kind == "native"
+        assert view["a.w"][...].tolist() == [0, 1, 2, 3, 4, 5]
+        assert view.verify().ok
+    assert ray_dcp.open(tmp_path / "ours-torch")["n"] == 3
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_wrong_imports_are_refused(tmp_path: Path):
+    ours = checkpoints.save(tmp_path / "ours")
+    with pytest.raises(CheckpointNotFoundError, match="expected a file or folder"):
+        ray_dcp.import_checkpoint(tmp_path / "nope", tmp_path / "new")
+    with pytest.raises(CheckpointExistsError, match="expected nothing of a checkpoint"):
+        ray_dcp.import_checkpoint(ours, ours)
+    (tmp_path / "w.pt").write_bytes(b"no zip at all")
+    with pytest.raises(DamagedCheckpointError):
+        ray_dcp.import_checkpoint(tmp_path / "w.pt", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path, container: str):
+    source = checkpoints.save(tmp_path / "source", container=container, stats=True)
+    source = checkpoints.save(tmp_path / "source", container=container, stats=True)
+    told: list[tuple[int, int]] = []
+    view = ray_dcp.copy(source, tmp_path / "copy", told=lambda *one: told.append(one))
+    assert view.attempt == ray_dcp.open(source).attempt
+    assert view.verify() == ray_dcp.open(source).verify()
+    assert view.stats == ray_dcp.open(source).stats
+    assert view.trace == ray_dcp.open(source).trace
+    assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
+    names = [sorted(p.name for p in path.rglob("*")) for path in (source, tmp_path / "copy")]
+    assert names[0] == names[1]
+    ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "copy")  # it can be saved over
+    with pytest.raises(CheckpointExistsError, match="choose another place"):
+        ray_dcp.copy(source, tmp_path / "copy")
+
+
+def test_copies_of_others_are_complete_too(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    view = ray_dcp.copy(checkpoints.save_stock(tmp_path / "stock"), tmp_path / "copy")
+    assert (view.kind, view.verify().ok, len(view)) == ("stock", True, 10)
+    (tmp_path / "hub").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "hub" / "model.safetensors")
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w": "model.safetensors"}}'
+    )
+    view = ray_dcp.copy(tmp_path / "hub", tmp_path / "hub2")
+    assert view["w"][...].tolist() == [1, 1, 1]
+    assert view.verify().ok
+    assert (tmp_path / "hub2" / "model.safetensors.index.json").exists()
+
+
+class Failing(LocalStorage):
+    """Fails at a write, or when a file is published."""
+
+    def __init__(self, root: Path, error: BaseException, at: str) -> None:
+        super().__init__(root)
+        self._error, self._at = error, at
+
+    def write(self, key, data, *, create=False):
+        if self._at in key:
+            raise self._error
+        super().write(key, data, create=create)
+
+    def open_writer(self, key, *, sync=True, direct=True):
+        if self._at in key:
+            raise self._error
+        return super().open_writer(key, sync=sync, direct=direct)
+
+
+@pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", ".metadata", "stats."])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StorageError("disk full")])
+def test_a_copy_that_fails_or_is_interrupted_anywhere_is_taken_back(
+    tmp_path: Path, at: str, error: BaseException
+):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source", stats=True))
+    plan = plan_copy(view.storage, view.checkpoint)
+    with pytest.raises(type(error)):
+        copy_checkpoint(view.storage, plan, Failing(tmp_path / "copy", error, at))
+    assert not [p for p in tmp_path.rglob("copy/**/*") if p.is_file()]
+
+
+def test_a_copy_of_a_checkpoint_with_a_short_file_is_refused(tmp_path: Path):
+    source = checkpoints.save(tmp_path / "source")
+    file = checkpoints.data_file(source)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError, match=file.name):
+        ray_dcp.copy(source, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

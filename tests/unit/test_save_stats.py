@@ -1,0 +1,212 @@
+"""Numbers about tensors that a save leaves, and what is done about NaN and infinities."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InvalidRequestError,
+    NonFiniteError,
+    UnsupportedValueError,
+)
+from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.rank import save_rank
+from ray_dcp.seam.capture import capture
+from ray_dcp.seam.measuring import measured, part_stats
+
+STATS = SaveOptions(stats=True)
+
+
+def results(states: list[dict], path: Path, options: SaveOptions):
+    """Saves one state for each rank; returns how each ended."""
+    world_size = len(states)
+    return run_ranks(
+        [
+            save_rank(
+                OpKey("save", 0), rank=rank, world_size=world_size, target=Target(str(path)),
+                options=options,
+                capture=measured(
+                    partial(capture, state, rank=rank, world_size=world_size, options=options),
+                    options, rank,
+                ),
+            )
+            for rank, state in enumerate(states)
+        ]
+    )  # fmt: skip
+
+
+def state() -> dict:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "w": torch.randn(70_000, 3, generator=generator),
+        "half": torch.randn(33, generator=generator).bfloat16(),
+        "complex": torch.randn(5, generator=generator, dtype=torch.complex64),
+        "int": torch.arange(-9, 4),
+        "empty": torch.zeros(0, 2),
+        "tiny": torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
+        "flag": torch.tensor(True),
+        "object": "text",
+    }
+
+
+def expected(tensor: torch.Tensor) -> tuple[float, float]:
+    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).abs()
+    return float(wide.norm()), float(wide.max()) if wide.numel() else 0.0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+def test_norms_of_a_save_are_those_of_its_tensors(
+    tmp_path: Path, container: str, asynchronous: bool
+):
+    values = state()
+    options = SaveOptions(stats=True, container=container)
+    save = ray_dcp.async_save if asynchronous else ray_dcp.save
+    handle = save(values, checkpoint_id=tmp_path / "a", options=options)
+    if asynchronous:
+        handle.committed()
+    found = ray_dcp.open(tmp_path / "a").stats
+    assert set(found) == set(values) - {"object"}
+    for name, one in found.items():
+        assert (one.norm, one.absmax) == pytest.approx(expected(values[name]), rel=1e-9), name
+        assert (one.is_finite, one.num_elements) == (True, values[name].numel())
+
+
+def test_without_the_option_nothing_is_left(tmp_path: Path):
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "a")
+    assert not list((tmp_path / "a").glob("stats.*"))
+    assert ray_dcp.open(tmp_path / "a").stats == {}
+
+
+def test_what_several_ranks_hold_counts_once_and_shards_are_put_together(tmp_path: Path):
+    big = torch.arange(3_000_000.0)  # so large that it is cut over its holders
+    states = [{"shared": torch.full((10,), 2.0), "big": big} for _ in range(3)]
+    for result in results(states, tmp_path / "a", STATS):
+        result.get()
+    found = ray_dcp.open(tmp_path / "a").stats
+    assert found["shared"].norm == pytest.approx(40**0.5)
+    assert found["big"].norm == pytest.approx(float(big.double().norm()))
+    assert found["big"].num_elements == 3_000_000
+
+
+def test_a_tensor_of_which_a_part_is_not_known_has_no_numbers():
+    half = PartStats(2, 8.0, 2.0, 0, 0)
+    assert combine([[("w", (0, 2), half)]], {"w": 4}) == {}
+    assert set(combine([[("w", (0, 2), half)], [("w", (2, 2), half)]], {"w": 4})) == {"w"}
+
+
+@pytest.mark.parametrize("refused_on", [[1], [0, 2]])
+def test_a_refusal_fails_the_save_on_all_ranks_and_names_tensor_rank_and_count(
+    tmp_path: Path, refused_on: list[int]
+):
+    before = [{"w": torch.ones(6)}] * 3
+    assert all(r.error is None for r in results(before, tmp_path / "a", SaveOptions()))
+    states = [{f"w{rank}": torch.ones(6), "s": torch.ones(2)} for rank in range(3)]
+    for rank in refused_on:
+        states[rank][f"w{rank}"][2] = float("nan")
+        states[rank][f"w{rank}"][4] = -float("inf")
+    ended = results(states, tmp_path / "a", SaveOptions(nonfinite="refuse"))
+    for result in ended:
+        assert isinstance(result.error, NonFiniteError)
+        assert result.error.rank == refused_on[0]
+        first = f"rank {refused_on[0]}, found 'w{refused_on[0]}' (1 NaN and 1 infinite of 6)"
+        assert first in str(result.error)
+    assert set(ended[0].error.failures) == set(refused_on)
+    assert ray_dcp.open(tmp_path / "a").names == ("w",)
+    assert ray_dcp.collect(tmp_path / "a").kept == ()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_options_of_a_save_refuse_or_warn(tmp_path: Path, asynchronous: bool):
+    bad = {"good": torch.ones(3), "bad": torch.tensor([1.0, float("inf")]), "int": torch.ones(1)}
+
+    def save(path: Path, nonfinite: str) -> None:
+        options = SaveOptions(nonfinite=nonfinite)
+        if asynchronous:
+            ray_dcp.async_save(bad, checkpoint_id=path, options=options).committed()
+        else:
+            ray_dcp.save(bad, checkpoint_id=path, options=options)
+
+    with pytest.raises(NonFiniteError, match=r"'bad' \(0 NaN and 1 infinite of 2\)"):
+        save(tmp_path / "refused", "refuse")
+    assert not list(tmp_path.glob("refused/*"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(tmp_path / "ignored", "ignore")
+    if asynchronous:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            save(tmp_path / "warned", "warn")
+        assert any("'bad'" in str(one.message) for one in told)
+    else:
+        with pytest.warns(UserWarning, match="expected finite values on rank 0"):
+            save(tmp_path / "warned", "warn")
+    assert ray_dcp.open(tmp_path / "warned")["bad"][1] == float("inf")
+
+
+def test_many_bad_tensors_are_named_up_to_a_point(tmp_path: Path):
+    bad = {f"w{i}": torch.tensor(float("nan")) for i in range(20)}
+    with pytest.raises(NonFiniteError, match="and 12 more tensors"):
+        ray_dcp.save(bad, checkpoint_id=tmp_path / "a", options=SaveOptions(nonfinite="refuse"))
+
+
+def test_values_whose_squares_overflow_are_not_mistaken_for_infinities():
+    found = part_stats(np.array([1e200, -2e200]), "float64")
+    assert (found.num_nan, found.num_inf, found.absmax) == (0, 0, 2e200)
+    stats = combine([[("w", (0, 2), found)]], {"w": 2})
+    assert b'"inf"' in encode_stats("a", stats)
+
+
+@pytest.mark.parametrize("position", [0, 65_535, 65_536, 199_999])
+def test_a_single_nan_is_found_wherever_it_is(position: int):
+    values = np.ones(200_000, np.float32)
+    values[position] = np.nan
+    found = part_stats(values, "float32")
+    assert (found.num_nan, found.num_inf, found.num_elements) == (1, 0, 200_000)
+    assert (found.square_sum, found.absmax) == (199_999.0, 1.0)
+
+
+def test_numbers_that_are_damaged_are_an_error_and_the_checkpoint_is_none(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", options=STATS)
+    view = ray_dcp.open(tmp_path / "a")
+    (tmp_path / "a" / stats_key(view.attempt)).write_bytes(b'{"format": 1}')
+    with pytest.raises(DamagedCheckpointError, match="does not need it"):
+        _ = ray_dcp.open(tmp_path / "a").stats
+    assert view.verify().ok
+    assert ray_dcp.open(tmp_path / "a")["w"][0] == 1
+
+
+def test_numbers_go_with_their_checkpoint(tmp_path: Path):
+    for _ in range(2):
+        ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", options=STATS)
+    assert len(list((tmp_path / "a").glob("stats.*"))) == 1
+    assert ray_dcp.collect(tmp_path / "a").deleted == ()
+    ray_dcp.delete(tmp_path / "a")
+    assert not list((tmp_path / "a").glob("stats.*"))
+
+
+def test_storages_of_others_can_not_promise_it(tmp_path: Path):
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    class Theirs(FileSystemWriter):
+        pass
+
+    for options in (STATS, SaveOptions(nonfinite="refuse")):
+        with pytest.raises(InvalidRequestError, match="needs a storage of ray_dcp"):
+            ray_dcp.save(
+                {"w": torch.ones(1)}, storage_writer=Theirs(tmp_path / "a"), options=options
+            )
+    with pytest.raises(InvalidRequestError, match="nonfinite must be one of"):
+        SaveOptions(nonfinite="raise")
+    assert not issubclass(NonFiniteError, UnsupportedValueError)

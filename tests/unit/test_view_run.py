@@ -1,0 +1,257 @@
+"""A run view: its steps, how one is named, tags and notes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    UncommittedCheckpointError,
+)
+from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
+from ray_dcp.view.listing import ListedCheckpoint
+from ray_dcp.view.naming import best_of_run, choose, split_address
+from ray_dcp.view.run_view import RunView
+from tests import checkpoints
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    with ray_dcp.CheckpointManager(path, 1) as manager:
+        for step, loss in ((10, 0.5), (20, 0.1), (30, 0.3)):
+            state = {"w": torch.full((8, 2), float(step)), "frozen": torch.ones(16)}
+            manager.save(step, state, metrics={"loss": loss}, metadata={"commit": f"c{step}"})
+        manager.join()
+    return path
+
+
+@pytest.fixture
+def run(root: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(root, tmp_path / "run")
+
+
+def test_a_directory_of_steps_is_opened_as_a_run_and_one_of_them_as_a_checkpoint(root: Path):
+    run = ray_dcp.open(root)
+    assert isinstance(run, RunView)
+    assert [step.step for step in run] == [10, 20, 30]
+    assert len(run) == 3
+    assert isinstance(ray_dcp.open(root / "step-00000010"), ray_dcp.CheckpointView)
+
+
+def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
+    step = ray_dcp.open(root).step(20)
+    assert (step.state, step.metrics, step.metadata) == (
+        "committed", {"loss": 0.1}, {"commit": "c20"}
+    )  # fmt: skip
+    assert step.num_ranks == 1
+    assert step.layout == "whole"
+    assert 0 <= step.stall_s <= step.durable_s
+
+
+def test_metrics_are_read_from_the_steps_where_the_catalogue_is_gone_or_damaged(run: Path):
+    (run / ".manager" / "catalogue.json").write_bytes(b"{")
+    assert ray_dcp.open(run).step(20).metrics == {"loss": 0.1}
+    shutil.rmtree(run / ".manager")
+    assert ray_dcp.open(run).step(20).metrics == {"loss": 0.1}
+    (run / "step-00000020" / "step-info-00000000.json").write_bytes(b"{}")
+    assert ray_dcp.open(run).step(20).metrics == {}
+
+
+def test_new_bytes_are_those_of_tensors_that_changed(root: Path):
+    first, second, third = ray_dcp.open(root)
+    assert first.new_bytes == (8 * 2 + 16) * 4
+    assert second.new_bytes == third.new_bytes == 8 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("key", "step"),
+    [
+        (20, 20), ("20", 20), ("latest", 30), ("best", 20), ("best:loss", 20),
+        ("best:loss:max", 10), ("step-00000010", 10),
+    ],
+)  # fmt: skip
+def test_a_step_is_named_in_many_ways(root: Path, key: int | str, step: int):
+    assert ray_dcp.open(root)[key]["w"][0, 0] == step
+    assert ray_dcp.open(f"{root}@{key}")["w"][0, 0] == step
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (21, "nearest: 10, 20, 30"),
+        ("latst", "did you mean 'latest'"),
+        ("step-0000010", "did you mean 'step-00000010'"),
+        ("best:los", "did you mean 'loss'"),
+    ],
+)
+def test_a_step_that_is_not_there_offers_the_nearest(root: Path, key: int | str, said: str):
+    with pytest.raises(CheckpointNotFoundError, match=said):
+        ray_dcp.open(root)[key]
+    with pytest.raises(CheckpointNotFoundError, match=said):
+        ray_dcp.open(f"{root}@{key}")
+
+
+@pytest.mark.parametrize("key", [True, 1.0, None, b"latest"])
+def test_what_names_no_step_is_refused(root: Path, key: object):
+    with pytest.raises(InvalidRequestError, match="a step is named by"):
+        ray_dcp.open(root)[key]
+
+
+def listed(step: int, state: str = "committed", **metrics: float) -> ListedCheckpoint:
+    return ListedCheckpoint(f"step-{step}", step, state, 1, 1, float(step), metrics=metrics)
+
+
+def test_the_best_is_told_by_the_name_of_its_metric_or_asked_for():
+    run = [listed(1, acc=0.1), listed(2, acc=0.9), listed(3, acc=float("nan")), listed(4)]
+    assert best_of_run(run).step == 2
+    assert best_of_run(run, "acc", "min").step == 1
+    odd = [listed(1, thing=1.0), listed(2, thing=2.0)]
+    with pytest.raises(InvalidRequestError, match="best:thing:min or best:thing:max"):
+        best_of_run(odd)
+    assert best_of_run(odd, "thing", "max").step == 2
+    with pytest.raises(InvalidRequestError, match="by which metric"):
+        best_of_run([listed(1, acc=1.0, loss=1.0)])
+    with pytest.raises(InvalidRequestError, match="'min' or 'max'"):
+        best_of_run(odd, "thing", "best")
+    with pytest.raises(CheckpointNotFoundError, match="NaN"):
+        best_of_run([listed(1, loss=float("nan"))])
+
+
+def test_of_equally_good_steps_the_newest_is_the_best_and_only_readable_ones_count():
+    run = [listed(1, loss=0.5), listed(2, loss=0.5), listed(3, "damaged", loss=0.1)]
+    assert best_of_run(run).step == 2
+    assert choose(run, "latest").step == 2
+    with pytest.raises(CheckpointNotFoundError, match="committed step"):
+        choose([listed(3, "damaged")], "latest")
+
+
+def test_two_folders_of_one_step_have_to_be_told_apart():
+    run = [
+        ListedCheckpoint("a-5", 5, "committed", 1, 1, 1.0),
+        ListedCheckpoint("b-5", 5, "committed", 1, 1, 1.0),
+    ]
+    with pytest.raises(InvalidRequestError, match="a-5, b-5"):
+        choose(run, 5)
+    assert choose([run[0], ListedCheckpoint("b-5", 5, "aborted", 1, 1, 1.0)], 5).name == "a-5"
+    assert choose([run[0], ListedCheckpoint("x/b-5", 5, "committed", 1, 1, 1.0)], 5).name == "a-5"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("run@5", ("run", "5")), ("run", ("run", None)), ("a@b/run", ("a@b/run", None)),
+        ("run@", ("run@", None)), ("@5", ("@5", None)), ("a@b/run@best:x", ("a@b/run", "best:x")),
+    ],
+)  # fmt: skip
+def test_an_address_is_taken_apart_at_its_last_at(text: str, found: tuple[str, str | None]):
+    assert split_address(text) == found
+
+
+def test_a_directory_with_an_at_in_its_name_is_taken_literally(tmp_path: Path):
+    checkpoints.save(tmp_path / "run@5")
+    checkpoints.save(tmp_path / "runs@new" / "step-1")
+    assert ray_dcp.open(str(tmp_path / "run@5")).kind == "native"
+    assert [step.step for step in ray_dcp.open(str(tmp_path / "runs@new"))] == [1]
+
+
+def test_tags_and_notes_are_put_on_steps_and_taken_away(run: Path):
+    view = ray_dcp.open(run).tag("latest", "b", "a").annotate(30, "ünïcode")
+    assert view.step(30).tags == ("a", "b")
+    assert view.step("a").step == 30
+    assert view.step(30).note == "ünïcode"
+    view = view.tag(30, "a", remove=True).annotate(30, "")
+    assert (view.step(30).tags, view.step(30).note) == (("b",), "")
+    with ray_dcp.CheckpointManager(run, read_only=True) as manager:
+        assert manager.step_info(30).tags == {"b"}
+
+
+def test_a_manager_that_removes_a_step_removes_its_note(run: Path):
+    ray_dcp.open(run).annotate(10, "old")
+    assert list((run / ".manager" / "notes").iterdir())
+    with ray_dcp.CheckpointManager(run, 1) as manager:
+        manager.delete(10)
+        manager.join()
+    assert not (run / ".manager" / "notes" / "10.txt").exists()
+
+
+def test_what_can_be_no_tag_and_no_note_is_refused_and_nothing_is_written(run: Path):
+    view = ray_dcp.open(run)
+    with pytest.raises(InvalidRequestError, match="a tag must be"):
+        view.tag(10, "good", "../bad")
+    with pytest.raises(InvalidRequestError, match="64 KiB"):
+        view.annotate(10, "x" * 70_000)
+    with pytest.raises(InvalidRequestError, match="a note must be"):
+        view.annotate(10, 5)
+    with pytest.raises(CheckpointNotFoundError):
+        view.tag(11, "good")
+    assert view.refresh().step(10).tags == ()
+
+
+def test_a_tag_on_several_steps_names_none_of_them(run: Path):
+    view = ray_dcp.open(run).tag(10, "x").tag(20, "x")
+    with pytest.raises(InvalidRequestError, match="10, 20"):
+        view["x"]
+
+
+def test_a_checkpoint_without_a_number_takes_no_tags(tmp_path: Path):
+    checkpoints.save(tmp_path / "final")
+    with pytest.raises(InvalidRequestError, match="steps with a number"):
+        ray_dcp.open(tmp_path).tag("final", "x")
+
+
+def test_the_states_of_steps_that_are_not_whole(run: Path):
+    saved = checkpoints.save(run / "step-40")
+    (saved / "__0_0.00000000000000bb.distcp").write_bytes(b"another save")
+    flying = run / "step-50"
+    flying.mkdir()
+    (flying / "__0_0.00000000000000aa.distcp").write_bytes(b"x")
+    failed = run / "step-60"
+    failed.mkdir()
+    record = AbortRecord(attempt="00000000000000cc", reason="a rank died", rank=1)
+    (failed / record_key(1)).write_bytes(encode_record(record))
+    (failed / "__0_0.00000000000000cc.distcp").write_bytes(b"x")
+    gone = checkpoints.save(run / "step-70")
+    ray_dcp.delete(gone)
+    half = checkpoints.save(run / "step-80")
+    checkpoints.data_file(half).unlink()
+    torn = checkpoints.save(run / "step-90")
+    (torn / record_key(1)).write_bytes(b"{}")
+    states = {step.step: step.state for step in ray_dcp.open(run) if step.step >= 40}
+    assert states == {
+        40: "committed", 50: "in flight", 60: "aborted", 70: "deleted", 80: "damaged",
+        90: "damaged",
+    }  # fmt: skip
+    assert ray_dcp.open(run).step(40).listed.in_flight == ("00000000000000bb",)
+    assert ray_dcp.open(run)["latest"].url.endswith("step-40")
+    with pytest.raises(UncommittedCheckpointError):
+        ray_dcp.open(run)[50]
+
+
+def test_a_place_that_holds_nothing_offers_similar_names(root: Path, tmp_path: Path):
+    checkpoints.save(tmp_path / "experiment" / "step-1")
+    with pytest.raises(CheckpointNotFoundError, match="did you mean 'experiment'"):
+        ray_dcp.open(tmp_path / "experimant")
+
+
+def test_files_of_other_kinds_say_what_to_do(tmp_path: Path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointNotFoundError, match="ray-dcp import"):
+        ray_dcp.open(tmp_path / "w.pt")
+
+
+def test_a_single_safetensors_file_is_a_checkpoint(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.arange(6.0)}, tmp_path / "a.safetensors")
+    save_file({"other": torch.ones(1)}, tmp_path / "b.safetensors")
+    view = ray_dcp.open(tmp_path / "a.safetensors")
+    assert view.names == ("w",)
+    assert view["w"][2:4].tolist() == [2.0, 3.0]
+    assert view.verify().ok
