@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.checksums import digest_bytes
 
 __all__ = [
     "MAX_TRACE_BYTES",
@@ -45,6 +46,7 @@ LATE_RATIO, LATE_S = 2.0, 0.05
 """A rank is late that takes twice as long as half of the ranks, and 50 ms longer."""
 
 _FORMAT, _VERSION = "ray_dcp.trace", 1
+_ENDING = b',\n "xxh3_128": "%s"}\n'
 
 FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -246,7 +248,7 @@ def make_trace(
 
 
 def encode_trace(trace: SaveTrace) -> bytes:
-    """Returns a trace as JSON in UTF-8, with a line for each span.
+    """Returns a trace as JSON in UTF-8, with a line for each span and a digest at its end.
 
     Args:
         trace: To be written.
@@ -261,7 +263,8 @@ def encode_trace(trace: SaveTrace) -> bytes:
             parts.append(f'"{name}": [\n  {lines}\n ]' if rows else f'"{name}": []')
         else:
             parts.append(f'"{name}": {json.dumps(value)}')
-    return ("{" + ",\n ".join(parts) + "}\n").encode()
+    body = ("{" + ",\n ".join(parts)).encode()
+    return body + _ENDING % digest_bytes(body).hex().encode()
 
 
 def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
@@ -277,6 +280,9 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
     try:
         if len(data) > MAX_TRACE_BYTES:
             raise ValueError(f"more than {MAX_TRACE_BYTES} bytes")
+        body = data[: -len(_ENDING % (b"0" * 32))]
+        if data != body + _ENDING % digest_bytes(body).hex().encode():
+            raise ValueError("its bytes do not match the digest at its end")
         found = json.loads(data)
         if found["format"] != _FORMAT or found["version"] != _VERSION:
             raise ValueError(f"{found['format']!r} of version {found['version']!r}")
