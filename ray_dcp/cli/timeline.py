@@ -137,8 +137,8 @@ def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str
             cells[cell] = marks.get(span.phase, "?")
             styles[cell] = STYLES.get(span.phase, "green")
     text = Text()
-    for cell, style in zip(cells, styles, strict=True):
-        text.append(cell, style)
+    for mark, style in zip(cells, styles, strict=True):
+        text.append(mark, style)
     return text
 
 

@@ -1,4 +1,4 @@
-"""The trace of a save: what took how long on which rank, as a small JSON file beside the checkpoint.
+"""The trace of a save: what took how long on which rank, as a small JSON file beside it.
 
 Pure. All times are seconds on one clock, the coordinator's, from the first thing that any rank did
 for the save. The file is not part of the commit: nothing refers to it, and nobody misses it.
@@ -177,7 +177,8 @@ class RankTimes:
     @property
     def late_s(self) -> FloatArray:
         """From the first rank's begin to the end of each."""
-        return self.stop_s - self.start_s.min()
+        late_s: FloatArray = self.stop_s - self.start_s.min()
+        return late_s
 
 
 def trace_key(attempt: str) -> str:
@@ -253,7 +254,7 @@ def encode_trace(trace: SaveTrace) -> bytes:
     Args:
         trace: To be written.
     """
-    told = {"format": _FORMAT, "version": _VERSION}
+    told: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
     parts = []
     for name, value in told.items():
@@ -343,10 +344,9 @@ def _tidy(seconds: float) -> float:
 
 def _summary(phase: str, columns: RankTimes) -> PhaseSummary:
     seconds = columns.stop_s - columns.start_s
-    quantiles = np.quantile(seconds, [0.0, 0.5, 0.9, 0.99, 1.0])
-    return PhaseSummary(
-        phase, len(seconds), *map(_tidy, quantiles.tolist()), num_bytes=int(columns.num_bytes.sum())
-    )
+    low, median, p90, p99, high = map(_tidy, np.quantile(seconds, [0.0, 0.5, 0.9, 0.99, 1.0]))
+    num_bytes = int(columns.num_bytes.sum())
+    return PhaseSummary(phase, len(seconds), low, median, p90, p99, high, num_bytes)
 
 
 def _stragglers(

@@ -129,6 +129,11 @@ class ReshardPreview:
         """Bytes read over bytes needed, of the whole job; 1.0 where nothing is needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
+    def _repr_html_(self) -> str:
+        from ray_dcp.view.pictures.of_runs import picture_preview
+
+        return picture_preview(self).html
+
     @property
     def peak_bytes(self) -> int:
         """Most host memory of a rank."""

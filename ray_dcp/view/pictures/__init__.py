@@ -8,6 +8,12 @@ from ray_dcp.view.pictures.boxes import Boxes, even_boxes
 from ray_dcp.view.pictures.drawing import Picture
 from ray_dcp.view.pictures.layout import reshard, shard_layout
 from ray_dcp.view.pictures.lines import line_chart
+from ray_dcp.view.pictures.of_runs import (
+    picture_diff,
+    picture_norms,
+    picture_preview,
+    picture_steps,
+)
 from ray_dcp.view.pictures.of_views import (
     picture_layout,
     picture_reshard,
@@ -27,8 +33,12 @@ __all__ = [
     "diff_chart",
     "even_boxes",
     "line_chart",
+    "picture_diff",
     "picture_layout",
+    "picture_norms",
+    "picture_preview",
     "picture_reshard",
+    "picture_steps",
     "picture_timeline",
     "picture_tree",
     "reshard",

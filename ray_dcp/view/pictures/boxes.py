@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.plan.values import ChunkTable
+from ray_dcp.view.file_names import rank_of_file
 
-__all__ = ["Boxes", "Flat", "even_boxes", "flatten", "rank_in_name", "raster", "stored_boxes"]
+__all__ = ["Boxes", "Flat", "even_boxes", "flatten", "raster", "stored_boxes"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -94,7 +95,7 @@ def even_boxes(shape: Sequence[int], parts: Sequence[int]) -> Boxes:
         step = -(-length // part)
         starts = [min(index * step, length) for index in range(part)]
         cuts.append([(start, min(step, length - start)) for start in starts])
-    found = [box for box in product(*cuts)]
+    found = list(product(*cuts))
     return Boxes(
         tuple(shape),
         np.arange(len(found), dtype=np.int64),
@@ -112,7 +113,8 @@ def stored_boxes(table: ChunkTable, row: int) -> Boxes:
     """
     chunks = np.flatnonzero(table.tensor == row)
     files = table.file[chunks]
-    known = {file: rank_in_name(table.files[file]) for file in np.unique(files).tolist()}
+    ranks = {file: rank_of_file(table.files[file]) for file in np.unique(files).tolist()}
+    known = {file: -1 if rank is None else rank for file, rank in ranks.items()}
     ndim = int(table.ndim[row])
     return Boxes(
         tuple(table.shape[row, :ndim].tolist()),
@@ -120,22 +122,6 @@ def stored_boxes(table: ChunkTable, row: int) -> Boxes:
         table.offset[chunks, :ndim],
         table.size[chunks, :ndim],
     )
-
-
-def rank_in_name(key: str) -> int:
-    """Returns the rank that the name of a data file tells; -1 if it tells none.
-
-    Example:
-        >>> rank_in_name("__3_0.distcp"), rank_in_name("x/rank-00012-part-00000.safetensors")
-        (3, 12)
-        >>> rank_in_name("model-00001-of-00002.safetensors")
-        -1
-    """
-    name = key.rpartition("/")[2]
-    first = name[2:].partition("_")[0] if name.startswith("__") else ""
-    if name.startswith("rank-"):
-        first = name[5:].partition("-")[0]
-    return int(first) if first.isdecimal() and len(first) < 10 else -1
 
 
 def flatten(boxes: Boxes) -> Flat:

@@ -1,8 +1,8 @@
 """What all pictures are made of: SVG and HTML elements, colours, text that fits, axes. Pure.
 
 No scripts, fonts, images or style sheets: a picture is complete in itself, offline too. Text takes
-the colour of the page (`currentColor`), and all other colours are of middle lightness, so that it can
-be read on light pages and on dark ones. Every picture is well-formed XML.
+the colour of the page (`currentColor`), and all other colours are of middle lightness, so that it
+can be read on light pages and on dark ones. Every picture is well-formed XML.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def safe(value: object) -> str:
         value: Any.
 
     Example:
-        >>> safe("<b>&\\x00")
-        '&lt;b&gt;&amp;\ufffd'
+        >>> safe("<b>&" + chr(0)) == "&lt;b&gt;&amp;" + chr(0xFFFD)
+        True
     """
     return escape(_NOT_XML.sub("\ufffd", str(value)))
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a tensor, and what a load on other ranks has to do: drawn. Pure."""
+"""Which rank holds which part of a tensor, and what a load on other ranks takes from whom. Pure."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from ray_dcp.view.pictures.drawing import Picture
 from ray_dcp.view.pictures.layout import reshard, shard_layout
 from ray_dcp.view.pictures.timeline import timeline
 from ray_dcp.view.pictures.tree import Leaf, tensor_tree
+from ray_dcp.view.resharding import Layout, parse_layout
 
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
@@ -51,21 +52,29 @@ def picture_layout(view: CheckpointView, name: str) -> Picture:
     return shard_layout(boxes, name, itemsize=ITEMSIZE.get(dtype, 0), dtype=dtype)
 
 
-def picture_reshard(view: CheckpointView, name: str, parts: Sequence[int] | Boxes) -> Picture:
+def picture_reshard(
+    view: CheckpointView, name: str, layout: str | int | Layout | Sequence[int] | Boxes
+) -> Picture:
     """Returns a tensor as it is stored, and as the ranks of a load want it.
 
     Args:
         view: Of the checkpoint.
         name: FQN of a tensor.
-        parts: Into how many parts each dimension is cut for the load, `(6,)` for rows over 6
-            ranks; or the parts themselves.
+        layout: Of the load: `6` for rows over 6 ranks, `4x2` and others as for
+            `CheckpointView.reshard`; into how many parts each dimension is cut; or the parts.
 
     Raises:
         MissingKeyError: There is no such name; the message tells similar ones.
-        InvalidRequestError: It is an object, or the parts do not fit it.
+        InvalidRequestError: It is an object, or the layout does not fit it.
     """
     boxes, dtype = boxes_of(view, name)
-    after = parts if isinstance(parts, Boxes) else even_boxes(boxes.shape, parts)
+    if isinstance(layout, Boxes):
+        after = layout
+    elif isinstance(layout, str | int | Layout):
+        parsed = parse_layout(layout)
+        after = even_boxes(boxes.shape, (parsed.rows, parsed.columns)[: len(boxes.shape)])
+    else:
+        after = even_boxes(boxes.shape, layout)
     return reshard(boxes, after, name, itemsize=ITEMSIZE.get(dtype, 1))
 
 

@@ -86,7 +86,8 @@ def step_table(steps: Sequence[Step], title: str = "", *, best: str | None = Non
     metrics = list(dict.fromkeys(name for step in shown for name in step.metrics))[:6]
     columns = _columns(shown, metrics)
     head = "".join(
-        f"<th style='{_CELL};text-align:{'left' if name in _LEFT else 'right'}'>{safe(name.removeprefix(_METRIC))}</th>"
+        f"<th style='{_CELL};text-align:{'left' if name in _LEFT else 'right'}'>"
+        f"{safe(name.removeprefix(_METRIC))}</th>"
         for name in columns
     )
     rows = []

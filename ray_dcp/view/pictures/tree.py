@@ -126,8 +126,8 @@ def _line(node: Node, total: int, level: int, open_levels: int, budget: list[int
         f"height:9px;border-radius:2px;background:{_FILL};width:{width}px'></span></span>"
     )
     is_object = leaf is not None and leaf.shape is None
-    told = "" if is_object and not node.num_bytes else size_text(node.num_bytes)
-    size = f"<span style='flex:none;width:76px;text-align:right'>{told}</span>"
+    length = "" if is_object and not node.num_bytes else size_text(node.num_bytes)
+    size = f"<span style='flex:none;width:76px;text-align:right'>{length}</span>"
     if leaf is None:
         told = f"{node.num_leaves} below"
     elif leaf.shape is None:
@@ -136,11 +136,13 @@ def _line(node: Node, total: int, level: int, open_levels: int, budget: list[int
         told = f"{'×'.join(map(str, leaf.shape)) or 'scalar'} {leaf.dtype}"
         told += f" in {leaf.num_chunks} parts" if leaf.num_chunks > 1 else ""
     weight = "600" if leaf is None else "400"
+    room = "calc(100% - 1.3em)" if node.children else "100%"
     row = (
-        f"<span style='display:inline-flex;gap:10px;align-items:center;width:{'calc(100% - 1.3em)' if node.children else '100%'};"
+        f"<span style='display:inline-flex;gap:10px;align-items:center;width:{room};"
         f"vertical-align:middle'><code style='flex:1;min-width:6em;overflow-wrap:anywhere;"
         f"font-weight:{weight};background:none'>{safe(node.name)}</code>"
-        f"<span style='flex:none;opacity:.75;text-align:right'>{safe(told)}</span>{size}{bar}</span>"
+        f"<span style='flex:none;opacity:.75;text-align:right'>{safe(told)}</span>"
+        f"{size}{bar}</span>"
     )
     if not node.children:
         return f"<div style='padding-left:1.3em'>{row}</div>"
