@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.view.numbers import READABLE, as_numbers
+from ray_dcp.format.numbers import READABLE, as_numbers
 from ray_dcp.view.pictures.drawing import WIDTH, Picture, div, rank_colour, rect, safe, svg, text
 from ray_dcp.view.pictures.lines import line_chart
 from ray_dcp.view.pictures.tables import Changed, Step, diff_chart, step_table
@@ -142,7 +142,10 @@ def picture_preview(preview: ReshardPreview) -> Picture:
 
 
 def picture_norms(run: RunView, include: str = "*") -> Picture:
-    """Reads tensors of every step of a run and returns their norms over the steps.
+    """Returns the norms of tensors over the steps of a run.
+
+    Of steps that were saved with `SaveOptions(stats=True)` they are known; of others the tensors
+    are read.
 
     Args:
         run: As `ray_dcp.open` gives it.
@@ -156,7 +159,7 @@ def picture_norms(run: RunView, include: str = "*") -> Picture:
 
 
 def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, float]]]:
-    """Returns the norm of each tensor at each step; reads them all. See `picture_norms`.
+    """Returns the norm of each tensor at each step; see `picture_norms`.
 
     Returns:
         FQN → `(step, norm)`. Steps that can't be read are left out.
@@ -165,9 +168,12 @@ def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, fl
     for step in run:
         if step.step is None or not step.listed.is_readable:
             continue
+        stats = step.view.stats
         for name, info in step.view.tensors.items():
-            if fnmatchcase(name, include) and info.dtype in READABLE and info.num_bytes:
-                found.setdefault(name, []).append((float(step.step), _norm(step.view[name])))
+            if not fnmatchcase(name, include) or info.dtype not in READABLE or not info.num_bytes:
+                continue
+            norm = stats[name].norm if name in stats else _norm(step.view[name])
+            found.setdefault(name, []).append((float(step.step), norm))
     if not found:
         raise InvalidRequestError(
             f"expected tensors with numbers whose names match {include!r} in the steps of "
