@@ -45,7 +45,8 @@ _MOST_LANES = 64
 def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
     """Show what took how long on which rank when the checkpoint at PATH was saved.
 
-    PATH may be RUN@STEP, as run@latest. Ranks that were late in a phase are marked with `!`. All times are those of the coordinator.
+    PATH may be RUN@STEP, as run@latest. Ranks that were late in a phase are marked with `!`. All
+    times are those of the coordinator.
     """
     view = checkpoint_at(path)
     trace = view.trace
@@ -128,8 +129,9 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
 def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str]) -> Text:
     cells = [" "] * width
     styles = [""] * width
-    # Why writing first: a stager writes while the rank still copies, which lies on top.
-    for span in sorted(spans, key=lambda span: span.phase != "write"):
+    # Why in this order: a stager writes while the rank still copies, and waiting tells least.
+    order = {"commit": 0, "write": 1}
+    for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
         first = min(int(span.start_s / end_s * width), width - 1)
         # Why at least one: what took no time at all took place.
         last = max(first + 1, min(round(span.stop_s / end_s * width), width))
