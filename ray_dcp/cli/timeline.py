@@ -5,7 +5,6 @@ It loads neither torch nor ray.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -18,9 +17,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from ray_dcp.cli.output import print_json
+from ray_dcp.cli.places import checkpoint_at
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
-from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.trace import chrome_trace, lanes
 from ray_dcp.view.wording import seconds_text, size_text
 
@@ -45,9 +45,10 @@ _MOST_LANES = 64
 def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
     """Show what took how long on which rank when the checkpoint at PATH was saved.
 
-    Ranks that were late in a phase are marked with `!`. All times are those of the coordinator.
+    PATH may be RUN@STEP, as run@latest. Ranks that were late in a phase are marked with `!`. All
+    times are those of the coordinator.
     """
-    view = open_view(path)
+    view = checkpoint_at(path)
     trace = view.trace
     if trace is None:
         why = (
@@ -65,7 +66,7 @@ def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
             click.echo(f"wrote {chrome_file}: open it in chrome://tracing or ui.perfetto.dev")
             return
     if as_json:
-        click.echo(json.dumps({"path": view.url, **asdict(trace)}, indent=2))
+        print_json({"path": view.url, **asdict(trace)})
         return
     terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size().columns, 160) if terminal else _WIDTH
@@ -128,8 +129,9 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
 def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str]) -> Text:
     cells = [" "] * width
     styles = [""] * width
-    # Why writing first: a stager writes while the rank still copies, which lies on top.
-    for span in sorted(spans, key=lambda span: span.phase != "write"):
+    # Why in this order: a stager writes while the rank still copies, and waiting tells least.
+    order = {"commit": 0, "write": 1}
+    for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
         first = min(int(span.start_s / end_s * width), width - 1)
         # Why at least one: what took no time at all took place.
         last = max(first + 1, min(round(span.stop_s / end_s * width), width))
@@ -137,8 +139,8 @@ def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str
             cells[cell] = marks.get(span.phase, "?")
             styles[cell] = STYLES.get(span.phase, "green")
     text = Text()
-    for cell, style in zip(cells, styles, strict=True):
-        text.append(cell, style)
+    for mark, style in zip(cells, styles, strict=True):
+        text.append(mark, style)
     return text
 
 

@@ -1,4 +1,4 @@
-"""The trace of a save: what took how long on which rank, as a small JSON file beside the checkpoint.
+"""The trace of a save: what took how long on which rank, as a small JSON file beside it.
 
 Pure. All times are seconds on one clock, the coordinator's, from the first thing that any rank did
 for the save. The file is not part of the commit: nothing refers to it, and nobody misses it.
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.checksums import digest_bytes
 
 __all__ = [
     "MAX_TRACE_BYTES",
@@ -45,6 +46,7 @@ LATE_RATIO, LATE_S = 2.0, 0.05
 """A rank is late that takes twice as long as half of the ranks, and 50 ms longer."""
 
 _FORMAT, _VERSION = "ray_dcp.trace", 1
+_ENDING = b',\n "xxh3_128": "%s"}\n'
 
 FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")
@@ -175,7 +177,8 @@ class RankTimes:
     @property
     def late_s(self) -> FloatArray:
         """From the first rank's begin to the end of each."""
-        return self.stop_s - self.start_s.min()
+        late_s: FloatArray = self.stop_s - self.start_s.min()
+        return late_s
 
 
 def trace_key(attempt: str) -> str:
@@ -246,12 +249,12 @@ def make_trace(
 
 
 def encode_trace(trace: SaveTrace) -> bytes:
-    """Returns a trace as JSON in UTF-8, with a line for each span.
+    """Returns a trace as JSON in UTF-8, with a line for each span and a digest at its end.
 
     Args:
         trace: To be written.
     """
-    told = {"format": _FORMAT, "version": _VERSION}
+    told: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     told |= {f.name: getattr(trace, f.name) for f in fields(trace)}
     parts = []
     for name, value in told.items():
@@ -261,7 +264,8 @@ def encode_trace(trace: SaveTrace) -> bytes:
             parts.append(f'"{name}": [\n  {lines}\n ]' if rows else f'"{name}": []')
         else:
             parts.append(f'"{name}": {json.dumps(value)}')
-    return ("{" + ",\n ".join(parts) + "}\n").encode()
+    body = ("{" + ",\n ".join(parts)).encode()
+    return body + _ENDING % digest_bytes(body).hex().encode()
 
 
 def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
@@ -277,6 +281,9 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
     try:
         if len(data) > MAX_TRACE_BYTES:
             raise ValueError(f"more than {MAX_TRACE_BYTES} bytes")
+        body = data[: -len(_ENDING % (b"0" * 32))]
+        if data != body + _ENDING % digest_bytes(body).hex().encode():
+            raise ValueError("its bytes do not match the digest at its end")
         found = json.loads(data)
         if found["format"] != _FORMAT or found["version"] != _VERSION:
             raise ValueError(f"{found['format']!r} of version {found['version']!r}")
@@ -337,10 +344,9 @@ def _tidy(seconds: float) -> float:
 
 def _summary(phase: str, columns: RankTimes) -> PhaseSummary:
     seconds = columns.stop_s - columns.start_s
-    quantiles = np.quantile(seconds, [0.0, 0.5, 0.9, 0.99, 1.0])
-    return PhaseSummary(
-        phase, len(seconds), *map(_tidy, quantiles.tolist()), num_bytes=int(columns.num_bytes.sum())
-    )
+    low, median, p90, p99, high = map(_tidy, np.quantile(seconds, [0.0, 0.5, 0.9, 0.99, 1.0]))
+    num_bytes = int(columns.num_bytes.sum())
+    return PhaseSummary(phase, len(seconds), low, median, p90, p99, high, num_bytes)
 
 
 def _stragglers(

@@ -17,7 +17,6 @@ import numpy as np
 
 from ray_dcp.errors import CheckpointNotFoundError, MissingKeyError
 from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.format.tensor_stats import TensorStats
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.values import ChunkTable, Kind
@@ -35,7 +34,7 @@ from ray_dcp.view.naming import nearest
 from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
 from ray_dcp.view.stored_stats import read_stats
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
-from ray_dcp.view.trace import read_trace
+from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
 
 __all__ = ["CheckpointView", "FileInfo", "open"]
@@ -113,7 +112,7 @@ class CheckpointView:
         return None if manifest is None else manifest.created_s
 
     @cached_property
-    def trace(self) -> SaveTrace | None:
+    def trace(self) -> Trace | None:
         """What took how long on which rank when it was saved; None if the save left no trace.
 
         Read when first looked at.

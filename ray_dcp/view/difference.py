@@ -179,6 +179,11 @@ class CheckpointDiff:
         odd = {first.dtype, second.dtype} - READABLE
         return f"is of dtype {', '.join(odd)}, which has no numbers here" if odd else None
 
+    def _repr_html_(self) -> str:
+        from ray_dcp.view.pictures.of_runs import picture_diff
+
+        return picture_diff(self).html
+
     def __repr__(self) -> str:
         told = ", ".join(f"{count} {name}" for name, count in self.counts.items())
         return f"CheckpointDiff({self.first.url!r} -> {self.second.url!r}: {told or 'nothing'})"

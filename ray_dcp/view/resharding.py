@@ -16,16 +16,18 @@ import numpy as np
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.options import LoadOptions
-from ray_dcp.plan.reading import Wanted, block_ranges, plan_reads
+from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
+from ray_dcp.store.storage import read_traits_of
 from ray_dcp.transfer.jobs import (
-    GAP_BYTES,
     Direct,
     Geometry,
     Job,
+    ReadCost,
     Span,
     geometry,
     make_jobs,
+    slab_reads,
 )
 from ray_dcp.view.naming import nearest
 
@@ -129,6 +131,11 @@ class ReshardPreview:
         """Bytes read over bytes needed, of the whole job; 1.0 where nothing is needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
+    def _repr_html_(self) -> str:
+        from ray_dcp.view.pictures.of_runs import picture_preview
+
+        return picture_preview(self).html
+
     @property
     def peak_bytes(self) -> int:
         """Most host memory of a rank."""
@@ -186,14 +193,16 @@ def preview_reshard(
     objects_bytes = int(table.item_bytes[objects].sum())
     width = itemsize[np.maximum(table.dtype[tensors], 0)]
     place = _places(table)
+    traits = read_traits_of(view.storage)
+    cost = ReadCost(traits.request_s, traits.bytes_per_s)
     ranks, lacking = [], set[int]()
     for rank, offset, size in _boxes(table, tensors, target):
         wanted = Wanted(tensors.astype(np.int32), offset, size, width)
         plan = plan_reads(table, wanted)
         lacking.update(tensors[row] for row, _ in plan.uncovered)
         geo = geometry(table, wanted, plan, place, options.verify)
-        jobs, _ = make_jobs(geo, len(wanted), options.scratch_bytes)
-        lengths, ranges, scratch = _costs(geo, jobs)
+        jobs, _ = make_jobs(geo, len(wanted), options.scratch_bytes, cost)
+        lengths, ranges, scratch = _costs(geo, jobs, cost)
         files = {*table.file[plan.chunk].tolist(), *table.file[objects].tolist()}
         ranks.append(
             RankRead(
@@ -253,7 +262,9 @@ def _part(length: Int64Array, part: int, parts: int) -> tuple[Int64Array, Int64A
     return np.minimum(part * step, length), np.minimum((part + 1) * step, length)
 
 
-def _costs(geo: Geometry, jobs: Sequence[Job]) -> tuple[list[int], list[int], list[int]]:
+def _costs(
+    geo: Geometry, jobs: Sequence[Job], cost: ReadCost
+) -> tuple[list[int], list[int], list[int]]:
     """Returns of each job how many bytes it reads, in how many ranges, and its temporary memory."""
     num_bytes, ranges, scratch = [], [], []
     for job in jobs:
@@ -270,11 +281,7 @@ def _costs(geo: Geometry, jobs: Sequence[Job]) -> tuple[list[int], list[int], li
             ranges.append(1)
             scratch.append(2 * block if num_bytes[-1] != job.high - job.low else 0)
             continue
-        found = block_ranges(
-            geo.chunk_offset[at], geo.chunk_size[at], job.slab.offset, job.slab.size,
-            int(geo.itemsize[at]), block_bytes=int(geo.block_bytes[at]), payload_bytes=end,
-            max_gap_bytes=GAP_BYTES,
-        )  # fmt: skip
+        found = slab_reads(geo, job, cost)
         num_bytes.append(int((found[:, 1] - found[:, 0]).sum()))
         ranges.append(len(found))
         scratch.append(int(found[-1, 1] - found[0, 0]))

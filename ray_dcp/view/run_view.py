@@ -302,6 +302,11 @@ class RunView:
             )
         return found.step
 
+    def _repr_html_(self) -> str:
+        from ray_dcp.view.pictures.of_runs import picture_steps
+
+        return picture_steps(self).html
+
     def __repr__(self) -> str:
         return f"RunView({self.url!r}, {len(self)} checkpoints)"
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.dtypes import NUMPY_DTYPES, itemsize_of
+from ray_dcp.format.dtypes import ITEMSIZE, NUMPY_DTYPES, itemsize_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import ChunkTable, Kind
@@ -99,6 +99,14 @@ class TensorHandle:
 
     def __repr__(self) -> str:
         return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.dtype!r})"
+
+    def _repr_html_(self) -> str:
+        from ray_dcp.view.pictures.boxes import stored_boxes
+        from ray_dcp.view.pictures.layout import shard_layout
+
+        boxes = stored_boxes(self._table, self._tensor)
+        size = ITEMSIZE.get(self.dtype, 0)
+        return shard_layout(boxes, self.name, itemsize=size, dtype=self.dtype).html
 
     def __getitem__(self, index: Any) -> Any:
         """Returns the selected part: a numpy array, or a torch tensor for dtypes numpy lacks.

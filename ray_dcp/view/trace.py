@@ -6,8 +6,10 @@ Without torch and without Ray. What a trace holds is in `ray_dcp.format.save_tra
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, fields
 from typing import Any
 
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.save_trace import (
     MAX_TRACE_BYTES,
     SaveTrace,
@@ -17,10 +19,20 @@ from ray_dcp.format.save_trace import (
 )
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["chrome_trace", "lanes", "read_trace"]
+__all__ = ["Trace", "chrome_trace", "lanes", "read_trace", "trace_notes"]
 
 
-def read_trace(storage: Storage, attempt: str | None) -> SaveTrace | None:
+@dataclass(frozen=True, kw_only=True)
+class Trace(SaveTrace):
+    """The trace of a save as notebooks show it: a timeline."""
+
+    def _repr_html_(self) -> str:
+        from ray_dcp.view.pictures.timeline import timeline
+
+        return timeline(self).html
+
+
+def read_trace(storage: Storage, attempt: str | None) -> Trace | None:
     """Returns the trace of an attempt; None when its save left none.
 
     Args:
@@ -38,7 +50,28 @@ def read_trace(storage: Storage, attempt: str | None) -> SaveTrace | None:
         data = storage.read(key, 0, MAX_TRACE_BYTES + 1)
     except KeyMissingError:
         return None
-    return decode_trace(data, key=key)
+    found = decode_trace(data, key=key)
+    if found.attempt != attempt:
+        raise DamagedCheckpointError(
+            f"expected the trace of attempt {attempt}, found that of {found.attempt}", key=key
+        )
+    return Trace(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+
+def trace_notes(storage: Storage, attempt: str) -> list[str]:
+    """Returns a note on a trace that can't be read; the checkpoint is whole without it.
+
+    Args:
+        storage: Of the checkpoint.
+        attempt: That is committed there.
+    """
+    try:
+        read_trace(storage, attempt)
+    except CheckpointError:
+        return [
+            f"{trace_key(attempt)} is damaged: ray-dcp timeline can't read it, nobody else does"
+        ]
+    return []
 
 
 def lanes(trace: SaveTrace) -> dict[int | None, tuple[Span, ...]]:

@@ -31,6 +31,7 @@ from ray_dcp.view.other_files import (
     record_notes,
 )
 from ray_dcp.view.stock_items import check_stock_item
+from ray_dcp.view.trace import trace_notes
 
 __all__ = ["Problem", "VerifyReport", "verify", "verify_checkpoint"]
 
@@ -163,6 +164,7 @@ def _other_files(
             problems.append(Problem(manifest.metadata.key, None, 0, wrong[1], wrong[0]))
         notes += [] if note is None else [note]
         notes += record_notes(storage, checkpoint.slot)
+        notes += trace_notes(storage, manifest.attempt)
     elif checkpoint.kind == "safetensors":
         for key in keys:
             if key.endswith(INDEX_SUFFIX) and "/" not in key:

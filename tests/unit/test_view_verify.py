@@ -75,6 +75,10 @@ def test_any_flipped_bit_of_any_file_is_found(
     checkpoints.flip(file, offset, 1 << bit)
     report = ray_dcp.verify(copied)
     shutil.copy(saved_checkpoint / file.name, file)
+    if file.name.startswith("trace."):
+        assert report.ok  # the checkpoint is whole without it
+        assert [note.partition(" ")[0] for note in report.notes] == [file.name]
+        return
     assert not report.ok
     assert {problem.file for problem in report.problems} == {file.name}
     if file.suffix == ".distcp":

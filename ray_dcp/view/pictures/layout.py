@@ -1,0 +1,338 @@
+"""Which rank holds which part of a tensor, and what a load on other ranks takes from whom. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.view.pictures.boxes import Boxes, Flat, IntArray, flatten, raster
+from ray_dcp.view.pictures.drawing import (
+    GREY,
+    WIDTH,
+    Picture,
+    clip,
+    div,
+    rank_colour,
+    rect,
+    safe,
+    svg,
+    tag,
+    text,
+)
+from ray_dcp.view.wording import size_text
+
+__all__ = ["overlaps", "reshard", "shard_layout"]
+
+MOST_BOXES = 400
+"""More are drawn as a raster."""
+MOST_LEGEND = 16
+MOST_BARS = 24
+MOST_PAIRS = 4_000_000
+
+_LEFT, _TOP = 46, 20
+
+
+def shard_layout(boxes: Boxes, name: str = "", *, itemsize: int = 0, dtype: str = "") -> Picture:
+    """Returns a tensor as a rectangle, with its parts in the colours of the ranks that hold them.
+
+    Args:
+        boxes: The parts; of more than two dimensions, the two that are cut most are drawn.
+        name: FQN.
+        itemsize: Bytes of an element, for the size; 0 if unknown.
+        dtype: For the title.
+    """
+    flat = flatten(boxes)
+    width, height = _extent(flat, 380)
+    parts = [_panel(flat, _LEFT, _TOP, width, height)]
+    legend, bottom = _legend(boxes.rank.tolist(), _LEFT + width + 26, _TOP, height)
+    drawing = svg(
+        min(WIDTH, _LEFT + width + 26 + 150), max(_TOP + height + 12, bottom), *parts, legend,
+        label=f"Layout of a tensor of shape {boxes.shape} over {boxes.num_ranks} ranks",
+    )  # fmt: skip
+    return Picture(div(_heading(boxes, flat, name, itemsize, dtype), drawing))
+
+
+def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -> Picture:
+    """Returns a tensor as it is stored and as other ranks want it, in the colours of who stored it.
+
+    Args:
+        before: As stored, without overlaps.
+        after: As the ranks of a load want it.
+        name: FQN.
+        itemsize: Bytes of an element.
+
+    Raises:
+        InvalidRequestError: The shapes differ.
+    """
+    if before.shape != after.shape:
+        raise InvalidRequestError(
+            f"expected two layouts of one tensor, found shapes {before.shape} and {after.shape}",
+            key="after",
+        )
+    both = flatten(_joined(before, after))
+    old, new = _flat_as(before, both), _flat_as(after, both)
+    width, height = _extent(both, 300)
+    second = _LEFT + width + 90
+    arrow = tag(
+        "path", d=f"M{_LEFT + width + 22} {_TOP + height / 2}h34m-8 -6l8 6l-8 6", fill="none",
+        stroke="currentColor", stroke_width=1.5, opacity=0.6,
+    )  # fmt: skip
+    parts = [
+        text(_LEFT, 12, f"stored by {_ranks(before.num_ranks)}", opacity=0.8),
+        _panel(old, _LEFT, _TOP, width, height),
+        arrow,
+        text(second, 12, f"loaded by {_ranks(after.num_ranks)}", opacity=0.8),
+        _panel(old, second, _TOP, width, height, labels=False, faint_lines=True),
+        _outlines(new, second, _TOP, width, height),
+    ]
+    bottom = _TOP + height + 20
+    legend, bottom = _legend_row(before.rank.tolist(), _LEFT, bottom)
+    bars, bottom = _bars(before, after, itemsize, bottom)
+    drawing = svg(
+        WIDTH, bottom, *parts, legend, bars,
+        label=f"A tensor stored by {before.num_ranks} ranks and loaded by {after.num_ranks}",
+    )  # fmt: skip
+    return Picture(div(_heading(before, both, name, itemsize, ""), drawing))
+
+
+def overlaps(before: Boxes, after: Boxes) -> IntArray | None:
+    """Returns how many elements each part of one layout has in common with each of another.
+
+    Args:
+        before: `n` parts.
+        after: `m` parts.
+
+    Returns:
+        int64[m, n]; None for more than 4 million pairs.
+    """
+    if len(before) * len(after) > MOST_PAIRS:
+        return None
+    found = np.ones((len(after), len(before)), np.int64)
+    for dim in range(len(before.shape)):
+        low = np.maximum(after.offset[:, dim, None], before.offset[None, :, dim])
+        ends = (b.offset[:, dim] + b.size[:, dim] for b in (after, before))
+        high = np.minimum(next(ends)[:, None], next(ends)[None, :])
+        found *= np.maximum(high - low, 0)
+    return found
+
+
+# --- pieces -------------------------------------------------------------------------------------
+
+
+def _heading(boxes: Boxes, flat: Flat, name: str, itemsize: int, dtype: str) -> str:
+    shape = "×".join(map(str, boxes.shape)) or "scalar"
+    volume = int(np.prod(boxes.shape, dtype=object)) if boxes.shape else 1
+    facts = [shape, dtype, size_text(volume * itemsize) if itemsize else ""]
+    facts.append(f"{len(boxes)} part{'s' * (len(boxes) != 1)} on {_ranks(boxes.num_ranks)}")
+    told = " · ".join(safe(fact) for fact in facts if fact)
+    note = ""
+    if flat.is_slice:
+        note = f"<div style='opacity:.75'>dimensions {flat.dims[0]} and {flat.dims[1]}; "
+        note += "others are cut as well, here is the first part of each</div>"
+    title = f"<b><code>{safe(name)}</code></b> · " if name else ""
+    return f"<div>{title}{told}</div>{note}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _extent(flat: Flat, most: float) -> tuple[float, float]:
+    """Returns width and height of a drawing: as the tensor, but never a line."""
+    rows, columns = flat.lengths
+    if flat.dims[0] is None:
+        return most, 44.0
+    ratio = (max(rows, 1) / max(columns, 1)) ** 0.5
+    return (most, max(90.0, most * ratio * 0.7)) if ratio < 1 else (
+        max(140.0, most / ratio), min(most * 0.75, most * ratio * 0.7)
+    )  # fmt: skip
+
+
+def _panel(
+    flat: Flat, x: float, y: float, width: float, height: float,
+    *, labels: bool = True, faint_lines: bool = False,
+) -> str:  # fmt: skip
+    fills = _fills(flat, x, y, width, height, labels, faint_lines)
+    frame = tag("rect", x=x, y=y, width=width, height=height, fill="none", stroke="currentColor",
+                stroke_width=1, opacity=0.55)  # fmt: skip
+    rows, columns = flat.lengths
+    parts = [tag("g", fills), frame]
+    if flat.dims[1] is not None:
+        parts.append(text(x + width, y + height + 11, columns, size=10, text_anchor="end",
+                          opacity=0.7))  # fmt: skip
+    if flat.dims[0] is not None:
+        parts.append(text(x - 6, y + height, rows, size=10, text_anchor="end", opacity=0.7))
+        parts.append(text(x - 6, y + 9, 0, size=10, text_anchor="end", opacity=0.7))
+    return "".join(parts)
+
+
+def _fills(
+    flat: Flat, x: float, y: float, width: float, height: float, labels: bool, faint: bool
+) -> str:
+    if len(flat.rank) > MOST_BOXES:
+        return _raster_fills(raster(flat), x, y, width, height)
+    parts = []
+    scale = np.array([height / max(flat.lengths[0], 1), width / max(flat.lengths[1], 1)])
+    for rank, start, size in zip(
+        flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
+    ):
+        top, left = start[0] * scale[0], start[1] * scale[1]
+        tall, wide = float(size[0] * scale[0]), float(size[1] * scale[1])
+        if not size[0] or not size[1]:
+            continue
+        end = [start[0] + size[0], start[1] + size[1]]
+        box = f"[{start[0]}:{end[0]}, {start[1]}:{end[1]}]"
+        box = f"[{start[1]}:{end[1]}]" if flat.dims[0] is None else box
+        told = f"{_name(rank)} {box}"
+        parts.append(
+            rect(x + left, y + top, wide, tall, _colour(rank), told, fill_opacity=0.85,
+                 stroke="currentColor", stroke_width=0.5 if faint else 1,
+                 stroke_opacity=0.25 if faint else 0.6)
+        )  # fmt: skip
+        if labels and rank >= 0 and wide >= 9 + 6 * len(str(rank)) and tall >= 13:
+            parts.append(
+                text(x + left + wide / 2, y + top + tall / 2 + 4, rank, text_anchor="middle",
+                     fill="#fff", font_weight="bold", pointer_events="none")
+            )  # fmt: skip
+    return "".join(parts)
+
+
+def _raster_fills(cells: IntArray, x: float, y: float, width: float, height: float) -> str:
+    tall, wide = height / cells.shape[0], width / cells.shape[1]
+    parts = []
+    for row, ranks in enumerate(cells.tolist()):
+        first = 0
+        for column in range(1, len(ranks) + 1):
+            if column < len(ranks) and ranks[column] == ranks[first]:
+                continue
+            if ranks[first] > -2:
+                # Why a little more: without it the page shows between cells.
+                parts.append(
+                    rect(x + first * wide, y + row * tall, (column - first) * wide + 0.3,
+                         tall + 0.3, _colour(ranks[first]), _name(ranks[first]))
+                )  # fmt: skip
+            first = column
+    return "".join(parts)
+
+
+def _outlines(flat: Flat, x: float, y: float, width: float, height: float) -> str:
+    parts = []
+    tall, wide = height / max(flat.lengths[0], 1), width / max(flat.lengths[1], 1)
+    if len(flat.rank) > MOST_BOXES:
+        return text(x + width / 2, y + height / 2, f"{len(flat.rank)} parts", text_anchor="middle")
+    for rank, start, size in zip(
+        flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
+    ):
+        left, top = x + start[1] * wide, y + start[0] * tall
+        inner = tag("title", safe(f"wanted by {_name(rank)}"))
+        parts.append(
+            tag("rect", inner, x=left, y=top, width=size[1] * wide, height=size[0] * tall,
+                fill="none", stroke="currentColor", stroke_width=2.5)
+        )  # fmt: skip
+        if size[1] * wide >= 9 + 6 * len(str(rank)) and size[0] * tall >= 13:
+            parts.append(
+                text(left + size[1] * wide / 2, top + size[0] * tall / 2 + 4, rank,
+                     text_anchor="middle", fill="#fff", font_weight="bold")
+            )  # fmt: skip
+    return tag("g", "".join(parts))
+
+
+def _legend(ranks: Iterable[int], x: float, y: float, height: float) -> tuple[str, float]:
+    found = sorted(set(ranks))
+    parts = []
+    for index, rank in enumerate(found[:MOST_LEGEND]):
+        left, top = x + 74 * (index // 8), y + 17 * (index % 8)
+        parts.append(rect(left, top, 11, 11, _colour(rank), fill_opacity=0.85))
+        parts.append(text(left + 16, top + 10, _name(rank)))
+    bottom = y + 17 * min(len(found), 8)
+    if len(found) > MOST_LEGEND:
+        parts.append(text(x, bottom + 11, f"… {len(found) - MOST_LEGEND} more", opacity=0.7))
+        bottom += 17
+    return tag("g", "".join(parts)) if parts else "", bottom + 4
+
+
+def _legend_row(ranks: Iterable[int], x: float, y: float) -> tuple[str, float]:
+    found = sorted(set(ranks))
+    parts = [text(x, y + 10, "stored by", opacity=0.7)]
+    for index, rank in enumerate(found[:MOST_LEGEND]):
+        left = x + 62 + 44 * index
+        parts.append(rect(left, y, 11, 11, _colour(rank), fill_opacity=0.85))
+        parts.append(text(left + 15, y + 10, rank if rank >= 0 else "?"))
+    if len(found) > MOST_LEGEND:
+        parts.append(text(x + 62 + 44 * MOST_LEGEND, y + 10, "…", opacity=0.7))
+    return tag("g", "".join(parts)), y + 24
+
+
+def _bars(before: Boxes, after: Boxes, itemsize: int, y: float) -> tuple[str, float]:
+    """Returns what each rank of the load takes from whom, as bars."""
+    common = overlaps(before, after)
+    if common is None:
+        return "", y
+    wanted = common.sum(axis=1) * itemsize
+    top = int(wanted.max(initial=0))
+    if not top:
+        return "", y
+    parts, scale = [], (WIDTH - _LEFT - 200) / top
+    for index in range(min(len(after), MOST_BARS)):
+        rank = int(after.rank[index])
+        parts.append(text(_LEFT + 46, y + 11, _name(rank), text_anchor="end"))
+        x = _LEFT + 54.0
+        shares = np.bincount(_positions(before.rank), weights=common[index] * itemsize)
+        sources = np.unique(before.rank)
+        for source, num_bytes in zip(sources.tolist(), shares.tolist(), strict=True):
+            if num_bytes:
+                told = f"{size_text(int(num_bytes))} from {_name(source)}"
+                parts.append(
+                    rect(x, y + 2, num_bytes * scale, 11, _colour(source), told, fill_opacity=0.85)
+                )
+                x += num_bytes * scale
+        count = int((shares > 0).sum())
+        told = f"{size_text(int(wanted[index]))} of {_ranks(count)}"
+        parts.append(text(x + 8, y + 11, told, size=10, opacity=0.8))
+        y += 16
+    if len(after) > MOST_BARS:
+        parts.append(text(_LEFT, y + 11, f"… and {len(after) - MOST_BARS} more", opacity=0.7))
+        y += 16
+    return tag("g", "".join(parts)), y + 4
+
+
+def _positions(ranks: IntArray) -> IntArray:
+    found: IntArray = np.unique(ranks, return_inverse=True)[1].reshape(-1)
+    return found
+
+
+def _joined(one: Boxes, other: Boxes) -> Boxes:
+    return Boxes(
+        one.shape,
+        np.concatenate([one.rank, other.rank]),
+        np.concatenate([one.offset, other.offset]),
+        np.concatenate([one.size, other.size]),
+    )
+
+
+def _flat_as(boxes: Boxes, like: Flat) -> Flat:
+    """Returns boxes in the dimensions that another drawing has."""
+    columns = []
+    for dim in like.dims:
+        count = len(boxes)
+        if dim is None:
+            columns.append((np.zeros(count, np.int64), np.ones(count, np.int64)))
+        else:
+            columns.append((boxes.offset[:, dim], boxes.size[:, dim]))
+    keep = np.ones(len(boxes), np.bool_)
+    for dim in range(len(boxes.shape)):
+        if dim not in like.dims:
+            keep &= boxes.offset[:, dim] == boxes.offset[:, dim].min(initial=0)
+    offset = np.stack([column[0] for column in columns], axis=1)[keep]
+    size = np.stack([column[1] for column in columns], axis=1)[keep]
+    return Flat(like.dims, like.lengths, boxes.rank[keep], offset, size, like.is_slice)
+
+
+def _colour(rank: int) -> str:
+    return GREY if rank < 0 else rank_colour(rank)
+
+
+def _name(rank: int) -> str:
+    return clip(f"rank {rank}", 100) if rank >= 0 else "a file"

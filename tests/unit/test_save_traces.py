@@ -1,0 +1,406 @@
+"""The trace of a save: what it says, that it stays small, and that no save depends on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ray_dcp
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.save_trace import (
+    MAX_TRACE_BYTES,
+    MOST_RANKS,
+    RankTimes,
+    Span,
+    decode_trace,
+    encode_trace,
+    make_trace,
+    trace_key,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan.values import RankPlan
+from ray_dcp.protocol.commands import Answer, MakePlan, Perform, PublishMetadata
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Refused,
+    SaveGo,
+    SaveJoin,
+    SaveReceipt,
+    Target,
+)
+from ray_dcp.protocol.save_recorder import SaveRecorder
+from ray_dcp.runtime.tracing import Tracing
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from tests import numpy_ranks
+
+ATTEMPT = "0123456789abcdef"
+KEY = OpKey("s", 0)
+PLAN = MakePlan((), "torch_save", 1)
+NO_CHECKS = np.zeros(0, np.uint64)
+
+
+def join(rank: int, *, staged: bool = False, trace: bool = True, url: str = "memory://x"):
+    options = SaveOptions(trace=trace)
+    return SaveJoin(KEY, rank, 2, Target(url), options, b"", None, staged, capture_s=0.5)
+
+
+def go(rank: int, attempt: str = ATTEMPT) -> Answer:
+    return Answer(KEY, rank, "SaveJoin", SaveGo(attempt, 1, RankPlan(rank, "torch_save", ())))
+
+
+def receipt(file: int, num_bytes: int) -> FileReceipt:
+    return FileReceipt(file, f"f{file}", num_bytes, b"", NO_CHECKS)
+
+
+def many(n: int, late: dict[int, float] | None = None):
+    ranks = np.arange(n)
+    stops = np.full(n, 1.0) + np.linspace(0, 0.01, n)
+    for rank, extra in (late or {}).items():
+        stops[rank] += extra
+    times = {
+        "capture": RankTimes.of(ranks, np.zeros(n), np.full(n, 0.1)),
+        "write": RankTimes.of(ranks, np.full(n, 0.1), stops, np.full(n, 7)),
+    }
+    where = {rank: f"pid {rank}" for rank in range(n)}
+    return make_trace(ATTEMPT, "save", n, 1e9, 3.0, [Span("record", None, 2.0, 3.0)], times,
+                      where=where)  # fmt: skip
+
+
+# --- the value ----------------------------------------------------------------------------------
+
+
+def test_a_trace_comes_back_from_its_bytes():
+    trace = many(5, {3: 4.0})
+    assert decode_trace(encode_trace(trace)) == trace
+    assert trace.num_bytes == 35
+
+
+def test_the_bytes_are_json_that_anybody_reads():
+    found = json.loads(encode_trace(many(2)))
+    assert found["format"] == "ray_dcp.trace"
+    assert ["write", 1, 0.1, 1.01, 7] in found["spans"]
+
+
+def test_a_trace_of_ten_thousand_ranks_is_small_and_counts_them_all():
+    trace = many(10_000, {4711: 5.0, 12: 0.5})
+    assert len(encode_trace(trace)) < 32_000
+    assert 56 <= len(trace.ranks) <= MOST_RANKS
+    assert {4711, 0, 9999} <= set(trace.ranks)
+    write = next(phase for phase in trace.phases if phase.phase == "write")
+    assert (write.num_ranks, write.num_bytes, write.max_s) == (10_000, 70_000, 5.90471)
+    assert [(one.rank, one.where) for one in trace.stragglers] == [(4711, "pid 4711")]
+
+
+def test_of_a_thousand_stragglers_the_latest_are_told():
+    trace = many(10_000, {rank: 2.0 + rank / 1000 for rank in range(1000)})
+    assert trace.stragglers[0].rank == 999
+    assert len(trace.stragglers) == 24
+    assert len(encode_trace(trace)) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("stops", "late"),
+    [
+        ([1.0, 1.0, 1.0, 2.2], [3]),
+        ([1.0, 1.9], []),  # not twice as long
+        ([1.0, 2.1], [1]),  # of two ranks, the slower one is compared with the other
+        ([0.001, 0.040], []),  # forty times as long, but nobody would notice
+        ([5.0], []),
+    ],
+)
+def test_who_is_late(stops: list[float], late: list[int]):
+    n = len(stops)
+    times = {"write": RankTimes.of(range(n), [0.0] * n, stops)}
+    trace = make_trace(ATTEMPT, "save", n, 0.0, 9.0, [], times)
+    assert [one.rank for one in trace.stragglers] == late
+
+
+def test_waiting_for_the_others_makes_nobody_a_straggler():
+    times = {"plan": RankTimes.of([0, 1], [0.0, 0.0], [0.1, 9.0])}
+    assert make_trace(ATTEMPT, "save", 2, 0.0, 9.0, [], times).stragglers == ()
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+@settings(max_examples=150)
+def test_any_flipped_bit_of_a_trace_is_noticed(at: int, bit: int):
+    data = bytearray(encode_trace(many(3)))
+    data[at % len(data)] ^= 1 << bit
+    with pytest.raises(DamagedCheckpointError, match="does not need it"):
+        decode_trace(bytes(data), key="trace.x.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: told.update(version=2),
+        lambda told: told.update(world_size="2"),
+        lambda told: told.update(committed_s=float("nan")),
+        lambda told: told["spans"].append(["write", 0, 0.0, 1.0]),
+        lambda told: told["spans"].append(["write", "0", 0.0, 1.0, 1]),
+        lambda told: told["spans"].append(7),
+        lambda told: told.pop("phases"),
+        lambda told: told.update(spans=None),
+    ],
+)
+def test_what_is_no_trace_is_refused(change):
+    told = json.loads(encode_trace(many(2)))
+    del told["xxh3_128"]
+    change(told)
+    from ray_dcp.format.checksums import digest_bytes
+
+    body = json.dumps(told).encode()[:-1]
+    ending = f',\n "xxh3_128": "{digest_bytes(body).hex()}"}}\n'.encode()
+    with pytest.raises(DamagedCheckpointError):
+        decode_trace(body + ending)
+
+
+def test_a_file_that_is_too_long_is_refused_before_it_is_read():
+    with pytest.raises(DamagedCheckpointError, match="more than"):
+        decode_trace(b" " * (MAX_TRACE_BYTES + 1))
+
+
+# --- the notes ----------------------------------------------------------------------------------
+
+
+def test_the_notes_of_a_save_become_its_phases():
+    recorder = SaveRecorder(join(0), unix_s=1000.0, now_s=10.0)
+    recorder.hears(join(0), 10.0, "pid 1 on a")
+    recorder.hears(join(1), 11.0, "pid 2 on b")
+    recorder.performed(PLAN, 11.0, 11.5)
+    for rank in (0, 1):
+        recorder.tells(go(rank), 12.0)
+    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 13.0)
+    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5), receipt(1, 6))), 14.0)  # again
+    recorder.hears(SaveReceipt(KEY, 1, "another", 1, (receipt(2, 9),)), 13.0)
+    recorder.hears(SaveReceipt(KEY, 1, ATTEMPT, 1, (receipt(2, 9),)), 15.5)
+    trace = recorder.trace(committed_s=16.0)
+    assert trace is not None
+    assert trace.began_s == 999.5  # rank 0 had captured for half a second when it joined
+    assert trace.committed_s == 6.5
+    assert trace.mode == "save"
+    assert [(s.phase, s.rank, s.start_s, s.stop_s, s.num_bytes) for s in trace.spans] == [
+        ("plan", None, 1.5, 2.0, 0),
+        ("capture", 0, 0.0, 0.5, 0),
+        ("plan", 0, 0.5, 2.5, 0),
+        ("write", 0, 2.5, 3.5, 11),
+        ("capture", 1, 1.0, 1.5, 0),
+        ("plan", 1, 1.5, 2.5, 0),
+        ("write", 1, 2.5, 6.0, 9),
+    ]
+    assert [(one.rank, one.phase, one.where) for one in trace.stragglers] == [
+        (1, "write", "pid 2 on b"), (1, "capture", "pid 2 on b"),
+    ]  # fmt: skip
+
+
+def test_an_asynchronous_save_is_staged_while_it_is_written():
+    recorder = SaveRecorder(join(0, staged=True), 0.0, 0.0)
+    recorder.hears(join(0, staged=True), 1.0)
+    recorder.tells(go(0), 2.0)
+    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(0, 5),)), 2.5)
+    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "st"), 3.0)
+    recorder.hears(PartsHeld(KEY, 0, ATTEMPT, 1, "other", 1), 3.5)
+    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "st", 0, (receipt(1, 6),)), 4.0)
+    recorder.hears(PartsWritten(KEY, 0, ATTEMPT, 1, "other", 1, (receipt(1, 6),)), 9.0)
+    trace = recorder.trace(10.0)
+    assert trace is not None
+    assert trace.mode == "async_save"
+    spans = {span.phase: (span.start_s, span.stop_s, span.num_bytes) for span in trace.spans}
+    assert spans["stage"] == (1.5, 2.5, 11)
+    assert spans["write"] == (1.5, 3.5, 11)
+    assert trace.takeovers == ((0, 3.0),)
+    assert trace.stall_s == 2.5
+
+
+def test_a_process_alone_tells_how_long_it_copied():
+    recorder = SaveRecorder(join(0), 0.0, 0.0)
+    recorder.hears(join(0), 1.0)
+    recorder.tells(go(0), 2.0)
+    recorder.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),), None, 0.25), 3.0)
+    trace = recorder.trace(4.0)
+    assert trace is not None
+    spans = {span.phase: (span.start_s, span.stop_s) for span in trace.spans}
+    assert spans["stage"] == (1.5, 1.75)
+    assert spans["write"] == (1.75, 2.5)
+
+
+def test_there_is_no_trace_of_what_was_never_planned():
+    recorder = SaveRecorder(join(0), 0.0, 0.0)
+    recorder.hears(join(0), 1.0)
+    assert recorder.trace(2.0) is None
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def noted(tracing: Tracing, **options: object) -> Perform:
+    tracing.hears(join(0, **options))
+    tracing.tells(go(0))
+    tracing.hears(SaveReceipt(KEY, 0, ATTEMPT, 1, (receipt(0, 5),)))
+    return Perform(KEY, PublishMetadata(Target("memory://trace-file"), 1, None))
+
+
+def test_the_trace_is_written_while_metadata_is_published():
+    storage = MemoryStorage("trace-file")
+    tracing = Tracing(opener=lambda _: storage)
+    command = noted(tracing)
+    assert tracing.perform(command, lambda task: task) is command.task
+    assert decode_trace(storage.read(trace_key(ATTEMPT))).world_size == 2
+    storage.delete([trace_key(ATTEMPT)])
+    tracing.perform(command, lambda task: task)  # once only
+    assert storage.list() == []
+
+
+def test_no_trace_is_written_where_it_is_not_wanted_or_the_save_failed():
+    storage = MemoryStorage("trace-none")
+    tracing = Tracing(opener=lambda _: storage)
+    tracing.perform(noted(tracing, trace=False), lambda task: task)
+    command = noted(tracing)
+    tracing.tells(Answer(KEY, 0, "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
+    tracing.perform(command, lambda task: task)
+    assert storage.list() == []
+
+
+def test_a_storage_that_refuses_the_trace_changes_nothing(caplog: pytest.LogCaptureFixture):
+    def refuses(_: Target):
+        raise ray_dcp.StorageError("no space left")
+
+    tracing = Tracing(opener=refuses)
+    command = noted(tracing)
+    with caplog.at_level(logging.DEBUG, logger="ray_dcp.runtime.tracing"):
+        assert tracing.perform(command, lambda task: task) is command.task
+    assert "no space left" in caplog.text
+
+
+def test_notes_that_go_wrong_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object):
+        raise RuntimeError("a bug")
+
+    tracing = Tracing(opener=broken)
+    monkeypatch.setattr(SaveRecorder, "hears", broken)
+    tracing.hears(join(0))
+    monkeypatch.setattr(SaveRecorder, "tells", broken)
+    monkeypatch.setattr(SaveRecorder, "performed", broken)
+    tracing.tells(go(0))
+    assert tracing.perform(Perform(KEY, PLAN), lambda task: "done") == "done"
+
+
+def test_a_coordinator_keeps_the_notes_of_a_bounded_number_of_saves():
+    tracing = Tracing()
+    for seq in range(200):
+        tracing.hears(SaveJoin(OpKey("s", seq), 0, 1, Target("memory://x"), SaveOptions(), b""))
+    assert len(tracing._saves) == 64
+
+
+# --- beside real checkpoints --------------------------------------------------------------------
+
+
+def traces(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir() if file.name.startswith("trace."))
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_save_of_a_process_leaves_one_trace(tmp_path: Path, container: str, is_async: bool):
+    options = SaveOptions(container=container)
+    state = {"w": torch.ones(1000), "b": torch.zeros(3)}
+    for _ in range(2):  # what the second one replaces goes with all else of the first
+        if is_async:
+            ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", options=options).result()
+        else:
+            ray_dcp.save(state, checkpoint_id=tmp_path / "c", options=options)
+    view = ray_dcp.open(tmp_path / "c")
+    assert traces(tmp_path / "c") == [trace_key(view.attempt)]
+    trace = view.trace
+    assert trace.mode == ("async_save" if is_async else "save")
+    assert {span.phase for span in trace.spans if span.rank is None} == {
+        "look", "plan", "build", "table", "record",
+    }  # fmt: skip
+    phases = {"capture", "plan", "write"} | ({"stage"} if is_async else set())
+    assert {span.phase for span in trace.spans if span.rank == 0} == phases
+    assert all(0 <= s.start_s <= s.stop_s <= trace.committed_s for s in trace.spans)
+    assert trace.num_bytes == view.num_bytes
+    report = ray_dcp.verify(tmp_path / "c")
+    assert (report.ok, report.notes) == (True, ())
+
+
+def test_a_trace_goes_with_its_checkpoint(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
+    (trace,) = traces(tmp_path / "c")
+    kept = ray_dcp.collect(tmp_path / "c")
+    assert (kept.deleted, kept.kept) == ((), ())
+    assert trace in ray_dcp.delete(tmp_path / "c").deleted
+    assert traces(tmp_path / "c") == []
+
+
+def test_a_trace_that_came_too_late_is_collected(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
+    late = tmp_path / "c" / trace_key("00000000000000aa")
+    late.write_bytes(b"{}")
+    other = tmp_path / "c" / "trace.notes.json"
+    other.write_text("somebody else's")
+    assert ray_dcp.collect(tmp_path / "c").deleted == (late.name,)
+    assert other.exists()
+
+
+def test_a_trace_is_not_taken_for_an_attempt_that_may_still_commit():
+    storage = MemoryStorage("trace-alone")
+    storage.write(trace_key("00000000000000bb"), b"{}")
+    report = ray_dcp.collect("memory://trace-alone")
+    assert report.deleted == (trace_key("00000000000000bb"),)
+    assert report.kept == ()
+
+
+def test_a_damaged_trace_is_a_note_and_no_damage(tmp_path: Path):
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c")
+    (name,) = traces(tmp_path / "c")
+    (tmp_path / "c" / name).write_bytes(b"")
+    report = ray_dcp.verify(tmp_path / "c")
+    assert report.ok
+    assert name in report.notes[0]
+    with pytest.raises(DamagedCheckpointError, match="trace of a save"):
+        _ = ray_dcp.open(tmp_path / "c").trace
+    assert "how it was saved" not in ray_dcp.open(tmp_path / "c")._repr_html_()
+
+
+def test_the_trace_of_another_attempt_is_refused(tmp_path: Path):
+    for name in ("a", "b"):
+        ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / name)
+    (one,), (other,) = traces(tmp_path / "a"), traces(tmp_path / "b")
+    (tmp_path / "a" / one).write_bytes((tmp_path / "b" / other).read_bytes())
+    with pytest.raises(DamagedCheckpointError, match="expected the trace of attempt"):
+        _ = ray_dcp.open(tmp_path / "a").trace
+
+
+def test_without_a_trace_there_is_none(tmp_path: Path):
+    options = SaveOptions(trace=False)
+    ray_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "c", options=options)
+    assert traces(tmp_path / "c") == []
+    assert ray_dcp.open(tmp_path / "c").trace is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_dcp_and_a_load_do_not_mind(tmp_path: Path):
+    import torch.distributed.checkpoint as stock
+
+    ray_dcp.save({"w": torch.arange(9.0)}, checkpoint_id=tmp_path / "c")
+    found = {"w": torch.zeros(9)}
+    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert found["w"].tolist() == list(range(9))
+
+
+def test_ranks_that_are_played_leave_no_trace():
+    # The executor of property tests has virtual time: a trace of it would say nothing.
+    numpy_ranks.save(numpy_ranks.state_of(), 2, "memory://trace-played")
+    names = [entry.key for entry in open_storage("memory://trace-played").list()]
+    assert not [name for name in names if name.startswith("trace.")]

@@ -1,0 +1,137 @@
+"""`ray-dcp timeline`: the course of a save as text, JSON, and for Chrome's viewer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ray_dcp
+from ray_dcp.cli.main import main
+from ray_dcp.cli.timeline import gantt
+from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
+from ray_dcp.view.trace import chrome_trace
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["timeline", *map(str, arguments)])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ray_dcp.save({"w": torch.ones(50)}, checkpoint_id=tmp_path / "run" / "step-7", no_dist=True)
+    return tmp_path / "run" / "step-7"
+
+
+def trace_of(n: int) -> SaveTrace:
+    times = {
+        "capture": RankTimes.of(range(n), [0.0] * n, [0.25] * n),
+        "write": RankTimes.of(range(n), [0.5] * n, [0.75] * (n - 1) + [1.75], [1 << 20] * n),
+    }
+    return make_trace("0123456789abcdef", "save", n, 1e9, 2.0, [Span("record", None, 1.75, 2.0)],
+                      times, where={n - 1: "pid 7 on b"})  # fmt: skip
+
+
+def test_bars_begin_and_end_where_the_phases_do():
+    lines = [line.plain for line in gantt(trace_of(3), "run", 96)]
+    width = 96 - len("coordinator") - 22
+    bars = {line.split("  ")[0].rstrip(" !"): line[len("coordinator") + 3 :] for line in lines[3:7]}
+    first = bars["rank 0"][:width]
+    assert first.index("█") == width // 4
+    assert first.rindex("█") == round(width * 3 / 8) - 1
+    assert first.count("░") == round(width / 8)
+    assert set(first[: width // 8]) == {"░"}
+    assert bars["coordinator"][:width].rindex("█") == width - 1
+    assert (
+        "! rank 2 ended write after 1.25 s, half of the ranks within 250 ms (pid 7 on b)" in lines
+    )
+    assert [line[len("coordinator") + 1] for line in lines[3:7]] == [" ", " ", " ", "!"]
+    assert max(map(len, lines[1:])) <= 96
+
+
+def test_ten_thousand_ranks_fit_a_screen_or_two():
+    lines = [line.plain for line in gantt(trace_of(10_000), "run", 80)]
+    assert len(lines) < 120
+    assert any(line.startswith("… and 99") for line in lines)
+    assert any(line.split()[:2] == ["write", "10000"] for line in lines)
+
+
+def test_it_prints_plain_text_where_there_is_no_terminal(saved: Path):
+    found = run(saved)
+    assert found.exit_code == 0
+    assert "\x1b" not in found.output
+    assert f"{saved}: save, 1 rank(s)" in found.output
+    assert "rank 0" in found.output
+    assert run(f"{saved.parent}@latest").output == found.output
+    assert run(f"{saved.parent}@7").output == found.output
+
+
+def test_json_tells_all_of_it(saved: Path):
+    told = json.loads(run(saved, "--json").output)
+    trace = ray_dcp.open(saved).trace
+    assert told["attempt"] == trace.attempt
+    assert [span["phase"] for span in told["spans"]] == [span.phase for span in trace.spans]
+
+
+def test_the_file_for_chrome_has_complete_events_of_all_lanes(saved: Path, tmp_path: Path):
+    found = run(saved, "--chrome", tmp_path / "trace.json")
+    assert found.exit_code == 0
+    assert "ui.perfetto.dev" in found.output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "coordinator", 1: "rank 0"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in spans if e["pid"] == 1} >= {"capture", "plan", "write", "commit"}
+    assert all(e["dur"] >= 0 and e["ts"] > 1e15 for e in spans)
+    assert json.loads(run(saved, "--json", "--chrome", tmp_path / "b.json").output)["attempt"]
+    assert (tmp_path / "b.json").exists()
+
+
+def test_stragglers_and_takeovers_are_in_the_file_for_chrome():
+    events = json.loads(chrome_trace(trace_of(3)))["traceEvents"]
+    late = [e for e in events if e.get("args", {}).get("straggler")]
+    assert [(e["pid"], e["name"], e["args"]["where"]) for e in late] == [(3, "write", "pid 7 on b")]
+
+
+def test_what_has_no_trace_says_why(tmp_path: Path):
+    options = ray_dcp.SaveOptions(trace=False)
+    ray_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", options=options, no_dist=True)
+    found = run(tmp_path / "c")
+    assert found.exit_code == 2
+    assert "SaveOptions(trace=False)" in found.output
+    assert run(tmp_path / "nothing").exit_code == 2
+
+
+def test_a_damaged_trace_ends_with_1_and_says_that_the_checkpoint_is_whole(saved: Path):
+    (trace,) = saved.glob("trace.*.json")
+    trace.write_text("{")
+    found = run(saved)
+    assert found.exit_code == 1
+    assert "The checkpoint itself does not need it" in found.output
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing(saved: Path, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    found = run(saved, "--chrome", tmp_path / "missing" / "t.json")
+    assert found.exit_code != 0
+    assert "can't be written" in found.output
+    assert "Traceback" not in found.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "run"]
+
+
+def test_it_loads_neither_torch_nor_ray(saved: Path):
+    code = (
+        "import sys; from ray_dcp.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "timeline", str(saved)], check=False, timeout=100,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
