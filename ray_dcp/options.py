@@ -70,10 +70,12 @@ class SaveOptions:
     """Make files durable (fsync) before they are reported. False only for throw-away saves."""
     direct_io: bool = True
     """Bypass the page cache where the filesystem allows it."""
-    stock_metadata: bool = True
+    stock_metadata: bool | Literal["later"] = True
     """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
     100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
-    many thousand ranks leave it out, and let `ray-dcp metadata PATH` make it when it is needed."""
+    many thousand ranks leave it out, and let `ray-dcp metadata PATH` make it when it is needed, or
+    say `later`: the coordinator makes it when the ranks have been told of the commit and have gone
+    on. Should the coordinator die before, it is left out."""
     max_pending: int = 1
     """Asynchronous saves of a session that may be under way at a time; each holds a copy of the
     state in memory."""
@@ -284,7 +286,8 @@ def _check_literals(options: SaveOptions | LoadOptions) -> None:
                 f"{', '.join(map(repr, get_args(hint)))}, but is {value!r}",
                 key=each.name,
             )
-        if isinstance(each.default, bool) and not isinstance(value, bool):
+        may_be_text = each.name == "stock_metadata" and value == "later"
+        if isinstance(each.default, bool) and not isinstance(value, bool) and not may_be_text:
             raise InvalidRequestError(
                 f"{type(options).__name__}.{each.name} must be True or False, but is {value!r}",
                 key=each.name,

@@ -6,15 +6,12 @@ the tasks, `inline` and the coordinator actor do the rest.
 
 What a shell does with a batch of commands, in order:
 
-* `Answer`: resolve the call that rank `rank` is waiting in with `(key, step)`, where
-  `step == step_of(request)` of that call; all of them, if it came twice. Nobody waits: drop it.
-* `Answers`: the same for many ranks.
-* `Perform`: start the task (in a thread: it blocks); tell `Coordination.performed` its result.
-  Exactly once, in any order relative to other tasks. Tasks of one operation follow each other,
-  except that one which took too long may still run when the next begins.
+* `Answer`: resolve the call that rank `rank` is waiting in with `(key, step)`, `step == step_of` of
+  its request; all of them, if it came twice. Nobody waits: drop it. `Answers`: for many ranks.
+* `Perform`: start the task (in a thread: it blocks); tell `Coordination.performed` its result,
+  once. Tasks of one operation follow each other, but for one that took too long.
 * `Arm`: replace the operation's one timer; when it runs out, call `Coordination.expired` with
-  the key and phase that it was armed with. A timer that comes late does no harm.
-* `Disarm`: drop it.
+  the key and phase that it was armed with. One that comes late does no harm. `Disarm`: drop it.
 """
 
 from __future__ import annotations
@@ -53,6 +50,7 @@ __all__ = [
     "Disarm",
     "Failed",
     "Finished",
+    "MakeMetadata",
     "MakePlan",
     "Overtaken",
     "Perform",
@@ -163,14 +161,20 @@ class CreateAbort:
 class PublishMetadata:
     """Replace `.metadata` by that of the committed checkpoint. Result: `Published`.
 
-    Left as it is when a higher slot holds a commit: `.metadata` is that one's then.
-    """
+    Left as it is when a higher slot holds a commit."""
 
     target: Target
     slot: int
     """Where this attempt's manifest is."""
     metadata: bytes | None
     """None removes a `.metadata`: the container has none."""
+
+
+@dataclass(frozen=True)
+class MakeMetadata:
+    """Make the `.metadata` that a commit left out. Result: `Finished`."""
+
+    target: Target
 
 
 @dataclass(frozen=True)
@@ -185,9 +189,9 @@ class CollectReplaced:
     """In the order in which they are deleted."""
 
 
-Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | CollectReplaced
+Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | MakeMetadata
 Reading = ReadCheckpoint | ShareReads
-Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing
+Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | CollectReplaced | Reading | Writing
 
 
 @dataclass(frozen=True)

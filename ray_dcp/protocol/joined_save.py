@@ -24,7 +24,13 @@ from ray_dcp.protocol.save_errors import no_overwrite
 from ray_dcp.protocol.shelf import Shelf
 from ray_dcp.protocol.verdict import combine, identity, name_ranks
 
-__all__ = ["JoinedSave"]
+__all__ = ["MOST_TOLD_BYTES", "REASON_LENGTH", "JoinedSave"]
+
+REASON_LENGTH = 500
+
+MOST_TOLD_BYTES = 64 << 10
+"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
+each get one, 10 GB would leave the coordinator."""
 
 MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for

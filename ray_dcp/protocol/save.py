@@ -12,6 +12,7 @@
 | record | the vote | *committed*: publish `.metadata` |
 | publishing | `Published` | delete what other attempts left, and their records |
 | collecting | `Finished` | `SaveOutcome` to every rank: done |
+| projecting | `Finished` | all ranks were told; `.metadata` is made `"later"`: done |
 | aborting | the vote | `Refused` to every rank: delete what was written |
 | cleaning | `Finished` | failed |
 
@@ -37,6 +38,7 @@ from ray_dcp.protocol.commands import (
     CommitBuilt,
     Failed,
     Finished,
+    MakeMetadata,
     Planned,
     Published,
     PublishMetadata,
@@ -49,7 +51,7 @@ from ray_dcp.protocol.commands import (
     WriteTable,
     step_of,
 )
-from ray_dcp.protocol.joined_save import JoinedSave
+from ray_dcp.protocol.joined_save import MOST_TOLD_BYTES, REASON_LENGTH, JoinedSave
 from ray_dcp.protocol.messages import (
     Fenceable,
     FileReceipt,
@@ -77,12 +79,6 @@ from ray_dcp.protocol.verdict import combine, located
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 
 __all__ = ["SaveMachine"]
-
-REASON_LENGTH = 500
-
-MOST_TOLD_BYTES = 64 << 10
-"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
-each get one, 10 GB would leave the coordinator."""
 
 
 class SaveMachine(JoinedSave):
@@ -196,7 +192,7 @@ class SaveMachine(JoinedSave):
                 what = "files that it replaced could not all be deleted (the next save does it)"
                 self._warnings.append(warning(what, result))
                 return self._done()
-            case "cleaning", (Finished() | Failed()):
+            case (("cleaning" | "projecting"), (Finished() | Failed())):
                 return tuple(self._finish())
             case _, Failed():
                 return self._fail(located(result.error, self._target.url))
@@ -288,7 +284,7 @@ class SaveMachine(JoinedSave):
             self._seen.last_slot,
             self._seen.foreign_metadata,
             self._seen.decided,
-            self._options.stock_metadata,
+            self._options.stock_metadata is True,
             tuple(self._stats[rank] for rank in sorted(self._stats)),
         )
         return self._step("building", task, self._options.commit_timeout_s)
@@ -325,7 +321,12 @@ class SaveMachine(JoinedSave):
         return self._step("collecting", task, self._options.commit_timeout_s)
 
     def _done(self) -> Commands:
-        return (*self._conclude(self._success()), *self._finish())
+        told = self._conclude(self._success())
+        later = self._options.stock_metadata == "later" and REPLACED_SINCE not in self._warnings
+        if not later or self._options.container != "torch_save":
+            return (*told, *self._finish())
+        self._to("projecting")
+        return (*told, self._perform(MakeMetadata(self._target)))
 
     def _success(self) -> Reply:
         if self._won is None:

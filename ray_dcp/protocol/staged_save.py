@@ -195,7 +195,7 @@ class StagedSaveMachine(SaveMachine):
     @property
     def is_under_way(self) -> bool:
         """It was let in and has not ended: it may hold a copy of the state."""
-        return not self.over and self.phase not in ("joining", "queued")
+        return not self.over and self.phase not in ("joining", "queued", "projecting")
 
     @property
     def is_replaceable(self) -> bool:

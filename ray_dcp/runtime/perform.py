@@ -33,6 +33,7 @@ from ray_dcp.protocol.commands import (
     CreateRecord,
     Failed,
     Finished,
+    MakeMetadata,
     MakePlan,
     PublishMetadata,
     ReadCheckpoint,
@@ -50,6 +51,7 @@ from ray_dcp.protocol.commands import (
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.runtime.commit_files import build_commit
+from ray_dcp.runtime.metadata_later import write_metadata
 from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
@@ -124,6 +126,9 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return _create(opener(task.target), task.slot, encode_record(record))
         case PublishMetadata():
             return publish(opener(task.target), task.slot, task.metadata, task.target.url)
+        case MakeMetadata():
+            write_metadata(task.target, opener=opener)
+            return Finished()
         case CollectReplaced():
             storage = opener(task.target)
             storage.delete(without_stock_files(storage, task.keys))

@@ -9,12 +9,18 @@ from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import main
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
+from ray_dcp.protocol.commands import Failed, MakeMetadata
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.perform import perform
+from ray_dcp.testing.array_states import sample_state
+from ray_dcp.testing.ranks import save_ranks
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 WITHOUT = ray_dcp.SaveOptions(stock_metadata=False)
+LATER = ray_dcp.SaveOptions(stock_metadata="later")
 
 
 def state_of(step):
@@ -97,3 +103,57 @@ def test_what_has_no_use_for_it_is_refused(tmp_path):
     ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "flat", options=options)
     with pytest.raises(InvalidRequestError, match="safetensors"):
         ray_dcp.write_metadata(tmp_path / "flat")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_later_is_after_all_ranks_were_told(tmp_path, staged):
+    path = str(tmp_path / "ckpt")
+    seen = []
+
+    def performer(task):
+        seen.append(type(task).__name__)
+        if isinstance(task, MakeMetadata):
+            assert len(told) == 3
+            assert not (tmp_path / "ckpt" / ".metadata").exists()
+        return perform(task)
+
+    told = []
+    ranks = save_ranks(sample_state(1), 3, path, options=LATER, staged=staged)
+
+    def listened(steps):
+        outcome = yield from steps
+        told.append(outcome)
+        return outcome
+
+    results = run_ranks([listened(steps) for steps in ranks], performer=performer)
+    assert all(result.get().manifest for result in results)
+    assert seen[-1] == "MakeMetadata"
+    assert (tmp_path / "ckpt" / ".metadata").exists()
+    assert ray_dcp.verify(path).ok
+
+
+def test_later_of_one_process_and_over_an_older_one(tmp_path):
+    ray_dcp.save(state_of(0), checkpoint_id=tmp_path)
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path, options=LATER)
+    assert loaded(stock_load, tmp_path)
+    flat = ray_dcp.SaveOptions(stock_metadata="later", container="safetensors")
+    ray_dcp.save(state_of(1), checkpoint_id=tmp_path / "flat", options=flat)
+    assert not (tmp_path / "flat" / ".metadata").exists()
+
+
+def test_a_failure_to_make_it_later_fails_nothing(tmp_path):
+    def performer(task):
+        if isinstance(task, MakeMetadata):
+            return Failed(StorageError("the disk is full"))
+        return perform(task)
+
+    path = str(tmp_path / "ckpt")
+    ranks = save_ranks(sample_state(1), 2, path, options=LATER)
+    for result in run_ranks(ranks, performer=performer):
+        assert result.get().slot == 1
+    assert ray_dcp.write_metadata(path)
+
+
+def test_other_words_than_later_are_refused():
+    with pytest.raises(InvalidRequestError, match="stock_metadata must be True or False"):
+        ray_dcp.SaveOptions(stock_metadata="never")
