@@ -98,10 +98,7 @@ class MakePlan:
 
 @dataclass(frozen=True, eq=False)
 class BuildCommit:
-    """Check the receipts against plan and storage and build all bytes of the commit. Long.
-
-    Result: `CommitBuilt`.
-    """
+    """Check the receipts, and build all bytes of the commit. Long. Result: `CommitBuilt`."""
 
     target: Target
     attempt: str
@@ -161,7 +158,8 @@ class CreateAbort:
 class PublishMetadata:
     """Replace `.metadata` by that of the committed checkpoint. Result: `Published`.
 
-    Left as it is when a higher slot holds a commit."""
+    Left as it is when a higher slot holds a commit.
+    """
 
     target: Target
     slot: int
