@@ -53,6 +53,7 @@ class JoinedSave(Operation):
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
         self._rounds = 0
+        self._stats: dict[int, bytes] = {}
 
     def use(self, shelf: Shelf) -> None:
         """Takes what the coordinator knows from earlier saves. To be called first."""
@@ -68,6 +69,8 @@ class JoinedSave(Operation):
 
     def _on_join(self, join: SaveJoin) -> Commands:
         self._planning.take(join)
+        if join.stats:
+            self._stats[join.rank] = join.stats
         if self.phase == "joining":
             self._admit(join)
             return self._joined()

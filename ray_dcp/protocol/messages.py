@@ -165,11 +165,6 @@ class FileReceipt:
     """Block checksums of all its chunks: fixed ones in file order, then deferred ones."""
     deferred: tuple[DeferredPlace, ...] = ()
 
-    @property
-    def lengths(self) -> list[tuple[str, int]]:
-        """Key and length of each file: of this one."""
-        return [(self.key, self.num_bytes)]
-
 
 @dataclass(frozen=True)
 class SaveReceipt:

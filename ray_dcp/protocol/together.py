@@ -104,21 +104,28 @@ def together(requests: Iterable[Request]) -> Together:
     )
 
 
+_OF_JOINS = frozenset({"rank", "fingerprint", "values"})
+_OF_RECEIPTS = frozenset({"rank", "files"})
+"""What is said for each rank; all else has to be the same, whatever there is."""
+
+
+def _rest(request: Request, own: frozenset[str]) -> dict[str, object]:
+    return {name: value for name, value in vars(request).items() if name not in own}
+
+
 def _joined(requests: Sequence[Request], ranks: tuple[int, ...]) -> JoinedTogether | None:
     first = requests[0]
     joins = [request for request in requests if isinstance(request, SaveJoin)]
     if len(joins) < len(requests) or not isinstance(first, SaveJoin):
         return None
 
-    def shared(join: SaveJoin) -> tuple[object, ...]:
-        return (join.world_size, join.target, join.options, join.staged, join.known, join.asked)
-
+    alike = _rest(first, _OF_JOINS)
     if not all(
-        shared(join) == shared(first)
+        _rest(join, _OF_JOINS) == alike
         and len(join.fingerprint) == FINGERPRINT_BYTES
         and join.known
-        and join.error is None
-        and not (join.columns or join.contents or join.asked or join.target.filesystem)
+        and not (join.columns or join.contents or join.asked or join.stats)
+        and not (join.error or join.target.filesystem is not None)
         for join in joins
     ):
         return None
@@ -131,10 +138,9 @@ def _written(
 ) -> WrittenTogether | tuple[Request, ...]:
     first = requests[0]
     receipts = [request for request in requests if isinstance(request, SaveReceipt)]
+    alike = _rest(first, _OF_RECEIPTS)
     plain = all(
-        receipt.error is None and (receipt.attempt, receipt.epoch) == (first.attempt, first.epoch)
-        for receipt in receipts
-        if isinstance(first, SaveReceipt)
+        receipt.error is None and _rest(receipt, _OF_RECEIPTS) == alike for receipt in receipts
     )
     if len(receipts) < len(requests) or not isinstance(first, SaveReceipt) or not plain:
         return tuple(requests)

@@ -218,7 +218,13 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts,
         if len(tail) != num_bytes - start:
             wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    files = [file for receipt in receipts for file in receipt.lengths]
+    files = [
+        file
+        for told in receipts
+        for file in (
+            told.lengths if isinstance(told, FileReceipts) else [(told.key, told.num_bytes)]
+        )
+    ]
     run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""

@@ -235,7 +235,7 @@ def test_joins_together_mean_the_same():
         {"asked": 1}, {"fingerprint": b""}, {"staged": True}, {"world_size": 11},
         {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
         {"target": Target("memory://x", filesystem="fs")},
-        {"error": CheckpointError("no")},
+        {"error": CheckpointError("no")}, {"stats": b"of this rank"},
     ],
 )  # fmt: skip
 def test_a_join_that_is_not_like_the_others_travels_as_it_is(change):
