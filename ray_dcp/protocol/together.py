@@ -28,6 +28,7 @@ class JoinedTogether:
     fingerprints: bytes
     """32 bytes for each rank."""
     values: tuple[bytes, ...]
+    capture_s: tuple[float, ...]
 
     def requests(self) -> list[SaveJoin]:
         """Returns what the ranks sent."""
@@ -39,6 +40,7 @@ class JoinedTogether:
             start = index * FINGERPRINT_BYTES
             name = self.fingerprints[start : start + FINGERPRINT_BYTES]
             vars(join).update(shared, rank=rank, fingerprint=name, values=values)
+            vars(join)["capture_s"] = self.capture_s[index]
             found.append(join)
         return found
 
@@ -52,15 +54,20 @@ class WrittenTogether:
     ranks: tuple[int, ...]
     num_files: tuple[int, ...]
     """Of each rank."""
+    staged_s: tuple[float, ...]
     files: FileReceipts
 
     def requests(self) -> list[SaveReceipt]:
         """Returns what the ranks sent."""
         files = iter(self.files)
+        each = zip(self.ranks, self.num_files, self.staged_s, strict=True)
         return [
-            replace(self.first, rank=rank, files=tuple(next(files) for _ in range(count)))
-            for rank, count in zip(self.ranks, self.num_files, strict=True)
-        ]
+            replace(
+                self.first, rank=rank, files=tuple(next(files) for _ in range(count)),
+                staged_s=staged_s,
+            )
+            for rank, count, staged_s in each
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +111,8 @@ def together(requests: Iterable[Request]) -> Together:
     )
 
 
-_OF_JOINS = frozenset({"rank", "fingerprint", "values"})
-_OF_RECEIPTS = frozenset({"rank", "files"})
+_OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s"})
+_OF_RECEIPTS = frozenset({"rank", "files", "staged_s"})
 """What is said for each rank; all else has to be the same, whatever there is."""
 
 
@@ -130,7 +137,8 @@ def _joined(requests: Sequence[Request], ranks: tuple[int, ...]) -> JoinedTogeth
     ):
         return None
     names = b"".join([join.fingerprint for join in joins])
-    return JoinedTogether(first, ranks, names, tuple([join.values for join in joins]))
+    values = tuple([join.values for join in joins])
+    return JoinedTogether(first, ranks, names, values, tuple([join.capture_s for join in joins]))
 
 
 def _written(
@@ -148,7 +156,8 @@ def _written(
     if packed.bad_digests():
         return tuple(requests)  # the coordinator says what is wrong, and of whom
     counts = tuple([len(receipt.files) for receipt in receipts])
-    return WrittenTogether(replace(first, files=()), ranks, counts, packed.proven())
+    staged_s = tuple([receipt.staged_s for receipt in receipts])
+    return WrittenTogether(replace(first, files=()), ranks, counts, staged_s, packed.proven())
 
 
 @dataclass(eq=False)

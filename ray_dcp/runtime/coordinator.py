@@ -170,6 +170,7 @@ class Coordinator:
         self._called.set()
         for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
             self._meet(message.key.session, rank, caller)
+        self._tracing.hears_together(message, callers)
         await self._resumed.wait()
         return await self._together.call(message, beats_s)
 
@@ -260,6 +261,7 @@ class Coordinator:
                     self._answer(command)
                 case Answers(key, ranks, step, reply):
                     self._together.answer(command)
+                    self._tracing.tells(command)
                     for rank in ranks if self._waiting else ():
                         self._resolve((key, rank, step), reply)
                 case Perform():

@@ -218,13 +218,8 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts,
         if len(tail) != num_bytes - start:
             wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    files = [
-        file
-        for told in receipts
-        for file in (
-            told.lengths if isinstance(told, FileReceipts) else [(told.key, told.num_bytes)]
-        )
-    ]
+    files = [(told.key, told.num_bytes) for told in receipts if isinstance(told, FileReceipt)]
+    files += [file for told in receipts if isinstance(told, FileReceipts) for file in told.lengths]
     run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""

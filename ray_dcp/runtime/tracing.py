@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ray_dcp.format.save_trace import encode_trace, trace_key
-from ray_dcp.protocol.commands import Answer, Perform, PublishMetadata, Result
+from ray_dcp.protocol.commands import Answer, Answers, Perform, PublishMetadata, Result
 from ray_dcp.protocol.messages import OpKey, Refused, Request, SaveJoin, Target
 from ray_dcp.protocol.save_recorder import SaveRecorder
+from ray_dcp.protocol.together import Together
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.shell import Performer
 from ray_dcp.store.opening import open_storage
@@ -68,10 +69,23 @@ class Tracing:
             is_join = isinstance(request, SaveJoin)
             save.hears(request, self._clock(), str(where) if where is not None and is_join else "")
 
-    def tells(self, answer: Answer) -> None:
+    def hears_together(self, message: Together, where: Sequence[object]) -> None:
+        """Notes what several ranks said in one message, as `hears`; costs little if not wanted."""
+        first = message.said[0] if isinstance(message.said, tuple) else message.said.first
+        wanted = isinstance(first, SaveJoin) and first.options.trace
+        if wanted or message.key in self._saves:
+            places = [*where] or [None] * len(message.ranks)
+            for request, place in zip(message.requests(), places, strict=True):
+                self.hears(request, place)
+
+    def tells(self, answer: Answer | Answers) -> None:
         """Notes an answer that is given."""
         save = self._saves.get(answer.key)
         if save is None:
+            return
+        if isinstance(answer, Answers):
+            for rank in answer.ranks:
+                self.tells(Answer(answer.key, rank, answer.step, answer.reply))
             return
         with self._apart(answer.key):
             save.tells(answer, self._clock())
