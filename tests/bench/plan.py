@@ -30,7 +30,14 @@ from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.gathering import Gathering, group_of
-from ray_dcp.protocol.messages import FileReceipt, OpKey, SaveOutcome, SaveReceipt, Target
+from ray_dcp.protocol.messages import (
+    FileReceipt,
+    OpKey,
+    SaveOutcome,
+    SaveReceipt,
+    SendItems,
+    Target,
+)
 from ray_dcp.protocol.together import Batch, Together, Told
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.plan_memory import PlanMemory
@@ -207,6 +214,12 @@ class Ranks:
     def hear(self, sort: str) -> dict[int, Any]:
         """Returns what ranks are told."""
         told = {rank: pickle.loads(blob) for rank, blob in self._counted.answers(sort).items()}
+        for group, gathering in self._gatherings:
+            # What a gatherer would be told as it says the same again for those that wait.
+            asked = tuple(rank for rank in group if isinstance(told.get(rank), SendItems))
+            if asked:
+                message = Together(self._key, "SaveJoin", asked, ())
+                gathering.told(message, Told(((asked, told[asked[0]]),)))
         for one in self._counted.told(sort) if self._gatherings else ():
             told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
             for group, gathering in self._gatherings:
