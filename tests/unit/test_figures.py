@@ -67,7 +67,7 @@ def test_lines_are_the_values_and_few_are_named():
     assert len(axes.lines) == 12
     assert len(axes.get_legend().texts) == 8
     assert axes.lines[0].get_xdata()[0] == 0
-    assert np.array_equal(axes.lines[0].get_ydata(), [-6.0, 5.0])
+    assert np.array_equal(axes.lines[0].get_ydata(), [-5.0, 5.0])
     assert drawn(figures.figure_lines({}))
 
 
