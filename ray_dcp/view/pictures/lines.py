@@ -113,8 +113,13 @@ class _Scale:
             )  # fmt: skip
             told = f"{tick:.4g} {unit}".strip()
             parts.append(text(_LEFT - 6, y + 4, told, size=10, text_anchor="end", opacity=0.75))
-        for tick in nice_ticks(self.last - self.first, 6):
-            step = self.first + tick
+        ticks = nice_ticks(self.last - self.first, 6)
+        every = ticks[1] if len(ticks) > 1 else 1.0
+        # Why multiples: steps are counted from 0, whatever the first one here is.
+        first = math.ceil(self.first / every)
+        for step in [every * at for at in range(first, int(self.last / every + 1e-9) + 1)] or [
+            self.first
+        ]:
             parts.append(
                 text(self.x(step), _TOP + _HEIGHT + 16, f"{step:.10g}", size=10,
                      text_anchor="middle", opacity=0.75)
