@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "notebooks"
-TIMEOUT_S = 180
+TIMEOUT_S = 600
 """Longest cell, in seconds."""
 
 

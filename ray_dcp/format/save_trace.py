@@ -220,7 +220,7 @@ def make_trace(
         where: Process and node of ranks.
 
     Complexity:
-        O(ranks log ranks) in numpy: 2 ms for 10,000 ranks.
+        O(ranks log ranks) in numpy: with `encode_trace` 13 ms of CPU for 10,000 ranks.
     """
     known = {phase: times[phase] for phase in PHASES if phase in times and len(times[phase].rank)}
     stragglers = _stragglers(known, where)

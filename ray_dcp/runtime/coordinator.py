@@ -29,7 +29,7 @@ from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.meeting_calls import MeetingCalls
 from ray_dcp.runtime.naming import NAMESPACE
 from ray_dcp.runtime.own_thread import in_own_thread
-from ray_dcp.runtime.perform import new_attempt
+from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.roster import Roster
@@ -301,7 +301,7 @@ class Coordinator:
 
     async def _perform(self, command: Perform) -> None:
         try:
-            result = await in_own_thread(partial(self._tracing.perform, command))
+            result = await in_own_thread(partial(self._tracing.perform, command, perform))
             self._carry_out(self._coordination.performed(command.key, command.task, result))
         except Exception as error:  # noqa: BLE001 - nobody else would ever see it
             self._give_up(command.key, error)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from ray_dcp.format.save_trace import encode_trace, trace_key
 from ray_dcp.protocol.commands import Answer, Answers, Perform, PublishMetadata, Result
@@ -58,7 +57,9 @@ class Tracing:
             request: Any.
             where: Process and node of the rank, in words when it is printed.
         """
-        with self._apart(request.key):
+        # Why no context manager here and below: each of 10,000 ranks sends a few of these.
+        try:
+            is_join = isinstance(request, SaveJoin)
             save = self._saves.get(request.key)
             if save is None:
                 if not isinstance(request, SaveJoin) or not request.options.trace:
@@ -66,8 +67,9 @@ class Tracing:
                 save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
                 if len(self._saves) > MOST_SAVES:
                     del self._saves[next(iter(self._saves))]
-            is_join = isinstance(request, SaveJoin)
             save.hears(request, self._clock(), str(where) if where is not None and is_join else "")
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(request.key)
 
     def hears_together(self, message: Together, where: Sequence[object]) -> None:
         """Notes what several ranks said in one message, as `hears`; costs little if not wanted."""
@@ -87,10 +89,12 @@ class Tracing:
             for rank in answer.ranks:
                 self.tells(Answer(answer.key, rank, answer.step, answer.reply))
             return
-        with self._apart(answer.key):
+        try:
             save.tells(answer, self._clock())
             if isinstance(answer.reply, Refused):
                 self._saves.pop(answer.key, None)
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(answer.key)
 
     def perform(self, command: Perform, performer: Performer = perform) -> Result:
         """Returns what came of a task; notes how long it took, and writes the trace with the last.
@@ -110,18 +114,16 @@ class Tracing:
             return result
         start_s = self._clock()
         result = performer(command.task)
-        with self._apart(command.key):
+        try:
             save.performed(command.task, start_s, self._clock())
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(command.key)
         return result
 
-    @contextmanager
-    def _apart(self, key: OpKey) -> Iterator[None]:
-        """Keeps what goes wrong with notes away from the save; there is no trace of it then."""
-        try:
-            yield
-        except Exception:
-            self._saves.pop(key, None)
-            logger.debug("The notes of save %d are given up", key.seq, exc_info=True)
+    def _give_up(self, key: OpKey) -> None:
+        """Drops notes that went wrong, which is no reason for a save to fail."""
+        self._saves.pop(key, None)
+        logger.debug("The notes of save %d are given up", key.seq, exc_info=True)
 
     def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
         committed_s = self._clock()

@@ -88,6 +88,7 @@ HOMES = {
         },
         set(),
     ),
+    "matplotlib": ({"view"}, set()),
     "click": ({"cli"}, set()),
     "rich": ({"cli"}, set()),
     "xxhash": ({"format"}, set()),

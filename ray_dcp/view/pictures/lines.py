@@ -20,7 +20,7 @@ from ray_dcp.view.pictures.drawing import (
     text,
 )
 
-__all__ = ["line_chart"]
+__all__ = ["MOST_NAMED", "Series", "by_change", "line_chart"]
 
 MOST_NAMED, MOST_LINES = 8, 60
 MOST_POINTS = 400
@@ -41,7 +41,7 @@ def line_chart(series: Series, title: str = "", *, unit: str = "") -> Picture:
         unit: Of the values.
     """
     kept = {name: _thinned(sorted(points)) for name, points in series.items() if points}
-    order = sorted(kept, key=lambda name: -_change(kept[name]))
+    order = by_change(kept)
     named, faint = order[:MOST_NAMED], order[MOST_NAMED:MOST_LINES]
     values = [v for name in order for _, v in kept[name] if math.isfinite(v)]
     steps = [s for name in order for s, _ in kept[name]]
@@ -65,6 +65,11 @@ def line_chart(series: Series, title: str = "", *, unit: str = "") -> Picture:
         note = f"<div style='opacity:.7'>in grey: {told}</div>"
     label = f"{len(order)} lines over {len(set(steps))} steps"
     return Picture(div(head, svg(WIDTH, _TOP + _HEIGHT + 26, *parts, label=label), note))
+
+
+def by_change(series: Series) -> list[str]:
+    """Returns the names of all lines that have points, those that change most first."""
+    return sorted((name for name in series if series[name]), key=lambda n: -_change(series[n]))
 
 
 class _Scale:
@@ -108,8 +113,13 @@ class _Scale:
             )  # fmt: skip
             told = f"{tick:.4g} {unit}".strip()
             parts.append(text(_LEFT - 6, y + 4, told, size=10, text_anchor="end", opacity=0.75))
-        for tick in nice_ticks(self.last - self.first, 6):
-            step = self.first + tick
+        ticks = nice_ticks(self.last - self.first, 6)
+        every = ticks[1] if len(ticks) > 1 else 1.0
+        # Why multiples: steps are counted from 0, whatever the first one here is.
+        first = math.ceil(self.first / every)
+        for step in [every * at for at in range(first, int(self.last / every + 1e-9) + 1)] or [
+            self.first
+        ]:
             parts.append(
                 text(self.x(step), _TOP + _HEIGHT + 16, f"{step:.10g}", size=10,
                      text_anchor="middle", opacity=0.75)

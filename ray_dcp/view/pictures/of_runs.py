@@ -85,8 +85,8 @@ def picture_diff(diff: CheckpointDiff, *, values: bool = False) -> Picture:
     Raises:
         DamagedCheckpointError: What is read does not match its checksums.
     """
-    title = f"{diff.first.url} → {diff.second.url}"
-    return diff_chart(changes_of(diff, values=values), title)
+    names = [_short(view.url) for view in (diff.first, diff.second)]
+    return diff_chart(changes_of(diff, values=values), " → ".join(names))
 
 
 def changes_of(diff: CheckpointDiff, *, values: bool = False) -> list[Changed]:
@@ -155,7 +155,8 @@ def picture_norms(run: RunView, include: str = "*") -> Picture:
         InvalidRequestError: Nothing matches.
         DamagedCheckpointError: What is read does not match its checksums.
     """
-    return line_chart(norms_of(run, include), f"norms of {include} over the steps of {run.url}")
+    title = f"norms of {include} over the steps of {_short(run.url)}"
+    return line_chart(norms_of(run, include), title)
 
 
 def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, float]]]:
@@ -181,6 +182,11 @@ def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, fl
             key="include",
         )
     return found
+
+
+def _short(url: str) -> str:
+    """Returns the end of a path: what tells the steps of a run, and two runs, apart."""
+    return "/".join(url.rstrip("/").split("/")[-2:])
 
 
 def _step(step: StepView, details: bool, now_s: float) -> Step:

@@ -22,7 +22,7 @@ from ray_dcp.view.wording import seconds_text, size_text
 __all__ = ["CHANGES", "Changed", "Step", "diff_chart", "step_table"]
 
 MOST_STEPS = 100
-MOST_CHANGED = 40
+MOST_CHANGED = 24
 BAR = 120
 
 _STATES = {

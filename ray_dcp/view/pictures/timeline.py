@@ -74,9 +74,9 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
             d=_triangle(_LEFT + at_s * scale, _TOP + [*found].index(rank) * height), fill=RED)
         for rank, at_s in trace.takeovers if rank in found
     ]  # fmt: skip
-    parts.append(_legend(trace, bottom + 22))
+    parts.append(_legend(trace, bottom + 28))
     drawing = svg(
-        WIDTH, bottom + 32, *parts, label=f"Timeline of a save of {trace.world_size} ranks"
+        WIDTH, bottom + 38, *parts, label=f"Timeline of a save of {trace.world_size} ranks"
     )
     return Picture(div(_summary(trace, title), drawing, *_notes(trace)))
 

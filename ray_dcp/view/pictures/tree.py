@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ray_dcp.view.pictures.drawing import Picture, div, safe
 from ray_dcp.view.wording import size_text
@@ -42,6 +42,7 @@ class Node:
     name: str
     num_bytes: int = 0
     num_leaves: int = 0
+    has_tensors: bool = False
     children: dict[str, Node] = field(default_factory=dict)
     leaf: Leaf | None = None
 
@@ -69,6 +70,7 @@ def grown(leaves: Iterable[Leaf]) -> Node:
                 node = node.children.setdefault(part, Node(part))
             node.num_bytes += leaf.num_bytes
             node.num_leaves += 1
+            node.has_tensors |= leaf.shape is not None
         node.leaf = leaf
     for name, child in [*root.children.items()]:
         merged = _merged(child)
@@ -125,8 +127,8 @@ def _line(node: Node, total: int, level: int, open_levels: int, budget: list[int
         f"<span style='flex:none;display:inline-block;width:{BAR}px'><span style='display:block;"
         f"height:9px;border-radius:2px;background:{_FILL};width:{width}px'></span></span>"
     )
-    is_object = leaf is not None and leaf.shape is None
-    length = "" if is_object and not node.num_bytes else size_text(node.num_bytes)
+    # Why not 0 B: what objects take is not known before they are read.
+    length = size_text(node.num_bytes) if node.num_bytes or node.has_tensors else ""
     size = f"<span style='flex:none;width:76px;text-align:right'>{length}</span>"
     if leaf is None:
         told = f"{node.num_leaves} below"
@@ -162,7 +164,7 @@ def _merged(node: Node) -> Node:
     while len(node.children) == 1 and node.leaf is None:
         (only,) = node.children.values()
         name = f"{node.name}.{only.name}"
-        node = Node(name, only.num_bytes, only.num_leaves, only.children, only.leaf)
+        node = replace(only, name=name)
     children = [_merged(child) for child in node.children.values()]
     node.children = {child.name: child for child in children}
     return node
