@@ -6,7 +6,7 @@ Moving the bytes is `transfer.relay`'s part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = [
     "ReadNeeds",
     "ReadShares",
     "ShareCost",
+    "may_pay",
     "merged",
     "share_reads",
 ]
@@ -204,6 +205,19 @@ class ReadShares:
             ranks=counts[chosen].astype(np.int32),
             here=int((self.node[np.unique(self.reader)] == self.node[rank]).sum()) or 1,
         )
+
+
+def may_pay(needs: Collection[ReadNeeds]) -> bool:
+    """Returns whether it is of use to look what could be shared.
+
+    Not where fewer than two ranks take part, or all read through one cache and share only what
+    pays: then nothing does, and it need not be thought about for 10,000 ranks.
+
+    Args:
+        needs: Of the ranks that take part.
+    """
+    cached = all(each.cost is not None and each.cost.cached for each in needs)
+    return len(needs) > 1 and not (cached and len({each.node for each in needs}) == 1)
 
 
 def merged(file: Int32Array, low: Int64Array, high: Int64Array) -> Ranges:

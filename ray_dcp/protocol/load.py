@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_dcp.errors import CheckpointError, DeadlineError
-from ray_dcp.plan.read_once import RankShare, ReadNeeds, ReadShares
+from ray_dcp.plan.read_once import RankShare, ReadNeeds, ReadShares, may_pay
 from ray_dcp.protocol.commands import (
     CheckpointRead,
     Failed,
@@ -139,10 +139,12 @@ class LoadMachine(Operation):
                 task = ReadCheckpoint(self._target)
                 return self._step("opening", task, self._options.plan_timeout_s)
             case "planning":
-                if len(self._needs) < 2:
+                if not may_pay(self._needs.values()):
                     return self._proceed(None)
                 sharing = ShareReads(dict(self._needs), self.world_size)
-                return self._step("sharing", sharing, min(SHARE_S, self._options.plan_timeout_s))
+                options = self._options
+                within_s = min(SHARE_S, options.plan_timeout_s, options.read_timeout_s)
+                return self._step("sharing", sharing, within_s)
         outcome = LoadOutcome(
             self._bytes_needed, self._bytes_read, self._bytes_from_memory,
             self._bytes_from_peers, self._bytes_read_instead,

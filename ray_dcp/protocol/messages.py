@@ -297,7 +297,6 @@ class LoadReady:
     rank: int
     error: CheckpointError | None = None
     needs: ReadNeeds | None = None
-    """None: this rank reads for itself."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,7 @@ class LoadProceed:
     """Coordinator → rank: every rank is ready: read."""
 
     share: RankShare | None = None
-    """What this rank reads for others or gets from them; None: it reads all for itself."""
+    """None, as `LoadReady.needs`: this rank reads all for itself."""
 
 
 @dataclass(frozen=True)
@@ -331,11 +330,9 @@ class LoadOutcome:
     bytes_read: int
     """Bytes read from storage or memory, summed over the ranks."""
     bytes_from_memory: int = 0
-    """Those that came from the memory of the nodes."""
+    """Those that came from the memory of the nodes; for the next two see `ray_dcp.LoadReport`."""
     bytes_from_peers: int = 0
-    """Bytes that ranks got from another that had read them, and that are not in `bytes_read`."""
     bytes_read_instead: int = 0
-    """Of `bytes_read`, those that should have come from another rank and did not."""
 
 
 @dataclass(frozen=True)

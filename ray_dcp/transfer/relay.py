@@ -20,7 +20,7 @@ from ray_dcp.plan.read_once import RankShare
 from ray_dcp.plan.values import Int32Array, Int64Array
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
 
-__all__ = ["PATIENCE_S", "Exchange", "Relay"]
+__all__ = ["PATIENCE_S", "Exchange", "Relay", "bytes_asked"]
 
 PATIENCE_S = 20.0
 """How long a reader waits for the others to use what it has read, in seconds, before it leaves the
@@ -122,7 +122,7 @@ class Relay:
             for index, key in enumerate(files)
             if bounds[index] < bounds[index + 1]
         }
-        self._left: list[int] = _bytes_asked(share, reads).tolist()
+        self._left: list[int] = bytes_asked(share, reads).tolist()
         self._changed = threading.Condition()
         self._view: dict[int, memoryview | None] = {}
         self._fetched: set[int] = set()
@@ -331,8 +331,13 @@ class Relay:
             self._changed.notify_all()
 
 
-def _bytes_asked(share: RankShare, reads: Reads) -> Int64Array:
-    """Returns how many bytes of each unit will be asked for, each as often as it is."""
+def bytes_asked(share: RankShare, reads: Reads) -> Int64Array:
+    """Returns how many bytes of each unit will be asked for, each as often as it is: int64[u].
+
+    Args:
+        share: The units.
+        reads: `Prepared.reads()`.
+    """
     asked = np.zeros(len(share), np.int64)
     file, low, high = reads
     for number in np.unique(share.file).tolist():

@@ -9,15 +9,21 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
+from ray_dcp.plan.read_once import merged, share_reads
+from ray_dcp.plan.reading import plan_reads
+from ray_dcp.plan.values import ChunkTable
 from ray_dcp.runtime.workers import WorkerGroup
-from tests import layouts
+from ray_dcp.store.storage import LOCAL_DISK
+from ray_dcp.transfer.reader import prepare_reads
+from ray_dcp.transfer.relay import bytes_asked
+from tests import layout_cases, layouts
 from tests.bench.measure import drop_cache, interleaved, show, warm_cache
 from tests.bench.single import raw_read, raw_write
 
@@ -35,6 +41,7 @@ def load(rounds: int, directory: str | None, megabytes: int, most_ranks: int) ->
     try:
         wrong = _same_layout(root, rounds, megabytes)
         wrong += _small(root, rounds)
+        _planned_pairs()
         return wrong + (_pairs(root, most_ranks) if most_ranks else 0)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -95,15 +102,59 @@ def _against(root: Path, title: str, state: State, rounds: int) -> int:
     return wrong
 
 
+def _planned_pairs() -> None:
+    """All pairs by the real planning of reads, byte for byte, without ranks."""
+    unique = sum(4 * rows * columns for rows, columns in SHAPES)
+    rows: dict[tuple[str, str], str] = {}
+    worst = [0.0, 0.0]
+    _title("planned: bytes that the whole job reads / bytes that it needs at least once", WORLDS)
+    for world_size in WORLDS:
+        for source in layouts.LAYOUTS:
+            table, files, _ = layout_cases.written(source, world_size, SHAPES)
+            storage = layout_cases.Counting(files)
+            storage.read_traits = LOCAL_DISK
+            for target in layouts.LAYOUTS:
+                found = [n / unique for n in _planned(storage, table, target, world_size)]
+                worst = [max(pair) for pair in zip(worst, found, strict=True)]
+                at = (source, target)
+                rows[at] = rows.get(at, "") + f"{found[0]:9.3f}{found[1]:8.3f}"
+    for (source, target), cells in rows.items():
+        print(f"  {f'{source} -> {target}':24}{cells}")
+    print(f"  worst, shared: {worst[0]:.3f}, each alone: {worst[1]:.3f}")
+
+
+def _planned(
+    storage: layout_cases.Counting, table: ChunkTable, target: str, world_size: int
+) -> tuple[int, int]:
+    """Returns the bytes that all ranks read: sharing, and each alone."""
+    options, reads = ray_dcp.LoadOptions(), []
+    for rank in range(world_size):
+        boxes = [layout_cases.boxes_of(target, shape, rank, world_size) for shape in SHAPES]
+        wanted = layout_cases.wanted_of(boxes)
+        plan = plan_reads(table, wanted)
+        reads.append(prepare_reads(storage, table, plan, wanted, options=options).reads())
+    alone = sum(int((high - low).sum()) for _, low, high in reads)
+    needs = {rank: merged(*each) for rank, each in enumerate(reads)}
+    shares = share_reads(needs, world_size=world_size)
+    saved = sum(
+        int(bytes_asked(shares.of_rank(rank), each).sum()) for rank, each in enumerate(reads)
+    )
+    return alone - saved + int((shares.high - shares.low).sum()), alone
+
+
+def _title(title: str, worlds: Sequence[int]) -> None:
+    print(f"\n{title}; from -> to")
+    print(f"  {'':24}" + "".join(f"{f'{w} ranks':>17}" for w in worlds))
+    print(f"  {'':24}" + f"{'shared':>9}{'alone':>8}" * len(worlds))
+
+
 def _pairs(root: Path, most_ranks: int) -> int:
     """Saves in each layout and loads in each other, on real Ray ranks."""
     worlds = [w for w in WORLDS if w <= most_ranks]
     unique = sum(4 * rows * columns for rows, columns in SHAPES)
     wrong = 0
     worst: dict[str, float] = {}
-    print("\nbytes that the whole job read / bytes that it needs at least once; from -> to")
-    print(f"  {'':24}" + "".join(f"{f'{w} ranks':>17}" for w in worlds))
-    print(f"  {'':24}" + f"{'shared':>9}{'alone':>8}" * len(worlds))
+    _title("on Ray: bytes that the whole job read / bytes that it needs at least once", worlds)
     rows: dict[tuple[str, str], list[str]] = {}
     with WorkerGroup(worlds[-1]) as ranks:
         for world_size in reversed(worlds):

@@ -11,7 +11,8 @@ from tests import layouts
 from tests.polling import eventually
 from tests.s3_server import fresh_place, server_on_memory_disk
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+# Why so long: the first test starts eight processes that import torch.
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(400)]
 
 UNIQUE = sum(4 * rows * columns for rows, columns in layouts.SHAPES)
 

@@ -80,6 +80,22 @@ def test_without_two_ranks_that_would_share_nothing_is_asked_for(come):
     assert play.reply(0, "LoadReady") == LoadProceed()
 
 
+@pytest.mark.parametrize(
+    ("cached", "nodes", "asks"), [(True, "nn", 0), (True, "nm", 1), (False, "nn", 1)]
+)
+def test_behind_one_cache_it_is_not_even_thought_about(cached, nodes, asks):
+    play = Play(world_size=2)
+    to_planning(play)
+    cost = ShareCost(request_s=1e-3, bytes_per_s=1e8, cached=cached)
+    for rank, node in enumerate(nodes):
+        play.send(LoadReady(KEY, rank, needs=needs((0, 0, 40 * MIB), cost=cost, node=node)))
+    tasks = [c for c in play.commands if isinstance(getattr(c, "task", None), ShareReads)]
+    assert len(tasks) == asks
+    if asks:
+        shared(play)
+    assert (play.reply(0, "LoadReady").share is not None) == bool(asks)
+
+
 def test_a_load_goes_on_without_sharing_when_nobody_decides_in_time():
     play = Play(world_size=2)
     to_planning(play)
