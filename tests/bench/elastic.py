@@ -24,7 +24,7 @@ PAUSE_S = 0.2
 """What a step takes at least: a resize is only looked for every other second."""
 LIMIT = 1e-4
 """Most that a loss may differ: sums over ranks come in another order."""
-WITHIN_S = 240.0
+WITHIN_S = 400.0
 
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",

@@ -9,12 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from ray_dcp.asynchronous import run_async_save
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    SaveCancelledError,
+)
 from ray_dcp.format.step_info import info_key
 from ray_dcp.integrations.train import telling
 from ray_dcp.integrations.train.board import BOARD, Asked
@@ -201,13 +207,14 @@ class Checkpointer:
         self._warned.ignored_steps(self._group.has_steps, self.restored, self._group.root.url)
         self._last_step = step
         self._decided = (-1, False, None)
-        self._begin(step, state, {"step": step, **told})
-        ended = self._under_way.ended(all_of_them=asked is not None and asked.linger_s > 0)
-        self._take(ended)
-        if asked is not None:
-            self._answer(asked, step)
-        else:
-            self._tell()
+        self._begin(step, state, {"step": step, **told}, waits=asked is not None)
+        lingers = asked is not None and asked.linger_s > 0
+        try:
+            self._take(self._under_way.ended(all_of_them=lingers))
+        finally:
+            if asked is not None:
+                self._answer(asked, step)
+        self._tell()
         return True
 
     def close(self) -> None:
@@ -245,14 +252,16 @@ class Checkpointer:
 
     # What becomes of a save
 
-    def _begin(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    def _begin(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
+    ) -> None:
         folder = self._group.folder_of(step)
         target = self._group.root.below(folder.name)
         self._later(lambda: self._note(folder, metrics))
         begun_s = time.monotonic()
         handle = run_async_save(
             decide_save(None, None, target), self._group.session, named_alike(state),
-            self._options, target,
+            replace(self._options, when_full="wait") if waits else self._options, target,
         )  # fmt: skip
         stage_s = time.monotonic() - begun_s
         handle.add_done_callback(lambda done: _took(done, begun_s, stage_s))
@@ -267,6 +276,9 @@ class Checkpointer:
                 self._later(partial(self._keeper_notes, one))
                 self._warned.num_failed = 0
                 continue
+            if isinstance(one.error, SaveCancelledError):
+                logger.info("Step %d is not saved: %s", one.save.folder.step, one.error)
+                continue  # By when_full, or by who cancelled it: nothing failed.
             self._warned.failed(one.save.folder.step, one.error)
             if self._on_error == "raise" or is_misuse(one.error):
                 failed = failed or one.error
@@ -291,20 +303,16 @@ class Checkpointer:
             self._later(lambda: keeper.told(folder))
 
     def _answer(self, asked: Asked, step: int) -> None:
-        """Waits for a save that was asked for and says how it ended."""
-        if not asked.linger_s:
-            self._tell()
-            save = self._under_way.newest
-            if save is None:
-                BOARD.ended(asked, any(one.save.folder.step == step for one in self._untold))
-            else:
-                save.handle.add_done_callback(
-                    lambda done: BOARD.ended(asked, done.exception() is None)
-                )
-            return
-        # Why not reported: the controller waits for this, and takes no report meanwhile. The next
-        # group reports what it restores.
-        BOARD.ended(asked, any(one.save.folder.step == step for one in self._untold))
+        """Says how a save that was asked for has ended, or has that said when it ends.
+
+        Lingers where the workers are ended now. The save is not reported before: the controller
+        waits, and takes no report meanwhile. The next group reports what it restores.
+        """
+        save = self._under_way.newest
+        if save is None:
+            BOARD.ended(asked, any(one.save.folder.step == step for one in self._untold))
+        else:
+            save.handle.add_done_callback(lambda done: BOARD.ended(asked, done.exception() is None))
 
     def _register(self, report: LoadReport, registered: str | None) -> None:
         """Reports what was restored, where Ray Train was not told of it before."""

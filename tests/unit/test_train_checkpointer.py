@@ -1,0 +1,264 @@
+"""A `Checkpointer` of one rank, with what it tells Ray Train written down instead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.integrations.train import telling
+from ray_dcp.integrations.train.board import BOARD, Asked
+from ray_dcp.integrations.train.checkpointer import Checkpointer
+from ray_dcp.integrations.train.context import RunFacts
+from ray_dcp.integrations.train.joining import Group
+from ray_dcp.integrations.train.keeping import Keeper
+from ray_dcp.integrations.train.names import parse
+from ray_dcp.manager.places import Root
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.view.runs import list_run
+from tests.polling import eventually
+
+Make = Callable[..., Checkpointer]
+
+
+class Alone(InlineSession):
+    """A session without a stager."""
+
+    def staging(self) -> Alone:
+        return self
+
+    def warm(self, num_bytes: int) -> Future[None]:
+        return Future()
+
+
+class Facts(RunFacts):
+    """A run whose checkpoints are told by their paths."""
+
+    def checkpoint(self, name: str) -> str:
+        return name
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any]]]:
+    """What Ray Train would have been told: steps and metrics."""
+    reports: list[tuple[int, dict[str, Any]]] = []
+
+    def report(name: str, metrics: dict[str, Any]) -> None:
+        folder = parse(name)
+        assert folder is not None
+        reports.append((folder.step, metrics))
+
+    monkeypatch.setattr(telling, "report", report)
+    monkeypatch.setattr(telling, "registered", lambda: None)
+    return reports
+
+
+@pytest.fixture
+def make(told: Any, tmp_path: Path) -> Iterator[Make]:
+    """Makes checkpointers of one run, each of a new worker group."""
+    groups: list[int] = []
+    made: list[Checkpointer] = []
+
+    def making(
+        interval: int = 1, on_error: Any = "warn", max_to_keep: int = 0, **options: Any
+    ) -> Checkpointer:
+        groups.append(len(groups) + 1)
+        root = Root(Target(str(tmp_path)))
+        listed = list_run(tmp_path).steps
+        earlier = [folder for one in listed if (folder := parse(one.name))]
+        owner = "ray_dcp" if max_to_keep else "nobody"
+        keeper = Keeper(root, owner, max_to_keep, earlier, ())
+        session: Any = Alone()
+        group = Group(root, groups[-1], "0a1b2c", session, False, bool(listed), keeper=keeper)
+        facts = Facts(0, 1, "run", "id", None, 0.0, None, str(tmp_path))
+        made.append(
+            Checkpointer(
+                facts, group, "checkpoints", interval, on_error, SaveOptions(**options),
+                LoadOptions(), 0,
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    yield making
+    for one in made:
+        if not one._closed:
+            one._leave(wait=True)
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((4,), float(value)), "note": value}
+
+
+def test_due_steps_are_saved_and_each_is_reported_when_the_next_has_begun(make: Make, told: Any):
+    with make(interval=3) as ckpt:
+        saved = []
+        for step in range(8):
+            assert ckpt.should_save(step) == (step % 3 == 0)
+            if ckpt.save(step, state(step), {"loss": torch.tensor(float(step))}):
+                saved.append((step, [one for one, _ in told]))
+    assert saved == [(0, []), (3, [0]), (6, [0, 3])]
+    assert told[-1] == (6, {"step": 6, "loss": 6.0})
+
+
+def test_forced_steps_are_saved_too(make: Make, told: Any):
+    with make(interval=100) as ckpt:
+        assert not ckpt.save(1, state())
+        assert ckpt.save(2, state(), force=True)
+    assert [step for step, _ in told] == [2]
+
+
+def test_the_newest_step_comes_back_and_is_told_where_nobody_knew_of_it(make: Make, told: Any):
+    with make() as ckpt:
+        assert ckpt.restore(state()) is None
+        ckpt.save(3, state(3.0), {"loss": 0.5})
+    told.clear()
+    with make() as ckpt:
+        found = state()
+        assert ckpt.restore(found) == 3
+        assert (found["w"].tolist(), found["note"]) == ([3.0] * 4, 3.0)
+        assert told == [(3, {"step": 3, "loss": 0.5})]
+        assert ckpt.restored is not None
+        with pytest.raises(InvalidRequestError, match="not newer than step 3"):
+            ckpt.save(3, found)
+
+
+def test_what_is_registered_is_not_told_again(make: Make, told: Any, monkeypatch: Any):
+    with make() as ckpt:
+        ckpt.save(3, state())
+    told.clear()
+    (name,) = [one.name for one in list_run(ckpt.url).steps]
+    monkeypatch.setattr(telling, "registered", lambda: f"/run/{name}")
+    with make() as ckpt:
+        assert ckpt.restore(state()) == 3
+    assert told == []
+
+
+def test_a_damaged_step_is_passed_over_loudly(make: Make, told: Any, tmp_path: Path):
+    with make() as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+    for path in tmp_path.glob("*-step-00000002/*.distcp"):
+        path.write_bytes(b"")
+    with make() as ckpt, pytest.warns(UserWarning, match="step-00000002, which is damaged"):
+        assert ckpt.restore(state()) == 1
+
+
+def test_what_ray_train_knows_of_and_is_gone_is_an_error(make: Make, told: Any, monkeypatch: Any):
+    monkeypatch.setattr(telling, "registered", lambda: "/run/g0001-0a1b2c-step-00000005")
+    with make() as ckpt, pytest.raises(CheckpointNotFoundError, match="Bring them back"):
+        ckpt.restore(state())
+
+
+def test_saving_without_having_restored_is_told(make: Make, told: Any):
+    with make() as ckpt:
+        ckpt.save(1, state())
+    with make() as ckpt, pytest.warns(UserWarning, match="training began anew"):
+        ckpt.save(1, state())
+
+
+def unsaveable() -> dict[str, Any]:
+    return {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
+def test_a_failed_save_warns_and_training_goes_on(make: Make, told: Any):
+    with make() as ckpt:
+        ckpt.save(1, unsaveable())
+        with pytest.warns(UserWarning, match="Step 1 is not saved"):
+            ckpt.save(2, state())
+    assert [step for step, _ in told] == [2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
+def test_a_failed_save_raises_where_that_is_asked_for(make: Make, told: Any):
+    ckpt = make(on_error="raise")
+    ckpt.save(1, unsaveable())
+    with (
+        pytest.warns(UserWarning, match="Step 1 is not saved"),
+        pytest.raises(CheckpointError),
+    ):
+        ckpt.save(2, state())
+    ckpt.close()
+    assert [step for step, _ in told] == [2]
+
+
+def test_nothing_is_saved_after_the_end(make: Make, told: Any):
+    ckpt = make()
+    ckpt.save(1, state())
+    ckpt.close()
+    ckpt.close()
+    for call in (lambda: ckpt.save(2, state()), lambda: ckpt.restore(state())):
+        with pytest.raises(InvalidRequestError, match="is closed"):
+            call()
+    assert [step for step, _ in told] == [1]
+
+
+def test_an_error_in_training_waits_for_no_other_rank(make: Make, told: Any):
+    ckpt = make()
+
+    def train() -> None:
+        with ckpt:
+            ckpt.save(1, state())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert told == []
+    assert ckpt._closed
+
+
+def test_old_steps_are_deleted_where_ray_dcp_is_the_owner(make: Make, told: Any):
+    with make(max_to_keep=2) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state(step))
+    assert ray_dcp.load_newest(state(), ckpt.url, at_most=4).step == 4
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.load_newest(state(), ckpt.url, at_most=3)
+
+
+def ask(linger_s: float, after_step: int) -> None:
+    assert BOARD.hold("asked") is not None
+    assert BOARD.ask(Asked("asked", "resize", after_step, linger_s))
+
+
+def test_a_step_that_is_asked_for_is_saved_and_the_asker_told(make: Make, told: Any):
+    with make(interval=100) as ckpt:
+        assert not ckpt.save(1, state())
+        ask(0.0, after_step=2)
+        assert [ckpt.save(step, state()) for step in (2, 3, 4)] == [False, True, False]
+        assert eventually(lambda: BOARD.state("asked") == "committed", 30)
+    assert [step for step, _ in told] == [3]
+
+
+def test_before_the_workers_end_a_rank_waits_for_the_commit_and_makes_no_step(
+    make: Make, told: Any
+):
+    ckpt = make(interval=100, when_full="skip")
+    ask(1000.0, after_step=1)
+    thread = threading.Thread(target=ckpt.save, args=(2, state()))
+    thread.start()
+    assert eventually(lambda: BOARD.state("asked") == "committed", 30)
+    assert thread.is_alive()
+    assert told == []
+    BOARD.drop("asked")
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [step for step, _ in told] == [2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
+def test_the_asker_is_told_of_a_failure_at_once(make: Make, told: Any):
+    ckpt = make(interval=100, on_error="raise")
+    ask(1000.0, after_step=1)
+    with pytest.warns(UserWarning, match="not saved"), pytest.raises(CheckpointError):
+        ckpt.save(2, unsaveable())
+    assert BOARD.state("asked") == "failed"
