@@ -46,6 +46,7 @@ class JoinedSave(Operation):
         self._seen = RecordsRead(0, None, None, ())
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
+        self._stats: dict[int, bytes] = {}
         self._rounds = 0
 
     def use(self, shelf: Shelf) -> None:
@@ -61,6 +62,8 @@ class JoinedSave(Operation):
         """Fails the save."""
 
     def _on_join(self, join: SaveJoin) -> Commands:
+        if join.stats:
+            self._stats[join.rank] = join.stats
         self._planning.take(join)
         if self.phase == "joining":
             self._admit(join)

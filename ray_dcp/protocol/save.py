@@ -105,7 +105,6 @@ class SaveMachine(JoinedSave):
         self._plan: GlobalPlan | None = None
         self._attempt = ""
         self._receipts: list[FileReceipt | FileReceipts] = []
-        self._stats: dict[int, bytes] = {}
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
@@ -241,11 +240,6 @@ class SaveMachine(JoinedSave):
         return ()
 
     # Planning
-
-    def _on_join(self, join: SaveJoin) -> Commands:
-        if join.stats:
-            self._stats[join.rank] = join.stats
-        return super()._on_join(join)
 
     def _on_plan(self, planned: Planned) -> Commands:
         if planned.disagreements and self._options.replicas == "check":
