@@ -118,7 +118,8 @@ def _joined(requests: Sequence[Request], ranks: tuple[int, ...]) -> JoinedTogeth
         and len(join.fingerprint) == FINGERPRINT_BYTES
         and join.known
         and join.error is None
-        and not (join.columns or join.contents or join.asked or join.stats or join.target.filesystem)
+        and not (join.columns or join.contents or join.asked or join.stats)
+        and not join.target.filesystem
         for join in joins
     ):
         return None
