@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,13 +14,13 @@ from ray_dcp.cli.places import run_at, step_at
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.run_files import SHARED_FOLDER, TAGS, note_key, tag_key, tag_of
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.runtime.collecting import collect
-from ray_dcp.runtime.deleting import delete
-from ray_dcp.runtime.leftovers import CollectReport
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.runs import step_of
 from ray_dcp.view.wording import size_text
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.leftovers import CollectReport
 
 __all__ = ["gc", "rm"]
 
@@ -37,6 +38,8 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
 
     Each at one moment: whoever loads finds it whole, or deleted. What others wrote there stays.
     """
+    from ray_dcp.runtime.deleting import delete
+
     found = [step_at(step) for step in steps]
     marks = [_Marks(step) for step in found]
     for step, mark in zip(found, marks, strict=True):
@@ -123,6 +126,8 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
 def _collect(
     steps: Sequence[StepView], *, abort_unfinished: bool, dry_run: bool
 ) -> list[tuple[str, CollectReport]]:
+    from ray_dcp.runtime.collecting import collect
+
     reports = []
     for step in steps:
         try:

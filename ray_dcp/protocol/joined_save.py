@@ -52,6 +52,7 @@ class JoinedSave(Operation):
         self._seen = RecordsRead(0, None, None, ())
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
+        self._stats: dict[int, bytes] = {}
         self._rounds = 0
         self._stats: dict[int, bytes] = {}
 
@@ -68,6 +69,8 @@ class JoinedSave(Operation):
         """Fails the save."""
 
     def _on_join(self, join: SaveJoin) -> Commands:
+        if join.stats:
+            self._stats[join.rank] = join.stats
         self._planning.take(join)
         if join.stats:
             self._stats[join.rank] = join.stats

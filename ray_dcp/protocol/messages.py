@@ -17,34 +17,11 @@ from ray_dcp.plan.read_once import RankShare, ReadNeeds
 from ray_dcp.plan.values import Int32Array, RankPlan, UInt64Array
 
 __all__ = [
-    "DeferredPlace",
-    "Exchange",
-    "Exchanged",
-    "Fenceable",
-    "FileReceipt",
-    "LoadDone",
-    "LoadGo",
-    "LoadJoin",
-    "LoadOutcome",
-    "LoadProceed",
-    "LoadReady",
-    "Noted",
-    "OpKey",
-    "PartsHeld",
-    "PartsWritten",
-    "Refused",
-    "Reply",
-    "Request",
-    "SaveAgain",
-    "SaveGo",
-    "SaveJoin",
-    "SaveOutcome",
-    "SaveReceipt",
-    "SaveStaged",
-    "SendItems",
-    "TakeOver",
-    "Target",
-]
+    "DeferredPlace", "Exchange", "Exchanged", "Fenceable", "FileReceipt", "LoadDone", "LoadGo",
+    "LoadJoin", "LoadOutcome", "LoadProceed", "LoadReady", "Noted", "OpKey", "PartsHeld",
+    "PartsWritten", "Refused", "Reply", "Request", "SaveAgain", "SaveGo", "SaveJoin", "SaveOutcome",
+    "SaveReceipt", "SaveStaged", "SendItems", "TakeOver", "Target",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,9 +77,9 @@ class SaveJoin:
     asked: int = 0
     """How many `SendItems` this rank has answered with it; more may follow after a restart."""
     stats: bytes = b""
-    """With `SaveOptions.stats`: `ray_dcp.format.tensor_stats.encode_parts` of what it holds."""
+    """`ray_dcp.format.tensor_stats.encode_parts`, with `SaveOptions.stats`."""
     capture_s: float = 0.0
-    """How long the rank took to see what it holds, in seconds: for the trace."""
+    """Seconds until it had seen what it holds: for the trace."""
 
 
 @dataclass(frozen=True)

@@ -291,8 +291,8 @@ def _costs(
 def _places(table: ChunkTable) -> Int64Array:
     """Returns where raw bytes start, as far as that decides how a load reads.
 
-    Of a long stock item a load first reads where they are, and then only what it needs; where that
-    is makes no difference here.
+    Of a long stock item a load first reads where they are, and then only what it needs; that is
+    not known here, so that what is told of it is right to about 1 KiB.
     """
     is_long = (table.payload_offset < 0) & (table.item_bytes > _WHOLE_ITEM_BYTES)
     is_raw = table.kind[table.tensor] == Kind.TENSOR

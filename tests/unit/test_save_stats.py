@@ -19,7 +19,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
+from ray_dcp.protocol.together import FINGERPRINT_BYTES, together
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.rank import save_rank
 from ray_dcp.seam.capture import capture
@@ -210,3 +211,14 @@ def test_storages_of_others_can_not_promise_it(tmp_path: Path):
     with pytest.raises(InvalidRequestError, match="nonfinite must be one of"):
         SaveOptions(nonfinite="raise")
     assert not issubclass(NonFiniteError, UnsupportedValueError)
+
+
+def test_ranks_that_join_in_one_message_tell_their_own_numbers():
+    joins = [
+        SaveJoin(
+            OpKey("s", 0), rank, 2, Target("memory://x"), STATS, b"", known=b"k",
+            fingerprint=b"f" * FINGERPRINT_BYTES, stats=bytes([rank]),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [join.stats for join in together(joins).requests()] == [b"\0", b"\1"]

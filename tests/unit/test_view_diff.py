@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,18 @@ def test_tables_differ_exactly_where_checksums_do(tensors, parts, changed, other
         assert (found.change == np.where(differs, Change.CHANGED, Change.UNCHANGED)).all()
         assert found.new_bytes == int(differs.sum()) * parts * big_views.ROW_BYTES
         assert (found.changed_bytes == np.where(differs, parts * big_views.ROW_BYTES, 0)).all()
+
+
+def test_as_many_chunks_of_other_boxes_decide_nothing():
+    rows = big_views.table(1, 2, "a" * 16, files=1)
+    half = rows.shape[0, 1] // 2
+    columns = replace(
+        rows,
+        offset=np.array([[0, 0], [0, half]], np.int64),
+        size=np.array([[2, half], [2, half]], np.int64),
+    )
+    assert diff_tables(rows, columns).change.tolist() == [Change.UNDECIDED]
+    assert diff_tables(rows, columns).new_bytes is None
 
 
 @pytest.mark.parametrize("dtype", sorted(READABLE))

@@ -1,0 +1,33 @@
+"""Every verb on a run that lies on an S3 server; the place is named by a URL, as users do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import cli_story
+from tests.s3_server import server_on_memory_disk
+
+
+@pytest.fixture(scope="module")
+def server():
+    yield from server_on_memory_disk()
+
+
+def test_every_verb_prints_what_it_did(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_ACCESS_KEY_ID": server.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    run = f"{server.location.url}/cli/run"
+    cli_story.make_ours(run)
+    names = [f"step-{step:08d}" for step in (100, 200)]
+    todo = cli_story.commands(run, tmp_path, names, ours=True)
+    found = cli_story.tell(todo, {run: "RUN", str(tmp_path): "WORK"})
+    cli_story.compare("s3", found, renew="RENEW_GOLDEN" in os.environ)
