@@ -212,6 +212,8 @@ def test_rows_dealt_in_any_order_come_once_whoever_gets_them(order, sizes, data)
     driver = RowsSeen("id")
     driver.load_state_dict(as_loaded(states, 0, 1))
     assert driver.num_seen == len(seen)
+    left = driver.unseen({"id": np.array(order)})["id"].tolist()
+    assert sorted(left + seen) == list(range(24))
 
 
 def as_loaded(states, rank, world_size):
