@@ -17,6 +17,9 @@ from ray_dcp.seam.per_rank import PerRank
 
 __all__ = ["IdRuns", "RowsSeen"]
 
+MOST_LATER = 4096
+"""Runs that wait to be joined with the others, or as many as those are."""
+
 T = TypeVar("T")
 Runs = NDArray[np.int64]
 
@@ -36,7 +39,8 @@ class IdRuns:
         >>> ids.runs.tolist(), len(ids), ids.has([4, 6]).tolist()
         ([[3, 6], [9, 10]], 4, [True, False])
 
-    Complexity: 16 bytes a run; `add` and `has` sort what they are given.
+    Complexity: 16 bytes a run. `add` sorts what it is given, and now and then all runs: n additions
+    cost as much as sorting them a few times, O(n log n).
     """
 
     def __init__(self, runs: ArrayLike = ()) -> None:
@@ -53,7 +57,22 @@ class IdRuns:
             raise StateDictError(
                 "expected runs [start, stop) of ids in increasing order, found something else"
             )
-        self.runs: Runs = found.astype(np.int64)
+        self._runs: Runs = found.astype(np.int64)
+        self._later: list[Runs] = []
+        self._num_later = 0
+
+    @property
+    def runs(self) -> Runs:
+        """As few runs as there can be, in increasing order, of shape (number, 2)."""
+        if self._later:
+            every = np.concatenate((self._runs, *self._later))
+            every = every[np.argsort(every[:, 0], kind="stable")]
+            reach = np.maximum.accumulate(every[:, 1])
+            begins = np.concatenate(([True], every[1:, 0] > reach[:-1]))
+            ends = np.concatenate((begins[1:], [True]))
+            self._runs = np.stack((every[begins, 0], reach[ends]), axis=1)
+            self._later, self._num_later = [], 0
+        return self._runs
 
     def __len__(self) -> int:
         return int((self.runs[:, 1] - self.runs[:, 0]).sum())
@@ -72,7 +91,8 @@ class IdRuns:
 
     def union(self, other: IdRuns) -> None:
         """Adds all ids of another set."""
-        self._join(other.runs)
+        if len(other.runs):
+            self._join(other.runs)
 
     def has(self, ids: ArrayLike) -> NDArray[np.bool_]:
         """Returns which of some ids are in the set.
@@ -80,21 +100,18 @@ class IdRuns:
         Raises:
             InvalidRequestError: They are no whole numbers.
         """
-        numbers = _whole(ids)
-        if not len(self.runs):
+        numbers, runs = _whole(ids), self.runs
+        if not len(runs):
             return np.zeros(numbers.shape, np.bool_)
-        row = np.searchsorted(self.runs[:, 0], numbers, side="right") - 1
-        return np.asarray((row >= 0) & (numbers < self.runs[np.maximum(row, 0), 1]))
+        row = np.searchsorted(runs[:, 0], numbers, side="right") - 1
+        return np.asarray((row >= 0) & (numbers < runs[np.maximum(row, 0), 1]))
 
     def _join(self, more: Runs) -> None:
-        every = np.concatenate((self.runs, more))
-        every = every[np.argsort(every[:, 0], kind="stable")]
-        if len(every):
-            reach = np.maximum.accumulate(every[:, 1])
-            begins = np.concatenate(([True], every[1:, 0] > reach[:-1]))
-            ends = np.concatenate((begins[1:], [True]))
-            every = np.stack((every[begins, 0], reach[ends]), axis=1)
-        self.runs = every
+        self._later.append(more)
+        self._num_later += len(more)
+        # Why not at once: every batch would sort all that came before it.
+        if self._num_later > max(MOST_LATER, len(self._runs)):
+            _ = self.runs
 
 
 class RowsSeen:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from ray._private.state import state
 from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader
 
@@ -32,27 +31,22 @@ SCRIPT = REPOSITORY / "cluster_configs" / "train.py"
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this machine: the second one has what workers need."""
-    from ray_dcp.runtime import hooks
-
     directory = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     (directory / "ray").mkdir()
-    node = {
-        "object_store_memory": 128 << 20, "include_dashboard": False,
-        "node_ip_address": "127.0.0.1", "temp_dir": str(directory / "ray"),
-    }  # fmt: skip
+    node = {"object_store_memory": 128 << 20, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
         # Why: Ray writes the address of the newest cluster there, and everybody reads it.
         patch.setenv("RAY_TMPDIR", str(directory))
-        with hooks.loopback_addresses(), hooks.signal_handlers_kept():
-            made = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 1})
-            ray.init(made.address, log_to_driver=False, configure_logging=False)
-            made.add_node(**node, num_cpus=2)
-            try:
-                yield made
-            finally:
-                ray.shutdown()
-                made.shutdown()
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={**node, "num_cpus": 1, "temp_dir": str(directory / "ray")},
+        )
+        ray.init(made.address, log_to_driver=False, configure_logging=False)
+        made.add_node(**node, num_cpus=2)
+        yield made
+        ray.shutdown()
+        made.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -140,20 +134,3 @@ def test_rows_of_ray_data_come_once_across_a_resize(cluster):
         driver.load_state_dict({"epoch": 0, "seen": own[0]})
     assert len(seen) == 60
     assert sorted(seen) == list(range(60))
-
-
-def test_a_notice_drains_the_node_that_is_named(cluster):
-    """Last, as nothing more is scheduled there."""
-    (node_id,) = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU") == 2]
-    script = SCRIPT.with_name("drain_on_notice.py")
-    words = ["--source", "now", "--deadline", "900", "--address", cluster.address]
-    finished = subprocess.run(
-        [sys.executable, str(script), *words, "--node-id", node_id],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "900 s are left" in finished.stdout
-    assert list(state.get_draining_nodes()) == [node_id]

