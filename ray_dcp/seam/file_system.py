@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from ray_dcp.errors import CoverageError, InvalidRequestError
 from ray_dcp.options import LoadOptions
+from ray_dcp.protocol.messages import Target
 from ray_dcp.seam.lazy_metadata import DCP_VERSION, metadata_of
 from ray_dcp.seam.planner_load import PlannedReads
 from ray_dcp.seam.plugin_read import fill
@@ -188,6 +189,8 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     options: LoadOptions = LoadOptions()
     _checkpoint: Checkpoint | None = None
+    _place: Target | None = None
+    """Where it reads, if that is no local path."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes another checkpoint."""
@@ -203,7 +206,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._checkpoint = None
         if kwargs.get("rank") is not None or not self._reads_natively():
             return super().read_metadata(*args, **kwargs)
-        checkpoint = read_checkpoint(open_storage(os.fspath(self.path)))
+        checkpoint = read_checkpoint(open_storage(self._place or os.fspath(self.path)))
         metadata = metadata_of(checkpoint, checkpoint_id=os.fspath(self.path))
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
@@ -224,7 +227,7 @@ class FileSystemReader(filesystem.FileSystemReader):
             reads.add(item)
         reads.check_complete()
         targets = reads.targets(Metadata({}), reads.boxes.finish)
-        fill(open_storage(os.fspath(self.path)), checkpoint, targets, self.options)
+        fill(open_storage(self._place or os.fspath(self.path)), checkpoint, targets, self.options)
         future: Future[None] = Future()
         future.set_result(None)
         return future
