@@ -440,3 +440,41 @@ def test_quantised_tensors_are_read_through_ours(tmp_path: Path):
     reader = ray_dcp.QuantizedHuggingFaceStorageReader(str(tmp_path), block_size=4)
     ray_dcp.load(found, storage_reader=reader)
     assert torch.equal(found["w.weight"], weight.float() * 3)
+
+
+# --- saving again -------------------------------------------------------------------------------
+
+
+class FullError(OSError):
+    pass
+
+
+@pytest.mark.parametrize("writer", [ray_dcp.FileSystemWriter, ray_dcp.FsspecWriter])
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_save_again_by_stock_dcp_leaves_the_old_one_whole_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: type
+):
+    def save(number: float) -> None:
+        stock.save(
+            {"w": torch.full((64, 64), number), "b": torch.full((3,), number)},
+            storage_writer=writer(str(tmp_path), thread_count=2), no_dist=True,
+        )  # fmt: skip
+
+    def loaded() -> set[float]:
+        found = {"w": torch.zeros(64, 64), "b": torch.zeros(3)}
+        stock.load(found, storage_reader=stock.FileSystemReader(str(tmp_path)), no_dist=True)
+        return {*found["w"].flatten().tolist(), *found["b"].tolist()}
+
+    save(1.0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "__0_0.distcp").write_bytes(b"somebody else's")
+    with monkeypatch.context() as patch:
+        patch.setattr(pickle, "dumps", lambda *_: (_ for _ in ()).throw(FullError("no space")))
+        with pytest.raises((FullError, stock.CheckpointException)):
+            save(2.0)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert loaded() == {1.0}
+    save(3.0)
+    assert loaded() == {3.0}
+    assert not [name for name in before if name != ".metadata" and (tmp_path / name).exists()]
+    assert (tmp_path / "__0_0.distcp").read_bytes() == b"somebody else's"
