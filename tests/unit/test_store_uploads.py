@@ -126,4 +126,5 @@ def test_where_they_can_not_be_listed_the_reason_tells_what_to_do(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "env-hush")
     by_environment = S3Store("b", config={"region": "eu-1"})
     assert uploads_of(by_environment).credentials.secret_access_key == "env-hush"
-    assert "neither in storage_options" in uploads_of(by_environment, {"AWS_ACCESS_KEY_ID": "x"})
+    another = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    assert "neither in storage_options" in uploads_of(by_environment, another)
