@@ -6,8 +6,10 @@ The work is ray_dcp's own.
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as _stock
 
 from ray_dcp.dcp._rest import names_of, rest_of
-from ray_dcp.seam.hugging_face import consolidate_safetensors_files as consolidate_safetensors_files
-from ray_dcp.seam.hugging_face import (
+from ray_dcp.seam.hugging_face_whole import (
+    consolidate_safetensors_files as consolidate_safetensors_files,
+)
+from ray_dcp.seam.hugging_face_whole import (
     consolidate_safetensors_files_on_every_rank as consolidate_safetensors_files_on_every_rank,
 )
 

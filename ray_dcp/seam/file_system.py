@@ -14,25 +14,30 @@ import io
 import os
 import pickle
 import queue
+import re
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint import _fsspec_filesystem, filesystem
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ray_dcp.errors import CoverageError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, CoverageError, InvalidRequestError
+from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.options import LoadOptions
+from ray_dcp.protocol.messages import Target
 from ray_dcp.seam.lazy_metadata import DCP_VERSION, metadata_of
 from ray_dcp.seam.planner_load import PlannedReads
 from ray_dcp.seam.plugin_read import fill
@@ -48,8 +53,14 @@ __all__ = [
 ]
 
 
+_DATA_FILE = re.compile(r"__[0-9]+_[0-9]+[.]distcp")
+
+
 class FileSystemWriter(filesystem.FileSystemWriter):
     """DCP's `FileSystemWriter`: a directory of `.distcp` files and `.metadata`.
+
+    In stock `save`, too, a save onto an existing checkpoint overwrites no file of it: until the new
+    `.metadata` takes the old one's place, the old checkpoint loads. Its files are removed then.
 
     Args:
         path: Directory of the checkpoint.
@@ -72,6 +83,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     Source: `torch/distributed/checkpoint/filesystem.py`, `FileSystemWriter`.
     """
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives the files of this save names that none before it has."""
+        # Why digits: names stay of the form that DCP's have.
+        token = str(10**12 + secrets.randbelow(9 * 10**12))
+        return [
+            replace(plan, storage_data=_StoragePrefix(plan.storage_data.prefix + token))
+            if isinstance(plan.storage_data, _StoragePrefix)
+            else plan
+            for plan in super().prepare_global_plan(plans)
+        ]
 
     def _write_data(
         self, planner: SavePlanner, file_queue: queue.Queue[Any]
@@ -115,6 +137,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         own_rank = None if self.use_collectives else self.rank
         path = self._get_metadata_path(own_rank)
         temporary = f"{os.fspath(path)}.tmp"
+        replaced = self._files_of(path) - {info.relative_path for info in stored.values()}
         with self.fs.create_stream(temporary, "wb") as stream:
             stream.write(pickle.dumps(metadata))
             stream.flush()
@@ -122,6 +145,19 @@ class FileSystemWriter(filesystem.FileSystemWriter):
                 _sync(stream)
         # Why no removal before: a rename takes the place of the old file in one step.
         self.fs.rename(temporary, path)
+        for name in sorted(replaced):
+            # Suppressed: nothing needs it any more, and the save stands.
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self.fs.concat_path(self.path, name))
+
+    def _files_of(self, path: str | os.PathLike[str]) -> set[str]:
+        """Returns the data files that a `.metadata` names; none if there is none to be read."""
+        try:
+            with self.fs.create_stream(path, "rb") as stream:
+                found = decode_metadata(stream.read())
+        except (OSError, CheckpointError):
+            return set()
+        return {name for name in found.table.files if _DATA_FILE.fullmatch(name)}
 
     def storage_meta(self) -> StorageMeta | None:
         """Returns where it saves, as text: paths do not unpickle on other systems."""
@@ -188,6 +224,8 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     options: LoadOptions = LoadOptions()
     _checkpoint: Checkpoint | None = None
+    _place: Target | None = None
+    """Where it reads, if that is no local path."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes another checkpoint."""
@@ -203,7 +241,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         self._checkpoint = None
         if kwargs.get("rank") is not None or not self._reads_natively():
             return super().read_metadata(*args, **kwargs)
-        checkpoint = read_checkpoint(open_storage(os.fspath(self.path)))
+        checkpoint = read_checkpoint(open_storage(self._place or os.fspath(self.path)))
         metadata = metadata_of(checkpoint, checkpoint_id=os.fspath(self.path))
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
@@ -224,7 +262,7 @@ class FileSystemReader(filesystem.FileSystemReader):
             reads.add(item)
         reads.check_complete()
         targets = reads.targets(Metadata({}), reads.boxes.finish)
-        fill(open_storage(os.fspath(self.path)), checkpoint, targets, self.options)
+        fill(open_storage(self._place or os.fspath(self.path)), checkpoint, targets, self.options)
         future: Future[None] = Future()
         future.set_result(None)
         return future

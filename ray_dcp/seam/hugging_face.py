@@ -6,14 +6,16 @@ safetensors can't hold is refused before a file is made.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import hf_storage
+from torch.distributed.checkpoint._hf_utils import SHARDED_DIR_NAME
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -22,15 +24,18 @@ from torch.futures import Future
 
 from ray_dcp.errors import InvalidRequestError, UnsupportedValueError
 from ray_dcp.format.safetensors_frame import ALL_CODES, header, sharding_metadata
+from ray_dcp.protocol.messages import Target
 from ray_dcp.seam.file_system import FileSystemReader, FileSystemWriter
+from ray_dcp.seam.hugging_face_whole import consolidate_safetensors_files
 from ray_dcp.seam.tensors import dtype_name, host_bytes
-from ray_dcp.transfer.consolidation import consolidate, file_name, write_index
+from ray_dcp.store.location import AnyPlace, as_target, split_url
+from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.consolidation import file_name, write_index
 
 __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
-    "consolidate_safetensors_files",
-    "consolidate_safetensors_files_on_every_rank",
 ]
 
 
@@ -41,7 +46,7 @@ class HuggingFaceStorageWriter(FileSystemWriter, hf_storage.HuggingFaceStorageWr
     global shape, so that ray_dcp notices when one is missing.
 
     Args:
-        path: Directory.
+        path: Directory; also a URL or a `ray_dcp.Location`, which DCP's does not take.
         fqn_to_index_mapping: FQN to the number of its file, from 1; all in one file if None.
         thread_count: Files that a rank writes at a time.
         save_distributed: Every rank writes its shards; else whole tensors from rank 0.
@@ -58,6 +63,51 @@ class HuggingFaceStorageWriter(FileSystemWriter, hf_storage.HuggingFaceStorageWr
 
     Source: `torch/distributed/checkpoint/hf_storage.py`, `HuggingFaceStorageWriter`.
     """
+
+    _place: Target | None = None
+    """Where the whole files go, if that is no local path."""
+
+    def __init__(
+        self,
+        path: AnyPlace,
+        fqn_to_index_mapping: dict[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+    ) -> None:
+        self._place = _elsewhere(path)
+        local: Any = path if self._place is None else self._place.url
+        super().__init__(
+            local, fqn_to_index_mapping, thread_count, save_distributed, enable_consolidation,
+            thread_count_consolidation,
+        )  # fmt: skip
+        self._name_path()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Takes another directory."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._place = _elsewhere(checkpoint_id, self._place)
+            self._name_path()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the directory; elsewhere than on a local path there is nothing to prepare."""
+        return super().prepare_local_plan(plan) if self._place is None else plan
+
+    def _name_path(self) -> None:
+        # Why: torch makes a path of what it is given, with one slash of the two in a URL.
+        if self._place is not None:
+            self.consolidated_output_path = self._place.url if self.enable_consolidation else None
+            self.path: Any = self._files().url
+
+    def _files(self) -> Target:
+        """Returns where the files of the ranks go."""
+        if self._place is None:
+            return as_target(os.fspath(self.path))
+        return (
+            place_below(self._place, SHARDED_DIR_NAME) if self.enable_consolidation else self._place
+        )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files.
@@ -101,24 +151,31 @@ class HuggingFaceStorageWriter(FileSystemWriter, hf_storage.HuggingFaceStorageWr
             ),
             codes=ALL_CODES,
         )
-        path = Path(os.fspath(self.path), name)
-        temporary = path.with_name(f".{name}.tmp")
-        try:
-            with self.fs.create_stream(temporary, "wb") as stream:
-                stream.write(head)
-                for item in items:
-                    stream.write(_bytes_of(item, planner))
-                stream.flush()
-                os.fsync(stream.fileno())
-            self.fs.rename(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        payloads = (_bytes_of(item, planner) for item in items)
+        pieces: Iterable[bytes | memoryview] = itertools.chain([head], payloads)
+        if self._place is None:
+            self._make_file(name, pieces)
+        else:
+            _upload(open_storage(self._files()), name, pieces)
         return [
             WriteResult(
                 item.index, stop - begin, _StorageInfo(name, len(head) + begin, stop - begin)
             )
             for item, (_, _, _, begin, stop) in zip(items, entries, strict=True)
         ]
+
+    def _make_file(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        path = Path(os.fspath(self.path), name)
+        temporary = path.with_name(f".{name}.tmp")
+        try:
+            with self.fs.create_stream(temporary, "wb") as stream:
+                for piece in pieces:
+                    stream.write(piece)
+                stream.flush()
+                os.fsync(stream.fileno())
+            self.fs.rename(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of whole tensors, after it has consolidated if asked to.
@@ -132,17 +189,30 @@ class HuggingFaceStorageWriter(FileSystemWriter, hf_storage.HuggingFaceStorageWr
         metadata.storage_meta = self.storage_meta()
         if not self.save_distributed:
             file_of = {index.fqn: info.relative_path for index, info in stored.items()}
-            write_index(os.fspath(self.path), file_of, sum(it.length for it in stored.values()))
+            write_index(self._files(), file_of, sum(it.length for it in stored.values()))
             return
         if not self.enable_consolidation or self.consolidated_output_path is None:
             return
         mapping = self.fqn_to_index_mapping or dict.fromkeys(metadata.state_dict_metadata, 1)
         consolidate_safetensors_files(
-            os.fspath(self.path),
-            self.consolidated_output_path,
+            self._files(),
+            self._place or self.consolidated_output_path,
             {name: mapping[name] for name in metadata.state_dict_metadata},
             self.thread_count_consolidation,
         )
+
+
+def _upload(storage: Storage, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+    writer = storage.open_writer(name)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+        # Why only now: the file that is replaced stays until the new one is whole.
+        storage.delete([name])
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def _check_holdable(items: Sequence[WriteItem]) -> None:
@@ -209,11 +279,29 @@ class HuggingFaceStorageReader(FileSystemReader, hf_storage.HuggingFaceStorageRe
     """DCP's `HuggingFaceStorageReader`, which reads as ray_dcp does: only what is needed.
 
     Args:
-        path: Directory of safetensors files.
+        path: Directory of safetensors files; also a URL or a `ray_dcp.Location`, which DCP's does
+            not take.
         thread_count: Threads that read, in stock `load`.
 
     Source: `torch/distributed/checkpoint/hf_storage.py`, `HuggingFaceStorageReader`.
     """
+
+    def __init__(self, path: AnyPlace, thread_count: int = 1) -> None:
+        place = _elsewhere(path)
+        local: Any = path if place is None else place.url
+        super().__init__(local, thread_count)
+        self._go_to(place)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Takes another directory."""
+        super().reset(checkpoint_id)
+        if checkpoint_id:
+            self._go_to(_elsewhere(checkpoint_id, self._place))
+
+    def _go_to(self, place: Target | None) -> None:
+        self._place = place
+        if place is not None:
+            self.path: Any = place.url
 
     def read_metadata(self) -> Metadata:
         """Returns what the files' headers say.
@@ -225,90 +313,12 @@ class HuggingFaceStorageReader(FileSystemReader, hf_storage.HuggingFaceStorageRe
         return super().read_metadata()
 
 
-def consolidate_safetensors_files(
-    input_dir: str,
-    output_dir: str,
-    fqn_to_index_mapping: dict[str, int] | None = None,
-    num_threads: int = 1,
-) -> None:
-    """Makes whole tensors of the sharded files of a directory, and their index file.
-
-    Right for every dtype and number of dimensions; memory is that of the page cache.
-
-    Args:
-        input_dir: Where the sharded files are.
-        output_dir: Where the whole ones go.
-        fqn_to_index_mapping: FQN to the number of its file, from 1; all in one file if None.
-        num_threads: Files that are written at a time.
-
-    Raises:
-        InvalidRequestError: The mapping is empty, or names a tensor that is not there.
-        CoverageError: A part of a tensor is in no file.
-        DamagedCheckpointError: A file is damaged.
-
-    Source: `torch/distributed/checkpoint/_consolidate_hf_safetensors.py`.
-    """
-    mapping = _mapping(input_dir, fqn_to_index_mapping)
-    largest = max(mapping.values())
-    file_of = {name: file_name(index, largest) for name, index in mapping.items()}
-    total = consolidate(input_dir, output_dir, file_of, num_threads=num_threads)
-    write_index(output_dir, file_of, total)
-
-
-def consolidate_safetensors_files_on_every_rank(
-    input_dir: str,
-    output_dir: str,
-    fqn_to_index_mapping: dict[str, int],
-    num_threads: int = 1,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Does what `consolidate_safetensors_files` does, each rank some of the files.
-
-    Args:
-        input_dir: As there.
-        output_dir: As there.
-        fqn_to_index_mapping: As there.
-        num_threads: Of each rank.
-        process_group: The ranks; without an initialised group this process does all.
-
-    Raises:
-        CheckpointError: As `consolidate_safetensors_files`, on every rank.
-    """
-    mapping = _mapping(input_dir, fqn_to_index_mapping)
-    rank, world_size = 0, 1
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    largest = max(mapping.values())
-    own = {n: file_name(i, largest) for n, i in mapping.items() if i % world_size == rank}
-    total: int | Exception = 0
-    try:
-        total = consolidate(input_dir, output_dir, own, num_threads=num_threads)
-    except Exception as error:  # noqa: BLE001 - raised below, on every rank
-        total = error
-    totals: list[Any] = [total]
-    if world_size > 1:
-        totals = [None] * world_size
-        dist.all_gather_object(totals, total, group=process_group)
-    for each in totals:
-        if isinstance(each, Exception):
-            raise each
-    if rank == 0:
-        file_of = {name: file_name(index, largest) for name, index in mapping.items()}
-        write_index(output_dir, file_of, sum(totals))
-    if world_size > 1:
-        dist.barrier(process_group)
-
-
-def _mapping(input_dir: str, given: dict[str, int] | None) -> dict[str, int]:
-    if given is None:
-        given = dict.fromkeys(
-            HuggingFaceStorageReader(input_dir).read_metadata().state_dict_metadata, 1
-        )
-    if not given or any(type(index) is not int or index < 1 for index in given.values()):
-        raise InvalidRequestError(
-            "expected fqn_to_index_mapping to map every FQN to the number of a file, from 1"
-            if given
-            else f"expected tensors to consolidate in {input_dir}, found none",
-            key="fqn_to_index_mapping",
-        )
-    return given
+def _elsewhere(path: AnyPlace, before: Target | None = None) -> Target | None:
+    """Returns the target of a place that is no local path; options stay with another URL."""
+    if isinstance(path, (str, os.PathLike)):
+        scheme = split_url(os.fspath(path))[0]
+        if scheme in ("", "file", "local"):
+            return None
+        if before is not None and split_url(before.url)[0] == scheme:
+            return replace(before, url=os.fspath(path))
+    return as_target(path)

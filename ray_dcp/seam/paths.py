@@ -176,6 +176,9 @@ def _target_of(storage: Any, checkpoint_id: Any, side: _Side) -> Target:
     Why not by calling its `reset`, as DCP does: that forgets the options of the filesystem.
     """
     if type(storage) not in side.fsspecs:
+        place = getattr(storage, "_place", None)
+        if isinstance(place, Target):
+            return _moved(place, checkpoint_id) if checkpoint_id else absolute_target(place)
         return absolute_target(checkpoint_id or storage.path)
     own = as_target(Location(str(storage.path), filesystem=storage.fs.fs))
     if not checkpoint_id:

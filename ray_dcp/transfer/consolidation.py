@@ -1,6 +1,7 @@
 """Sharded safetensors files into whole ones, byte by byte: right for every dtype, 0-d tensors too.
 
-Both sides are mapped into memory, so that memory use is that of the page cache.
+On a local filesystem both sides are mapped into memory, so that memory use is that of the page
+cache. Elsewhere each thread holds one tensor at a time, and uploads it piece by piece.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.safetensors_frame import ALL_CODES, header
 from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.values import ChunkTable
+from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.plain_files import plain_table
 
 __all__ = ["INDEX_NAME", "consolidate", "file_name", "write_index"]
@@ -45,8 +49,8 @@ def file_name(index: int, largest: int, shard: int | None = None) -> str:
 
 
 def consolidate(
-    input_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    input_dir: AnyPlace,
+    output_dir: AnyPlace,
     file_of: Mapping[str, str],
     *,
     num_threads: int = 1,
@@ -54,8 +58,8 @@ def consolidate(
     """Writes whole tensors of sharded files into new files.
 
     Args:
-        input_dir: Where the sharded files are, directly.
-        output_dir: Where the new files go.
+        input_dir: Path, URL or other place where the sharded files are, directly.
+        output_dir: Where the new files go; those of the same name there are replaced.
         file_of: FQN to the name of its file. Other tensors of `input_dir` are left out.
         num_threads: Files that are written at a time.
 
@@ -71,12 +75,13 @@ def consolidate(
     Complexity:
         O(bytes). A file appears under its name when it is complete and durable.
     """
-    table = plain_table(open_storage(input_dir))
+    source, target = open_storage(input_dir), open_storage(output_dir)
+    table = plain_table(source)
     number_of = {name: number for number, name in enumerate(table.names)}
     unknown = [name for name in file_of if name not in number_of]
     if unknown:
         raise InvalidRequestError(
-            f"expected only tensors that {os.fspath(input_dir)} holds, but "
+            f"expected only tensors that {source.url} holds, but "
             f"{', '.join(map(repr, unknown[:8]))} are in none of its files",
             key=unknown[0],
         )
@@ -84,18 +89,22 @@ def consolidate(
     files: dict[str, list[int]] = {}
     for name, file in file_of.items():
         files.setdefault(file, []).append(number_of[name])
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
-        work = [
-            pool.submit(_write, table, Path(input_dir), Path(output_dir, file), numbers)
-            for file, numbers in files.items()
-        ]
+        if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
+            Path(target.url).mkdir(parents=True, exist_ok=True)
+            work = [
+                pool.submit(_write, table, Path(source.url), Path(target.url, file), numbers)
+                for file, numbers in files.items()
+            ]
+        else:
+            work = [
+                pool.submit(_upload, table, source, target, file, numbers)
+                for file, numbers in files.items()
+            ]
         return sum(each.result() for each in work)
 
 
-def write_index(
-    output_dir: str | os.PathLike[str], file_of: Mapping[str, str], total_bytes: int
-) -> None:
+def write_index(output_dir: AnyPlace, file_of: Mapping[str, str], total_bytes: int) -> None:
     """Writes the index file that Hugging Face readers look for.
 
     Args:
@@ -104,14 +113,7 @@ def write_index(
         total_bytes: Of all tensors.
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(file_of)}
-    path = Path(output_dir, INDEX_NAME)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as stream:
-        json.dump(index, stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    _sync_directory(path.parent)
+    open_storage(output_dir).write(INDEX_NAME, json.dumps(index, indent=2).encode())
 
 
 def _check_complete(table: ChunkTable, numbers: list[int]) -> None:
@@ -126,14 +128,63 @@ def _check_complete(table: ChunkTable, numbers: list[int]) -> None:
         )
 
 
-def _write(table: ChunkTable, source: Path, path: Path, numbers: list[int]) -> int:
+def _layout(
+    table: ChunkTable, numbers: list[int]
+) -> tuple[bytes, list[tuple[str, str, tuple[int, ...], int, int]], int]:
+    """Returns the header of a file, what it says of each tensor, and the bytes of all of them."""
     entries, end = [], 0
     for number in numbers:
         shape = tuple(table.shape[number, : table.ndim[number]].tolist())
         dtype = table.dtypes[table.dtype[number]]
         begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
         entries.append((table.names[number], dtype, shape, begin, end))
-    head = header(entries, {"format": "pt"}, codes=ALL_CODES)
+    return header(entries, {"format": "pt"}, codes=ALL_CODES), entries, end
+
+
+def _upload(
+    table: ChunkTable, source: Storage, target: Storage, file: str, numbers: list[int]
+) -> int:
+    """Writes one file, tensor after tensor."""
+    head, entries, total = _layout(table, numbers)
+    writer = target.open_writer(file)
+    try:
+        writer.write(head)
+        for number, (_, dtype, shape, begin, end) in zip(numbers, entries, strict=True):
+            data = bytearray(end - begin)
+            _gather(table, source, number, data, dtype, shape)
+            writer.write(data)
+        # Why only now: the file that is replaced stays until the new one is whole.
+        target.delete([file])
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    return total
+
+
+def _gather(
+    table: ChunkTable,
+    source: Storage,
+    number: int,
+    data: bytearray,
+    dtype: str,
+    shape: tuple[int, ...],
+) -> None:
+    """Reads all chunks of one tensor into its bytes."""
+    raw = np.dtype(f"V{ITEMSIZE[dtype]}")
+    whole = np.ndarray(shape, raw, data)
+    for chunk in np.flatnonzero(table.tensor == number).tolist():
+        size = tuple(table.size[chunk, : len(shape)].tolist())
+        start = table.offset[chunk, : len(shape)].tolist()
+        box = tuple(slice(low, low + n) for low, n in zip(start, size, strict=True))
+        part = bytearray(int(table.payload_bytes[chunk]))
+        key = table.files[table.file[chunk]]
+        source.read_into(key, int(table.payload_offset[chunk]), memoryview(part))
+        whole[box] = np.ndarray(size, raw, part)
+
+
+def _write(table: ChunkTable, source: Path, path: Path, numbers: list[int]) -> int:
+    head, entries, end = _layout(table, numbers)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w+b") as stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -282,12 +283,14 @@ def test_a_filesystem_of_the_users_is_used(tmp_path: Path):
     writer = ray_dcp.FileSystemWriter(tmp_path)
     writer.fs = Watched()
     ray_dcp.save({"w": torch.ones(2)}, storage_writer=writer)
-    assert opened == ["__0_0.distcp", ".metadata.tmp"]
+    written, looked_at, published = opened
+    assert re.fullmatch(r"__0_[0-9]+[.]distcp", written)
+    assert (looked_at, published) == (".metadata", ".metadata.tmp")
     reader = ray_dcp.FileSystemReader(tmp_path)
     reader.fs = Watched()
     found = {"w": torch.zeros(2)}
     ray_dcp.load(found, storage_reader=reader)
-    assert opened[2:] == [".metadata", "__0_0.distcp"]
+    assert opened[3:] == [".metadata", written]
     assert found["w"].tolist() == [1, 1]
 
 

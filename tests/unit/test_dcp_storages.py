@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from safetensors.torch import load_file, save_file
+from obstore.store import MemoryStore
+from safetensors.torch import load, load_file, save_file
 from torch.distributed.checkpoint import _fsspec_filesystem as stock_fsspec
 from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 
@@ -25,6 +26,7 @@ from ray_dcp.dcp._consolidate_hf_safetensors import (
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
 from ray_dcp.format.safetensors_frame import ALL_CODES
 from ray_dcp.seam.tensors import dtype_of
+from ray_dcp.store.opening import open_storage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -270,6 +272,57 @@ def test_hugging_face_files_are_right(tmp_path: Path, saves: str, loads: str, ho
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_hugging_face_files_go_to_any_place_and_are_replaced_there(how: dict[str, Any]):
+    place = ray_dcp.Location("models/new", filesystem=MemoryStore())
+    for _ in range(2):
+        writer = ray_dcp.HuggingFaceStorageWriter(place, **how)
+        ray_dcp.save(state(), storage_writer=writer, no_dist=True)
+    found = blank(state())
+    ray_dcp.load(found, storage_reader=ray_dcp.HuggingFaceStorageReader(place), no_dist=True)
+    check(found, state())
+    storage = open_storage(place)
+    names = {entry.key for entry in storage.list() if "/" not in entry.key}
+    if how.get("save_distributed") and not how.get("enable_consolidation"):
+        assert names == {"shard-00001-model-00001-of-00001.safetensors"}
+        return
+    index = json.loads(storage.read("model.safetensors.index.json"))
+    assert index["metadata"]["total_size"] == 24 + 2 + 2
+    assert names == {"model.safetensors.index.json", *index["weight_map"].values()}
+    found = {n: load(storage.read(file))[n] for n, file in index["weight_map"].items()}
+    check(found, state())
+
+
+def test_hugging_face_storages_take_urls_and_another_id_of_the_same_kind():
+    for index in (1, 2):
+        save = {"w": torch.full((2, 3), float(index))}
+        writer = ray_dcp.HuggingFaceStorageWriter("memory://hf-urls/first")
+        ray_dcp.save(
+            save, storage_writer=writer, checkpoint_id=f"memory://hf-urls/{index}", no_dist=True
+        )
+    reader = ray_dcp.HuggingFaceStorageReader("memory://hf-urls/1")
+    for index in (1, 2):
+        found = {"w": torch.zeros(2, 3)}
+        ray_dcp.load(
+            found, storage_reader=reader, checkpoint_id=f"memory://hf-urls/{index}", no_dist=True
+        )
+        assert found["w"][0, 0] == index
+    assert open_storage("memory://hf-urls/first").list() == []
+
+
+def test_shards_are_consolidated_from_one_place_to_another(tmp_path: Path):
+    tensor = torch.arange(35.0).reshape(7, 5).to(torch.float8_e5m2)
+    sharded(tmp_path, tensor, 3)
+    there = ray_dcp.Location("models", filesystem=MemoryStore())
+    consolidate_safetensors_files(tmp_path, there)
+    found = load(open_storage(there).read("model-00001-of-00001.safetensors"))["w"]
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+    (tmp_path / "back").mkdir()
+    consolidate_safetensors_files_on_every_rank(there, str(tmp_path / "back"), {"w": 1})
+    again = load_file(tmp_path / "back" / "model-00001-of-00001.safetensors")["w"]
+    assert torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
+
+
 def sharded(path: Path, tensor: torch.Tensor, num: int, *, with_shape: bool = False) -> None:
     """Writes row shards as DCP does."""
     for rank, part in enumerate(tensor.tensor_split(num)):
@@ -387,3 +440,41 @@ def test_quantised_tensors_are_read_through_ours(tmp_path: Path):
     reader = ray_dcp.QuantizedHuggingFaceStorageReader(str(tmp_path), block_size=4)
     ray_dcp.load(found, storage_reader=reader)
     assert torch.equal(found["w.weight"], weight.float() * 3)
+
+
+# --- saving again -------------------------------------------------------------------------------
+
+
+class FullError(OSError):
+    pass
+
+
+@pytest.mark.parametrize("writer", [ray_dcp.FileSystemWriter, ray_dcp.FsspecWriter])
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_save_again_by_stock_dcp_leaves_the_old_one_whole_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: type
+):
+    def save(number: float) -> None:
+        stock.save(
+            {"w": torch.full((64, 64), number), "b": torch.full((3,), number)},
+            storage_writer=writer(str(tmp_path), thread_count=2), no_dist=True,
+        )  # fmt: skip
+
+    def loaded() -> set[float]:
+        found = {"w": torch.zeros(64, 64), "b": torch.zeros(3)}
+        stock.load(found, storage_reader=stock.FileSystemReader(str(tmp_path)), no_dist=True)
+        return {*found["w"].flatten().tolist(), *found["b"].tolist()}
+
+    save(1.0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "__0_0.distcp").write_bytes(b"somebody else's")
+    with monkeypatch.context() as patch:
+        patch.setattr(pickle, "dumps", lambda *_: (_ for _ in ()).throw(FullError("no space")))
+        with pytest.raises((FullError, stock.CheckpointException)):
+            save(2.0)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert loaded() == {1.0}
+    save(3.0)
+    assert loaded() == {3.0}
+    assert not [name for name in before if name != ".metadata" and (tmp_path / name).exists()]
+    assert (tmp_path / "__0_0.distcp").read_bytes() == b"somebody else's"
