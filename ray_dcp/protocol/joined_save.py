@@ -52,7 +52,6 @@ class JoinedSave(Operation):
         self._seen = RecordsRead(0, None, None, ())
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
-        self._stats: dict[int, bytes] = {}
         self._rounds = 0
         self._stats: dict[int, bytes] = {}
 
