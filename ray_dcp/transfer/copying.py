@@ -14,7 +14,7 @@ from ray_dcp.errors import CheckpointError, CheckpointExistsError, DamagedCheckp
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import record_key, slot_of
 from ray_dcp.format.step_info import info_slot
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import KeyMissingError, PartWriter, Storage
 from ray_dcp.transfer.opening import METADATA_KEY, Checkpoint
 from ray_dcp.transfer.threads import Stop, run_tasks
 
@@ -166,8 +166,9 @@ class _Copying:
         with self._quiet:
             self._active += 1
             self.begun.append(key)
-        writer = self._target.open_writer(key)
+        writer: PartWriter | None = None
         try:
+            writer = self._target.open_writer(key)
             for start in range(0, num_bytes, _PIECE_BYTES):
                 if self.stop.asked:
                     return
@@ -181,7 +182,8 @@ class _Copying:
                 self.count(length)
             writer.commit()
         finally:
-            writer.abort()
+            if writer is not None:
+                writer.abort()
             with self._quiet:
                 self._active -= 1
                 self._quiet.notify_all()

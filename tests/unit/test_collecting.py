@@ -48,6 +48,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
 from ray_dcp.transfer.opening import find_checkpoint, newest_record
 from ray_dcp.transfer.slots import read_slots
+from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.listing import list_checkpoints
 from tests.numpy_ranks import (
     load_and_check,
@@ -451,15 +452,19 @@ def test_a_dry_run_tells_and_changes_nothing(place):
 def test_a_deleted_checkpoint_is_listed_as_deleted(tmp_path):
     saved(str(tmp_path / "step-1"))
     saved(str(tmp_path / "step-2"))
+    gone = open_view(tmp_path / "step-1").attempt
     delete(str(tmp_path / "step-1"))
     assert [(item.name, item.state) for item in list_checkpoints(tmp_path)] == [
         ("step-1", "deleted"), ("step-2", "committed")
     ]  # fmt: skip
-    (tmp_path / "step-1" / f"__0_0.{DEAD}.distcp").write_bytes(b"left")
+    (tmp_path / "step-1" / f"__0_0.{gone}.distcp").write_bytes(b"left")
     (first, _) = list_checkpoints(tmp_path)
     assert (first.state, first.detail) == (
         "deleted", "files are left: ray_dcp.collect removes them"
     )  # fmt: skip
+    (tmp_path / "step-1" / f"__0_0.{DEAD}.distcp").write_bytes(b"left")
+    (first, _) = list_checkpoints(tmp_path)
+    assert (first.state, first.detail) == ("in flight", "it was deleted, and is being saved again")
 
 
 def test_a_damaged_record_does_not_keep_a_place_from_being_deleted_but_from_being_collected(place):

@@ -20,6 +20,7 @@ CHOICES = [
     (SaveOptions, "container", ["torch_save", "safetensors"]),
     (SaveOptions, "replicas", ["warn", "check"]),
     (SaveOptions, "objects", ["warn", "refuse"]),
+    (SaveOptions, "nonfinite", ["ignore", "warn", "refuse"]),
     (SaveOptions, "when_full", ["wait", "skip", "replace"]),
     (LoadOptions, "dtype", ["widen", "error", "cast"]),
     (LoadOptions, "verify", ["always", "sample", "never"]),
