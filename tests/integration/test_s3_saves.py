@@ -7,7 +7,6 @@ import logging
 import pickle
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
@@ -233,4 +232,6 @@ def test_saves_through_s3fs_commit_by_condition_and_load_natively(server, place)
     assert is_same(loaded(checkpoint_id=place), state_of(7.0))
     target = Target(place.url, filesystem=writer.fs.fs)
     assert open_storage(target).traits.create_if_absent
-    assert len(np.unique([entry.key for entry in open_storage(place).list()])) == 4
+    # Data, chunk table, manifest and .metadata of the second save alone; its trace may come later.
+    keys = {entry.key for entry in open_storage(place).list()}
+    assert len({key for key in keys if not key.startswith("trace.")}) == 4
