@@ -155,9 +155,10 @@ class WorkerGroup:
     def resize(self, world_size: int) -> None:
         """Makes it so many ranks, with a new process group among them.
 
-        Ranks that live and still have a number keep their process and their `state`; the others
-        end, and new ones start without state. Ranks that died are replaced, so
-        `resize(world_size)` repairs a group.
+        Ranks that live and have a number below that keep their process and their `state`; the
+        others end, and new ones start without state. Ranks that died are replaced, so
+        `resize(world_size)` repairs a group. No process ever gets another number: torch keeps
+        meshes in caches, with the place that the process had in them.
 
         Args:
             world_size: At least 1.
@@ -235,15 +236,18 @@ class WorkerGroup:
 
     def _regroup(self, world_size: int) -> None:
         living = self._part(self._ranks) if self._ranks else []
-        kept, ended = living[:world_size], living[world_size:]
-        gone = [rank for rank in self._ranks if rank not in living]
-        for rank in [*ended, *gone]:
-            ray.kill(rank)
+        kept = {i: rank for i, rank in enumerate(self._ranks[:world_size]) if rank in living}
+        for rank in self._ranks:
+            if rank not in kept.values():
+                ray.kill(rank)
         # In place: the finalizer ends what is in this list.
-        self._ranks[:] = kept
+        self._ranks[:] = kept.values()
         self._broken = True
-        for index in range(len(kept), world_size):
-            self._ranks.append(self._start(index))
+        for index in range(world_size):
+            if index not in kept:
+                kept[index] = self._start(index)
+                self._ranks.append(kept[index])
+        self._ranks[:] = [kept[index] for index in range(world_size)]
         self._meet()
         self._broken = False
 

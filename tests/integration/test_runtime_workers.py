@@ -149,6 +149,20 @@ def test_a_rank_that_is_killed_between_runs_is_named_too(ranks):
     assert ranks.run(lambda: 1) == [1, 1]
 
 
+@pytest.mark.parametrize(("world_size", "kept"), [(3, [0, 2]), (2, [0])])
+def test_no_process_gets_another_number(ranks, world_size, kept):
+    """torch's cached meshes hold the place that the process had: shards would be another's."""
+    ranks.resize(3)
+    pids = ranks.pids
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(ParticipantError, match="rank 1 died"):
+        ranks.run(lambda: 1)
+    ranks.resize(world_size)
+    assert [rank for rank, pid in enumerate(ranks.pids) if pid in pids] == kept
+    assert all(ranks.pids[rank] == pids[rank] for rank in kept)
+    assert [rank for rank, _, _ in ranks.run(sum_of_ranks)] == list(range(world_size))
+
+
 def test_the_coordinator_names_a_dead_rank_to_those_who_wait_there(ranks):
     ranks.resize(3)
     ranks.run(session_name)
