@@ -84,7 +84,14 @@ def peers_of(session: object) -> Peers:
 
     Args:
         session: Of this rank.
+
+    Raises:
+        ParticipantError: This process has shut down the Ray of the session.
     """
+    connection = getattr(session, "connection", None)
+    if connection is not None:
+        # Why first: what is asked of Ray in a process without it starts another one.
+        connection.check()
     coordinator = getattr(session, "coordinator", None)
     return Peers() if coordinator is None else RayPeers(coordinator)
 
