@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,24 @@ THIRD_PARTY_WARNINGS = (
     # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning",
 )
+
+
+LONGEST = (
+    "test_cluster_configs", "test_torchrun", "test_bench_soak", "test_train", "test_shared_reads",
+    "test_async_bad_input", "test_reshard", "test_async_saves", "test_runtime_own_ray",
+    "test_train_context", "test_dcp_examples", "test_bench_async", "test_runtime_workers",
+    "test_heartbeats", "test_gatherers", "test_peer_copy", "test_memory_tier",
+)  # fmt: skip
+"""Files that take longest come first: several processes then end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    own = [index for index, item in enumerate(items) if item.path.parent == here]
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    ordered = sorted((items[i] for i in own), key=lambda item: rank.get(item.path.stem, len(rank)))
+    for index, item in zip(own, ordered, strict=True):
+        items[index] = item
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -145,7 +145,7 @@ def test_a_rank_that_freezes_is_blamed_after_its_silence_and_told_the_same_when_
 
 
 def test_a_rank_that_is_slow_but_beats_is_waited_for(threads, tmp_path):
-    gate, path, heartbeat_s = Gate(), str(tmp_path), 2 * QUICK
+    gate, path, heartbeat_s = Gate(), str(tmp_path), 3 * QUICK
     with ranks(2) as sessions:
         slow = threads.submit(try_save, sessions[1], path, gate.opener, heartbeat_s=heartbeat_s)
         fast = threads.submit(try_save, sessions[0], path, heartbeat_s=heartbeat_s)
