@@ -145,7 +145,9 @@ def test_what_a_load_does_not_need_verify_finds(verdicts):
         one = verdict.damage
         if _is_lost_manifest(one):
             assert isinstance(verdict.loaded, UncommittedCheckpointError)
-        elif one.file.startswith("manifest-") and one.also is not None:
+        elif one.also is not None and all(
+            name.startswith("manifest-") for name in (one.file, one.also[0])
+        ):
             # The same records in another order say the same: the commit, and that another
             # attempt is off.
             assert verdict.loaded is True
