@@ -49,7 +49,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
         known: That there are.
 
     Example:
-        >>> nearest("model.wieght", ["model.weight", "model.bias"])
+        >>> nearest("model.wieght", ["model.weight", "optimizer.step"])
         "; did you mean 'model.weight'?"
     """
     close = get_close_matches(name, known, n=3)

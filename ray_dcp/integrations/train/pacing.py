@@ -57,7 +57,9 @@ class Pace:
             return None
         newest = found[-1]
         known = newest.created_s is not None and self.last_s is not None
-        if known and not final and _since(newest, self.last_s) < self.interval_s * _SLACK:
+        # Why above zero: a clock that was set back must not keep a run from being reported.
+        too_soon = 0 <= _since(newest, self.last_s) < self.interval_s * _SLACK
+        if known and not final and too_soon:
             return None
         self.last_s = newest.created_s
         return newest

@@ -67,8 +67,7 @@ def named_alike(state: Mapping[str, Any]) -> dict[str, Any]:
         StateDictError: It is no mapping.
 
     Example:
-        >>> model = torch.compile(nn.Linear(2, 1))
-        >>> named = named_alike({"model": model, "step": 3})
+        >>> named = named_alike({"model": nn.Linear(2, 1), "step": 3})
         >>> sorted(named["model"].state_dict()), named["step"]
         (['bias', 'weight'], 3)
     """
