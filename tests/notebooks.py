@@ -71,8 +71,8 @@ def main(names: Sequence[str]) -> int:
         _run(chosen[0])
         return 0
     since_s = time.monotonic()
-    # Why two at a time, each in a process: half of the time they wait for a Ray that starts.
-    with ThreadPoolExecutor(2) as pool:
+    # Why several at a time, each in a process: they wait for a Ray that starts half of the time.
+    with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(_run_apart, chosen))
     print(f"{len(done) - sum(done)} of {len(done)} ran, {time.monotonic() - since_s:.1f} s")
     return sum(done)
