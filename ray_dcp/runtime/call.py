@@ -19,6 +19,7 @@ from ray.exceptions import (
 )
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
+from ray_dcp.runtime import ray_calls
 
 __all__ = ["call_actor", "check_ray"]
 
@@ -69,7 +70,7 @@ def call_actor(
             check_ray(who, rank)
             answer = _sent(send, actor, who, rank)
             _await(answer, end_s, lambda: given_up(failed), who, rank)  # noqa: B023 - at once
-            return ray.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+            return ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
             raise DeadlineError(
                 f"Expected {who} to answer within {timeout_s:g} s, but it did not. Look whether "
@@ -134,7 +135,7 @@ def _await(
         if reason is not None:
             raise reason
         left_s = end_s - time.monotonic()
-        done, _ = ray.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
+        done, _ = ray_calls.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
         if done or left_s <= 0:
             return
 

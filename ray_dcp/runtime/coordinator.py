@@ -23,7 +23,7 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.handover import News, Word
 from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, Refused, Reply, Request
 from ray_dcp.protocol.together import Together, Told
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.meeting import Meeting
 from ray_dcp.runtime.meeting_calls import MeetingCalls
@@ -368,7 +368,7 @@ class Coordinator:
             if not self._roster and needless and self._is_idle():
                 # Why not exit_actor: it waits for the call in which it is made, also when the
                 # actor makes that call to itself. A call that comes just now is repeated.
-                ray.kill(self._self, no_restart=True)
+                ray_calls.kill(self._self, no_restart=True)
 
     async def _pause(self) -> None:
         if self._coordination.active:

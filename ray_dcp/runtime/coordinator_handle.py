@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.naming import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
 
@@ -18,7 +19,7 @@ def await_ready(coordinator: Any, timeout_s: float) -> None:
     """Waits until a coordinator has loaded what its first save needs, at most so many seconds."""
     # Suppressed: a first save is slower then, and tells what is wrong.
     with suppress(RayError):
-        ray.get(coordinator.ready.remote(), timeout=timeout_s)
+        ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
 
 
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:

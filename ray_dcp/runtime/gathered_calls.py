@@ -70,6 +70,8 @@ class GatheredCalls:
         import ray
         from ray.exceptions import RayError
 
+        from ray_dcp.runtime import ray_calls
+
         if not ray.is_initialized():  # a call would begin a new Ray, without being asked
             return None
         from ray_dcp.runtime.gatherer import gatherer_of
@@ -83,9 +85,9 @@ class GatheredCalls:
             answer = self._handle.call.remote(request, caller, beats_s)
             while ray.is_initialized():
                 left_s = end_s - time.monotonic()
-                done, _ = ray.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
+                done, _ = ray_calls.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
                 if done:
-                    reply: Reply | None = ray.get(answer)
+                    reply: Reply | None = ray_calls.get(answer)
                     return reply
                 if left_s <= 0:
                     self._doubt()
@@ -108,9 +110,9 @@ class GatheredCalls:
 
     def _doubt(self) -> None:
         """Looks whether the gatherer lives: one that is frozen is not asked again."""
-        import ray
+        from ray_dcp.runtime import ray_calls
 
-        done, _ = ray.wait([self._handle.pid.remote()], timeout=ALIVE_S)
+        done, _ = ray_calls.wait([self._handle.pid.remote()], timeout=ALIVE_S)
         self._is_frozen = not done
         if not done:
             logger.warning("The gatherer of rank %d is frozen; it is not used again", self._rank)

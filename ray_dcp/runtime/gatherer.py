@@ -23,6 +23,7 @@ from ray_dcp.protocol.gathering import Gathering
 from ray_dcp.protocol.messages import OpKey, Reply, Request
 from ray_dcp.protocol.together import Together
 from ray_dcp.protocol.verdict import Opening
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.coordinator_handle import coordinator_of
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.naming import MOST_CALLS, check_lease, gatherer_name
@@ -90,7 +91,7 @@ class Gatherer:
         """Takes that a rank will not call again; with the last one it ends."""
         self._present.discard(rank)
         if not self._present and not self._waiting:
-            ray.kill(self._self, no_restart=True)
+            ray_calls.kill(self._self, no_restart=True)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -144,7 +145,7 @@ class Gatherer:
             await asyncio.sleep(min(LOOK_S, self._lease_s))
             idle_s = self._loop.time() - self._last_call_s
             if not self._waiting and idle_s >= self._lease_s:
-                ray.kill(self._self, no_restart=True)
+                ray_calls.kill(self._self, no_restart=True)
 
 
 def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:

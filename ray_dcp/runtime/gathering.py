@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
+from ray_dcp.runtime import ray_calls
 
 __all__ = ["gather"]
 
@@ -51,7 +51,7 @@ def gather(
         limits = [limit - now_s for limit in (end_s, release_end_s) if limit is not None]
         if limits and min(limits) <= 0:
             break
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=min([_LOOK_S, *limits]))
+        done, _ = ray_calls.wait(list(waiting), num_returns=1, timeout=min([_LOOK_S, *limits]))
         for answer in done:
             _take(answer, waiting.pop(answer), values, failed, dead)
         if dead and release_end_s is None:
@@ -59,7 +59,7 @@ def gather(
     stuck = sorted(waiting.values())
     if dead:
         for rank in stuck:
-            ray.kill(actors[rank])
+            ray_calls.kill(actors[rank])
         raise _died(dead, failed, stuck, doing)
     if stuck:
         raise DeadlineError(
@@ -80,7 +80,7 @@ def _take(
     dead: dict[int, Exception],
 ) -> None:
     try:
-        values[rank] = ray.get(answer)
+        values[rank] = ray_calls.get(answer)
     except RayActorError as error:
         dead[rank] = error
     except RayTaskError as error:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import ray
 
 from ray_dcp.plan.values import RankPlan
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.staging_link import Link, StagerGone
 from ray_dcp.stage.layout import StagingLayout, lay_out_windows
@@ -130,7 +130,7 @@ def _hand_windows(
             scratch = np.empty(order.window_bytes, dtype=np.uint8)
         if used:
             fill(layout, window, scratch[:used])
-        handed.refs[window] = ray.put(scratch[:used])
+        handed.refs[window] = ray_calls.put(scratch[:used])
         link.post("deliver", order.key, window, [handed.refs[window]])
 
 

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard, beat_interval_s
 from ray_dcp.protocol.messages import Refused
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.transfer.threads import Stop
 
@@ -166,7 +166,7 @@ class Heart:
         """
         with suppress(CheckpointError, RayError, ValueError):
             if not self._is_gone():
-                ray.kill(self._reach(False), no_restart=False)
+                ray_calls.kill(self._reach(False), no_restart=False)
                 self._killed_s = time.monotonic()
 
     @property
@@ -240,12 +240,12 @@ class _Beating:
             with self._heart._changed:
                 self._heart._changed.wait(wait_s)
             return
-        done, _ = ray.wait(refs, num_returns=1, timeout=wait_s)
+        done, _ = ray_calls.wait(refs, num_returns=1, timeout=wait_s)
         for ref in done:
             watch = self._watches.pop(ref, None)
             self._sent.pop(ref, None)
             try:
-                answer = ray.get(ref)
+                answer = ray_calls.get(ref)
             except (ActorDiedError, ActorUnavailableError) as error:
                 self._fresh = isinstance(error, ActorDiedError)
                 self._stop_if_gone()

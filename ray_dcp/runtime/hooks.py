@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from ray_dcp.errors import InternalError
+from ray_dcp.runtime import ray_calls
 
 __all__ = [
     "TESTED",
@@ -343,7 +344,7 @@ def store_bytes(node_id: str) -> float:
     Args:
         node_id: Ray's hex id of the node.
     """
-    for node in ray.nodes():
+    for node in ray_calls.nodes():
         if node["NodeID"] == node_id:
             return float(node["Resources"].get("object_store_memory", 0))
     raise InternalError(f"Expected node {node_id} among Ray's nodes, but it is not there")

@@ -147,11 +147,13 @@ def await_staged(
     stager = None if ray is None else _stager(ray.get_runtime_context().get_node_id(), namespace)
     if ray is None or stager is None:
         return
+    from ray_dcp.runtime import ray_calls
+
     now_s = begin_s = quiet_s = time.monotonic()
     pause_s = 0.02
     while now_s < begin_s + timeout_s and not stop.asked:
         try:
-            found = ray.get(stager.in_flight.remote(url), timeout=ANSWER_S)
+            found = ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
         except ray.exceptions.RayError:
             return
         left = [one for one in found if _is_open(one)]
@@ -191,12 +193,14 @@ class _InMemory:
     def _fetch(self, parts: Sequence[Part], target: memoryview) -> bool:
         import ray
 
+        from ray_dcp.runtime import ray_calls
+
         into = np.frombuffer(target, dtype=np.uint8)
         for low in range(0, len(into), FETCH_BYTES):
             length = min(FETCH_BYTES, len(into) - low)
             wanted = cut(parts, low, low + length)
             try:
-                found = ray.get(self._stager.fetch.remote(wanted), timeout=ANSWER_S)
+                found = ray_calls.get(self._stager.fetch.remote(wanted), timeout=ANSWER_S)
             except ray.exceptions.RayError:
                 return False
             if found is None:
@@ -233,15 +237,17 @@ class _Nodes:
     def _ask(self, nodes: list[str]) -> None:
         import ray
 
+        from ray_dcp.runtime import ray_calls
+
         stagers = {node: _stager(node, self._namespace) for node in nodes}
         asked = {stager.kept.remote(self._attempt): stager for stager in stagers.values() if stager}
-        done, _ = (
-            ray.wait([*asked], num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
-        )
+        if not asked:
+            return
+        done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
         for ref in done:
             # Suppressed: that node has died since.
             with suppress(ray.exceptions.RayError):
-                self._add(ray.get(ref), asked[ref])
+                self._add(ray_calls.get(ref), asked[ref])
 
     def _add(self, kept: Kept | None, stager: Any) -> None:
         if kept is None:
@@ -256,8 +262,10 @@ class _Nodes:
 def _stager(node_id: str, namespace: str) -> Any:
     import ray
 
+    from ray_dcp.runtime import ray_calls
+
     try:
-        return ray.get_actor(stager_name(node_id), namespace=namespace)
+        return ray_calls.get_actor(stager_name(node_id), namespace=namespace)
     except (ValueError, ray.exceptions.RayError):
         return None
 

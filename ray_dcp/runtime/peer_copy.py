@@ -7,10 +7,10 @@ import logging
 from typing import Any
 
 import numpy as np
-import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError
+from ray_dcp.runtime import ray_calls
 from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.copies import CopyingSpool
 from ray_dcp.stage.kept import Part
@@ -84,4 +84,4 @@ async def pull(copied: StagedCopy, origin: Any, spool: CopyingSpool, arena: Aren
 
 def alive_nodes() -> list[str]:
     """Returns Ray's hex ids of the nodes that live."""
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return [node["NodeID"] for node in ray_calls.nodes() if node["Alive"]]

@@ -70,9 +70,9 @@ class RayPeers(Peers):
 
         Why asked: a store that is full does not refuse, it writes to disk.
         """
-        import ray
+        from ray_dcp.runtime import ray_calls
 
-        for node in ray.nodes():
+        for node in ray_calls.nodes():
             if node["NodeID"] == self.node:
                 room = int(node["Resources"].get("object_store_memory", 0))
                 return min(wanted_bytes, room // STORE_SHARE // max(ranks_here, 1))
@@ -143,9 +143,11 @@ class RayExchange:
         """See `Exchange.offer`."""
         import ray
 
+        from ray_dcp.runtime import ray_calls
+
         try:
-            ref = ray.put(np.frombuffer(data, np.uint8))
-            found = ray.get(ref).data
+            ref = ray_calls.put(np.frombuffer(data, np.uint8))
+            found = ray_calls.get(ref).data
         except ray.exceptions.RayError as error:
             logger.warning("The object store took no bytes, each rank reads them: %s", error)
             return None
@@ -199,8 +201,10 @@ class RayExchange:
     def _fetched(self, ref: Any, reader: int) -> memoryview | None:
         import ray
 
+        from ray_dcp.runtime import ray_calls
+
         try:
-            view: memoryview = ray.get(ref, timeout=PATIENCE_S).data
+            view: memoryview = ray_calls.get(ref, timeout=PATIENCE_S).data
             return view
         except ray.exceptions.RayError as error:
             logger.warning("What rank %d has read is gone, storage is read: %s", reader, error)
@@ -229,12 +233,14 @@ class RayExchange:
         """Hears what is new, until this rank leaves or nobody answers."""
         import ray
 
+        from ray_dcp.runtime import ray_calls
+
         seen = 0
         try:
             while not self._left:
                 word = Listen(self._key, self._rank, seen, LISTEN_S)
                 answer = self._coordinator().hear.remote(word)
-                news = ray.get(answer, timeout=LISTEN_S + PATIENCE_S)
+                news = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
                 if news is None:
                     break
                 seen += len(news)

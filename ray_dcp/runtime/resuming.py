@@ -15,14 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol.commands import Command
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, PartsHeld, Request
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.stager_watch import parts_written
 from ray_dcp.stage.values import StageProgress
 
@@ -165,7 +164,7 @@ class StagedPlans:
 
     async def _ask(self, stager: str, method: str, *arguments: Any) -> Any:
         actor, _, _ = stager.partition("#")
-        handle = await asyncio.to_thread(ray.get_actor, actor, namespace=self._namespace)
+        handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
         asked: Any = getattr(handle, method).remote(*arguments)
         return await asyncio.wait_for(asked, ANSWER_S)
 

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.runtime import hooks, metrics
+from ray_dcp.runtime import hooks, metrics, ray_calls
 from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
@@ -347,7 +347,7 @@ class Stager:
             lease_s = max(self._lease_s, KEPT_S) if self._spool.num_kept() else self._lease_s
             if not self._ranks and not self._spool.num_active() and idle_s >= lease_s:
                 await self._register(())
-                ray.kill(self._self, no_restart=True)
+                ray_calls.kill(self._self, no_restart=True)
 
     def _peer(self) -> Any:
         node = next_node(self._node_id, alive_nodes())

@@ -6,11 +6,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, PartsHeld, SaveGo, SaveStaged, TakeOver, Target
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.staging import Reporter, Staged
 from ray_dcp.runtime.telling import attempt
@@ -145,7 +144,7 @@ class StagerKeeping:
         for turn in range(len(names)):
             name, _, _ = names[(self._session.rank + turn) % len(names)].partition("#")
             with suppress(ValueError):
-                return ray.get_actor(name, namespace=self._session.namespace)
+                return ray_calls.get_actor(name, namespace=self._session.namespace)
         raise CheckpointError("no stager that has ended its own part is there any more")
 
     def _tell(self, key: OpKey, attempt_id: str, epoch: int, incarnation: int) -> None:

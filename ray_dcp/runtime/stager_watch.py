@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError, RayError
 
 from ray_dcp.protocol.commands import Command
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import PartsWritten
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.stager_keeping import key_of
 from ray_dcp.stage.values import StageKey, StageReport
 
@@ -80,7 +80,7 @@ class StagerWatch:
             if seen.handle is None:
                 actor, _, _ = name.partition("#")
                 seen.handle = await asyncio.to_thread(
-                    ray.get_actor, actor, namespace=self._namespace
+                    ray_calls.get_actor, actor, namespace=self._namespace
                 )
             process, paces = await seen.handle.pulse.remote()
         except (RayActorError, ValueError) as error:

@@ -23,6 +23,7 @@ from ray_dcp.errors import CheckpointError, LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import RankPlan
 from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.handing import Handed, ask, hand_in
 from ray_dcp.runtime.naming import LEASE_S, NAMESPACE
 from ray_dcp.runtime.rank_save import Captured
@@ -382,7 +383,7 @@ class Staged:
         if self._arena is None:
             if window not in self._handed.refs:
                 raise lost_memory(self.key.rank)
-            np.copyto(into, ray.get(self._handed.refs[window])[: len(into)])
+            np.copyto(into, ray_calls.get(self._handed.refs[window])[: len(into)])
             return
         slot = self._handed.slots[window]
         np.copyto(into, self._arena.slot_array(slot.index)[: len(into)])

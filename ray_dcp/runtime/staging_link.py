@@ -11,11 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
-import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import LimitError, ParticipantError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.call import call_actor, check_ray
 from ray_dcp.runtime.place import Place
 from ray_dcp.stage.arena import Arena
@@ -92,7 +91,7 @@ class Link:
             ParticipantError: It can't be ended.
         """
         with suppress(RayError, ValueError):
-            ray.kill(self.handle, no_restart=True)
+            ray_calls.kill(self.handle, no_restart=True)
         if self._pidfd < 0:
             return
         with suppress(ProcessLookupError):
@@ -125,7 +124,7 @@ class _Pulse:
         now_s = time.monotonic()
         silent_s = now_s - self._heard_s
         if self._asked is not None:
-            answered, _ = ray.wait([self._asked], timeout=0)
+            answered, _ = ray_calls.wait([self._asked], timeout=0)
             if answered:
                 self._asked, self._heard_s = None, now_s
             elif silent_s > self._silence_s:

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.gathering import gather
 from ray_dcp.runtime.worker import Rank
 from ray_dcp.runtime.worker_options import WorkerOptions, worker_options
@@ -229,7 +229,7 @@ class WorkerGroup:
     def _all_live(self) -> bool:
         answers = [rank.where.remote() for rank in self._ranks]
         try:
-            ray.get(answers, timeout=self.options.release_s)
+            ray_calls.get(answers, timeout=self.options.release_s)
         except RayError:
             return False
         return True
@@ -239,7 +239,7 @@ class WorkerGroup:
         kept = {i: rank for i, rank in enumerate(self._ranks[:world_size]) if rank in living}
         for rank in self._ranks:
             if rank not in kept.values():
-                ray.kill(rank)
+                ray_calls.kill(rank)
         # In place: the finalizer ends what is in this list.
         self._ranks[:] = kept.values()
         self._broken = True
@@ -303,11 +303,11 @@ class WorkerGroup:
     def _part(self, ranks: Sequence[Any]) -> list[Any]:
         """Takes ranks out of their process group; returns those that live and did."""
         answers = {rank.part.remote(): rank for rank in ranks}
-        done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=_PART_S)
+        done, _ = ray_calls.wait(list(answers), num_returns=len(answers), timeout=_PART_S)
         living = []
         for answer in done:
             try:
-                ray.get(answer)
+                ray_calls.get(answer)
             except RayError as error:
                 logger.debug("A rank could not leave its group: %s", error)
             else:
@@ -350,12 +350,12 @@ def _kill_all(ranks: list[Any]) -> None:
     """Ends actors and waits until they are gone."""
     ended = []
     for rank in ranks:
-        ray.kill(rank)
+        ray_calls.kill(rank)
         ended.append(rank.where.remote())
     end_s = time.monotonic() + _PART_S
     for answer in ended:
         try:
-            ray.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+            ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
             logger.warning("A rank of a WorkerGroup did not end within %g s", _PART_S)
         except RayError:

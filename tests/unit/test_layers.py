@@ -287,6 +287,18 @@ def test_no_assert_checks_anything_in_the_package():
     assert found == []
 
 
+def test_only_one_module_makes_those_calls_of_ray_that_would_start_one():
+    calls = {"get", "get_actor", "kill", "nodes", "put", "wait"}
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in calls
+        if isinstance(node.value, ast.Name) and node.value.id == "ray"
+    ]
+    assert {place.split(":")[0] for place in found} == {"runtime.ray_calls"}, found
+
+
 def test_no_module_is_longer_than_the_limit():
     lines = {
         name_of(path): len(path.read_text().splitlines()) for path in sorted(PACKAGE.rglob("*.py"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import ray
+from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
-from ray_dcp.runtime import call, hooks
+from ray_dcp.runtime import call, hooks, ray_calls
 from ray_dcp.runtime.call import call_actor
 from ray_dcp.runtime.connection import (
     Connection,
@@ -102,9 +103,24 @@ def test_no_call_reaches_a_ray_that_is_not_up():
 def test_an_answer_is_not_awaited_of_a_ray_that_is_not_up(monkeypatch):
     up = iter([True, False])
     monkeypatch.setattr(call.ray, "is_initialized", lambda: next(up))
-    monkeypatch.setattr(call.ray, "wait", lambda *_, **__: pytest.fail("it would start a Ray"))
+    monkeypatch.setattr(ray_calls, "wait", lambda *_, **__: pytest.fail("it waits"))
     with pytest.raises(ParticipantError, match="shut down"):
         call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
+
+
+def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monkeypatch):
+    monkeypatch.setattr(call, "check_ray", lambda who, rank: None)
+    with pytest.raises(ParticipantError, match="has not been started"):
+        call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("name", ray_calls.__all__)
+def test_no_call_starts_a_ray(name):
+    arguments = {"nodes": (), "get_actor": ("name", "namespace")}.get(name, ([],))
+    with pytest.raises(RaySystemError, match="not been started"):
+        getattr(ray_calls, name)(*arguments)
+    assert not ray.is_initialized()
 
 
 def test_a_handle_of_another_cluster_is_out_of_reach(monkeypatch):

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.integrations.train import asking
 from ray_dcp.integrations.train.rounds import next_round_s
+from ray_dcp.runtime import ray_calls
 
 __all__ = ["SaveBeforeResize"]
 
@@ -161,5 +161,5 @@ class _Workers:
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """See `asking.Ranks`."""
         refs = self._group.execute_async(function, *arguments)
-        found: list[Any] = ray.get(refs, timeout=ANSWER_S)
+        found: list[Any] = ray_calls.get(refs, timeout=ANSWER_S)
         return found
