@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = ["ORDER_VERSION", "SampleOrder", "share_of"]
+__all__ = ["ORDER_VERSION", "SampleOrder", "check_epoch", "share_of"]
 
 ORDER_VERSION = 1
 """Goes up when `SampleOrder` orders differently: places of two versions do not compare."""
@@ -105,3 +105,15 @@ def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_epoch(epoch: object) -> None:
+    """Checks the number of an epoch.
+
+    Raises:
+        InvalidRequestError: It is no whole number from 0.
+    """
+    if type(epoch) is not int or epoch < 0:
+        raise InvalidRequestError(
+            f"an epoch must be a whole number from 0, but is {epoch!r}", key="epoch"
+        )

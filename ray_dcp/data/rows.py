@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ray_dcp.data.order import check_epoch
 from ray_dcp.errors import InvalidRequestError, StateDictError
 from ray_dcp.seam.per_rank import PerRank
 
@@ -168,10 +169,7 @@ class RowsSeen:
         Raises:
             InvalidRequestError: It is no epoch.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise InvalidRequestError(
-                f"an epoch must be a whole number from 0, but is {epoch!r}", key="epoch"
-            )
+        check_epoch(epoch)
         if epoch != self.epoch:
             self.epoch, self._seen = epoch, IdRuns()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ray_dcp.data.order import SampleOrder
+from ray_dcp.data.order import SampleOrder, check_epoch
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 __all__ = ["AT_END", "ElasticStream", "merged"]
@@ -101,10 +101,7 @@ class ElasticStream(IterableDataset[Any]):
         Raises:
             InvalidRequestError: It is no epoch.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise InvalidRequestError(
-                f"an epoch must be a whole number from 0, but is {epoch!r}", key="epoch"
-            )
+        check_epoch(epoch)
         if epoch != self.epoch:
             self.epoch, self._before, self._own, self._ended = epoch, {}, {}, False
 

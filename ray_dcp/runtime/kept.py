@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,8 @@ from ray_dcp.runtime.outcome import outcome
 from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.kept import Kept, KeptFile, Part, cut, registered_name
 from ray_dcp.stage.values import InFlight
-from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
+from ray_dcp.store.storage import Storage
+from ray_dcp.store.wrapping import StorageWrapper
 from ray_dcp.transfer.threads import Stop
 
 __all__ = ["KeptStorage", "await_staged", "kept_storage"]
@@ -39,7 +40,7 @@ FETCH_BYTES = 32 << 20
 logger = logging.getLogger(__name__)
 
 
-class KeptStorage:
+class KeptStorage(StorageWrapper):
     """A storage some of whose files are also in memory.
 
     Args:
@@ -51,29 +52,11 @@ class KeptStorage:
     """
 
     def __init__(self, inner: Storage, find: Callable[[str], _InMemory | None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._find = find
         self._lock = threading.Lock()
         self._known: dict[str, _InMemory | None] = {}
         self.bytes_from_memory = 0
-
-    def __getattr__(self, name: str) -> Any:
-        # Why: a storage may offer more than the protocol asks for.
-        return getattr(self._inner, name)
-
-    @property
-    def url(self) -> str:
-        """See `Storage.url`."""
-        return self._inner.url
-
-    @property
-    def traits(self) -> StorageTraits:
-        """See `Storage.traits`."""
-        return self._inner.traits
-
-    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """See `Storage.read`."""
-        return self._inner.read(key, start, num_bytes)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
@@ -86,24 +69,6 @@ class KeptStorage:
             return
         with self._lock:
             self.bytes_from_memory += len(target)
-
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
-        """See `Storage.write`."""
-        self._inner.write(key, data, create=create)
-
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        """See `Storage.open_writer`."""
-        return self._inner.open_writer(key, sync=sync, direct=direct)
-
-    def list(self, prefix: str = "") -> list[Entry]:
-        """See `Storage.list`."""
-        return self._inner.list(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """See `Storage.delete`."""
-        self._inner.delete(keys)
 
 
 def kept_storage(

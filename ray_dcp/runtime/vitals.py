@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.protocol.beats import Doing
 from ray_dcp.protocol.messages import OpKey
-from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
+from ray_dcp.store.storage import Entry, PartWriter, Storage
+from ray_dcp.store.wrapping import StorageWrapper
 from ray_dcp.transfer.threads import Stop
 
 __all__ = ["Vitals", "WatchedStorage"]
@@ -156,7 +157,7 @@ class Vitals:
         )
 
 
-class WatchedStorage:
+class WatchedStorage(StorageWrapper):
     """A storage that tells vitals what is done with it, and does no more after their `stop`.
 
     Args:
@@ -165,22 +166,8 @@ class WatchedStorage:
     """
 
     def __init__(self, inner: Storage, vitals: Vitals) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._vitals = vitals
-
-    def __getattr__(self, name: str) -> Any:
-        # Why: a storage may offer more than the protocol asks for.
-        return getattr(self._inner, name)
-
-    @property
-    def url(self) -> str:
-        """See `Storage.url`."""
-        return self._inner.url
-
-    @property
-    def traits(self) -> StorageTraits:
-        """See `Storage.traits`."""
-        return self._inner.traits
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """See `Storage.read`."""
@@ -214,10 +201,6 @@ class WatchedStorage:
         """See `Storage.list`."""
         with self._vitals.at(prefix or "its list of files"):
             return self._inner.list(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """See `Storage.delete`."""
-        self._inner.delete(keys)
 
 
 class _WatchedWriter:

@@ -13,7 +13,15 @@ import pytest
 from ray_dcp.errors import StorageError
 from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, Storage
 
-__all__ = ["RACERS", "PartWriterConformance", "expect", "expect_equal", "expect_keys", "race"]
+__all__ = [
+    "RACERS",
+    "PartWriterConformance",
+    "expect",
+    "expect_equal",
+    "expect_keys",
+    "expect_winners",
+    "race",
+]
 
 RACERS = 16
 """Threads in a race."""
@@ -99,17 +107,24 @@ class PartWriterConformance:
         expect_keys(storage, ["part"])
 
     def test_a_commit_race_has_exactly_one_winner(self, storage: Storage) -> None:
-        """Of 16 writers of one key, one publishes, and its bytes are there."""
-        if not storage.traits.create_if_absent:
-            pytest.skip("this storage does not promise create_if_absent")
+        """Of 16 writers of one key, one publishes, and its bytes are there.
+
+        Several may where `traits` does not promise `create_if_absent`; one's bytes are there.
+        """
         values = [bytes([number]) * 10_000 for number in range(RACERS)]
         writers = [storage.open_writer("part") for _ in values]
         for writer, value in zip(writers, values, strict=True):
             writer.write(value)
         won = race(lambda number: writers[number].commit())
-        expect(len(won) == 1, f"{len(won)} of {RACERS} writers published the key")
-        expect_equal(storage.read("part"), values[won[0]])
+        expect_winners(storage, won)
+        expect(storage.read("part") in [values[number] for number in won], "no winner's bytes")
         expect_keys(storage, ["part"])
+
+
+def expect_winners(storage: Storage, won: list[int]) -> None:
+    """Fails unless one of `race` won; or some, if the storage promises no more."""
+    enough = len(won) == 1 if storage.traits.create_if_absent else bool(won)
+    expect(enough, f"{len(won)} of {RACERS} created one key")
 
 
 def race(act: Callable[[int], None]) -> list[int]:

@@ -6,23 +6,22 @@ of what it can't.
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from ray_dcp.store.storage import (
-    Entry,
     KeyExistsError,
     KeyMissingError,
     PartWriter,
     Storage,
     StorageTraits,
 )
+from ray_dcp.store.wrapping import StorageWrapper
 
 __all__ = ["UnconditionalStorage"]
 
 
-class UnconditionalStorage:
+class UnconditionalStorage(StorageWrapper):
     """Implements `Storage` by another one, without its `create_if_absent`.
 
     Who creates a key looks whether it is free and puts the value then; of two who do so at once,
@@ -45,26 +44,13 @@ class UnconditionalStorage:
     """
 
     def __init__(self, inner: Storage, *, between: Callable[[str], None] = lambda _: None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._between = between
-
-    @property
-    def url(self) -> str:
-        """That of the inner storage."""
-        return self._inner.url
 
     @property
     def traits(self) -> StorageTraits:
         """Those of the inner storage, but it does not create if absent."""
         return replace(self._inner.traits, create_if_absent=False)
-
-    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """See `Storage.read`."""
-        return self._inner.read(key, start, num_bytes)
-
-    def read_into(self, key: str, start: int, target: memoryview) -> None:
-        """See `Storage.read_into`."""
-        self._inner.read_into(key, start, target)
 
     def write(
         self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
@@ -78,14 +64,6 @@ class UnconditionalStorage:
     def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `commit` only looks first."""
         return _Writer(self, key, self._inner.open_writer(key, sync=sync, direct=direct))
-
-    def list(self, prefix: str = "") -> builtins.list[Entry]:
-        """See `Storage.list`."""
-        return self._inner.list(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """See `Storage.delete`."""
-        self._inner.delete(keys)
 
     def _look(self, key: str) -> None:
         try:

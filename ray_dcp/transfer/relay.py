@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,8 @@ import numpy as np
 from ray_dcp.errors import CheckpointError
 from ray_dcp.plan.read_once import RankShare
 from ray_dcp.plan.values import Int32Array, Int64Array
-from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
+from ray_dcp.store.storage import Storage
+from ray_dcp.store.wrapping import StorageWrapper
 
 __all__ = ["PATIENCE_S", "Exchange", "Relay", "bytes_asked"]
 
@@ -62,7 +63,7 @@ class Exchange(Protocol):
         ...
 
 
-class Relay:
+class Relay(StorageWrapper):
     """Implements `Storage` for the reads of one load on one rank.
 
     *Invariant*: units are read and used in the order of their numbers, which is that of files and
@@ -104,7 +105,7 @@ class Relay:
         self.bytes_from_storage = 0
         self.bytes_from_peers = 0
         self.bytes_instead = 0
-        self._inner = inner
+        super().__init__(inner)
         self._share = share
         self._exchange = exchange
         self._budget_bytes = budget_bytes
@@ -171,20 +172,6 @@ class Relay:
                 self._changed.notify_all()
             self._exchange.leave()
 
-    @property
-    def url(self) -> str:
-        """See `Storage.url`."""
-        return self._inner.url
-
-    @property
-    def traits(self) -> StorageTraits:
-        """See `Storage.traits`."""
-        return self._inner.traits
-
-    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-        """See `Storage.read`."""
-        return self._inner.read(key, start, num_bytes)
-
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         first, stop = self._units_of.get(key, (0, 0))
@@ -208,24 +195,6 @@ class Relay:
             del view
             self._asked(index, high - at)
             at, index = high, index + 1
-
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
-        """See `Storage.write`."""
-        self._inner.write(key, data, create=create)
-
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        """See `Storage.open_writer`."""
-        return self._inner.open_writer(key, sync=sync, direct=direct)
-
-    def list(self, prefix: str = "") -> list[Entry]:
-        """See `Storage.list`."""
-        return self._inner.list(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """See `Storage.delete`."""
-        self._inner.delete(keys)
 
     # Using units
 

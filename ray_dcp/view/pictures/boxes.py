@@ -13,7 +13,7 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.view.file_names import rank_of_file
 
-__all__ = ["Boxes", "Flat", "even_boxes", "flatten", "raster", "stored_boxes"]
+__all__ = ["Boxes", "Flat", "check_one_tensor", "even_boxes", "flatten", "raster", "stored_boxes"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -180,3 +180,16 @@ def raster(flat: Flat, cells: tuple[int, int] = CELLS) -> IntArray:
     for row in np.flatnonzero((top < below) & (left < right)).tolist():
         found[top[row] : below[row], left[row] : right[row]] = flat.rank[row]
     return found
+
+
+def check_one_tensor(before: Boxes, after: Boxes) -> None:
+    """Checks that two layouts can be of one tensor.
+
+    Raises:
+        InvalidRequestError: The shapes differ.
+    """
+    if before.shape != after.shape:
+        raise InvalidRequestError(
+            f"expected two layouts of one tensor, found shapes {before.shape} and {after.shape}",
+            key="after",
+        )

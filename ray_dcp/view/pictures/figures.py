@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.save_trace import SaveTrace
-from ray_dcp.view.pictures.boxes import Boxes, Flat, flatten, raster
+from ray_dcp.view.pictures.boxes import Boxes, Flat, check_one_tensor, flatten, raster
 from ray_dcp.view.pictures.drawing import GREY, RED, rank_colour
 from ray_dcp.view.pictures.lines import MOST_NAMED, Series, by_change
 from ray_dcp.view.pictures.tables import CHANGES, Changed, Step
@@ -92,11 +92,7 @@ def figure_reshard(before: Boxes, after: Boxes, name: str = "") -> Figure:
     Raises:
         InvalidRequestError: The shapes differ.
     """
-    if before.shape != after.shape:
-        raise InvalidRequestError(
-            f"expected two layouts of one tensor, found shapes {before.shape} and {after.shape}",
-            key="after",
-        )
+    check_one_tensor(before, after)
     figure, (left, right) = _figure(9, 3.5, columns=2)
     old, new = flatten(before), flatten(after)
     _draw(left, old, labels=True)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ray_dcp.errors import InvalidRequestError
-from ray_dcp.view.pictures.boxes import Boxes, Flat, IntArray, flatten, raster
+from ray_dcp.view.pictures.boxes import Boxes, Flat, IntArray, check_one_tensor, flatten, raster
 from ray_dcp.view.pictures.drawing import (
     GREY,
     WIDTH,
@@ -66,11 +65,7 @@ def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -
     Raises:
         InvalidRequestError: The shapes differ.
     """
-    if before.shape != after.shape:
-        raise InvalidRequestError(
-            f"expected two layouts of one tensor, found shapes {before.shape} and {after.shape}",
-            key="after",
-        )
+    check_one_tensor(before, after)
     both = flatten(_joined(before, after))
     old, new = _flat_as(before, both), _flat_as(after, both)
     width, height = _extent(both, 300)
