@@ -21,7 +21,7 @@ def testpaths(pytestconfig: pytest.Config) -> list[str]:
 def test_the_test_stages_are_the_testpaths_of_plain_pytest(testpaths: list[str]):
     stages = re.findall(
         r"^stage_\w+\(\) \{ tests (tests/\w+)"
-        r"(?: -n [0-9] --dist loadfile(?: --no-loadscope-reorder)?)?; \}$",
+        r"(?: -n [0-9](?: --dist loadfile(?: --no-loadscope-reorder)?)?)?; \}$",
         SCRIPT.read_text(),
         re.M,
     )
