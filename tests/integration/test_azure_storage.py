@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime
 import hashlib
 import hmac
@@ -18,7 +17,7 @@ from ray_dcp.store.location import Location
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing import check_crashes
 from ray_dcp.testing.storage_conformance import StorageConformance
-from tests.azurite import PORT, NotInstalledError, azurite
+from tests.azurite import PORT, azurite
 from tests.races import race_often
 
 # The account and key that every emulator of Azure has.
@@ -28,11 +27,7 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(azurite(tmp_path_factory.mktemp("azurite")))
-        except NotInstalledError as error:
-            pytest.skip(str(error))
+    with azurite(tmp_path_factory.mktemp("azurite")):
         yield make_container()
 
 

@@ -1,7 +1,8 @@
-"""Adapters, with the real frameworks on the CPU. Each is skipped where its framework is missing."""
+"""Adapters, with the real frameworks on the CPU."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager import BestN, CheckpointManager, LatestN
+from tests import titan
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds
 
@@ -24,7 +26,9 @@ def data(count=32):
 
 @pytest.fixture
 def lightning():
-    return pytest.importorskip("pytorch_lightning")
+    import pytorch_lightning
+
+    return pytorch_lightning
 
 
 def module_of(pl):
@@ -116,8 +120,9 @@ def test_a_lightning_checkpoint_comes_back_exactly_and_damage_is_seen(lightning,
 
 @pytest.fixture
 def transformers():
-    pytest.importorskip("accelerate")
-    return pytest.importorskip("transformers")
+    import transformers
+
+    return transformers
 
 
 def hf_trainer(transformers, tmp_path: Path, callback, max_steps: int, **more):
@@ -212,9 +217,10 @@ def titan_parts(seed):
 
 
 def test_torchtitan_s_contract_is_kept_with_its_own_base_class_and_its_checkpoints_are_read(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
-    base = pytest.importorskip("torchtitan.components.checkpointer.base")
+    monkeypatch.syspath_prepend(titan.installed())
+    base = importlib.import_module("torchtitan.components.checkpointer.base")
     from ray_dcp.integrations.torchtitan import RayDcpCheckpointManager
 
     def run(steps, seed=1, last=False, folder="checkpoint", **config):

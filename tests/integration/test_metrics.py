@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import secrets
 import urllib.request
@@ -21,13 +20,6 @@ from ray_dcp.runtime.progress import ProgressBar
 from tests.polling import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-def can_export() -> bool:
-    try:
-        return importlib.util.find_spec("opentelemetry.exporter.prometheus") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +64,6 @@ def test_every_metric_can_be_made_and_takes_its_tags(ray_session):
             made.observe(0.0, tags)
 
 
-@pytest.mark.skipif(not can_export(), reason="the exporter is in ray[default], not installed")
 def test_rays_exporter_shows_what_saves_and_loads_did(session, tmp_path):
     # Ray keeps what other tests of the process counted.
     path = tmp_path / "c"

@@ -8,6 +8,7 @@ import pickle
 import warnings
 
 import pytest
+import s3fs
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -33,7 +34,6 @@ def place(server):
 
 
 def s3fs_options(server) -> dict[str, object]:
-    pytest.importorskip("s3fs")
     return {
         "key": server.access_key_id,
         "secret": server.secret_access_key,
@@ -97,7 +97,6 @@ def test_a_race_of_committers_has_one_winner(place):
 
 
 def test_a_server_that_ignores_conditions_is_found_out_and_said_so(tmp_path):
-    s3fs = pytest.importorskip("s3fs")
     with server_without_conditions(tmp_path) as there:
         storage = open_storage(there / "step-1")
         assert not storage.traits.create_if_absent

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import s3fs
 
 from ray_dcp.errors import StorageError
 from ray_dcp.store.create_probe import forget_probes
@@ -51,7 +52,6 @@ def write_and_commit(writer, count: int) -> None:
 
 
 def uploads_under_way(server, place) -> list[str]:
-    s3fs = pytest.importorskip("s3fs")
     filesystem = s3fs.S3FileSystem(
         key=server.access_key_id, secret=server.secret_access_key, endpoint_url=server.endpoint,
         skip_instance_cache=True,

@@ -26,15 +26,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
         process.terminate()
 
 
-def needs_weed() -> None:
-    try:
-        find_weed()
-    except InvalidRequestError as error:
-        pytest.skip(str(error))
-
-
 def test_what_it_prints_reaches_the_server_and_it_ends_when_told(tmp_path):
-    needs_weed()
     (port,) = dev_store._free_ports(1)
     command = [sys.executable, "-m", "ray_dcp", "devstore", str(tmp_path / "s3"), f"--port={port}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ended(process):

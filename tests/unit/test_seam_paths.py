@@ -208,7 +208,6 @@ def test_a_writer_with_a_patched_method_or_other_file_system_is_foreign(tmp_path
 
 
 def test_stream_extensions_make_a_writer_foreign(tmp_path):
-    pytest.importorskip("zstandard")
     extension = _extension.ZStandard()
     assert decide_save(None, dcp.FileSystemWriter(tmp_path, _extensions=[])).path == "native"
     with_one = dcp.FileSystemWriter(tmp_path, _extensions=[extension])

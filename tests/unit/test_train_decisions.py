@@ -105,7 +105,6 @@ def test_naming_it_loads_neither_ray_nor_torch():
 
 
 def test_outside_of_a_worker_it_says_what_to_use_instead():
-    pytest.importorskip("ray.train")
     with pytest.raises(InvalidRequestError, match="CheckpointManager"):
         ray_dcp.train.checkpointer()
 
