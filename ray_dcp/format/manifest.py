@@ -39,6 +39,7 @@ from ray_dcp.format.record_fields import (
 
 __all__ = [
     "CHECKS_VERSION",
+    "END_CHECKS_VERSION",
     "FORMAT_VERSION",
     "AbortRecord",
     "DeleteRecord",
@@ -56,15 +57,16 @@ __all__ = [
     "version_for",
 ]
 
-FORMAT_VERSION = 4
-"""Newest that can be read."""
+FORMAT_VERSION = 5
+"""Newest that can be read. Version 1 had no `DeleteRecord` and no `Manifest.decided`."""
 USUAL_VERSION = 2
 """What is written where nothing newer is needed, so that older ray_dcp can read it."""
 CHECKS_VERSION = 3
 """From which on a manifest may have `checks`."""
 COLUMNS_VERSION = 4
 """From which on a manifest may list its files as columns."""
-"""Version 1 had no `DeleteRecord` and no `Manifest.decided`."""
+END_CHECKS_VERSION = 5
+"""From which on the file `checks` may leave the checksums to the ends of the data files."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
@@ -278,8 +280,10 @@ def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecor
     return found
 
 
-def version_for(num_files: int, checks: FileEntry | None) -> int:
+def version_for(num_files: int, checks: FileEntry | None, *, checks_at_end: bool = False) -> int:
     """Returns the oldest format version that can say this."""
+    if checks_at_end:
+        return END_CHECKS_VERSION
     if num_files >= MANY_FILES:
         return COLUMNS_VERSION
     return USUAL_VERSION if checks is None else CHECKS_VERSION

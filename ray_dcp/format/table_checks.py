@@ -7,6 +7,9 @@ magic, then the numbers of files, deferred chunks and checksums, where the check
 begin, `(item_offset, item_bytes, block_bytes)` of each deferred chunk, and the checksums, both in
 the order of the table. The index is there for readers that need a few files only: the manifest has
 the digest of each file's checksums.
+
+Where the data files end with their own checksums (`end_checks`) none are here, and the magic is
+another one: the file has only the index and the places.
 """
 
 from __future__ import annotations
@@ -24,16 +27,22 @@ from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import ChunkTable, Int64Array, UInt64Array
 
 __all__ = [
+    "END_MAGIC",
     "MAGIC",
     "ChecksHead",
     "MoreOfHead",
     "decode_head",
     "encode_checks",
+    "encode_index",
     "join_checks",
     "join_head",
 ]
 
 MAGIC = b"RDCPCHK1"
+END_MAGIC = b"RDCPCHK2"
+"""The checksums are at the ends of the data files."""
+MOST_CHECKS = 1 << 29
+"""Of which no byte is in this file: those of 512 TiB in blocks of 1 MiB."""
 _HEAD = len(MAGIC) + 3 * 8
 
 
@@ -47,11 +56,26 @@ def encode_checks(
         places: int64[k, 3], item offset, item bytes and block bytes of each deferred chunk.
         checks: uint64[…], the block checksums of all chunks, one array after another.
     """
-    counts = [len(file_start) - 1, len(places), sum(map(len, checks))]
-    head = (np.array(counts), file_start, places.reshape(-1))
-    words = [np.ascontiguousarray(part, dtype="<i8").view("<u8") for part in head]
+    words = _head_words(file_start, places, sum(map(len, checks)))
     words += [np.ascontiguousarray(part, dtype="<u8") for part in checks]
     return memoryview(MAGIC), *(part.view(np.uint8).data for part in words if len(part))
+
+
+def encode_index(file_start: Int64Array, places: Int64Array) -> bytes:
+    """Returns the file that stands for checksums which are at the ends of the data files.
+
+    Args:
+        file_start: As for `encode_checks`.
+        places: As there.
+    """
+    words = _head_words(file_start, places, int(file_start[-1]))
+    return END_MAGIC + b"".join(part.tobytes() for part in words)
+
+
+def _head_words(file_start: Int64Array, places: Int64Array, num_checks: int) -> list[UInt64Array]:
+    counts = np.array([len(file_start) - 1, len(places), num_checks])
+    head = (counts, file_start, places.reshape(-1))
+    return [np.ascontiguousarray(part, dtype="<i8").view("<u8") for part in head]
 
 
 def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:
@@ -59,13 +83,16 @@ def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:
 
     Args:
         table: The part that all saves of the plan share.
-        data: What `encode_checks` made for this attempt.
+        data: What `encode_checks` made for this attempt, or `encode_index`: then the checksums are
+            0, and have to be filled in.
         attempt: Which.
 
     Raises:
         DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
     """
     head = decode_head(data, len(data))
+    if head.at_end:
+        return join_head(table, head, attempt, np.zeros(head.num_checks, np.uint64))
     checks = np.frombuffer(data, "<u8", head.num_checks, head.num_bytes).astype(np.uint64)
     return join_head(table, head, attempt, checks)
 
@@ -78,15 +105,17 @@ class ChecksHead:
         file_start: int64[f + 1], where the checksums of each file begin.
         places: int64[k, 3], as for `encode_checks`.
         num_bytes: Its length; the checksums follow.
+        at_end: They do not: they are at the ends of the data files.
     """
 
     file_start: Int64Array
     places: Int64Array
     num_bytes: int
+    at_end: bool = False
 
     @property
     def num_checks(self) -> int:
-        """How many checksums follow."""
+        """How many checksums there are."""
         return int(self.file_start[-1])
 
 
@@ -109,15 +138,18 @@ def decode_head(data: bytes, file_bytes: int) -> ChecksHead:
         MoreOfHead: `data` is too short.
         DamagedCheckpointError: It is none, or its length is not what it says.
     """
-    if len(data) < _HEAD or data[: len(MAGIC)] != MAGIC:
+    if len(data) < _HEAD or data[: len(MAGIC)] not in (MAGIC, END_MAGIC):
         raise DamagedCheckpointError(
             "expected a file of checksums, found another one; load an earlier step"
         )
     files, places, checks = np.frombuffer(data, "<i8", 3, len(MAGIC)).tolist()
-    words = [files + 1, 3 * places, checks]
+    at_end = data[: len(MAGIC)] == END_MAGIC
+    words = [files + 1, 3 * places, 0 if at_end else checks]
     # Why Python's integers: theirs do not overflow.
     if min(files, places, checks) < 0 or file_bytes != _HEAD + 8 * sum(words):
         raise damaged("as many bytes as the file of checksums says", f"{file_bytes}")
+    if at_end and checks > MOST_CHECKS:
+        raise damaged(f"at most {MOST_CHECKS} checksums", f"{checks}")
     end = _HEAD + 8 * (words[0] + words[1])
     if len(data) < end:
         raise MoreOfHead(end)
@@ -125,7 +157,7 @@ def decode_head(data: bytes, file_bytes: int) -> ChecksHead:
     found = np.frombuffer(data, "<i8", words[1], _HEAD + 8 * words[0]).astype(np.int64)
     if file_start[-1] != checks:
         raise damaged(f"{checks} checksums, file by file", f"{file_start[-1]}")
-    return ChecksHead(file_start, found.reshape(-1, 3), end)
+    return ChecksHead(file_start, found.reshape(-1, 3), end, at_end)
 
 
 def join_head(

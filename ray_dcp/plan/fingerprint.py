@@ -22,7 +22,7 @@ __all__ = ["FINGERPRINT_BYTES", "Fingerprints", "fingerprint", "plan_key"]
 
 FINGERPRINT_BYTES = 32
 
-_FORM = 2
+_FORM = 3
 """To be raised by whoever changes which plan follows from the same items."""
 
 _ARRAYS = (

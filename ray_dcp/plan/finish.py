@@ -11,12 +11,13 @@ import numpy as np
 
 from ray_dcp.errors import InternalError
 from ray_dcp.format.checksums import num_blocks_many
+from ray_dcp.format.end_checks import length_with_checks
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.protocol.receipts import FileReceipts, check_digests, pack_receipts
 
-__all__ = ["checked_receipts", "finish_table"]
+__all__ = ["checked_receipts", "finish_table", "num_checks"]
 
 Receipts = Mapping[int, FileReceipt] | FileReceipts
 """By file, or as columns in the order of the files."""
@@ -29,7 +30,7 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Receipts) -> ChunkTab
     checksums cover all of it.
 
     Args:
-        plan: The plan.
+        plan: The plan. With `checks_at_end` the table has no checksums.
         attempt: Id of the attempt under which the files were written.
         receipts: The receipt of each of the plan's files, by its index.
 
@@ -46,6 +47,8 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Receipts) -> ChunkTab
     places[:, deferred] = found.T
     payload_offset, payload_bytes = table.payload_offset.copy(), table.payload_bytes.copy()
     payload_offset[deferred], payload_bytes[deferred] = places[:2, deferred]
+    # Careful: a plan whose files have the checksums leads to a table without any.
+    blocks = num_blocks_many(payload_bytes, 0 * places[2] if plan.checks_at_end else places[2])
     return replace(
         table,
         files=tuple(key.replace("{attempt}", attempt) for key in table.files),
@@ -54,7 +57,7 @@ def finish_table(plan: GlobalPlan, attempt: str, receipts: Receipts) -> ChunkTab
         payload_offset=payload_offset,
         payload_bytes=payload_bytes,
         block_bytes=places[2],
-        check_start=offsets_of(num_blocks_many(payload_bytes, places[2])),
+        check_start=offsets_of(blocks),
         checks=written.checks,
     )
 
@@ -89,6 +92,18 @@ def checked_receipts(
     return receipts.places[:, 1:], receipts
 
 
+def num_checks(plan: GlobalPlan, receipts: FileReceipts) -> Int64Array:
+    """Returns how many block checksums each file has, by plan and places of deferred items.
+
+    Args:
+        plan: The plan.
+        receipts: Of its files, in their order.
+    """
+    places = receipts.places
+    late = offsets_of(num_blocks_many(places[:, 2], places[:, 3]))[offsets_of(receipts.num_places)]
+    return np.array(_shape_of(plan).fixed_checks, dtype=np.int64) + np.diff(late)
+
+
 def _fit(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> bool:
     """Whether receipts are as planned, looked at as columns; what is wrong is told elsewhere."""
     shape = _shape_of(plan)
@@ -109,11 +124,13 @@ def _fit(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> bool:
     before[starts[has]] = plan.file_bytes[has]
     expected = plan.file_bytes.copy()
     expected[has] = ends[starts[has + 1] - 1]
-    blocks = offsets_of(num_blocks_many(places[:, 2], places[:, 3]))[starts]
+    told = num_checks(plan, receipts)
+    if plan.checks_at_end:
+        expected, told = length_with_checks(expected, told), np.zeros_like(told)
     return bool(
         (places[:, 1] >= before).all()
         and np.array_equal(receipts.num_bytes, expected)
-        and np.array_equal(receipts.count, np.array(shape.fixed_checks) + np.diff(blocks))
+        and np.array_equal(receipts.count, told)
     )
 
 
@@ -132,7 +149,8 @@ def _check_receipts(
             wrong.append(f"{key} of rank {plan.file_rank[file]} has none")
             continue
         fixed, rows = shape.fixed_checks[file], shape.deferred.get(file, [])
-        told = _check_receipt(receipt, file, key, fixed, rows, int(plan.file_bytes[file]))
+        end = int(plan.file_bytes[file])
+        told = _check_receipt(receipt, file, key, fixed, rows, end, plan.checks_at_end)
         wrong += [f"{key} of rank {plan.file_rank[file]}: {line}" for line in told]
     return wrong
 
@@ -173,7 +191,13 @@ def _shape_of(plan: GlobalPlan) -> _Shape:
 
 
 def _check_receipt(
-    receipt: FileReceipt, file: int, key: str, fixed_checks: int, rows: list[int], end: int
+    receipt: FileReceipt,
+    file: int,
+    key: str,
+    fixed_checks: int,
+    rows: list[int],
+    end: int,
+    checks_at_end: bool,
 ) -> list[str]:
     if (receipt.file, receipt.key) != (file, key):
         return [f"expected the receipt of file {file}, found that of {receipt.file}, {receipt.key}"]
@@ -185,11 +209,13 @@ def _check_receipt(
         if place.item_offset < end or place.item_bytes < 0 or place.block_bytes <= 0:
             wrong.append(f"expected an item at byte {end} or later, found {place}")
         end = max(end, place.item_offset + place.item_bytes)
-    if receipt.num_bytes != end:
-        wrong.append(f"expected {end} bytes, found {receipt.num_bytes}")
     expected = fixed_checks
     if receipt.deferred:
         expected += int(_deferred_checks(receipt.deferred).sum())
+    if checks_at_end:
+        end, expected = length_with_checks(end, expected), 0
+    if receipt.num_bytes != end:
+        wrong.append(f"expected {end} bytes, found {receipt.num_bytes}")
     if len(receipt.checks) != expected:
         wrong.append(f"expected {expected} block checksums, found {len(receipt.checks)}")
     return wrong

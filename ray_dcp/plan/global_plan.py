@@ -22,7 +22,7 @@ from ray_dcp.plan.merging import Held, check_held, distinct_boxes, merge
 from ray_dcp.plan.sharing import Pieces, share_out
 from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan, ValueGroups
 
-__all__ = ["MIN_PIECE_BYTES", "MIN_WRITER_BYTES", "make_plan"]
+__all__ = ["CHECKS_AT_END_CHUNKS", "MIN_PIECE_BYTES", "MIN_WRITER_BYTES", "make_plan"]
 
 _CONTAINERS = ("torch_save", "safetensors")
 
@@ -34,6 +34,11 @@ storage and a row in every table, and one that starts on a page should be worth 
 MIN_WRITER_BYTES = 16 << 20
 """What a rank should have to write at least, where others could write it as well. Why: a small file
 costs a storage as much as a large one, and with 10,000 ranks there would be as many."""
+
+CHECKS_AT_END_CHUNKS = 100_000
+"""From so many chunks on, files of the container `torch_save` end with their own block checksums.
+Why not always: those of a small checkpoint are at hand in its chunk table, for one read and for
+people to look into. A safetensors file must end with its last tensor."""
 
 
 def make_plan(
@@ -152,6 +157,7 @@ def _plan(
         checks=np.zeros(0, dtype=np.uint64),
     )
     source = (held.rank[row], held.row[row], pieces.start[layout.piece])
+    checks_at_end = container == "torch_save" and len(row) >= CHECKS_AT_END_CHUNKS
     return GlobalPlan(
         world_size=world_size,
         container=container,
@@ -163,8 +169,11 @@ def _plan(
         file_bytes=layout.file_bytes,
         file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
-        digest=_digest(table, (*source, layout.file_bytes), groups, world_size, container),
+        digest=_digest(
+            table, (*source, layout.file_bytes), groups, (world_size, container, checks_at_end)
+        ),
         groups=groups,
+        checks_at_end=checks_at_end,
     )
 
 
@@ -172,15 +181,14 @@ def _digest(
     table: ChunkTable,
     arrays: tuple[npt.NDArray[Any], ...],
     groups: ValueGroups,
-    world_size: int,
-    container: str,
+    choices: tuple[int | str | bool, ...],
 ) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
     """
     words = [
-        world_size, container, table.names, table.paths, table.dtypes, table.files, groups.told,
+        *choices, table.names, table.paths, table.dtypes, table.files, groups.told,
     ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (

@@ -88,4 +88,5 @@ def _file_plan(plan: GlobalPlan, file: int) -> FilePlan:
         payload_bytes=table.payload_bytes[own].copy(),
         block_bytes=table.block_bytes[own].copy(),
         deferred=plan.source_row[fixed:stop].copy(),
+        checks_at_end=plan.checks_at_end,
     )

@@ -200,6 +200,7 @@ class FilePlan:
         payload_bytes: int64[m].
         block_bytes: int64[m], length of its checksum blocks.
         deferred: int32[k], rows of the rank's `Columns` that follow, in this order.
+        checks_at_end: See `GlobalPlan`.
     """
 
     file: int
@@ -219,6 +220,7 @@ class FilePlan:
     payload_bytes: Int64Array
     block_bytes: Int64Array
     deferred: Int32Array
+    checks_at_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,8 @@ class GlobalPlan:
             rank's copy is planned, whole.
         digest: 32 bytes that name the plan.
         groups: Which contents have to be equal for the plan to be used again.
+        checks_at_end: Each file ends with its own block checksums (`format.end_checks`), which then
+            are in no receipt.
     """
 
     world_size: int
@@ -288,3 +292,4 @@ class GlobalPlan:
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     digest: bytes
     groups: ValueGroups = NO_GROUPS
+    checks_at_end: bool = False

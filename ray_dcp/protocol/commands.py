@@ -240,7 +240,7 @@ class CommitBuilt:
     record: bytes
     metadata: bytes | None
     checks_key: str = ""
-    checks: tuple[memoryview, ...] = ()
+    checks: bytes | tuple[memoryview, ...] = ()
     stats_key: str = ""
     stats: bytes = b""
 

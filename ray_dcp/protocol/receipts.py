@@ -107,14 +107,17 @@ class FileReceipts:
         )
 
     def bad_digests(self) -> list[str]:
-        """Returns the keys of those whose checksums do not have their digest."""
+        """Returns the keys of those whose checksums do not have their digest.
+
+        Files without any are passed over: their checksums may be at their own end.
+        """
         # Why the proof: one digest of all is much less than one for each of 10,000 files.
         if self.proof and self.proof == _proof(self.checks, self.digests):
             return []
         starts = offsets_of(self.count).tolist()
         bad = [
             index
-            for index in range(len(self))
+            for index in np.flatnonzero(self.count).tolist()
             if digest(self.checks[starts[index] : starts[index + 1]]) != self.digest_of(index)
         ]
         keys = self.keys.split(_SEPARATOR) if bad else []

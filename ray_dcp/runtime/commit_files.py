@@ -16,11 +16,11 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import encode_table
-from ray_dcp.format.table_checks import encode_checks
+from ray_dcp.format.table_checks import encode_checks, encode_index
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
-from ray_dcp.plan.finish import checked_receipts, finish_table
+from ray_dcp.plan.finish import checked_receipts, finish_table, num_checks
 from ray_dcp.plan.grouping import offsets_of
-from ray_dcp.plan.values import GlobalPlan
+from ray_dcp.plan.values import ChunkTable, GlobalPlan
 from ray_dcp.protocol.commands import BuildCommit, CommitBuilt
 from ray_dcp.protocol.receipts import FileReceipts, join_receipts
 from ray_dcp.transfer.opening import METADATA_KEY
@@ -28,16 +28,15 @@ from ray_dcp.transfer.opening import METADATA_KEY
 __all__ = ["build_commit"]
 
 SPLIT_CHUNKS = 100_000
-"""From so many chunks on, what all saves of a plan share is encoded once, if no `.metadata` is
-wanted, which would have to name them all again. A smaller table is one file, for people to look
-into."""
+"""From so many chunks on, what all saves of a plan share is encoded once, as it is where the data
+files end with their checksums. A smaller table is one file, for people to look into."""
 
 
 class _Files(NamedTuple):
     table: FileEntry
     table_bytes: bytes
     checks: FileEntry | None = None
-    checks_bytes: tuple[memoryview, ...] = ()
+    checks_bytes: bytes | tuple[memoryview, ...] = ()
     metadata: bytes | None = None
 
 
@@ -51,8 +50,9 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
     receipts = join_receipts(task.receipts)
     table = task.plan.table
     wants_metadata = task.plan.container == "torch_save" and task.stock_metadata
-    is_split = table.num_chunks >= SPLIT_CHUNKS and not wants_metadata
-    files = _split(task, receipts) if is_split else _whole(task, receipts, wants_metadata)
+    is_split = task.plan.checks_at_end or (table.num_chunks >= SPLIT_CHUNKS and not wants_metadata)
+    make = _split if is_split else _whole
+    files = make(task, receipts, wants_metadata)
     manifest = Manifest(
         attempt=task.attempt,
         epoch=task.epoch,
@@ -74,7 +74,9 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         previous_slot=task.previous_slot,
         decided=task.decided,
         checks=files.checks,
-        format_version=version_for(len(receipts), files.checks),
+        format_version=version_for(
+            len(receipts), files.checks, checks_at_end=task.plan.checks_at_end
+        ),
     )
     record = encode_record(manifest)
     checks_key = "" if files.checks is None else files.checks.key
@@ -95,26 +97,30 @@ def _stats(task: BuildCommit) -> bytes:
 def _whole(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _Files:
     table = finish_table(task.plan, task.attempt, receipts)
     data = encode_table(table)
-    metadata = None
-    if wants_metadata:
-        metadata = encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
+    metadata = _metadata(task, table) if wants_metadata else None
     return _Files(_entry(_table_key(task), data), data, metadata=metadata)
 
 
-def _split(task: BuildCommit, receipts: FileReceipts) -> _Files:
-    places, receipts = checked_receipts(task.plan, task.attempt, receipts)
-    checks_bytes = encode_checks(offsets_of(receipts.count), places, receipts.parts)
-    data, digest = _encoded(task.plan)
-    return _Files(
-        FileEntry(_table_key(task), len(data), digest),
-        data,
-        FileEntry(
-            f"chunks.{task.attempt}.checks",
-            sum(map(len, checks_bytes)),
-            digest_parts(checks_bytes).hex(),
-        ),
-        checks_bytes,
-    )
+def _split(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _Files:
+    plan, key = task.plan, f"chunks.{task.attempt}.checks"
+    places, receipts = checked_receipts(plan, task.attempt, receipts)
+    data, digest = _encoded(plan)
+    checks_bytes: bytes | tuple[memoryview, ...]
+    if plan.checks_at_end:
+        checks_bytes = encode_index(offsets_of(num_checks(plan, receipts)), places)
+        checks = _entry(key, checks_bytes)
+    else:
+        checks_bytes = encode_checks(offsets_of(receipts.count), places, receipts.parts)
+        checks = FileEntry(key, sum(map(len, checks_bytes)), digest_parts(checks_bytes).hex())
+    metadata = None
+    if wants_metadata:
+        metadata = _metadata(task, finish_table(plan, task.attempt, receipts))
+    table = FileEntry(_table_key(task), len(data), digest)
+    return _Files(table, data, checks, checks_bytes, metadata)
+
+
+def _metadata(task: BuildCommit, table: ChunkTable) -> bytes:
+    return encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
 
 
 _encoded_plans: WeakKeyDictionary[GlobalPlan, tuple[bytes, str]] = WeakKeyDictionary()

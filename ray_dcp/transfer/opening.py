@@ -29,10 +29,10 @@ from ray_dcp.format.metadata_in import ForeignMetadata, decode_metadata
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.table import MAX_TABLE_BYTES, decode_table
-from ray_dcp.format.table_checks import join_checks
+from ray_dcp.format.table_checks import END_MAGIC, join_checks
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
-from ray_dcp.transfer.check_file import CheckFile
+from ray_dcp.transfer.check_file import CheckFile, check_against
 from ray_dcp.transfer.lookaround import not_found
 from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
 from ray_dcp.transfer.plain_files import plain_files, plain_table
@@ -79,6 +79,8 @@ class Found(NamedTuple):
     def decoded(self) -> ChunkTable:
         """Returns the chunk table of a checkpoint that is ours.
 
+        Checksums that are at the ends of the data files are 0.
+
         Raises:
             DamagedCheckpointError: It contradicts itself.
         """
@@ -114,12 +116,15 @@ class Checkpoint:
     """Where checksums that the table lacks are read from, file by file; None: it has them all."""
 
 
-def read_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    storage: Storage, *, checkpoint_id: str | None = None, checks_later: bool = False
+) -> Checkpoint:
     """Returns the checkpoint that stands in a storage.
 
     Args:
         storage: Where to look.
         checkpoint_id: Path or URL for messages; the storage's own by default.
+        checks_later: Leave checksums at the ends of data files to `Checkpoint.check_file`.
 
     Raises:
         CheckpointNotFoundError: There is none; the message says what is there instead.
@@ -131,7 +136,7 @@ def read_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Ch
     found = find_checkpoint(storage, checkpoint_id=checkpoint_id)
     name = storage.url if checkpoint_id is None else checkpoint_id
     try:
-        return _opened(storage, name, found)
+        return _opened(storage, name, found, checks_later)
     except CheckpointError as exc:
         exc.checkpoint_id = name
         raise
@@ -323,12 +328,19 @@ def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool =
     return Found("native", slot, data, manifest, table, metadata_is_stale, checks)
 
 
-def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
+def _opened(storage: Storage, name: str, found: Found, checks_later: bool = False) -> Checkpoint:
     """Decodes what was found."""
-    manifest, foreign = found.manifest, None
-    if manifest is not None:
+    manifest, foreign, check_file = found.manifest, None, None
+    if manifest is not None and found.checks.startswith(END_MAGIC):
+        with collector_paused():
+            check_file = CheckFile(storage, manifest, decode_table(found.table))
+        table = check_file.table
+        check_against(table, manifest)
+        if not checks_later:
+            check_file.read(range(len(table.files)))
+    elif manifest is not None:
         table = found.decoded()
-        _check_table(table, manifest)
+        check_against(table, manifest)
     elif found.kind == "stock":
         foreign = decode_foreign(found.record)
         table = foreign.table
@@ -344,6 +356,7 @@ def _opened(storage: Storage, name: str, found: Found) -> Checkpoint:
         manifest=manifest,
         foreign=foreign,
         metadata_is_stale=found.metadata_is_stale,
+        check_file=check_file,
     )
 
 
@@ -352,7 +365,7 @@ def _opened_in_part(storage: Storage, name: str, committed: Committed) -> Checkp
     with collector_paused():
         shared = decode_table(_verified(storage, manifest.table))
         check_file = CheckFile(storage, manifest, shared)
-        _check_table(check_file.table, manifest)
+        check_against(check_file.table, manifest)
     return Checkpoint(
         kind="native",
         checkpoint_id=name,
@@ -380,16 +393,3 @@ def _verified(storage: Storage, entry: FileEntry) -> bytes:
             key=entry.key,
         )
     return data
-
-
-def _check_table(table: ChunkTable, manifest: Manifest) -> None:
-    found = (table.num_tensors, table.num_chunks)
-    unknown = sorted(set(table.files) - {entry.key for entry in manifest.files})
-    if found != (manifest.num_tensors, manifest.num_chunks) or unknown:
-        raise DamagedCheckpointError(
-            f"expected {manifest.num_tensors} tensors in {manifest.num_chunks} chunks of the "
-            f"manifest's files, found {found[0]} in {found[1]}"
-            + (f" and files that it does not name: {', '.join(unknown[:4])}" if unknown else "")
-            + "; load an earlier step",
-            key=manifest.table.key,
-        )

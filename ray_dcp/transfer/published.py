@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ray_dcp.format.checksums import block_checks, num_blocks
+from ray_dcp.format.end_checks import end_checks
 from ray_dcp.protocol.messages import FileReceipt
 from ray_dcp.store.storage import Storage
 
@@ -28,7 +29,11 @@ class Region(NamedTuple):
 
 
 def same_file_is_published(
-    storage: Storage, receipt: FileReceipt, regions: Sequence[Region]
+    storage: Storage,
+    receipt: FileReceipt,
+    regions: Sequence[Region],
+    *,
+    checks_at_end: bool = False,
 ) -> bool:
     """Tells whether the file under a receipt's key has its length and all its checksums.
 
@@ -36,6 +41,7 @@ def same_file_is_published(
         storage: Where to look.
         receipt: What was to be published.
         regions: Where the receipt's checksums belong, in their order.
+        checks_at_end: The file has to end with them.
 
     Raises:
         StorageError: The file can't be read.
@@ -43,6 +49,10 @@ def same_file_is_published(
     sizes = [e.num_bytes for e in storage.list(receipt.key) if e.key == receipt.key]
     if sizes != [receipt.num_bytes]:
         return False
+    if checks_at_end:
+        tail = end_checks(0, receipt.checks)
+        if storage.read(receipt.key, receipt.num_bytes - len(tail), len(tail)) != tail:
+            return False
     done = 0
     for region in regions:
         # Why: a multiple of the block, as long as one block fits (none is longer than 1 MiB).

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, SaveCancelledError
 from ray_dcp.format.checksums import block_bytes_for, block_check, block_checks, digest
+from ray_dcp.format.end_checks import end_checks
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.values import FilePlan, RankPlan
+from ray_dcp.plan.values import FilePlan, RankPlan, UInt64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
 from ray_dcp.transfer.pieces import Pieces, Run, contradiction, pieces_of
@@ -49,6 +51,7 @@ _SMALL_BYTES = 128 << 10
 _SLICE_BYTES = 8 << 20
 """A large payload is hashed and written in slices of about this length, on block bounds."""
 _DEFERRED_ALIGNMENT = 64
+_NO_CHECKS: UInt64Array = np.zeros(0, dtype=np.uint64)
 
 
 def part_key(plan: FilePlan, attempt: str) -> str:
@@ -188,8 +191,7 @@ def _write(
         file = _File(writer, plan, key, pieces(key), stop)
         file.write_fixed()
         places = tuple(file.write_deferred(index) for index in range(len(plan.deferred)))
-        file.flush()
-        receipt = file.receipt(places)
+        receipt = file.finish(places)
         file.commit(storage, receipt)
     except BaseException as exc:
         if writer is not None:
@@ -197,7 +199,8 @@ def _write(
         if isinstance(exc, CheckpointError) and exc.key is None:
             exc.key = key
         raise
-    return receipt
+    # Why not before: what somebody else published is compared with them.
+    return replace(receipt, checks=_NO_CHECKS) if plan.checks_at_end else receipt
 
 
 class _File:
@@ -259,9 +262,12 @@ class _File:
         self._flushed = self._end
         self._source.written(self._end)
 
-    def receipt(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
-        """Returns what is to be told of the finished file."""
+    def finish(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
+        """Hands on all that is left of the file; returns what is to be told of it."""
         checks = np.array(self._checks, dtype=np.uint64)
+        if self._plan.checks_at_end:
+            self._append(end_checks(self._end, checks))
+        self.flush()
         return FileReceipt(
             file=self._plan.file,
             key=self._key,
@@ -282,7 +288,8 @@ class _File:
             self._writer.commit()
         except KeyExistsError as exc:
             regions = [*self._fixed_regions(), *self._deferred_regions]
-            if not same_file_is_published(storage, receipt, regions):
+            at_end = self._plan.checks_at_end
+            if not same_file_is_published(storage, receipt, regions, checks_at_end=at_end):
                 raise CheckpointExistsError(
                     f"expected to publish {self._key} or to find the same bytes under it, but "
                     f"other bytes are there: two writers use one attempt id",

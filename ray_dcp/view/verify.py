@@ -96,7 +96,7 @@ def verify(path: AnyPlace, *, told: Callable[[int, int], None] | None = None) ->
     """
     storage = open_storage(path)
     try:
-        checkpoint = read_checkpoint(storage, checkpoint_id=storage.url)
+        checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
     except DamagedCheckpointError as error:
         return VerifyReport(0, (_unopenable(storage, error),))
     return verify_checkpoint(storage, checkpoint, told=told)
@@ -131,8 +131,10 @@ def verify_checkpoint(
     table = checkpoint.table
     transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
     rows = _rows_by_file(table)
+    ends = checkpoint.check_file.ends() if checkpoint.check_file else [b""] * len(table.files)
     checks = [
-        _FileCheck(storage, table, key, rows[i], transforms) for i, key in enumerate(table.files)
+        _FileCheck(storage, table, key, rows[i], transforms, ends[i])
+        for i, key in enumerate(table.files)
     ]
 
     total, done = sum(found.get(key, 0) for key in table.files), Counter[str]()
@@ -190,6 +192,7 @@ class _FileCheck:
         key: str,
         rows: list[int],
         transforms: Sequence[tuple[str, ...] | None] | None,
+        end: bytes | str,
     ) -> None:
         self.key = key
         self.checked_bytes = 0
@@ -199,6 +202,7 @@ class _FileCheck:
         self._table = table
         self._rows = rows
         self._transforms = transforms
+        self._end = end
         self._num_bytes = 0
         self._window_start = 0
         self._window = memoryview(b"")
@@ -240,14 +244,25 @@ class _FileCheck:
             if self._table.block_bytes[row] > 0:
                 self._check_gap(end, start)
                 self._check_frame(row, start, stop)
-                self._check_payload(row)
+                if isinstance(self._end, bytes):
+                    self._check_payload(row)
             elif self._table.payload_offset[row] < 0:
                 self._check_zip(row, start, stop)
             else:
                 self.notes.append(f"{self.key} holds no checksums: only its length was checked")
             end = stop
         if checksummed:
-            self._check_gap(end, self._num_bytes)
+            self._check_end(end)
+
+    def _check_end(self, start: int) -> None:
+        """Checks what follows the last item: zeros, and the file's own checksums."""
+        if isinstance(self._end, str):
+            self._report(None, start, self._num_bytes, self._end)
+            return
+        # Careful: a file that is too long or too short was reported.
+        stop = max(start, self._num_bytes - len(self._end))
+        self._check_gap(start, stop)
+        self.checked_bytes += self._num_bytes - stop
 
     def _check_header(self) -> int:
         """Checks the header of a safetensors file; returns where the first item may begin."""

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ray_dcp.format.checksums import digest, num_blocks_many
+from ray_dcp.format.end_checks import length_with_checks
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
@@ -106,8 +107,11 @@ def receipt_of(file: FilePlan, attempt: str) -> FileReceipt:
     """Returns what a rank says once it has written a file, with made-up checksums."""
     count = int(num_blocks_many(file.payload_bytes, file.block_bytes).sum())
     checks = np.random.default_rng(file.file).integers(0, 1 << 63, count, dtype=np.uint64)
-    key = file.key.replace("{attempt}", attempt)
-    return FileReceipt(file.file, key, file.num_bytes, digest(checks), checks)
+    key, num_bytes = file.key.replace("{attempt}", attempt), file.num_bytes
+    name = digest(checks)
+    if file.checks_at_end:
+        num_bytes, checks = length_with_checks(num_bytes, count), checks[:0]
+    return FileReceipt(file.file, key, num_bytes, name, checks)
 
 
 class Written(MemoryStorage):

@@ -10,8 +10,9 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.manifest import Manifest, decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_checks import MAGIC, encode_checks, join_checks
+from ray_dcp.format.table_checks import END_MAGIC, MAGIC, encode_checks, join_checks
 from ray_dcp.options import SaveOptions
+from ray_dcp.plan import global_plan
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import commit_files
@@ -32,9 +33,14 @@ def always_split(monkeypatch):
     monkeypatch.setattr(commit_files, "SPLIT_CHUNKS", 0)
 
 
-@pytest.fixture(params=["torch_save", "safetensors"])
-def options(request):
-    return SaveOptions(num_threads=1, stock_metadata=False, container=request.param)
+@pytest.fixture(params=["torch_save", "safetensors", "at end"])
+def options(request, monkeypatch):
+    """Also with the checksums at the ends of the data files."""
+    container = request.param
+    if container == "at end":
+        monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+        container = "torch_save"
+    return SaveOptions(num_threads=1, stock_metadata=False, container=container)
 
 
 def manifest_of(storage) -> Manifest:
@@ -57,9 +63,11 @@ def test_what_is_read_back_is_what_one_file_would_say(options, tmp_path, monkeyp
     storage = open_storage(Target(warm.url))
     manifest = manifest_of(storage)
     assert manifest.checks is not None
-    assert manifest.format_version == 3
+    at_end = storage.read(manifest.checks.key).startswith(END_MAGIC)
+    assert manifest.format_version == (5 if at_end else 3)
     split = read_checkpoint(storage).table
     monkeypatch.setattr(commit_files, "SPLIT_CHUNKS", 1 << 30)
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 1 << 30)
     other = Warm(3, str(tmp_path / "whole"))
     for result in other.save(sample_state(3), options=options):
         result.get()
@@ -170,7 +178,7 @@ def test_numbers_that_do_not_fit_are_damage_and_nothing_worse(data):
     assert value == words[at] or 3 + files < at <= 3 + files + 3 * places
 
 
-@pytest.mark.parametrize("data", [b"", MAGIC, b"RDCPCHK2" + bytes(24), MAGIC + bytes(24) + b"x"])
+@pytest.mark.parametrize("data", [b"", MAGIC, b"RDCPCHK9" + bytes(24), MAGIC + bytes(24) + b"x"])
 def test_other_bytes_are_refused(data):
     with pytest.raises(DamagedCheckpointError):
         join_checks(saved()[0], data, "a1")

@@ -1,0 +1,268 @@
+"""Data files that end with their own block checksums: they are in no receipt and no other file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import ray_dcp
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    InternalError,
+)
+from ray_dcp.format.checksums import digest
+from ray_dcp.format.end_checks import end_checks, length_with_checks
+from ray_dcp.format.manifest import decode_record
+from ray_dcp.format.table_checks import END_MAGIC, decode_head, encode_index
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.plan import global_plan
+from ray_dcp.plan.finish import checked_receipts, finish_table
+from ray_dcp.plan.global_plan import make_plan
+from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.protocol.messages import SaveReceipt
+from ray_dcp.protocol.receipts import join_receipts, pack_receipts
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
+from ray_dcp.testing.ranks import load_state, save_ranks, save_state
+from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
+from ray_dcp.transfer.writer import write_part
+
+WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
+STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}
+BLANK = {"w": torch.zeros(99), "o": "", "big": torch.zeros(60, 50, dtype=torch.int64)}
+
+
+@pytest.fixture(autouse=True)
+def at_end(monkeypatch):
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+
+
+def storage_of(world_size, step=0, **kwargs):
+    storage = MemoryStorage("end-checks")
+    storage.delete([entry.key for entry in storage.list()])
+    save_state(storage, sample_state(step), world_size, options=WITHOUT, **kwargs)
+    return storage
+
+
+def manifest_of(storage):
+    key = max(entry.key for entry in storage.list() if entry.key.startswith("manifest-"))
+    return key, decode_record(storage.read(key))
+
+
+def opened_in_part(storage):
+    key, _ = manifest_of(storage)
+    slot = int(key.split("-")[1].split(".")[0])
+    return checkpoint_from(storage, "native", slot, storage.read(key), checks_later=True)
+
+
+def blank():
+    return {**BLANK, "w": BLANK["w"].clone(), "big": BLANK["big"].clone()}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_receipts_have_no_checksums_and_files_end_with_them(staged):
+    storage = MemoryStorage("end-checks")
+    storage.delete([entry.key for entry in storage.list()])
+    told = []
+
+    def listened(steps):
+        request = next(steps)
+        while True:
+            told.append(request)
+            reply = yield request
+            try:
+                request = steps.send(reply)
+            except StopIteration as end:
+                return end.value
+
+    ranks = save_ranks(sample_state(1), 3, storage.url, options=WITHOUT, staged=staged)
+    for result in run_ranks(list(map(listened, ranks))):
+        result.get()
+    files = [file for one in told if hasattr(one, "files") for file in one.files]
+    assert any(isinstance(one, SaveReceipt) for one in told) != staged
+    assert [len(file.checks) for file in files] == [0] * len(files)
+    table = read_checkpoint(storage).table
+    for file in files:
+        number = table.files.index(file.key)
+        own = table.checks[np.repeat(table.file, np.diff(table.check_start)) == number]
+        assert digest(own) == file.digest
+        data = storage.read(file.key)
+        assert len(data) == file.num_bytes
+        assert data.endswith(own.astype("<u8").tobytes())
+    _, manifest = manifest_of(storage)
+    assert storage.read(manifest.checks.key).startswith(END_MAGIC)
+    assert same_state(sample_state(1), load_state(storage, sample_state(1), 2))
+
+
+def test_stock_dcp_loads_them():
+    for metadata in (True, "later"):
+        storage = MemoryStorage("end-checks")
+        storage.delete([entry.key for entry in storage.list()])
+        save_state(
+            storage, {"w": np.arange(99.0)}, 2,
+            options=SaveOptions(num_threads=1, stock_metadata=metadata),
+        )  # fmt: skip
+        keys = {entry.key for entry in storage.list()}
+        assert ".metadata" in keys
+        assert manifest_of(storage)[1].format_version == 5
+
+
+def test_stock_dcp_loads_what_one_process_saved(tmp_path):
+    ray_dcp.save(STATE, checkpoint_id=tmp_path)
+    assert list(tmp_path.glob("chunks.*.checks"))
+    wanted = blank()
+    with pytest.warns(UserWarning, match="disabled"):
+        stock.load(wanted, checkpoint_id=tmp_path)
+    assert torch.equal(wanted["big"], STATE["big"])
+    assert wanted["o"] == "x"
+    assert np.array_equal(ray_dcp.open(tmp_path)["w"][3:9], np.arange(3.0, 9.0))
+
+
+def num_end_bytes(path):
+    table = read_checkpoint(open_storage(str(path))).table
+    return 8 * int(table.check_start[-1])
+
+
+def test_every_byte_that_is_spoiled_is_found_and_placed(tmp_path):
+    ray_dcp.save(STATE, checkpoint_id=tmp_path, options=WITHOUT)
+    report = ray_dcp.verify(tmp_path)
+    assert report.ok
+    (path,) = tmp_path.glob("*.distcp")
+    data = path.read_bytes()
+    assert report.checked_bytes == len(data)
+    start = len(data) - num_end_bytes(tmp_path)
+    for at in range(start - 8, len(data), 5):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        (problem,) = ray_dcp.verify(tmp_path).problems
+        assert problem.file == path.name
+        assert problem.start <= at < problem.stop
+        wanted = blank()
+        if at >= start:
+            with pytest.raises(DamagedCheckpointError, match=path.name):
+                ray_dcp.load(wanted, checkpoint_id=tmp_path)
+            assert torch.equal(wanted["w"], BLANK["w"])
+    options = LoadOptions(verify="never")
+    ray_dcp.load(wanted, checkpoint_id=tmp_path, options=options)
+    assert torch.equal(wanted["w"], STATE["w"])
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "long"])
+def test_a_file_of_another_length_is_told(tmp_path, change):
+    ray_dcp.save(STATE, checkpoint_id=tmp_path, options=WITHOUT)
+    (path,) = tmp_path.glob("*.distcp")
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] if change == "short" else data + bytes(8))
+    if change == "missing":
+        path.unlink()
+    problems = ray_dcp.verify(tmp_path).problems
+    assert {problem.file for problem in problems} == {path.name}
+    if change != "long":
+        with pytest.raises(DamagedCheckpointError, match=path.name):
+            ray_dcp.load(blank(), checkpoint_id=tmp_path)
+
+
+def test_a_rank_reads_the_ends_of_its_own_files_only():
+    storage = storage_of(4)
+    whole = read_checkpoint(storage).table
+    opened = opened_in_part(storage)
+    head = opened.check_file.bytes_read
+    assert not opened.table.checks.any()
+    spoiled = opened.table.files[2]
+    storage.write(spoiled, storage.read(spoiled)[:-1] + b"!")
+    for files in ([1], [1, 3], [0, 1, 3]):
+        opened.check_file.read(files)
+        of = np.repeat(whole.file, np.diff(whole.check_start))
+        there = np.isin(of, sorted({*files, 1}))
+        np.testing.assert_array_equal(opened.table.checks, np.where(there, whole.checks, 0))
+        assert opened.check_file.bytes_read == head + 8 * int(there.sum())
+    with pytest.raises(DamagedCheckpointError, match=f"checksums of {spoiled} at its end") as told:
+        opened.check_file.read([2])
+    assert told.value.key == spoiled
+
+
+def written(world_size=2):
+    columns = [ArrayCapture(sample_state(0), rank, world_size) for rank in range(world_size)]
+    plan = make_plan([one.columns for one in columns])
+    storage = MemoryStorage("end-checks-written")
+    storage.delete([entry.key for entry in storage.list()])
+    receipts = {
+        receipt.file: receipt
+        for rank, one in enumerate(columns)
+        for receipt in write_part(
+            storage, rank_plan(plan, rank), "a1", source=one.source, deferred=one.deferred,
+            options=WITHOUT,
+        )
+    }  # fmt: skip
+    return plan, columns, storage, receipts
+
+
+def test_what_says_another_number_of_checksums_does_not_fit_the_plan():
+    plan, _, _, receipts = written()
+    whole = join_receipts([pack_receipts(receipts.values())])
+    assert checked_receipts(plan, "a1", whole)[1] is whole
+    assert not len(finish_table(plan, "a1", whole).checks)
+    for change in (
+        {"num_bytes": receipts[1].num_bytes - 8},
+        {"num_bytes": receipts[1].num_bytes + 8},
+        {"checks": np.ones(1, np.uint64)},
+    ):
+        wrong = {**receipts, 1: replace(receipts[1], **change)}
+        for found in (wrong, pack_receipts(wrong[file] for file in sorted(wrong))):
+            with pytest.raises(CheckpointError, match=receipts[1].key) as told:
+                checked_receipts(plan, "a1", found)
+            assert isinstance(told.value, InternalError | DamagedCheckpointError)
+
+
+def test_a_file_that_another_writer_published_has_to_end_alike():
+    plan, columns, storage, receipts = written()
+
+    def again():
+        return write_part(
+            storage, rank_plan(plan, 0), "a1", source=columns[0].source,
+            deferred=columns[0].deferred, options=WITHOUT,
+        )  # fmt: skip
+
+    key = receipts[0].key
+    assert again()[0].digest == receipts[0].digest
+    storage.write(key, storage.read(key)[:-1] + b"!")
+    with pytest.raises(CheckpointExistsError, match="two writers"):
+        again()
+
+
+def test_a_number_that_no_memory_holds_is_damage():
+    data = encode_index(offsets_of(np.array([1 << 40])), np.zeros((0, 3), np.int64))
+    with pytest.raises(DamagedCheckpointError, match="at most"):
+        decode_head(data, len(data))
+    data = encode_index(offsets_of(np.array([2, 3])), np.array([[7, 8, 9]]))
+    head = decode_head(data, len(data))
+    assert (head.at_end, head.num_checks, head.num_bytes) == (True, 5, len(data))
+
+
+@pytest.mark.parametrize(("end", "count"), [(0, 0), (1, 0), (1, 1), (64, 2), (65, 7)])
+def test_lengths_are_those_of_the_bytes(end, count):
+    checks = np.arange(count, dtype=np.uint64)
+    expected = end + len(end_checks(end, checks))
+    assert length_with_checks(end, count) == expected
+    assert length_with_checks(np.array([end]), np.array([count])).tolist() == [expected]
+
+
+def test_small_plans_and_safetensors_are_as_before(monkeypatch):
+    columns = [ArrayCapture(sample_state(0), 0, 1).columns]
+    assert not make_plan(columns, container="safetensors").checks_at_end
+    at_end = make_plan(columns)
+    assert at_end.checks_at_end
+    assert all(file.checks_at_end for file in rank_plan(at_end, 0).files)
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 100)
+    usual = make_plan(columns)
+    assert not usual.checks_at_end
+    # Ranks that know one of them must not take it for the other.
+    assert usual.digest != at_end.digest

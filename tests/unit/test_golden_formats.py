@@ -1,0 +1,32 @@
+"""Checkpoints as earlier versions wrote them stay readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.opening import newest_record
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("version", [2, 3, 5])
+def test_it_loads_and_is_whole(version):
+    path = GOLDEN / f"format-{version}"
+    assert newest_record(open_storage(str(path))).manifest.format_version == version
+    state = {
+        "model": {"w": torch.zeros(20, 15), "scale": torch.zeros((), dtype=torch.bfloat16)},
+        "step": 0,
+        "note": "",
+    }
+    ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert torch.equal(state["model"]["w"], torch.arange(300.0).reshape(20, 15))
+    assert state["model"]["scale"] == 3
+    assert (state["step"], state["note"]) == (7, "golden")
+    report = ray_dcp.verify(path)
+    assert (report.problems, report.notes) == ((), ())
+    assert list(ray_dcp.open(path)["model.w"][19]) == list(range(285, 300))
