@@ -140,20 +140,17 @@ def block_checks(buf: Buffer, block_bytes: int) -> UInt64Array:
     Complexity:
         O(bytes); 10 to 20 GB/s a core, and about 1 us for a small buffer.
     """
+    return np.array(_block_checks(buf, block_bytes), dtype=np.uint64)
+
+
+def _block_checks(buf: Buffer, block_bytes: int) -> list[int]:
     if block_bytes <= 0:
         raise InvalidRequestError(f"A block must have 1 or more bytes, but has {block_bytes}")
     length = len(buf)
     if length <= block_bytes:
-        hashes = [xxhash.xxh3_64_intdigest(buf)] if length else []
-        return np.array(hashes, dtype=np.uint64)
-    view = memoryview(buf)
-    hash_of = xxhash.xxh3_64_intdigest
-    starts = range(0, length, block_bytes)
-    return np.fromiter(
-        (hash_of(view[start : start + block_bytes]) for start in starts),
-        dtype=np.uint64,
-        count=len(starts),
-    )
+        return [block_check(buf)] if length else []
+    view, check = memoryview(buf), block_check
+    return [check(view[start : start + block_bytes]) for start in range(0, length, block_bytes)]
 
 
 def digest(checks: UInt64Array) -> bytes:
@@ -211,11 +208,13 @@ def first_bad_block(buf: Buffer, block_bytes: int, checks: UInt64Array) -> int |
         DamagedCheckpointError: The number of checksums does not fit the length of `buf`.
         InvalidRequestError: `block_bytes` is not positive.
     """
-    found = block_checks(buf, block_bytes)
-    if len(found) != len(checks):
+    found, expected = _block_checks(buf, block_bytes), checks.tolist()
+    if found == expected:
+        return None
+    if len(found) != len(expected):
         raise DamagedCheckpointError(
-            f"Expected {len(checks)} checksum blocks of {block_bytes} bytes, found {len(found)} "
+            f"Expected {len(expected)} checksum blocks of {block_bytes} bytes, found {len(found)} "
             f"in {len(buf)} bytes; the chunk table does not fit the data, load an earlier step"
         )
-    bad = np.flatnonzero(found != checks)
-    return int(bad[0]) if bad.size else None
+    pairs = zip(found, expected, strict=True)
+    return next(index for index, (one, other) in enumerate(pairs) if one != other)

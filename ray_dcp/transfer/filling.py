@@ -91,8 +91,8 @@ class Filler:
         self._parts = list(parts)
         self._single = [count == 1 for count in parts]
         self._verifier = BlockVerifier(table, verify, storage.url)
-        # Why asked so: a read from a store that is far away costs a round trip, however short.
-        self._step_bytes = max(_VERIFY_BYTES, getattr(storage, "request_bytes", 0))
+        # Why: a read from a store that is far away costs a round trip, however short.
+        self._step_bytes = max(_VERIFY_BYTES, cost.request_bytes)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._local = threading.local()
@@ -196,16 +196,17 @@ class Filler:
         return blocks
 
     def _do_direct(self, job: Direct) -> tuple[int, int]:
-        geo, pair = self._geo, job.pair
-        block = int(geo.block_bytes[pair])
-        shift = int(geo.bytes.target_low[pair]) - int(geo.bytes.chunk_low[pair])
+        numbers, pair = self._pairs, job.pair
+        block = numbers.block_bytes[pair]
+        shift = numbers.target_low[pair] - numbers.chunk_low[pair]
         target = self._target(self._row[pair])[job.low + shift : job.high + shift]
         if block == 0:
-            self._load(geo.file[pair], int(geo.place[pair]) + job.low, target)
+            self._load(numbers.file[pair], numbers.place[pair] + job.low, target)
             self._part_done(self._row[pair])
             return len(target), 0
         num_bytes = blocks = 0
-        for low, high in self._steps(job, block):
+        end = numbers.payload_bytes[pair]
+        for low, high in _at_block_bounds(job.low, job.high, block, end, self._step_bytes):
             part = target[low - job.low : high - job.low]
             read, checked = self._read_verified(pair, low, high, part, block)
             num_bytes += read
@@ -213,22 +214,17 @@ class Filler:
         self._part_done(self._row[pair])
         return num_bytes, blocks
 
-    def _steps(self, job: Direct, block: int) -> list[tuple[int, int]]:
-        payload_bytes = int(self._geo.payload_bytes[job.pair])
-        return _at_block_bounds(job.low, job.high, block, payload_bytes, self._step_bytes)
-
     def _read_verified(
         self, pair: int, low: int, high: int, part: memoryview, block: int
     ) -> tuple[int, int]:
         """Fills `part` with bytes `[low, high)` of a chunk, through scratch if not whole blocks."""
-        geo = self._geo
+        numbers = self._pairs
         start = low // block * block
-        stop = min(-(-high // block) * block, int(geo.payload_bytes[pair]))
+        stop = min(-(-high // block) * block, numbers.payload_bytes[pair])
         whole = (start, stop) == (low, high)
         view = part if whole else self._scratch(stop - start)
-        self._load(geo.file[pair], int(geo.place[pair]) + start, view)
-        anchor = int(geo.bytes.read_low[pair])
-        checked = self._verifier.check(self._chunk[pair], start, view, anchor)
+        self._load(numbers.file[pair], numbers.place[pair] + start, view)
+        checked = self._verifier.check(self._chunk[pair], start, view, numbers.read_low[pair])
         if not whole:
             part[:] = view[low - start : high - start]
         return len(view), checked

@@ -30,8 +30,8 @@ __all__ = [
     "slab_reads",
 ]
 
-SPAN_BYTES = 8 << 20
-"""Small pairs are read together up to this length."""
+SPAN_BYTES = 2 << 20
+"""Small pairs are read together up to this length; see `SLICE_BYTES`."""
 FREE_GAP_BYTES = 2 << 10
 """A gap up to this length (a frame between two tensors) is always read through."""
 MOST_GAP_BYTES = 8 << 20
@@ -40,8 +40,10 @@ GAP_SHARE = 0.05
 """Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
 DIRECT_BYTES = 256 << 10
 """Contiguous pairs from this length on are read straight into the target."""
-SLICE_BYTES = 8 << 20
-"""A direct read is cut into slices of about this length, for several threads."""
+SLICE_BYTES = 1 << 20
+"""A direct read is cut into slices of about this length, for several threads. Why so short: threads
+then read side by side what a kernel reads ahead for one of them. With slices of 8 MiB each of four
+threads is somewhere else, and a disk gave half as much. It also is what a cache holds."""
 _SPAN_PAIR_BYTES = 4 << 20
 
 
@@ -168,6 +170,8 @@ class ReadCost:
     """What a request costs before its first byte, in seconds."""
     bytes_per_s: float
     """What one request gets."""
+    request_bytes: int = 0
+    """How long a request should be at least, where there is so much to read in one piece."""
 
     @property
     def gap_bytes(self) -> int:
@@ -196,12 +200,13 @@ def make_jobs(
     limit = min(_SPAN_PAIR_BYTES, scratch_bytes)
     span = geo.unparsed | (~direct & (pairs.read_high - pairs.read_low <= limit))
     placed: list[tuple[int, int, Job]] = []
-    for job in _spans(geo, np.flatnonzero(span), min(SPAN_BYTES, scratch_bytes), cost):
+    span_bytes = min(max(SPAN_BYTES, cost.request_bytes), scratch_bytes)
+    for job in _spans(geo, np.flatnonzero(span), span_bytes, cost):
         placed.append((job.file, job.low, job))
     parts = np.bincount(geo.plan.wanted[span], minlength=num_rows)
     cut: list[Direct | Strided] = []
     for pair in np.flatnonzero(~span).tolist():
-        cut += _slices(geo, pair) if direct[pair] else _slabs(geo, pair, scratch_bytes)
+        cut += _slices(geo, pair, cost) if direct[pair] else _slabs(geo, pair, scratch_bytes)
     for piece in cut:
         low = piece.low if isinstance(piece, Direct) else piece.slab.low
         placed.append((int(geo.file[piece.pair]), int(geo.place[piece.pair]) + low, piece))
@@ -299,10 +304,10 @@ def _spans(
     ]
 
 
-def _slices(geo: Geometry, pair: int) -> list[Direct | Strided]:
+def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[Direct | Strided]:
     low, high = int(geo.bytes.chunk_low[pair]), int(geo.bytes.chunk_high[pair])
     block = max(int(geo.block_bytes[pair]), 1)
-    step = max(SLICE_BYTES // block, 1) * block
+    step = max(max(SLICE_BYTES, cost.request_bytes) // block, 1) * block
     # Why two thirds: a last slice of a few bytes would be a request of its own.
     cuts = [cut for cut in range(low // step * step + step, high, step) if high - cut > step // 3]
     return [Direct(pair, a, b) for a, b in pairwise([low, *cuts, high])]

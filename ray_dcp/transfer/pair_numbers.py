@@ -26,10 +26,14 @@ class PairNumbers:
         straight: The bytes are contiguous in chunk and target.
         first_check: The checksum of the first block that is read.
         block_bytes: Length of a block; 0 when nothing is to be verified.
+        file: Index of the file.
+        place: Where the chunk's raw bytes start in the file; meaningless if unparsed.
+        payload_bytes: Length of the chunk's raw bytes.
         read_low: First byte to read, chunk-local.
         read_start: The same, in the file.
         read_bytes: How many to read.
         chunk_start: First byte needed, in the file.
+        chunk_low: The same, chunk-local.
         target_low: First byte filled of the target.
         num_bytes: Bytes of the common part.
         item_low: Where the item starts in the file.
@@ -52,10 +56,14 @@ class PairNumbers:
         at_once = (geo.block_bytes == 0) | (geo.payload_bytes <= geo.block_bytes)
         self.first_check: list[int] = checks[np.minimum(check, last)].tolist()
         self.block_bytes: list[int] = geo.block_bytes.tolist()
+        self.file: list[int] = geo.file.tolist()
+        self.place: list[int] = geo.place.tolist()
+        self.payload_bytes: list[int] = geo.payload_bytes.tolist()
         self.read_low: list[int] = pairs.read_low.tolist()
         self.read_start: list[int] = (geo.place + pairs.read_low).tolist()
         self.read_bytes: list[int] = (pairs.read_high - pairs.read_low).tolist()
         self.chunk_start: list[int] = (geo.place + pairs.chunk_low).tolist()
+        self.chunk_low: list[int] = pairs.chunk_low.tolist()
         self.target_low: list[int] = pairs.target_low.tolist()
         self.num_bytes: list[int] = pairs.num_bytes.tolist()
         self.unparsed: list[bool] = geo.unparsed.tolist()

@@ -34,6 +34,7 @@ __all__ = [
     "Transforms",
     "prepare_reads",
     "read_chunks",
+    "read_cost",
     "read_item",
     "read_prepared",
 ]
@@ -43,6 +44,9 @@ Transforms = Sequence[tuple[str, ...] | None] | None
 
 _WHOLE_ITEM_BYTES = 1 << 20
 """Stock items up to this length are read whole at once; of longer ones first the head."""
+
+_FAR_REQUEST_BYTES = 8 << 20
+"""Length that requests have at least where each of them takes a round trip."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +148,19 @@ def prepare_reads(
     place, opaque = _locate(storage, table, read_plan.chunk, options.num_threads)
     usable = ~np.isin(read_plan.chunk, np.array(sorted(opaque), np.int32))
     geo = geometry(table, wanted, _rows_of(read_plan, usable), place, options.verify)
-    traits = read_traits_of(storage)
-    cost = ReadCost(traits.request_s, traits.bytes_per_s)
+    cost = read_cost(storage)
     jobs, parts = make_jobs(geo, len(wanted), options.scratch_bytes, cost)
     # One part too many: these rows are never done.
     parts[read_plan.wanted[~usable]] += 1
     parts[np.array([row for row, _ in read_plan.uncovered], np.int64)] += 1
     return Prepared(table, read_plan, wanted, geo, jobs, parts, frozenset(opaque), cost)
+
+
+def read_cost(storage: Storage) -> ReadCost:
+    """Returns what reads of a storage cost, by its kind and what it says of itself."""
+    traits = read_traits_of(storage)
+    usual = 0 if traits.cached else _FAR_REQUEST_BYTES
+    return ReadCost(traits.request_s, traits.bytes_per_s, getattr(storage, "request_bytes", usual))
 
 
 def read_prepared(

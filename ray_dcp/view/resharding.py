@@ -18,7 +18,6 @@ from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
-from ray_dcp.store.storage import read_traits_of
 from ray_dcp.transfer.jobs import (
     Direct,
     Geometry,
@@ -29,6 +28,7 @@ from ray_dcp.transfer.jobs import (
     make_jobs,
     slab_reads,
 )
+from ray_dcp.transfer.reader import read_cost
 from ray_dcp.view.naming import nearest
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ def preview_reshard(
     objects_bytes = int(table.item_bytes[objects].sum())
     width = itemsize[np.maximum(table.dtype[tensors], 0)]
     place = _places(table)
-    traits = read_traits_of(view.storage)
-    cost = ReadCost(traits.request_s, traits.bytes_per_s)
+    cost = read_cost(view.storage)
     ranks, lacking = [], set[int]()
     for rank, offset, size in _boxes(table, tensors, target):
         wanted = Wanted(tensors.astype(np.int32), offset, size, width)

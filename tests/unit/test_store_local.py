@@ -18,6 +18,7 @@ from ray_dcp.store import durable, local_writer
 from ray_dcp.store.faults import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.open_files import OpenFiles
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.paths import check_key
 from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError
@@ -228,6 +229,20 @@ def test_reading_leaves_few_descriptors_and_closing_none(tmp_path):
     storage.read_into("1", 0, memoryview(bytearray(1)))
     del storage
     assert open_descriptors() == before
+
+
+def test_a_replaced_file_is_read_by_whoever_comes_when_nobody_reads_the_old_one(tmp_path):
+    path, files = str(tmp_path / "a"), OpenFiles()
+    (tmp_path / "a").write_bytes(b"old")
+    (tmp_path / "b").write_bytes(b"new")
+    with files.reading(path) as fd:
+        os.replace(tmp_path / "b", path)
+        with files.reading(path) as same:
+            assert same == fd
+            assert os.pread(same, 3, 0) == b"old"
+    with files.reading(path) as other:
+        assert os.pread(other, 3, 0) == b"new"
+    files.close()
 
 
 def test_more_threads_than_kept_descriptors_read_what_they_ask_for(tmp_path):

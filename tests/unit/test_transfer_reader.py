@@ -23,6 +23,7 @@ from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.store.faults import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.storage import LOCAL_DISK, OBJECT_STORE
 from ray_dcp.transfer import filling, jobs, reader
 from ray_dcp.transfer.reader import read_chunks, read_item
 from ray_dcp.transfer.writer import write_file
@@ -95,10 +96,47 @@ def test_many_small_tensors_are_read_by_few_requests(storage):
     counted = FaultyStorage(storage)
     sink, stats = read(counted, table, whole(arrays))
     assert [bytes(b) for b in sink.buffers] == [a.tobytes() for a in arrays]
-    assert len(counted.calls) == 1
+    assert len(counted.calls) == 3
     assert stats.blocks_checked == 3000
     assert stats.bytes_needed == 3000 * 1024
     assert stats.bytes_read < 2 * stats.bytes_needed
+    far = Far(storage)
+    sink, _ = read(far, table, whole(arrays))
+    assert [bytes(b) for b in sink.buffers] == [a.tobytes() for a in arrays]
+    assert len(far.reads) == 1
+
+
+class Far:
+    """A storage whose requests take a round trip, which notes the ranges it is asked for."""
+
+    read_traits = OBJECT_STORE
+
+    def __init__(self, inner, **more):
+        self.inner, self.reads = inner, []
+        self.__dict__.update(more)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def read_into(self, key, start, target):
+        self.reads.append((start, start + len(target)))
+        self.inner.read_into(key, start, target)
+
+
+def test_a_long_tensor_is_read_in_order_by_short_slices_or_by_long_ones_from_afar(storage):
+    array = random_array(5120, 1024)
+    table = written(storage, [array])
+    for traits, shortest, longest in (
+        ({"read_traits": LOCAL_DISK}, 1 << 20, 4 << 19),
+        ({}, 8 << 20, 12 << 20),
+        ({"request_bytes": 5 << 20}, 5 << 20, 8 << 20),
+    ):
+        far = Far(storage, **traits)
+        sink, _ = read(far, table, whole([array]), num_threads=1)
+        assert sink.buffers[0] == array.tobytes()
+        assert far.reads == sorted(far.reads)
+        assert [low for low, _ in far.reads[1:]] == [high for _, high in far.reads[:-1]]
+        assert all(shortest <= high - low <= longest for low, high in far.reads[:-1])
 
 
 def test_tensors_far_apart_in_a_file_are_not_read_through(storage):
