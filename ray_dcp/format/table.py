@@ -29,8 +29,8 @@ from ray_dcp.format.table_columns import (
     paths_of,
     paths_to_arrow,
     ragged,
-    texts_of,
 )
+from ray_dcp.plan.arrow_arrays import from_bytes, from_numpy, from_texts, texts, to_numpy
 from ray_dcp.plan.values import ChunkTable, Int64Array, Kind
 
 __all__ = ["FORMAT_VERSION", "decode_table", "encode_table"]
@@ -152,28 +152,26 @@ def decode_table(data: bytes) -> ChunkTable:
 
 
 def _chunkless(table: ChunkTable) -> npt.NDArray[np.int64]:
-    counts = np.bincount(table.tensor, minlength=table.num_tensors)
-    return np.flatnonzero(counts == 0)
+    return np.flatnonzero(np.bincount(table.tensor, minlength=table.num_tensors) == 0)
 
 
 def _text_column(indices: Any, words: Sequence[str], null: Any = None) -> ArrowArray:
-    codes = pa.array(indices, type=pa.int32(), mask=null)
-    return pa.DictionaryArray.from_arrays(codes, pa.array(words, type=pa.string()))
+    return pa.DictionaryArray.from_arrays(from_numpy(indices, null=null), from_texts(words))
 
 
 def _tensor_columns(table: ChunkTable, tensor: npt.NDArray[np.int32]) -> dict[str, ArrowArray]:
-    rows = pa.array(tensor)
+    rows = from_numpy(tensor)
     paths, is_index = paths_to_arrow(table.paths)
     kinds = [_KINDS[Kind(kind)] for kind in range(len(_KINDS))]
     dtype = table.dtype[tensor]
     return {
         "fqn": _text_column(tensor, table.names),
-        "kind": _text_column(table.kind[tensor], kinds),
-        "dtype": _text_column(dtype, table.dtypes, dtype < 0),
+        "kind": _text_column(table.kind[tensor].astype(np.int32), kinds),
+        "dtype": _text_column(dtype.astype(np.int32), table.dtypes, dtype < 0),
         "shape": ragged(table.shape[tensor], table.ndim[tensor]),
         "path": paths.take(rows),
         "path_is_index": is_index.take(rows),
-        "requires_grad": pa.array(table.requires_grad[tensor]),
+        "requires_grad": from_numpy(table.requires_grad[tensor]),
         "tensor_index": rows,
     }
 
@@ -187,16 +185,17 @@ def _chunk_columns(table: ChunkTable, tensor: npt.NDArray[np.int32]) -> dict[str
     blank = np.zeros((more, table.offset.shape[1]), dtype=np.int64)
     starts = np.concatenate([table.check_start, fill + len(table.checks)])
     columns = {
-        name: pa.array(np.concatenate([getattr(table, name), fill]), mask=null) for name in _PLACES
+        name: from_numpy(np.concatenate([getattr(table, name), fill]), null=null)
+        for name in _PLACES
     }
     return columns | {
         "offsets": ragged(np.concatenate([table.offset, blank]), ndim, null),
         "sizes": ragged(np.concatenate([table.size, blank]), ndim, null),
         "file": _text_column(file, table.files, null),
-        "file_index": pa.array(file, mask=null),
-        "digest": pa.array(_digests(table) + [None] * more, type=pa.binary(DIGEST_BYTES)),
+        "file_index": from_numpy(file, null=null),
+        "digest": from_bytes(_digests(table) + [None] * more, DIGEST_BYTES),
         "checks": pa.LargeListArray.from_arrays(
-            pa.array(starts, type=pa.int64()), pa.array(table.checks, type=pa.uint64())
+            from_numpy(starts.astype(np.int64)), from_numpy(table.checks)
         ),
     }
 
@@ -240,8 +239,8 @@ def _check_texts(arrow: Any, most_bytes: int) -> None:
     for name in (*_TEXTS, "path"):
         for chunk in arrow.column(name).chunks:
             words = chunk.flatten() if name == "path" else chunk
-            lengths = pc.binary_length(words.dictionary).fill_null(0).to_numpy()
-            total = int(lengths[words.indices.drop_null().to_numpy()].sum(dtype=np.int64))
+            lengths = to_numpy(pc.binary_length(words.dictionary), blank=0)
+            total = int(lengths[to_numpy(words.indices.drop_null())].sum(dtype=np.int64))
             if total > most_bytes:
                 raise damaged(f"texts of at most {most_bytes} bytes as {name}", f"{total} bytes")
 
@@ -297,14 +296,14 @@ def _table_of(arrow: Any, extra: Mapping[str, Any], max_values: int) -> ChunkTab
     tensor = int_column(columns["tensor_index"], np.int32)
     firsts = _first_rows(tensor, num_tensors)
     chunks = {name: column.slice(0, num_chunks) for name, column in columns.items()}
-    tensors = {name: columns[name].take(pa.array(firsts)) for name in _PER_TENSOR}
+    tensors = {name: columns[name].take(from_numpy(firsts)) for name in _PER_TENSOR}
     _check_repeats(columns, tensors, tensor)
     ndim, shape = padded(tensors["shape"], width, 1)
     checks, check_start = _checks(chunks["checks"])
     dtype = tensors["dtype"].cast(pa.string())
     _check_files(chunks, files)
     return ChunkTable(
-        names=tuple(texts_of(tensors["fqn"].cast(pa.string()))),
+        names=tuple(texts(tensors["fqn"].cast(pa.string()))),
         paths=paths_of(tensors["path"], tensors["path_is_index"]),
         dtypes=dtypes,
         files=files,
@@ -312,7 +311,7 @@ def _table_of(arrow: Any, extra: Mapping[str, Any], max_values: int) -> ChunkTab
         dtype=_codes(dtype, dtypes),
         ndim=ndim,
         shape=shape,
-        requires_grad=np.asarray(tensors["requires_grad"].to_numpy(zero_copy_only=False), bool),
+        requires_grad=to_numpy(tensors["requires_grad"]).copy(),
         tensor=tensor[:num_chunks],
         offset=_boxes(chunks["offsets"], ndim[tensor[:num_chunks]], width, 0),
         size=_boxes(chunks["sizes"], ndim[tensor[:num_chunks]], width, 1),
@@ -324,7 +323,7 @@ def _table_of(arrow: Any, extra: Mapping[str, Any], max_values: int) -> ChunkTab
 
 
 def _empty(name: str) -> ArrowArray:
-    return pa.array([], type=_SCHEMA.field(name).type)
+    return pa.nulls(0, _SCHEMA.field(name).type)
 
 
 def _count(extra: Mapping[str, Any], name: str, most: int) -> int:
@@ -354,9 +353,8 @@ def _check_repeats(
     tensor: npt.NDArray[np.int32],
 ) -> None:
     """A tensor's columns are the same in each of its rows; where not, none is to be believed."""
-    rows = pa.array(tensor)
     for name, column in tensors.items():
-        if not column.take(rows).equals(columns[name]):
+        if not column.take(from_numpy(tensor)).equals(columns[name]):
             raise damaged(f"one {name} in all rows of a tensor", "several")
     for name in ("fqn", "requires_grad"):
         if tensors[name].null_count:
@@ -366,11 +364,11 @@ def _check_repeats(
 def _codes(column: ArrowArray, words: Sequence[str]) -> npt.NDArray[np.int8]:
     if len(words) > 127:
         raise damaged("at most 127 dtypes", str(len(words)))
-    texts = column.cast(pa.string())
-    codes = pc.index_in(texts, value_set=pa.array(words, type=pa.string()))
-    if codes.null_count != texts.null_count:
+    found = column.cast(pa.string())
+    codes = pc.index_in(found, value_set=from_texts(words))
+    if codes.null_count != found.null_count:
         raise damaged(f"one of {', '.join(words)}"[:500], "another kind or dtype")
-    return np.asarray(codes.fill_null(-1).to_numpy(zero_copy_only=False), dtype=np.int8)
+    return to_numpy(codes, blank=-1).astype(np.int8)
 
 
 def _boxes(column: ArrowArray, ndim: npt.NDArray[np.int8], width: int, blank: int) -> Int64Array:
@@ -386,8 +384,8 @@ def _checks(column: ArrowArray) -> tuple[npt.NDArray[np.uint64], Int64Array]:
     values = column.flatten()
     if values.null_count:
         raise damaged("checksums", "an empty value")
-    starts = np.concatenate([[0], np.cumsum(column.value_lengths().to_numpy(), dtype=np.int64)])
-    return np.array(values.to_numpy(), dtype=np.uint64), starts.astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(to_numpy(column.value_lengths()), dtype=np.int64)])
+    return to_numpy(values).astype(np.uint64, copy=False), starts.astype(np.int64)
 
 
 def _check_files(chunks: Mapping[str, ArrowArray], files: Sequence[str]) -> None:
@@ -395,6 +393,8 @@ def _check_files(chunks: Mapping[str, ArrowArray], files: Sequence[str]) -> None
     index = int_column(chunks["file_index"], np.int32)
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(files):
         raise damaged(f"indices of {len(files)} files", "others")
-    names = pa.array(files, type=pa.string()).take(pa.array(index))
-    if not names.equals(chunks["file"].cast(pa.string())):
+    names = chunks["file"]
+    codes = to_numpy(pc.index_in(names.dictionary, value_set=from_texts(files)), blank=-1)
+    # Why -1 twice: a name that is missing, or none of these, is no index.
+    if not np.array_equal(np.append(codes, -1)[to_numpy(names.indices, blank=-1)], index):
         raise damaged("the file that file_index names", "another file")

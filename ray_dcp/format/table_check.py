@@ -47,9 +47,15 @@ def volumes(size: Int64Array) -> Int64Array:
     Args:
         size: int64[n, D].
     """
-    rough = size.astype(np.float64).prod(axis=1)
-    bad = (size < 0).any(axis=1) | (rough > _MAX_VOLUME)
-    return np.where(bad, -1, size.prod(axis=1))
+    rough, found = np.ones(len(size)), np.ones(len(size), np.int64)
+    bad = np.zeros(len(size), np.bool_)
+    # Why column by column: along rows of two or three numbers numpy takes five times as long.
+    with np.errstate(over="ignore"):
+        for dim in range(size.shape[1]):
+            rough *= size[:, dim]
+            found *= size[:, dim]
+            bad |= size[:, dim] < 0
+    return np.where(bad | (rough > _MAX_VOLUME), -1, found)
 
 
 def _check_lengths(table: ChunkTable) -> None:
@@ -94,12 +100,15 @@ def _check_tensors(table: ChunkTable) -> None:
 def _check_chunks(table: ChunkTable) -> None:
     _require_chunk(table, "a tensor", (table.tensor >= 0) & (table.tensor < table.num_tensors))
     _require_chunk(table, "a file", (table.file >= 0) & (table.file < len(table.files)))
-    shape = table.shape[table.tensor]
-    padding = np.arange(shape.shape[1]) >= table.ndim[table.tensor][:, None]
-    # Why not offset + size <= shape: the sum may overflow.
-    inside = (table.offset >= 0) & (table.size >= 0) & (table.offset <= shape - table.size)
-    padded = ~padding | ((table.offset == 0) & (table.size == 1))
-    _require_chunk(table, "a box inside its tensor", (inside & padded).all(axis=1))
+    ndim = table.ndim[table.tensor]
+    fits = np.ones(table.num_chunks, np.bool_)
+    for dim in range(table.shape.shape[1]):
+        shape = table.shape[:, dim][table.tensor]
+        offset, size = table.offset[:, dim], table.size[:, dim]
+        # Why not offset + size <= shape: the sum may overflow.
+        fits &= (offset >= 0) & (size >= 0) & (offset <= shape - size)
+        fits &= (dim < ndim) | ((offset == 0) & (size == 1))
+    _require_chunk(table, "a box inside its tensor", fits)
 
 
 def _check_places(table: ChunkTable) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
+from ray_dcp.plan.arrow_arrays import from_numpy, to_numpy
 from ray_dcp.plan.grouping import group_rows
 from ray_dcp.plan.values import Columns, Int64Array, IntKey, Kind, Path
 
@@ -211,11 +212,11 @@ def encode(columns: Columns) -> bytes:
     wrong = check(columns)
     if wrong:
         raise InvalidRequestError("these columns can't be sent: " + "; ".join(wrong))
-    arrays = {key: pa.array(getattr(columns, key)) for key in _FLAT}
+    arrays = {key: from_numpy(getattr(columns, key)) for key in _FLAT}
     for key in _BOXES:
         box = getattr(columns, key)
         for dim in range(box.shape[1]):
-            arrays[f"{key}_{dim}"] = pa.array(np.ascontiguousarray(box[:, dim]))
+            arrays[f"{key}_{dim}"] = from_numpy(box[:, dim])
     vocabulary = (columns.names, columns.paths, columns.dtypes)
     metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": _packed(vocabulary)}
     batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
@@ -320,7 +321,7 @@ def int_keys(paths: Sequence[Path | None]) -> list[tuple[int, int]]:
 
 
 def _numpy(table: pa.Table, key: str, dtype: type[_T]) -> npt.NDArray[_T]:
-    result: npt.NDArray[_T] = table.column(key).to_numpy().astype(dtype, casting="safe", copy=False)
+    result: npt.NDArray[_T] = to_numpy(table.column(key)).astype(dtype, casting="safe", copy=False)
     return result
 
 

@@ -28,7 +28,6 @@ from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
 from ray_dcp.transfer.reader import Transforms, read_item
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.file_names import rank_of_file
-from ray_dcp.view.html import checkpoint_html
 from ray_dcp.view.layouts import grids, layout_of
 from ray_dcp.view.naming import nearest
 from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
@@ -341,6 +340,8 @@ class CheckpointView:
         )
 
     def _repr_html_(self) -> str:
+        from ray_dcp.view.html import checkpoint_html
+
         return checkpoint_html(self)
 
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from tests import big_views
+from tests.counting_storage import counted_view
 
 STEPS, TENSORS, PARTS = 1000, 2000, 250
 
@@ -57,6 +58,11 @@ def view(rounds: int, where: str | None) -> int:
                 f"{'  MISSED' if late else ''}",
                 flush=True,
             )
+        (first, reads), (second, more) = counted_view(a), counted_view(b)
+        told = first.diff(second).counts
+        read = reads.payload_bytes + more.payload_bytes
+        print(f"that diff: {told}, {read} bytes of data files read")
+        missed += read > 0
     return int(missed > 0)
 
 

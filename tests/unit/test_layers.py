@@ -340,9 +340,10 @@ def reads_environment(node: ast.AST) -> bool:
 
 
 def loaded_by(program: str, *arguments: str) -> set[str]:
-    """Returns which of torch and ray a fresh interpreter has loaded after a program."""
+    """Returns which of ray, torch and pandas a fresh interpreter has loaded after a program."""
     report = (
-        "import json, sys; print(json.dumps([m for m in ('ray', 'torch') if m in sys.modules]))"
+        "import json, sys\n"
+        "print(json.dumps([m for m in ('ray', 'torch', 'pandas') if m in sys.modules]))"
     )
     finished = subprocess.run(
         [sys.executable, "-c", f"{program}\n{report}", *arguments],
@@ -373,7 +374,7 @@ def test_a_manager_of_one_process_loads_no_ray(tmp_path: Path):
     assert loaded_by(program, str(tmp_path)) == {"torch"}
 
 
-def test_the_commands_load_neither_ray_nor_torch(saved_checkpoint: Path, tmp_path: Path):
+def test_the_commands_load_neither_ray_nor_torch_nor_pandas(saved_checkpoint: Path, tmp_path: Path):
     """All in one process: what one loads the next would find."""
     path, run = str(saved_checkpoint), str(saved_checkpoint.parent)
     commands = [
