@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,7 +26,8 @@ PAUSE_S = 0.2
 """What a step takes at least: a resize is only looked for every other second."""
 LIMIT = 1e-4
 """Most that a loss may differ: sums over ranks come in another order."""
-WITHIN_S = 400.0
+WITHIN_S = 300.0
+"""For each stage."""
 
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -32,6 +35,7 @@ SETTINGS = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
@@ -42,39 +46,53 @@ def elastic(directory: str | None) -> int:
     from ray.cluster_utils import Cluster
 
     root = Path(tempfile.mkdtemp(prefix="rt", dir=directory))
-    Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
-    small = {"object_store_memory": 100 << 20}
+    # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+    os.environ["RAY_TMPDIR"] = str(root)
+    (root / "ray").mkdir()
+    small = {"object_store_memory": 100 << 20, "include_dashboard": False}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={
-            "num_cpus": 0, "temp_dir": str(root / "ray"), "include_dashboard": False, **small
-        },
-    )  # fmt: skip
-    nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
-    ray.init(address=cluster.address, log_to_driver=False)
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(_fit(root)))
-    thread.start()
+        head_node_args={"num_cpus": 0, "temp_dir": str(root / "ray"), **small},
+    )
+    thread: threading.Thread | None = None
     try:
-        _until(root, 2)
-        nodes.append(cluster.add_node(num_cpus=1, **small))
-        _until(root, 3)
-        _drain(cluster, nodes[:2])
-        threading.Event().wait(NOTICE_S)
-        for node in nodes[:2]:
-            cluster.remove_node(node, allow_graceful=False)
-        _until(root, 1)
-        cluster.add_node(num_cpus=1, **small)
-        _until(root, 2)
-        _kill(root)
-        _until(root, 2)
-        _stop(root)
+        nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        results: list[Any] = []
+        thread = threading.Thread(target=_fit, args=(root, results))
+        thread.start()
+        _play(cluster, nodes, small, root, results)
         thread.join(WITHIN_S)
         return _judge(root, results)
     finally:
         ray.shutdown()
         cluster.shutdown()
+        if thread is not None:
+            thread.join(60)
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _play(
+    cluster: Any, nodes: list[Any], small: dict[str, Any], root: Path, results: list[Any]
+) -> None:
+    """Lets nodes come and go, and ends the training."""
+    _until(root, 2, results)
+    _event(root, "a node is added")
+    nodes.append(cluster.add_node(num_cpus=1, **small))
+    _until(root, 3, results)
+    _drain(cluster, nodes[:2])
+    _event(root, f"{NOTICE_S} s notice for two")
+    threading.Event().wait(NOTICE_S)
+    for node in nodes[:2]:
+        cluster.remove_node(node, allow_graceful=False)
+    _until(root, 1, results)
+    _event(root, "a node is added")
+    cluster.add_node(num_cpus=1, **small)
+    _until(root, 2, results)
+    _event(root, "SIGKILL of a rank")
+    _kill(root)
+    _until(root, 2, results)
+    _stop(root)
 
 
 def train_fn(config: dict[str, str]) -> None:
@@ -99,7 +117,7 @@ def train_fn(config: dict[str, str]) -> None:
         ckpt.save(step, state, metrics={"loss": loss}, force=True)
 
 
-def _fit(root: Path) -> Any:
+def _fit(root: Path, results: list[Any]) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -108,7 +126,7 @@ def _fit(root: Path) -> Any:
     scaling = ScalingConfig(
         num_workers=(1, 3), resources_per_worker={"CPU": 1}, elastic_resize_monitor_interval_s=2
     )
-    return TorchTrainer(
+    trainer = TorchTrainer(
         train_fn,
         train_loop_config={"folder": str(root)},
         scaling_config=scaling,
@@ -118,7 +136,11 @@ def _fit(root: Path) -> Any:
             failure_config=FailureConfig(max_failures=2, max_preemption_failures=5),
             callbacks=[ray_dcp.train.SaveBeforeResize()],
         ),
-    ).fit()  # fmt: skip
+    )  # fmt: skip
+    try:
+        results.append(trainer.fit())
+    except Exception as error:  # noqa: BLE001 - the main thread tells it
+        results.append(error)
 
 
 def _steps(root: Path) -> list[dict[str, Any]]:
@@ -127,8 +149,8 @@ def _steps(root: Path) -> list[dict[str, Any]]:
     return [one for one in notes(root, "step") if one["rank"] == 0]
 
 
-def _until(root: Path, world_size: int) -> None:
-    """Returns when so many workers have made some steps more."""
+def _until(root: Path, world_size: int, results: list[Any]) -> None:
+    """Returns when so many workers have made some steps more; raises when the run has ended."""
     begin_s = time.time()
     known = {one["pid"] for one in _steps(root)}
     while time.time() < begin_s + WITHIN_S:
@@ -138,22 +160,35 @@ def _until(root: Path, world_size: int) -> None:
             if one["world_size"] == world_size and one["pid"] not in known
         ]
         if len(made) >= STEPS_A_STAGE:
-            print(f"{world_size} worker(s): {time.time() - begin_s:.0f} s until step "
+            print(f"{time.time() - begin_s:5.0f} s: {world_size} worker(s) are at step "
                   f"{made[-1]['step']}", flush=True)  # fmt: skip
             return
+        if results:
+            raise RuntimeError(f"the run has ended before that: {results[0]}")
         threading.Event().wait(0.3)
     raise TimeoutError(f"{world_size} workers did not make {STEPS_A_STAGE} steps")
 
 
-def _drain(cluster: Any, nodes: list[Any]) -> None:
-    from ray._raylet import GcsClient
-    from ray.core.generated import autoscaler_pb2
+def _event(root: Path, what: str) -> None:
+    from tests.train_programs import note
 
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline_ms = int((time.time() + NOTICE_S) * 1000)
-    for node in nodes:
-        GcsClient(address=cluster.address).drain_node(node.node_id, reason, "bench", deadline_ms)
-    print(f"{len(nodes)} nodes drained with {NOTICE_S} s notice", flush=True)
+    note(str(root), -1, event=what)
+    print(f"         {what}", flush=True)
+
+
+def _drain(cluster: Any, nodes: list[Any]) -> None:
+    """Has nodes drained as machines of a cloud do it, by the script of `cluster_configs`."""
+    script = Path(__file__).parents[2] / "cluster_configs" / "drain_on_notice.py"
+    command = [
+        sys.executable, str(script), "--source", "now", "--deadline", str(NOTICE_S),
+        "--address", cluster.address,
+    ]  # fmt: skip
+    draining = [
+        subprocess.Popen([*command, "--node-id", node.node_id], stdout=subprocess.DEVNULL)
+        for node in nodes
+    ]
+    if any(one.wait(WITHIN_S) for one in draining):
+        raise RuntimeError("a node was not drained")
 
 
 def _kill(root: Path) -> None:
@@ -161,7 +196,6 @@ def _kill(root: Path) -> None:
 
     victim = [one for one in notes(root, "step") if one["rank"] == 1][-1]["pid"]
     os.kill(victim, signal.SIGKILL)
-    print("rank 1 killed", flush=True)
 
 
 def _stop(root: Path) -> None:
@@ -179,22 +213,22 @@ def _end(folder: str) -> int:
 def _judge(root: Path, results: list[Any]) -> int:
     from tests.train_programs import mean_losses, notes, uninterrupted
 
+    wrong = int(not results or getattr(results[0], "error", results[0]) is not None)
     saved = _committed(root / "runs" / "elastic" / "checkpoints")
-    wrong = 0 if results and results[0].error is None else 1
-    print(f"{'workers':>14} {'restored':>9} {'lost commits':>13} {'made again':>11}")
-    before, last = None, -1
-    for one in (line for line in notes(root) if line["rank"] == 0):
-        if "step" in one:
-            last = max(last, one["step"])
-        elif "restored" in one:
-            if one["restored"] is not None:
-                newer = [s for s, at in saved if s > one["restored"] and at < one["time"] - 0.5]
-                again = last - one["restored"]
-                lost = len({step for step in newer if step <= last})
-                wrong |= int(lost > 0)
-                print(f"{before:>6} -> {one['world_size']:<4} {one['restored']:>9} {lost:>13} "
-                      f"{again:>11}")  # fmt: skip
-            before = one["world_size"]
+    print(f"{'what happened':24} {'workers':>8} {'saved':>9} {'restored':>9} {'lost':>5} "
+          f"{'again':>6} {'stood still':>12}")  # fmt: skip
+    event: dict[str, Any] = {}
+    steps: list[dict[str, Any]] = []
+    workers = 0
+    for one in notes(root):
+        if "event" in one:
+            event = one
+        elif one["rank"] == 0 and "step" in one:
+            steps.append(one)
+        elif one["rank"] == 0 and "restored" in one:
+            if steps:
+                wrong |= _judge_start(one, event, steps, saved, workers)
+            workers = one["world_size"]
     losses = mean_losses(root)
     expected = uninterrupted(max(losses) + 1)
     differ = max(abs(losses[step] - expected[step]) for step in losses)
@@ -204,9 +238,29 @@ def _judge(root: Path, results: list[Any]) -> int:
     return int(wrong or differ > LIMIT or not whole)
 
 
+def _judge_start(
+    start: dict[str, Any], event: dict[str, Any], steps: list[dict[str, Any]],
+    saved: list[tuple[int, float]], workers: int,
+) -> int:  # fmt: skip
+    """Prints what a worker group began with; returns 1 when it should have been something else."""
+    restored, last = start["restored"], max(one["step"] for one in steps)
+    before = [at for step, at in saved if at < start["time"]]
+    lost = [step for step, at in saved if at < start["time"] and step > (restored or -1)]
+    again = last if restored is None else last - restored
+    in_time = [at - event["time"] for at in before if at > event["time"]]
+    told = f"{in_time[-1]:+.1f} s" if in_time else "before"
+    still_s = start["time"] - steps[-1]["time"]
+    print(f"{event['event']:24} {workers:>3} -> {start['world_size']} {told:>9} {restored!s:>9} "
+          f"{len(lost):>5} {again:>6} {still_s:>10.0f} s")  # fmt: skip
+    is_asked = not event["event"].startswith("SIGKILL")
+    in_vain = is_asked and (again > 1 or not in_time)
+    late = "notice" in event["event"] and not any(at < NOTICE_S for at in in_time)
+    return int(bool(lost) or restored is None or in_vain or late)
+
+
 def _committed(folder: Path) -> list[tuple[int, float]]:
-    """Returns step and time of each commit."""
-    from ray_dcp.format.manifest import Manifest
+    """Returns the step of each commit, and when it was made, in the order of these times."""
+    from ray_dcp.format.manifest import Manifest, record_key
     from ray_dcp.integrations.train.names import parse
     from ray_dcp.store.opening import open_storage
     from ray_dcp.transfer.slots import read_slots
@@ -216,5 +270,6 @@ def _committed(folder: Path) -> list[tuple[int, float]]:
         named = parse(path.name)
         decides = read_slots(open_storage(path)).decides if named else None
         if named and decides is not None and isinstance(decides.record, Manifest):
-            found.append((named.step, decides.record.created_s))
-    return found
+            # By the file, as the time in it is that of its plan.
+            found.append((named.step, (path / record_key(decides.slot)).stat().st_mtime))
+    return sorted(found, key=lambda one: one[1])

@@ -66,6 +66,11 @@ def test_the_later_of_two_groups_that_saved_a_step_is_tried_first(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_groups_and_steps_beyond_the_usual_digits_are_read_back():
+    for one in (folder(10**12, 9), folder(3, 12345)):
+        assert parse(f"/run/checkpoints/{one.name}/") == one
+
+
 def test_folders_of_ray_train_itself_are_no_steps_of_ours():
     assert parse("checkpoint_2026-11-21_17-02-53.123456") is None
     assert parse("/run/checkpoints/" + folder(5, 3).name) == folder(5, 3)
@@ -140,6 +145,8 @@ def test_where_ray_train_deletes_only_what_it_never_hears_of_goes():
     gone = superfluous(known(steps, [steps[0], steps[2]]), "ray", 0)
     assert gone == [(steps[1], True)]
     assert superfluous(known(steps, []), "ray", 0) == []
+    # The one before the newest may still be reported.
+    assert superfluous(known(steps[:3], steps[:1]), "ray", 0) == []
 
 
 def test_the_newest_that_ray_train_was_told_of_stays_whatever_is_newer():
@@ -530,6 +537,7 @@ def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left(monkeypatch: A
 def test_the_asker_learns_how_the_save_ended(monkeypatch: Any):
     for committed in (True, False):
         ranks = Boards(4, 4, monkeypatch=monkeypatch)
+        first = ranks.boards[0]
         assert follow(ranks, "never asked", 10.0) == "failed"
         ask_all(ranks, "a", "preemption")
         assert follow(ranks, "a", 0.0) == "waiting"
@@ -537,6 +545,7 @@ def test_the_asker_learns_how_the_save_ended(monkeypatch: Any):
         assert follow(ranks, "a", 0.0) == "saving"
         for one, request in zip(ranks.boards, asked, strict=True):
             assert request is not None
+            assert follow(ranks, "a", 0.0) == ("saving" if committed or one is first else "failed")
             one.ended(request, committed)
         assert follow(ranks, "a", 10.0) == ("committed" if committed else "failed")
 

@@ -6,11 +6,12 @@ Ranks are reached through `Ranks`; here is no Ray.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ray_dcp.integrations.train.board import BOARD, Asked, Held, State
+from ray_dcp.integrations.train.rounds import is_last_round
 
 __all__ = ["Fit", "Ranks", "Result", "ask_all", "follow", "tier_that_fits"]
 
@@ -72,7 +73,13 @@ def tier_that_fits(
 
 
 def ask_all(
-    ranks: Ranks, seq: str, reason: str, *, linger_s: float = 0.0, left_s: float | None = None
+    ranks: Ranks,
+    seq: str,
+    reason: str,
+    *,
+    linger_s: float = 0.0,
+    left_s: float | None = None,
+    took_s: float | None = None,
 ) -> Result:
     """Asks all ranks to save at the same step, the next that none of them has decided.
 
@@ -80,8 +87,9 @@ def ask_all(
         ranks: Who.
         seq: Of the request; never used before.
         reason: For the log.
-        linger_s: See `Asked.linger_s`.
+        linger_s: See `Asked.linger_s`; where `left_s` is given, only if no further save would fit.
         left_s: Seconds in which it must be committed; None for no end.
+        took_s: How long the last such save took, with asking for it; None when there was none.
 
     Raises:
         Exception: A worker does not answer.
@@ -93,17 +101,15 @@ def ask_all(
             ranks.call(drop, seq)
             missing = [rank for rank, one in enumerate(held) if one is None]
             return Result(False, why=f"rank(s) {missing} have no open checkpointer, or are asked")
-        fit = tier_that_fits(
-            left_s,
-            max((one.stage_s for one in answers if one.stage_s is not None), default=None),
-            max((one.commit_s for one in answers if one.commit_s is not None), default=None),
-        )
+        commit_s = _longest(one.commit_s for one in answers)
+        fit = tier_that_fits(left_s, _longest(one.stage_s for one in answers), commit_s)
         if fit == "none":
             ranks.call(drop, seq)
             return Result(False, fit, f"no save fits in {left_s or 0:.1f} s: earlier ones took "
                           f"longer")  # fmt: skip
         after = max(one.last_step for one in answers)
-        told = ranks.call(tell, Asked(seq, reason, after, linger_s))
+        ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
+        told = ranks.call(tell, Asked(seq, reason, after, linger_s if ends else 0.0))
     except Exception:
         ranks.call(drop, seq)
         raise
@@ -144,6 +150,10 @@ def follow(
         if clock() >= end_s:
             return "saving" if "waiting" not in states else "waiting"
         wait(LOOK_S)
+
+
+def _longest(seconds: Iterable[float | None]) -> float | None:
+    return max((one for one in seconds if one is not None), default=None)
 
 
 # What workers are told to call, by name: on the board of their process.

@@ -40,7 +40,8 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     Before a resize all ranks save the next step that none of them has begun to decide about, and
     wait there: nothing is trained that would be lost. The resize goes on once that is committed,
     or after `limit_s`. When nodes are drained, all ranks save at once, and again as late as a save
-    still fits before the deadline, as earlier ones tell. Training goes on meanwhile.
+    still fits before the deadline, as earlier ones tell. Training goes on in between; after the
+    last one the ranks wait for their end, as what they would train is lost.
 
     Args:
         limit_s: How long a resize waits for the save, in seconds. A step must fit into it, and a
@@ -58,11 +59,15 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         self._limit_s = float(limit_s)
         self._group: Any = None
         self._known: Any = None
+        self._has_failed = False
+        # Why one for a group: callbacks travel to the controller, which a lock can't.
+        self._asking: Any = None
 
     # Ray Train calls
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Notes whom to ask."""
+        self._asking = threading.Lock()
         self._group = worker_group
         self._known = None
 
@@ -70,10 +75,15 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         """Forgets them."""
         self._group = None
 
+    def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
+        """Notes that what comes next is no resize but a restart."""
+        self._has_failed = True
+
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         """Has a save made before the workers end."""
-        group = self._group
-        if group is None:
+        group, has_failed = self._group, self._has_failed
+        self._has_failed = False
+        if group is None or has_failed:
             return  # The first start, or one after a failure: there is nobody to ask.
         self._guarded(
             f"the resize to {getattr(resize_decision, 'num_workers', '?')} workers",
@@ -119,23 +129,37 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         workers = _Workers(group)
         deadline_s = None if info.deadline_ms is None else info.deadline_ms / 1000
         took_s: float | None = None
-        while self._group is group and self._known == info:
-            seq, begun_s = secrets.token_hex(8), time.time()
-            left_s = None if deadline_s is None else deadline_s - begun_s
-            result = asking.ask_all(workers, seq, "preemption", left_s=left_s)
-            if result.asked:
-                how = asking.follow(workers, seq, self._limit_s if left_s is None else left_s)
-                took_s = time.time() - begun_s
-                logger.warning(
-                    "Preemption of %s: a save was asked for, and is %s after %.1f s",
-                    sorted(info.preempted_node_to_ranks), how, took_s,
-                )  # fmt: skip
-            else:
-                logger.warning("Preemption: no save: %s", result.why)
+        while True:
+            # Why one at a time: of two nodes that are drained, the second comes with a new notice.
+            with self._asking:
+                if self._group is not group or self._known != info:
+                    return
+                took_s = self._save_once(workers, info, deadline_s, took_s)
             wait_s = next_round_s(time.time(), deadline_s, took_s)
             if wait_s is None:
                 return
             threading.Event().wait(wait_s)
+
+    def _save_once(
+        self, workers: _Workers, info: Any, deadline_s: float | None, took_s: float | None
+    ) -> float | None:
+        """Returns how long the save took that was asked for; None when none was."""
+        seq, begun_s = secrets.token_hex(8), time.time()
+        left_s = None if deadline_s is None else deadline_s - begun_s
+        result = asking.ask_all(
+            workers, seq, "preemption", left_s=left_s, took_s=took_s,
+            linger_s=0.0 if left_s is None else max(0.0, left_s) + END_S,
+        )  # fmt: skip
+        if not result.asked:
+            logger.warning("Preemption: no save: %s", result.why)
+            return None
+        how = asking.follow(workers, seq, self._limit_s if left_s is None else left_s)
+        took_s = time.time() - begun_s
+        logger.warning(
+            "Preemption of %s: a save was asked for, and is %s after %.1f s",
+            sorted(info.preempted_node_to_ranks), how, took_s,
+        )  # fmt: skip
+        return took_s
 
     def _guarded(self, what: str, do: Callable[[], object]) -> None:
         """Does something; what fails is told and does not end the run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["next_round_s"]
+__all__ = ["is_last_round", "next_round_s"]
 
 SPARE = 2.0
 """Times the duration of a save that must be left before the deadline."""
@@ -26,3 +26,17 @@ def next_round_s(now_s: float, deadline_s: float | None, took_s: float | None) -
         return None
     wait_s = deadline_s - (SPARE * took_s + SPARE_S) - now_s
     return wait_s if wait_s > took_s else None
+
+
+def is_last_round(left_s: float, took_s: float | None) -> bool:
+    """Tells whether no further save would be worth it after one that is begun now.
+
+    Args:
+        left_s: Seconds until the node goes.
+        took_s: How long a save takes, as far as is known.
+
+    Example:
+        >>> is_last_round(30.0, 4.0), is_last_round(10.0, 4.0), is_last_round(10.0, None)
+        (False, True, False)
+    """
+    return took_s is not None and next_round_s(took_s, left_s, took_s) is None
