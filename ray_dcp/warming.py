@@ -18,6 +18,7 @@ from ray_dcp.runtime.keeping import warm_process
 from ray_dcp.runtime.rank_captured import Captured
 from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.seam.capture import capture
+from ray_dcp.seam.device_copy import pin_for
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.stage.values import StagerOptions
 
@@ -68,14 +69,15 @@ def warm_up(
             key="state_dict",
         )
     session: Any = session_for(process_group, no_dist)
-    num_bytes = share_bytes(stateful_to_state_dict(dict(state_dict)), session.world_size)
+    state = stateful_to_state_dict(dict(state_dict))
+    num_bytes = share_bytes(state, session.world_size)
     if isinstance(session, InlineSession):
         begin_rehearsal(_captured, modules=_MODULES)
         return warm_process(num_bytes)
     # The last ones that are kept lie beside the one that is being written.
     copies = 1 + (options or SaveOptions()).keep_in_memory
     warmed: Future[None] = session.staging(stager).warm(
-        copies * num_bytes, lambda: _get_ready(session)
+        copies * num_bytes, lambda: _get_ready(session), pin=pin_for(list(_tensors(state)))
     )
     return warmed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -19,6 +19,7 @@ import numpy as np
 
 from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.options import SaveOptions
+from ray_dcp.plan.values import FilePlan
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -34,10 +35,12 @@ from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.stage.filling import device_filler_of, fill_rows
 from ray_dcp.stage.private_memory import Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
+from ray_dcp.transfer.sources import ManySource, Source
 from ray_dcp.transfer.threads import run_tasks, run_within
-from ray_dcp.transfer.writer import ManySource, write_part
+from ray_dcp.transfer.writer import write_part
 
 __all__ = ["Keeping", "ProcessKeeping", "keeping_of", "warm_process"]
 
@@ -213,9 +216,11 @@ class ProcessKeeping:
         """Copies every item of the plan, whole: a process that is alone writes all of each."""
         files = go.plan.files
         rows = sorted({row for file in files for row in file.row.tolist()})
-        many = captured.source
-        views = many.many(rows) if isinstance(many, ManySource) else [many(row) for row in rows]
-        ends = np.cumsum([len(view) for view in views], dtype=np.int64)
+        source = captured.source
+        device = device_filler_of(source)
+        views = [] if device is not None else _views(source, rows)
+        lengths = [*map(len, views)] if device is None else _planned_lengths(files)
+        ends = np.cumsum(lengths, dtype=np.int64)
         self.num_bytes = self._total = int(ends[-1]) if rows else 0
         try:
             self._lease = _memory.lease(self.num_bytes)
@@ -225,7 +230,7 @@ class ProcessKeeping:
                 f"Save synchronously, or with fewer saves pending"
             ) from exc
         memory = np.frombuffer(self._lease.view, dtype=np.uint8)
-        starts = (ends - [len(view) for view in views]).tolist()
+        starts = (ends - lengths).tolist()
         places = dict(zip(rows, zip(starts, ends.tolist(), strict=True), strict=True))
 
         def copy(part: tuple[int, int]) -> None:
@@ -233,16 +238,34 @@ class ProcessKeeping:
                 target = memory[starts[index] : ends[index]]
                 np.copyto(target, np.frombuffer(views[index], dtype=np.uint8))
 
-        run_tasks(_shares(ends), copy, _COPY_THREADS)
+        if device is None:
+            run_tasks(_shares(ends), copy, _COPY_THREADS)
+        else:
+            fill_rows(device, rows, lengths, memory)
         check_unchanged(captured)
         deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
         whole = self._lease.view
 
-        def source(row: int) -> memoryview:
+        def staged(row: int) -> memoryview:
             start, end = places[row]
             return whole[start:end]
 
-        return source, deferred.__getitem__
+        return staged, deferred.__getitem__
+
+
+def _planned_lengths(files: Sequence[FilePlan]) -> list[int]:
+    """Returns the length of each row of a plan that has all of each, by rising row."""
+    row = np.concatenate([file.row for file in files])
+    _, place = np.unique(row, return_inverse=True)
+    lengths = np.zeros(place.max(initial=-1) + 1, dtype=np.int64)
+    np.add.at(lengths, place, np.concatenate([file.payload_bytes for file in files]))
+    return list(lengths.tolist())
+
+
+def _views(source: Source, rows: Sequence[int]) -> list[memoryview]:
+    if isinstance(source, ManySource):
+        return list(source.many(rows))
+    return [source(row) for row in rows]
 
 
 _COPY_THREADS = 2

@@ -29,8 +29,8 @@ from ray_dcp.runtime.naming import LEASE_S, NAMESPACE
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.stager import stager_of
-from ray_dcp.runtime.staging_link import ENTER_S, Link, StagerGone, link_to
-from ray_dcp.stage.filling import Filler, HostFiller, fill_window
+from ray_dcp.runtime.staging_link import ENTER_S, Link, StagerGone, link_to, map_behind
+from ray_dcp.stage.filling import Filler, Pin, fill_window, filler_of
 from ray_dcp.stage.jobs import lost_memory
 from ray_dcp.stage.layout import StagingLayout, plan_digest
 from ray_dcp.stage.priority import step_behind
@@ -99,7 +99,13 @@ class RankStaging:
         staging.link()
         return staging
 
-    def warm(self, num_bytes: int, ready: Callable[[], None] = lambda: None) -> Future[None]:
+    def warm(
+        self,
+        num_bytes: int,
+        ready: Callable[[], None] = lambda: None,
+        *,
+        pin: Pin | None = None,
+    ) -> Future[None]:
         """Begins to touch the memory for a state of this size, so that its first save is not slow.
 
         In the background, behind everything else. Returns at once; the future ends with it, also
@@ -108,6 +114,7 @@ class RankStaging:
         Args:
             num_bytes: Size of the state.
             ready: Called in the same thread, for whatever else is to be ready.
+            pin: Of the device that the state is on.
         """
         done: Future[None] = Future()
 
@@ -119,8 +126,11 @@ class RankStaging:
                     ready()
                     link = self.link()
                     for slot in link.call("warm", self._owner, num_bytes, timeout_s=WARM_S):
-                        if link.arena is not None:
-                            link.arena.touch(slot)
+                        if link.arena is None:
+                            break
+                        if pin is not None:
+                            link.arena.pin_with(pin)
+                        link.arena.touch(slot)
             finally:
                 done.set_result(None)
 
@@ -158,7 +168,7 @@ class RankStaging:
             CheckpointError: It was cancelled, or `captured` failed.
         """
         started_s = time.perf_counter()
-        copier = filler or HostFiller(captured.source)
+        copier = filler or filler_of(captured.source)
         deferred = {row: captured.deferred(row) for f in plan.files for row in f.deferred.tolist()}
         lengths = tuple(tuple(len(deferred[r]) for r in f.deferred.tolist()) for f in plan.files)
 
@@ -169,6 +179,8 @@ class RankStaging:
         for number in range(MOST_STAGERS):
             key = key if number == 0 else replace(key, incarnation=key.incarnation + 1)
             link = self.link()
+            if link.arena is not None and copier.pin is not None:
+                link.arena.pin_with(copier.pin)
             order = StageOrder(
                 key, self._owner, self._process, plan_id, None, lengths, target, options,
                 link.channel, link.window_bytes,
@@ -212,7 +224,7 @@ class RankStaging:
         with self._lock:
             if self._link is None:
                 self._link = link_to(self._stager, self.name, self._process, owner=self._owner)
-                _map_behind(self._link)
+                map_behind(self._link)
             return self._link
 
     def replace(self, dead: Link, timeout_s: float = ENTER_S) -> Link:
@@ -234,25 +246,6 @@ class RankStaging:
     def link_elsewhere(self, stager: Any, timeout_s: float) -> Link:
         """Returns the way to the stager of another node."""
         return link_to(lambda: stager, self.name, self._process, may_map=False, timeout_s=timeout_s)
-
-
-def _map_behind(link: Link) -> None:
-    """Makes the memory that a rank of this name had present in this process, in the background.
-
-    A job that starts anew finds there what it staged last: to load it, or to save the next one.
-    """
-    arena, slots = link.arena, link.own_slots
-    if arena is None or not slots:
-        return
-
-    def touch() -> None:
-        step_behind(19, "idle")
-        # Suppressed: the link was closed meanwhile.
-        with suppress(ValueError):
-            for slot in slots:
-                arena.touch(slot)
-
-    threading.Thread(target=touch, name="map", daemon=True).start()
 
 
 class Staged:

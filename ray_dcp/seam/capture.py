@@ -19,6 +19,7 @@ from ray_dcp.collector import collector_paused
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import BoolArray, Columns, Int8Array, Int64Array, Kind, Path
+from ray_dcp.seam.device_copy import filler_for
 from ray_dcp.seam.flatten import Flat, flatten, flatten_top
 from ray_dcp.seam.objects import dump_object, is_simple, load_problem, simple_digest
 from ray_dcp.seam.per_rank import PerRank, named_for_rank
@@ -161,6 +162,14 @@ class TensorBytes:
         """Returns the bytes of many rows: less work than one by one if they are small."""
         values = self._values
         return host_bytes_of_many([values[row] for row in rows])
+
+    def filler(self, host: Any) -> Any:
+        """Returns what copies tensors from their GPUs, or None when none is there.
+
+        Args:
+            host: Copies those in host memory; see `ray_dcp.stage.filling.DeviceSource`.
+        """
+        return filler_for(self._values, host)
 
 
 class _Deferred:

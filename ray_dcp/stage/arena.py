@@ -10,14 +10,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from ray_dcp.errors import InvalidRequestError, LimitError
 from ray_dcp.plan.values import UInt64Array
+from ray_dcp.stage.filling import Pin
 from ray_dcp.stage.kept import Part
 from ray_dcp.stage.values import ArenaAddress, Slot
 
@@ -55,6 +57,9 @@ class Arena:
             ) from exc
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._present: set[int] = set()
+        self._pin: Pin | None = None
+        self._pinned: dict[int, Callable[[], None] | None] = {}
+        self._pinning = threading.Lock()
         _HERE.setdefault(address.identity, self)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
             # Suppressed: what the kernel does not know costs speed at most.
@@ -115,8 +120,12 @@ class Arena:
 
     def slot_array(self, index: int) -> np.ndarray:
         """Returns the bytes of a slot as uint8[slot_bytes], writable, for use of the whole."""
-        self._present.add(index)
+        self._use(index)
         return self._slice(index)
+
+    def pin_with(self, pin: Pin) -> None:
+        """Has each slot whose whole is used here from now on registered with a device's driver."""
+        self._pin = pin
 
     def mark(self, slot: Slot) -> None:
         """Writes a slot's generation, for everybody who has the arena open."""
@@ -169,7 +178,7 @@ class Arena:
             0.5 to 3 s/GB for memory never used before, 0.1 to 0.3 s/GB for what others have.
         """
         touch(self._slice(index))
-        self._present.add(index)
+        self._use(index)
 
     def close(self) -> None:
         """Closes this process's descriptor; the memory goes with the last view of it."""
@@ -177,10 +186,24 @@ class Arena:
             if _HERE.get(self.address.identity) is self:
                 del _HERE[self.address.identity]
             self._close_fd()
+            with self._pinning:
+                undone, self._pinned, self._pin = [*self._pinned.values()], {}, None
+            for undo in undone:
+                if undo is not None:
+                    undo()
             self._bytes = np.zeros(0, dtype=np.uint8)
             # Suppressed: somebody still reads from it.
             with suppress(BufferError):
                 self._map.close()
+
+    def _use(self, index: int) -> None:
+        self._present.add(index)
+        if self._pin is None or index in self._pinned:
+            return
+        # Why a lock: the threads that touch memory and that use it may come to a slot together.
+        with self._pinning:
+            if self._pin is not None and index not in self._pinned:
+                self._pinned[index] = self._pin(self._slice(index))
 
     def _slice(self, index: int) -> np.ndarray:
         start = self._first + index * self.address.slot_bytes

@@ -1,13 +1,13 @@
 """Copies a rank's items into staging memory, window by window.
 
-Where the bytes of a device come from another place than host memory, a `Filler` of one's own copies
-them: on a side stream, into slots that were registered with the device's driver.
+Bytes that are not in host memory are copied by a `Filler` of their source's own: on a side stream,
+into slots that are registered with the device's driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,15 +15,33 @@ from ray_dcp.errors import InternalError
 from ray_dcp.stage.layout import StagingLayout
 from ray_dcp.transfer.sources import ManySource, Source
 
-__all__ = ["Filler", "HostFiller", "fill_window"]
+__all__ = [
+    "DeviceSource",
+    "Filler",
+    "HostFiller",
+    "Pin",
+    "device_filler_of",
+    "fill_rows",
+    "fill_window",
+    "filler_of",
+]
 
 _SMALL_BYTES = 64 << 10
 _MOST_JOINED = 4096
 """Small items that are asked for at once."""
 
 
+Pin = Callable[[np.ndarray], Callable[[], None] | None]
+"""Registers memory with a device's driver; returns what undoes it, None where it could not."""
+
+
 class Filler(Protocol):
     """Copies the bytes of items. Called by one thread, in the order of the layout."""
+
+    @property
+    def pin(self) -> Pin | None:
+        """What makes copies into memory faster that is used again and again; None: no need."""
+        ...
 
     def fill(self, row: int, start: int, target: np.ndarray) -> None:
         """Begins to copy an item's bytes from `start` on into `target` (uint8[n])."""
@@ -40,12 +58,38 @@ class Filler(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceSource(Protocol):
+    """A source some of whose bytes may be on a device."""
+
+    def filler(self, host: Filler, /) -> Filler | None:
+        """Returns what copies them from there; None when all are in host memory.
+
+        Args:
+            host: Copies those in host memory.
+        """
+        ...
+
+
+def filler_of(source: Source) -> Filler:
+    """Returns what copies from a source, wherever its bytes are."""
+    return device_filler_of(source) or HostFiller(source)
+
+
+def device_filler_of(source: Source) -> Filler | None:
+    """Returns what copies from a source some of whose bytes are on a device; None for others."""
+    asked: object = source
+    return asked.filler(HostFiller(source)) if isinstance(asked, DeviceSource) else None
+
+
 class HostFiller:
     """Copies from memory of this process.
 
     Args:
         source: As for `ray_dcp.transfer.writer.write_part`.
     """
+
+    pin: Pin | None = None
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -124,6 +168,31 @@ def fill_window(
         else:
             filler.fill(row[first], start[first], target[begin:end])
         first = stop
+    filler.finish()
+
+
+def fill_rows(
+    filler: Filler, rows: Sequence[int], lengths: Sequence[int], target: np.ndarray
+) -> None:
+    """Fills memory with whole items, one behind the other; returns when all their bytes are there.
+
+    Args:
+        filler: Copies them.
+        rows: Which.
+        lengths: Of each, in bytes.
+        target: uint8[sum of the lengths].
+    """
+    first = begin = 0
+    while first < len(rows):
+        stop, end = first + 1, begin + lengths[first]
+        if lengths[first] >= _SMALL_BYTES:
+            filler.fill(rows[first], 0, target[begin:end])
+        else:
+            while stop < len(rows) and lengths[stop] < _SMALL_BYTES and stop - first < _MOST_JOINED:
+                stop, end = stop + 1, end + lengths[stop]
+            run = slice(first, stop)
+            filler.fill_many(rows[run], [0] * (stop - first), lengths[run], target[begin:end])
+        first, begin = stop, end
     filler.finish()
 
 

@@ -139,7 +139,7 @@ def _fit(root: Path, results: list[Any]) -> None:
     )  # fmt: skip
     try:
         results.append(trainer.fit())
-    except Exception as error:  # noqa: BLE001 - the main thread tells it
+    except Exception as error:
         results.append(error)
 
 

@@ -58,7 +58,9 @@ def _print(told: list[dict[str, Any]], megabytes: int) -> int:
 
     print(f"state of {megabytes} MiB on 2 ranks, medians of {len(told[0]['ray_dcp'])} rounds")
     for name in WAYS:
-        written_mb = statistics.median(map(sum, zip(*(one[_written(name)] for one in told), strict=True)))
+        written_mb = statistics.median(
+            map(sum, zip(*(one[_written(name)] for one in told), strict=True))
+        )
         print(f"  {name:10} training waits {slower(name) * 1e3:8.1f} ms a save, and writes "
               f"{written_mb:8.2f} MB by itself")  # fmt: skip
     report_s = slower("report")

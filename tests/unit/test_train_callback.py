@@ -133,9 +133,7 @@ def test_of_two_nodes_that_are_drained_the_second_has_a_save_made_too(
     assert eventually(lambda: preemption_threads() == [], 20)
 
 
-def test_a_later_notice_ends_the_rounds_of_the_one_before(
-    group: Group, rounds: list[float | None]
-):
+def test_a_later_notice_ends_the_rounds_of_the_one_before(group: Group, rounds: list[float | None]):
     one = started(group)
     rounds += [0.0, 0.0]
     one.after_controller_state_update(None, State(in_s(100.0)))
