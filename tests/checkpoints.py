@@ -12,13 +12,17 @@ import torch.distributed.checkpoint as stock
 import ray_dcp
 
 
-def state() -> dict[str, Any]:
-    """Returns tensors of many kinds, small and large, and two objects."""
+def state(large: tuple[int, int] = (600, 500)) -> dict[str, Any]:
+    """Returns tensors of many kinds, small and large, and two objects.
+
+    Args:
+        large: Shape of the largest.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
         "model": {
             "weight": torch.randn(37, 11, generator=generator),
-            "large": torch.arange(300_000, dtype=torch.int64).reshape(600, 500),
+            "large": torch.arange(large[0] * large[1], dtype=torch.int64).reshape(large),
             "half": torch.randn(5, 7, generator=generator).bfloat16(),
             "flag": torch.tensor(True),
             "empty": torch.zeros(0, 3),

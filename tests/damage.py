@@ -25,20 +25,7 @@ PAGE_BYTES = 4096
 
 def state() -> dict[str, Any]:
     """Returns few bytes of many kinds: several blocks, a 0-d and an empty tensor, odd dtypes."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "model": {
-            "weight": torch.randn(37, 11, generator=generator),
-            "large": torch.arange(3000, dtype=torch.int64).reshape(60, 50),
-            "half": torch.randn(5, 7, generator=generator).bfloat16(),
-            "flag": torch.tensor(True),
-            "empty": torch.zeros(0, 3),
-            "complex": torch.randn(4, 2, generator=generator, dtype=torch.complex64),
-            "bits": torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        },
-        "step": 10,
-        "note[x]": {"text": "hello", "items": [1, 2]},
-    }
+    return checkpoints.state(large=(60, 50))
 
 
 def blank() -> dict[str, Any]:

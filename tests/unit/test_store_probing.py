@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 
 import pytest
@@ -165,23 +164,6 @@ def test_what_could_not_be_tried_is_an_error_and_no_answer(tmp_path, monkeypatch
         creates(tmp_path)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A tmpfs of its own; skips where this user may not mount one."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = shutil.which("mount")
-    if (
-        mount is None
-        or subprocess.run(
-            [mount, "-t", "tmpfs", "tmpfs", str(directory)], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("mounting is not permitted here")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
 
 
 def test_a_mount_that_is_read_only_is_asked_again_when_it_is_not(small_disk):
