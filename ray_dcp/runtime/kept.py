@@ -7,6 +7,7 @@ what is committed is, and where a byte can't be had from memory it comes from st
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -46,13 +47,20 @@ class KeptStorage(StorageWrapper):
     Args:
         inner: Where everything is.
         find: Returns where a file is in memory, or None. Called once a file.
+        most_threads: See `rank_memory.InMemory`.
 
     Attributes:
         bytes_from_memory: How many bytes were taken from there.
     """
 
-    def __init__(self, inner: Storage, find: Callable[[str], _InMemory | None]) -> None:
+    def __init__(
+        self,
+        inner: Storage,
+        find: Callable[[str], _InMemory | None],
+        most_threads: int | None = None,
+    ) -> None:
         super().__init__(inner)
+        self.most_threads = most_threads
         self._find = find
         self._lock = threading.Lock()
         self._known: dict[str, _InMemory | None] = {}
@@ -90,7 +98,7 @@ def kept_storage(
     # Suppressed: without memory it is loaded from storage.
     with suppress(CheckpointError, ray.exceptions.RayError):
         nodes = _Nodes(attempt, namespace)
-        return KeptStorage(storage, nodes.find) if nodes.any else None
+        return KeptStorage(storage, nodes.find, nodes.most_threads) if nodes.any else None
     return None
 
 
@@ -146,6 +154,11 @@ class _InMemory:
         self._arena = arena
         self._stager = stager
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has mapped it."""
+        return self._arena is not None
+
     def read_into(self, start: int, target: memoryview) -> bool:
         """Fills `target` with the file's bytes from `start`; returns whether it could."""
         parts = self._file.find(start, len(target))
@@ -191,6 +204,12 @@ class _Nodes:
         self._files: dict[str, _InMemory] = {}
         self._ask([own])
         self.any = bool(self._files or self._others)
+
+    @property
+    def most_threads(self) -> int | None:
+        """How many can copy at a time, where all is in this machine's memory and nobody waits."""
+        here = not self._others and all(file.is_here for file in self._files.values())
+        return len(os.sched_getaffinity(0)) if here else None
 
     def find(self, key: str) -> _InMemory | None:
         """Returns where a file is in memory."""

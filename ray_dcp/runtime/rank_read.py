@@ -25,6 +25,7 @@ from ray_dcp.plan.reading import ReadPlan, Wanted
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.protocol.messages import LoadGo, OpKey, Target
 from ray_dcp.runtime.peers import Peers
+from ray_dcp.runtime.rank_memory import KeptIn, MemorySource
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
 from ray_dcp.store.storage import Storage, read_traits_of
 from ray_dcp.transfer.blocks import naming
@@ -57,16 +58,6 @@ _hung: set[object] = set()
 """Reads that were given up and may still write into targets when their storage answers."""
 _ended = threading.Condition()
 """Told when one of them has ended."""
-
-
-class InMemory(Storage, Protocol):
-    """A storage that takes some bytes from memory."""
-
-    bytes_from_memory: int
-
-
-KeptIn = Callable[[Storage, str], InMemory | None]
-"""From a storage and the attempt that is loaded to the storage with what is in memory of it."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ class Reading:
         peers: Peers | None = None,
     ) -> None:
         self._peers = peers or Peers()
-        self._kept = kept
+        self._memory = MemorySource(kept if options.from_memory else None)
         self._opener = opener
         self._target = target
         self._options = options
@@ -184,7 +175,10 @@ class Reading:
         self._vitals.enter("opening")
         storage = self._storage or self.open()
         read = partial(checkpoint_from, storage, go.kind, go.slot, go.record, checks_later=True)
-        return self._in_time(read, "read what is stored")
+        found = self._in_time(read, "read what is stored")
+        if self._opened is not None:
+            self._memory.ask(self._opened, found.attempt)
+        return found
 
     def prepare(
         self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
@@ -250,13 +244,14 @@ class Reading:
             CheckpointError: It can't be read, or does not fit.
         """
         storage = self._storage or self.open()
-        memory = self._in_memory(checkpoint)
+        memory = self._memory.found()
         source = storage if memory is None else WatchedStorage(memory, self._vitals)
         relay = self._relay(source, checkpoint, prepared, share, key)
         if memory is None and relay is None:
             return self._fill(storage, checkpoint, work, prepared)
+        most = None if memory is None else memory.most_threads
         try:
-            counts = self._fill(source, checkpoint, work, prepared, relay)
+            counts = self._fill(source, checkpoint, work, prepared, relay, most)
         except (DeadlineError, SaveCancelledError):
             raise
         except CheckpointError as error:
@@ -292,14 +287,6 @@ class Reading:
             num_threads=options.num_threads, check=vitals.check, moved=vitals.moved,
         )  # fmt: skip
 
-    def _in_memory(self, checkpoint: Checkpoint) -> InMemory | None:
-        attempt, storage = checkpoint.attempt, self._opened
-        if self._kept is None or attempt is None or storage is None:
-            return None
-        if not self._options.from_memory:
-            return None
-        return self._kept(storage, attempt)
-
     def _fill(
         self,
         storage: Storage,
@@ -307,8 +294,11 @@ class Reading:
         work: LoadWork,
         prepared: Prepared,
         relay: Relay | None = None,
+        most_threads: int | None = None,
     ) -> ReadCounts:
         table, options = checkpoint.table, self._options
+        if most_threads is not None:
+            options = replace(options, num_threads=min(options.num_threads, most_threads))
         self._vitals.enter("reading", prepared.read_plan.bytes_needed)
         end_s = time.monotonic() + options.read_timeout_s
 

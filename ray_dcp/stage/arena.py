@@ -56,6 +56,7 @@ class Arena:
                 key="limit_bytes",
             ) from exc
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._generations: UInt64Array = self._bytes[: address.num_slots * 8].view(np.uint64)
         self._present: set[int] = set()
         self._pin: Pin | None = None
         self._pinned: dict[int, Callable[[], None] | None] = {}
@@ -129,11 +130,11 @@ class Arena:
 
     def mark(self, slot: Slot) -> None:
         """Writes a slot's generation, for everybody who has the arena open."""
-        self._generations()[slot.index] = slot.generation
+        self._generations[slot.index] = slot.generation
 
     def holds(self, slot: Slot) -> bool:
         """Returns whether a slot is still what was granted once."""
-        return int(self._generations()[slot.index]) == slot.generation
+        return int(self._generations[slot.index]) == slot.generation
 
     def read_into(self, parts: Sequence[Part], target: memoryview) -> bool:
         """Fills `target` from slots; returns whether they still are what was granted.
@@ -191,7 +192,7 @@ class Arena:
             for undo in undone:
                 if undo is not None:
                     undo()
-            self._bytes = np.zeros(0, dtype=np.uint8)
+            self._bytes, self._generations = np.zeros(0, np.uint8), np.zeros(0, np.uint64)
             # Suppressed: somebody still reads from it.
             with suppress(BufferError):
                 self._map.close()
@@ -208,9 +209,6 @@ class Arena:
     def _slice(self, index: int) -> np.ndarray:
         start = self._first + index * self.address.slot_bytes
         return self._bytes[start : start + self.address.slot_bytes]
-
-    def _generations(self) -> UInt64Array:
-        return self._bytes[: self.address.num_slots * 8].view(np.uint64)
 
 
 def touch(array: np.ndarray) -> None:

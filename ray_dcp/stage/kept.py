@@ -6,8 +6,10 @@ the file itself, and checks them against the same checksums. Frames and padding 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -63,22 +65,28 @@ class KeptFile:
             >>> file.find(0, 200) is None
             True
         """
-        run = int(np.searchsorted(self.start, start, side="right")) - 1
+        starts, lengths, offsets = self._lists
+        run = bisect_right(starts, start) - 1
         found: list[Part] = []
         while num_bytes > 0:
-            if run < 0 or run >= len(self.start):
+            if run < 0 or run >= len(starts):
                 return None
-            skip = start - int(self.start[run])
+            skip = start - starts[run]
             if skip < 0 and found:
                 found.append(Part(None, 0, -skip))
                 start, num_bytes, skip = start - skip, num_bytes + skip, 0
-            left = int(self.num_bytes[run]) - skip
+            left = lengths[run] - skip
             if skip < 0 or left <= 0 or num_bytes <= 0:
                 return None
             length = min(left, num_bytes)
-            found.append(Part(self.slots[run], int(self.offset[run]) + skip, length))
+            found.append(Part(self.slots[run], offsets[run] + skip, length))
             start, num_bytes, run = start + length, num_bytes - length, run + 1
         return found
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+        # Why: it is asked for each read, and numbers in numpy take ten times as long.
+        return self.start.tolist(), self.num_bytes.tolist(), self.offset.tolist()
 
 
 @dataclass(frozen=True, eq=False)

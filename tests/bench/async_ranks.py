@@ -104,7 +104,7 @@ def load_kept(path: str, small: str, num_bytes: int) -> dict[str, Any]:
     wrong = [name for name, tensor in state.items() if not tensor.equal(expected[name])]
     assert not wrong, wrong
     known = {name: getattr(report, name) for name in ("bytes_needed", "bytes_read", "sources",
-             "source", "bytes_from_memory") if hasattr(report, name)}  # fmt: skip
+             "source", "bytes_from_memory", "seconds") if hasattr(report, name)}  # fmt: skip
     return {"load": load_s, "copy": copy_s, "report": known}
 
 
