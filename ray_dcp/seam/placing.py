@@ -26,7 +26,7 @@ from ray_dcp.seam.objects import load_object
 from ray_dcp.seam.per_rank import OwnValues
 from ray_dcp.seam.resizing import Resizing
 from ray_dcp.seam.shards import Layouts, is_sharded, sharded
-from ray_dcp.seam.sink import Fresh, TensorSink, is_direct, is_writable
+from ray_dcp.seam.sink import Fresh, TensorSink, is_writable
 from ray_dcp.seam.tensors import dtype_name, dtype_of, find_dtype, loses_nothing, refusal
 from ray_dcp.seam.wanted_boxes import Boxes
 
@@ -104,7 +104,10 @@ class Placing:
                 (cls is torch.Tensor or cls is torch.nn.Parameter)
                 and value.dtype is direct[number]
                 and value.shape == shapes[number]
-                and is_direct(value)
+                and value.is_cpu
+                and value.is_contiguous()
+                and not value.is_neg()
+                and not value.is_conj()
             ):
                 numbers.append(number)
                 targets.append(value)
@@ -122,7 +125,12 @@ class Placing:
                     self._not_tensors.append(f"{fqn!r} ({cls.__qualname__})")
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
-        self.raw.add_direct(numbers, targets)
+        rows = np.array(numbers, np.int64)
+        # 0: what -1 finds, the dtype of objects.
+        sizes = [0 if (dtype := find_dtype(name)) is None else dtype.itemsize
+                 for name in self.table.dtypes]  # fmt: skip
+        itemsize = np.array([*sizes, 0], np.int64)[self.table.dtype[rows]]
+        self.raw.add_direct(rows, targets, self.table.shape[rows], itemsize)
 
     def _direct_dtypes(self) -> list[torch.dtype | None]:
         """Returns for each tensor the dtype of targets that its raw bytes can be read into."""

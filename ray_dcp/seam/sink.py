@@ -5,10 +5,12 @@ Which tensors are targets, and of which boxes, is decided in `targets`.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,6 +25,12 @@ __all__ = [
     "is_direct",
     "is_writable",
 ]
+
+
+_copy_memory = ctypes.PyDLL(None).memmove
+# Why PyDLL: a copy of a few KB does not pay for giving up Python's global lock and taking it again.
+_copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_memory.restype = None
 
 
 class Fresh:
@@ -63,7 +71,7 @@ class TensorSink:
 
     def __init__(self) -> None:
         self._tensors: list[Any] = []
-        self._stored: list[torch.dtype] = []
+        self._stored: list[Any] = []
         self._direct: list[bool] = []
         self._temporary: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -86,7 +94,7 @@ class TensorSink:
     def add_direct(self, tensors: Sequence[torch.Tensor]) -> None:
         """Appends rows like `add`, for plain tensors of the stored dtypes that are `is_direct`."""
         self._tensors += tensors
-        self._stored += [tensor.dtype for tensor in tensors]
+        self._stored += [None] * len(tensors)  # Why: nobody asks for theirs.
         self._direct += [True] * len(tensors)
 
     def add_fresh(self, fresh: Fresh, index: int, stored: torch.dtype) -> None:
@@ -100,6 +108,35 @@ class TensorSink:
         if self._direct[row]:
             return host_bytes(self._tensors[row])
         return writable_bytes(self.region(row))
+
+    def put_many(
+        self,
+        rows: Sequence[int],
+        source: memoryview,
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> list[int]:
+        """Fills whole rows that are read in place; see `filling.ManySink`.
+
+        Complexity: 0.8 us for a small tensor.
+        """
+        tensors, direct = self._tensors, self._direct
+        first, length = np.frombuffer(source, np.uint8).ctypes.data, len(source)
+        left = []
+        for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            tensor = tensors[row]
+            # Why again: somebody may have taken the memory from the tensor meanwhile.
+            if (
+                direct[row]
+                and tensor.is_cpu
+                and tensor.nbytes == count
+                and 0 <= start <= length - count
+                and (place := tensor.data_ptr())
+            ):
+                _copy_memory(place, first + start, count)
+            else:
+                left.append(index)
+        return left
 
     def done(self, row: int) -> None:
         """Copies a row that could not be read in place to its target."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from ray_dcp.transfer.jobs import Direct, Geometry, Job, ReadCost, Span, Strided
 from ray_dcp.transfer.pair_numbers import PairNumbers
 from ray_dcp.transfer.stock import ELEMENT_TYPES, parse_item, view_of_item
 
-__all__ = ["Filler", "TargetSink"]
+__all__ = ["Filler", "ManySink", "TargetSink"]
 
 _VERIFY_BYTES = 2 << 20
 """Direct reads are verified in steps of about this length, while they are in the cache."""
@@ -46,6 +46,31 @@ class TargetSink(Protocol):
 
     def done(self, row: int) -> None:
         """Is told once that all bytes of a row are in its target and verified."""
+        ...
+
+
+@runtime_checkable
+class ManySink(TargetSink, Protocol):
+    """A sink that takes many small rows for less than one by one."""
+
+    def put_many(
+        self,
+        rows: Sequence[int],
+        source: memoryview,
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> Sequence[int]:
+        """Fills whole rows, as `buffer`, a copy and `done` do for each.
+
+        Args:
+            rows: Which.
+            source: Verified bytes.
+            starts: Where those of each row begin in it.
+            counts: How many each has.
+
+        Returns:
+            The places in `rows` of those that it leaves to be filled one by one.
+        """
         ...
 
 
@@ -87,6 +112,7 @@ class Filler:
         self._table = table
         self._geo = geo
         self._sink = sink
+        self._many = sink if isinstance(sink, ManySink) else None
         self._lengths = lengths
         self._parts = list(parts)
         self._single = [count == 1 for count in parts]
@@ -170,30 +196,38 @@ class Filler:
     def _copy_simple(self, pairs: Sequence[int], view: memoryview, span_low: int) -> int:
         """Copies the simple ones among some pairs; returns how many blocks were verified.
 
-        Why all in one loop: this is the path of small tensors, and a call costs as much as what
-        it would do.
+        Why all at once: this is the path of small tensors, and a call costs as much as what it
+        would do.
         """
-        numbers, rows, lengths = self._pairs, self._row, self._lengths
-        simple, starts, checks = numbers.simple, numbers.chunk_start, numbers.first_check
-        has_check, buffer, done = numbers.block_bytes, self._sink.buffer, self._sink.done
-        blocks = 0
-        for pair in pairs:
-            if not simple[pair]:
-                continue
-            row = rows[pair]
-            count = lengths[row]
-            start = starts[pair] - span_low
-            part = view[start : start + count]
-            if has_check[pair]:
-                blocks += 1
-                if block_check(part) != checks[pair]:
-                    raise self._verifier.damaged(self._chunk[pair], 0)
-            target = buffer(row)
-            if len(target) != count or target.readonly or target.itemsize != 1:
-                raise self._misfit(row, target)
-            target[:] = part
-            done(row)
+        numbers, row_of, lengths = self._pairs, self._row, self._lengths
+        simple, first = numbers.simple, numbers.chunk_start
+        chosen = [pair for pair in pairs if simple[pair]]
+        rows = [row_of[pair] for pair in chosen]
+        counts = [lengths[row] for row in rows]
+        starts = [first[pair] - span_low for pair in chosen]
+        blocks = self._check_simple(chosen, view, starts, counts)
+        many, left = self._many, range(len(rows))
+        for index in left if many is None else many.put_many(rows, view, starts, counts):
+            start = starts[index]
+            self._target(rows[index])[:] = view[start : start + counts[index]]
+            self._sink.done(rows[index])
         return blocks
+
+    def _check_simple(
+        self, pairs: Sequence[int], view: memoryview, starts: Sequence[int], counts: Sequence[int]
+    ) -> int:
+        """Verifies pairs of one block each; returns how many blocks that were."""
+        numbers, check = self._pairs, block_check
+        has_check, expected = numbers.block_bytes, numbers.first_check
+        found = [
+            check(view[start : start + count]) if has_check[pair] else expected[pair]
+            for pair, start, count in zip(pairs, starts, counts, strict=True)
+        ]
+        if found != [expected[pair] for pair in pairs]:
+            both = zip(pairs, found, strict=True)
+            bad = next(pair for pair, value in both if value != expected[pair])
+            raise self._verifier.damaged(self._chunk[bad], 0)
+        return sum(1 for pair in pairs if has_check[pair])
 
     def _do_direct(self, job: Direct) -> tuple[int, int]:
         numbers, pair = self._pairs, job.pair
