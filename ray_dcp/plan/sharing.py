@@ -26,6 +26,7 @@ __all__ = [
     "cut_boxes",
     "itemsizes",
     "lead_lengths",
+    "leads_of",
     "share_alike",
     "share_out",
 ]
@@ -209,7 +210,11 @@ def _splittable(held: Held, boxes: Boxes) -> BoolArray:
 
 def lead_lengths(held: Held, boxes: Boxes, box: Int64Array) -> Int64Array:
     """Returns how long the first dimension longer than 1 is."""
-    size = held.size[boxes.row[box]]
+    return leads_of(held.size[boxes.row[box]])
+
+
+def leads_of(size: Int64Array) -> Int64Array:
+    """Returns how long the first dimension longer than 1 of each box is."""
     return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
 
 

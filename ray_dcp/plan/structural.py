@@ -27,6 +27,7 @@ from ray_dcp.plan.sharing import (
     cut_boxes,
     itemsizes,
     lead_lengths,
+    leads_of,
     share_alike,
 )
 from ray_dcp.plan.structural_plan import StructuralPlan
@@ -71,31 +72,41 @@ def make_structural_plan(
     if world_size < 2 or len(np.unique(first.name)) < len(first):
         return None
     own, shared = _sorts(regular)
+    stop = _num_holders(regular, own)
     if not ((own & _tiled(regular, own)) | (shared & _is_whole(regular))).all():
         return None
     held = merge([first])
     rows = np.arange(len(first))
     boxes = Boxes(rows, np.arange(len(first) + 1), rows)
     itemsize = itemsizes(held, boxes)
-    load = _loads(regular, sizes, own, itemsize)
+    load = _loads(regular, sizes, stop, itemsize)
     num_bytes = volume(held.size) * itemsize
     members = np.flatnonzero(shared)
     cuttable = held.splittable & (held.kind == Kind.TENSOR) & (num_bytes >= 2 * min_piece_bytes)
     lead = lead_lengths(held, boxes, members)
     ranks = np.arange(world_size, dtype=np.int32)
-    cuts = Cuts(*np.zeros((4, 0), dtype=np.int64))
+    found = [Cuts(*np.zeros((4, 0), dtype=np.int64))]
     if len(members):
-        found = share_alike(
+        found += share_alike(
             members, num_bytes[members], lead, cuttable[members], ranks, load,
             min_piece_bytes, min_writer_bytes,
         )  # fmt: skip
-        cuts = Cuts(*map(np.concatenate, zip(*found, strict=True)))
+    # What lies behind the last elements is one box, which all hold that have no elements.
+    for low in np.unique(stop[own & (stop < world_size - 1)]).tolist():
+        members = np.flatnonzero(own & (stop == low))
+        lead = leads_of(regular.boxes(low)[1][members])
+        none = np.zeros(len(members), dtype=np.int64)
+        behind = share_alike(
+            members, none, lead, none > 0, ranks[low:], load, min_piece_bytes, min_writer_bytes
+        )
+        found += [cut._replace(row=cut.row + low) for cut in behind]
+    cuts = Cuts(*map(np.concatenate, zip(*found, strict=True)))
     leaders, kind = _classes(sizes, cuts.row)
     if len(leaders) * LEAST_RANKS_A_CLASS > world_size:
         return None
     everybody = merge([regular.of(rank) for rank in leaders.tolist()])
     everybody = replace(everybody, rank=leaders[everybody.rank].astype(np.int32))
-    pieces = _pieces(everybody, held, boxes, itemsize, np.flatnonzero(own), cuts, leaders)
+    pieces = _pieces(everybody, itemsize, stop, cuts, leaders, world_size)
     layout = lay_out(everybody, pieces, container="torch_save", part_bytes=part_bytes)
     few = plan_of_layout(
         everybody, pieces, layout, NO_GROUPS, world_size, "torch_save", checks_at_end=True
@@ -129,10 +140,15 @@ def _is_whole(regular: Regular) -> BoolArray:
 
 
 def _tiled(regular: Regular, own: BoolArray) -> BoolArray:
-    """Tells of which items the ranks' boxes cover everything once, and none is empty."""
+    """Tells of which items the ranks' boxes cover everything once.
+
+    On a mesh of one dimension the last ranks may have no elements.
+    """
     first = regular.first
     fits = own & (first.kind == Kind.TENSOR) & (first.offset == 0).all(axis=1)
     lengths = np.array(regular.lengths, dtype=np.int64)
+    # Why not on other meshes: those who have none would hold boxes at several places.
+    may_lack = (len(lengths) == 1) & (first.value == 0)
     most = np.iinfo(np.int64).max
     for dim in range(first.shape.shape[1]):
         size, shape = first.size[:, dim], first.shape[:, dim]
@@ -144,15 +160,42 @@ def _tiled(regular: Regular, own: BoolArray) -> BoolArray:
             fits &= (step == most) | (step == reach)
             # Careful: a claimed shape may be so large that this overflows; it is refused then.
             reach = np.where(step == most, reach, reach * length)
-        fits &= (size > 0) & (size <= shape) & (reach >= shape) & (reach - size < shape)
+        fits &= (size > 0) & (size <= shape) & (reach >= shape)
+        fits &= may_lack | (reach - size < shape)
     return np.asarray(fits)
 
 
-def _loads(regular: Regular, sizes: Int32Array, own: BoolArray, itemsize: Int64Array) -> Int64Array:
+def _num_holders(regular: Regular, own: BoolArray) -> Int64Array:
+    """Returns how many ranks hold elements of each item that all have their own part of; else 0."""
+    world_size = int(np.prod(regular.lengths))
+    found = np.where(own, world_size, 0)
+    if len(regular.lengths) == 1:
+        step = regular.steps[0].max(axis=1)
+        dim = regular.steps[0].argmax(axis=1)
+        length = np.take_along_axis(regular.first.shape, dim[:, None], axis=1)[:, 0]
+        found = np.where(own, np.minimum(-(-length // np.maximum(step, 1)), world_size), 0)
+    return np.asarray(found, dtype=np.int64)
+
+
+def _written(stop: Int64Array, rank: int | Int64Array, world_size: int) -> BoolArray:
+    """Tells which items a rank writes that nobody else could: also nothing, if it alone has that.
+
+    Args:
+        stop: Of `_num_holders`.
+        rank: Which rank, or ranks, as a column.
+        world_size: Number of ranks.
+    """
+    return np.asarray((rank < stop) | ((rank == world_size - 1) & (stop == rank)))
+
+
+def _loads(
+    regular: Regular, sizes: Int32Array, stop: Int64Array, itemsize: Int64Array
+) -> Int64Array:
     """Returns what each rank writes of its own."""
     found = np.zeros(len(sizes), dtype=np.int64)
     for rank in np.unique(sizes).tolist():
         _, size = regular.boxes(rank)
+        own = _written(stop, rank, len(sizes))
         weight = volume(size)[own] * itemsize[own] + ITEM_COST_BYTES
         found[sizes == rank] = weight.sum()
     return found
@@ -173,20 +216,22 @@ def _classes(sizes: Int32Array, writers: npt.NDArray[np.integer]) -> tuple[Int64
 
 def _pieces(
     everybody: Held,
-    held: Held,
-    boxes: Boxes,
     itemsize: Int64Array,
-    own: Int64Array,
+    stop: Int64Array,
     cuts: Cuts,
     leaders: Int64Array,
+    world_size: int,
 ) -> Pieces:
     """Returns what the leaders write: their own items, and what they were given of the others."""
-    count = len(held.row)
-    row = (np.arange(len(leaders))[:, None] * count + own).reshape(-1)
-    offset, size, start = cut_boxes(held, boxes, itemsize, cuts.box, cuts.first, cuts.rows)
-    size = np.concatenate([everybody.size[row], size])
-    item = np.concatenate([np.tile(itemsize[own], len(leaders)), itemsize[cuts.box]])
+    count = len(stop)
+    row = np.flatnonzero(_written(stop, leaders[:, None], world_size))
     given = np.searchsorted(leaders, cuts.row) * count + cuts.box
+    boxes = Boxes(given, np.arange(len(given) + 1), given)
+    offset, size, start = cut_boxes(
+        everybody, boxes, itemsize[cuts.box], np.arange(len(given)), cuts.first, cuts.rows
+    )
+    size = np.concatenate([everybody.size[row], size])
+    item = itemsize[np.concatenate([row % count, cuts.box])]
     return Pieces(
         held=np.concatenate([row, given]),
         offset=np.concatenate([everybody.offset[row], offset]),
