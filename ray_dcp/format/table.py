@@ -18,19 +18,23 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.checksums import DIGEST_BYTES, digest_many
+from ray_dcp.format.checksums import DIGEST_BYTES
 from ray_dcp.format.parquet_footer import read_footer
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_columns import (
     ArrowArray,
+    chunkless,
     damaged,
+    digests_of,
     int_column,
     padded,
     paths_of,
     paths_to_arrow,
     ragged,
 )
+from ray_dcp.format.table_structure import expanded, structure_to
 from ray_dcp.plan.arrow_arrays import from_bytes, from_numpy, from_texts, texts, to_numpy
+from ray_dcp.plan.structure import Structure
 from ray_dcp.plan.values import ChunkTable, Int64Array, Kind
 
 __all__ = ["FORMAT_VERSION", "decode_table", "encode_table"]
@@ -39,7 +43,8 @@ pa: Any = pyarrow
 pc: Any = pyarrow.compute
 pq: Any = pyarrow.parquet
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Newest that can be read. From 2 on the rows of a table may be those of few ranks."""
 MAX_TABLE_BYTES = 8 << 30
 MAX_ROWS = 1 << 26
 MAX_VALUES = 1 << 29
@@ -90,8 +95,12 @@ _ARROW_SAYS_CORRUPT = (
 )  # fmt: skip
 
 
-def encode_table(table: ChunkTable) -> bytes:
+def encode_table(table: ChunkTable, structure: Structure | None = None) -> bytes:
     """Returns the Parquet file of a chunk table; `decode_table` gives back an equal one.
+
+    Args:
+        table: All of it, or with `structure` its leaders' rows, without checksums.
+        structure: What tells the rest of it.
 
     Raises:
         DamagedCheckpointError: The table contradicts itself, and would not be read back.
@@ -100,7 +109,7 @@ def encode_table(table: ChunkTable) -> bytes:
         O(chunks + checksums); about 1 us a chunk.
     """
     check_table(table)
-    tensor = np.concatenate([table.tensor, _chunkless(table)]).astype(np.int32)
+    tensor = np.concatenate([table.tensor, chunkless(table)]).astype(np.int32)
     rows = _tensor_columns(table, tensor) | _chunk_columns(table, tensor)
     extra = {
         "dtypes": table.dtypes,
@@ -109,7 +118,10 @@ def encode_table(table: ChunkTable) -> bytes:
         "num_tensors": table.num_tensors,
         "width": int(table.shape.shape[1]),
     }
-    metadata = {_VERSION_KEY: str(FORMAT_VERSION), _EXTRA_KEY: json.dumps(extra)}
+    if structure is not None:
+        extra["structure"] = structure_to(structure)
+    version = 1 if structure is None else FORMAT_VERSION
+    metadata = {_VERSION_KEY: str(version), _EXTRA_KEY: json.dumps(extra)}
     schema = _SCHEMA.with_metadata(metadata)
     arrow = pa.Table.from_arrays([rows[field.name] for field in schema], schema=schema)
     sink = pa.BufferOutputStream()
@@ -141,6 +153,9 @@ def decode_table(data: bytes) -> ChunkTable:
     try:
         arrow, extra = _read(data)
         table = _table_of(arrow, extra, _max_values(data))
+        if "structure" in extra:
+            check_table(table)
+            table = expanded(table, extra["structure"])
     except CheckpointError:
         raise
     except _ARROW_SAYS_CORRUPT as exc:
@@ -149,10 +164,6 @@ def decode_table(data: bytes) -> ChunkTable:
         ) from exc
     check_table(table)
     return table
-
-
-def _chunkless(table: ChunkTable) -> npt.NDArray[np.int64]:
-    return np.flatnonzero(np.bincount(table.tensor, minlength=table.num_tensors) == 0)
 
 
 def _text_column(indices: Any, words: Sequence[str], null: Any = None) -> ArrowArray:
@@ -193,23 +204,11 @@ def _chunk_columns(table: ChunkTable, tensor: npt.NDArray[np.int32]) -> dict[str
         "sizes": ragged(np.concatenate([table.size, blank]), ndim, null),
         "file": _text_column(file, table.files, null),
         "file_index": from_numpy(file, null=null),
-        "digest": from_bytes(_digests(table) + [None] * more, DIGEST_BYTES),
+        "digest": from_bytes(digests_of(table) + [None] * more, DIGEST_BYTES),
         "checks": pa.LargeListArray.from_arrays(
             from_numpy(starts.astype(np.int64)), from_numpy(table.checks)
         ),
     }
-
-
-def _digests(table: ChunkTable) -> list[bytes | None]:
-    if not len(table.checks):
-        return [None] * table.num_chunks
-    digests = digest_many(table.checks, table.check_start)
-    if (table.block_bytes > 0).all():
-        return [*digests]
-    return [
-        found if block_bytes > 0 else None
-        for found, block_bytes in zip(digests, table.block_bytes.tolist(), strict=True)
-    ]
 
 
 def _read(data: bytes) -> tuple[Any, Mapping[str, Any]]:

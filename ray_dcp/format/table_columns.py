@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow
 
 from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.checksums import digest_many
 from ray_dcp.plan.arrow_arrays import (
     ArrowArray,
     from_numpy,
@@ -19,11 +20,13 @@ from ray_dcp.plan.arrow_arrays import (
     texts,
     to_numpy,
 )
-from ray_dcp.plan.values import BoolArray, Int8Array, Int64Array, IntKey, Path
+from ray_dcp.plan.values import BoolArray, ChunkTable, Int8Array, Int64Array, IntKey, Path
 
 __all__ = [
     "ArrowArray",
+    "chunkless",
     "damaged",
+    "digests_of",
     "int_column",
     "padded",
     "paths_of",
@@ -154,6 +157,25 @@ def paths_of(words: ArrowArray, is_index: ArrowArray) -> tuple[Path | None, ...]
         found.append(tuple(components[start : start + length]))
         start += length
     return tuple(found)
+
+
+def chunkless(table: ChunkTable) -> Int64Array:
+    """Returns the tensors that have no chunk."""
+    counts = np.bincount(table.tensor, minlength=table.num_tensors)
+    return np.flatnonzero(counts == 0)
+
+
+def digests_of(table: ChunkTable) -> list[bytes | None]:
+    """Returns the digest of each chunk's block checksums; None where it has none."""
+    if not len(table.checks):
+        return [None] * table.num_chunks
+    digests = digest_many(table.checks, table.check_start)
+    if (table.block_bytes > 0).all():
+        return [*digests]
+    return [
+        found if block_bytes > 0 else None
+        for found, block_bytes in zip(digests, table.block_bytes.tolist(), strict=True)
+    ]
 
 
 def _lengths(column: ArrowArray) -> list[int | None]:

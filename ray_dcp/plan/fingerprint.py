@@ -9,13 +9,15 @@ that it leads to, and by whether holders share them; what leads to the same boxe
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.plan.columns import int_keys
-from ray_dcp.plan.values import Columns, Path
+from ray_dcp.plan.values import Columns, Int64Array, Path
 from ray_dcp.version import __version__
 
 __all__ = ["FINGERPRINT_BYTES", "Fingerprints", "fingerprint", "plan_key"]
@@ -63,7 +65,7 @@ def fingerprint(
         (True, False)
     """
     options = (world_size, container, part_bytes, to_lowest_rank)
-    return _named(_state_of(columns, options), columns)
+    return _named(_state_of(columns, options), {key: getattr(columns, key) for key in _BOXES})
 
 
 class Fingerprints:
@@ -86,7 +88,11 @@ class Fingerprints:
 
     def of(self, columns: Columns) -> bytes:
         """Returns the fingerprint of a rank that differs by `offset` and `size` alone."""
-        return _named(self._state, columns)
+        return self.of_boxes(columns.offset, columns.size)
+
+    def of_boxes(self, offset: Int64Array, size: Int64Array) -> bytes:
+        """Returns the fingerprint of a rank that holds these boxes of the same items."""
+        return _named(self._state, {"size": size, "offset": offset})
 
 
 def _state_of(columns: Columns, options: tuple[object, ...]) -> blake2b:
@@ -94,20 +100,19 @@ def _state_of(columns: Columns, options: tuple[object, ...]) -> blake2b:
     state = blake2b(json.dumps(words).encode(), digest_size=FINGERPRINT_BYTES)
     state.update(_vocabulary(columns.names, columns.paths, columns.dtypes))
     for key in _ARRAYS:
-        _add(state, columns, key)
+        _add(state, key, getattr(columns, key))
     state.update(np.ascontiguousarray(columns.value != 0).data)
     return state
 
 
-def _named(state: blake2b, columns: Columns) -> bytes:
+def _named(state: blake2b, boxes: Mapping[str, Int64Array]) -> bytes:
     state = state.copy()
     for key in _BOXES:
-        _add(state, columns, key)
+        _add(state, key, boxes[key])
     return state.digest()
 
 
-def _add(state: blake2b, columns: Columns, key: str) -> None:
-    array = getattr(columns, key)
+def _add(state: blake2b, key: str, array: npt.NDArray[Any]) -> None:
     state.update(f"{key} {array.dtype.str} {array.shape}".encode())
     state.update(np.ascontiguousarray(array).data)
 

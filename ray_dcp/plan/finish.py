@@ -12,7 +12,8 @@ import numpy as np
 from ray_dcp.errors import InternalError
 from ray_dcp.format.checksums import num_blocks_many
 from ray_dcp.format.end_checks import length_with_checks
-from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.grouping import offsets_of, within
+from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.protocol.receipts import FileReceipts, check_digests, pack_receipts
@@ -86,7 +87,7 @@ def checked_receipts(
         wrong = _check_receipts(plan, attempt, named)
         if wrong:
             raise InternalError("receipts do not fit the plan: " + "; ".join(wrong), key=attempt)
-        receipts = pack_receipts(named[file] for file in range(len(plan.table.files)))
+        receipts = pack_receipts(named[file] for file in range(len(plan.file_rank)))
         check_digests(receipts)
     # Invariant: deferred chunks and places are both in the order of files and, within, rows.
     return receipts.places[:, 1:], receipts
@@ -109,7 +110,7 @@ def _fit(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> bool:
     shape = _shape_of(plan)
     places, starts = receipts.places, offsets_of(receipts.num_places)
     if not (
-        np.array_equal(receipts.file, np.arange(len(plan.table.files)))
+        np.array_equal(receipts.file, np.arange(len(plan.file_rank)))
         and receipts.keys == shape.keys.replace("{attempt}", attempt)
         and np.array_equal(receipts.num_places, shape.num_places)
         and np.array_equal(places[:, 0], shape.rows)
@@ -137,12 +138,11 @@ def _fit(plan: GlobalPlan, attempt: str, receipts: FileReceipts) -> bool:
 def _check_receipts(
     plan: GlobalPlan, attempt: str, receipts: Mapping[int, FileReceipt]
 ) -> list[str]:
-    table = plan.table
     wrong = [
-        f"file {file} is not planned" for file in receipts if file not in range(len(table.files))
+        f"file {file} is not planned" for file in receipts if file not in range(len(plan.file_rank))
     ]
     shape = _shape_of(plan)
-    for file, template in enumerate(table.files):
+    for file, template in enumerate(plan.files):
         key = template.replace("{attempt}", attempt)
         receipt = receipts.get(file)
         if receipt is None:
@@ -171,7 +171,9 @@ _shapes: WeakKeyDictionary[GlobalPlan, _Shape] = WeakKeyDictionary()
 def _shape_of(plan: GlobalPlan) -> _Shape:
     """Why kept: a plan that is used again has the same every time."""
     shape = _shapes.get(plan)
-    if shape is None:
+    if shape is None and isinstance(plan, StructuralPlan):
+        shape = _shapes[plan] = _shape_of_all(plan, _shape_of(plan.few))
+    elif shape is None:
         table = plan.table
         blocks = num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
         starts = np.searchsorted(table.file, np.arange(len(table.files) + 1))
@@ -188,6 +190,19 @@ def _shape_of(plan: GlobalPlan) -> _Shape:
             plan.source_row[late].astype(np.int64),
         )
     return shape
+
+
+def _shape_of_all(plan: StructuralPlan, few: _Shape) -> _Shape:
+    like = plan.files_of_few
+    count = few.num_places[like]
+    first = offsets_of(few.num_places)[like]
+    return _Shape(
+        np.array(few.fixed_checks, dtype=np.int64)[like].tolist(),
+        {file: few.deferred[own] for file, own in enumerate(like.tolist()) if own in few.deferred},
+        "\n".join(plan.files),
+        count,
+        few.rows[np.repeat(first, count) + within(count)],
+    )
 
 
 def _check_receipt(

@@ -22,7 +22,13 @@ from ray_dcp.plan.merging import Held, check_held, distinct_boxes, merge
 from ray_dcp.plan.sharing import Pieces, share_out
 from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan, ValueGroups
 
-__all__ = ["CHECKS_AT_END_CHUNKS", "MIN_PIECE_BYTES", "MIN_WRITER_BYTES", "make_plan"]
+__all__ = [
+    "CHECKS_AT_END_CHUNKS",
+    "MIN_PIECE_BYTES",
+    "MIN_WRITER_BYTES",
+    "make_plan",
+    "plan_of_layout",
+]
 
 _CONTAINERS = ("torch_save", "safetensors")
 
@@ -96,7 +102,10 @@ def make_plan(
     )
     layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
     groups = group_values(held, boxes, pieces.differing)
-    return _plan(held, pieces, layout, groups, len(columns), container)
+    at_end = container == "torch_save" and len(layout.piece) >= CHECKS_AT_END_CHUNKS
+    return plan_of_layout(
+        held, pieces, layout, groups, len(columns), container, checks_at_end=at_end
+    )
 
 
 def _check_request(
@@ -123,14 +132,27 @@ def _check_request(
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
 
 
-def _plan(
+def plan_of_layout(
     held: Held,
     pieces: Pieces,
     layout: Layout,
     groups: ValueGroups,
     world_size: int,
     container: str,
+    *,
+    checks_at_end: bool,
 ) -> GlobalPlan:
+    """Returns the plan of a layout.
+
+    Args:
+        held: Items of the ranks.
+        pieces: What they write.
+        layout: Where.
+        groups: Which contents have to be equal for it to be used again.
+        world_size: Number of ranks.
+        container: As for `make_plan`.
+        checks_at_end: As `GlobalPlan.checks_at_end`.
+    """
     row = pieces.held[layout.piece]
     fixed = layout.payload_bytes >= 0
     blocks = block_bytes_for_many(np.maximum(layout.payload_bytes, 0))
@@ -157,7 +179,6 @@ def _plan(
         checks=np.zeros(0, dtype=np.uint64),
     )
     source = (held.rank[row], held.row[row], pieces.start[layout.piece])
-    checks_at_end = container == "torch_save" and len(row) >= CHECKS_AT_END_CHUNKS
     return GlobalPlan(
         world_size=world_size,
         container=container,

@@ -31,6 +31,9 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
         raise InvalidRequestError(
             f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
         )
+    part = plan.part_of(rank)
+    if part is not None:
+        return part
     # Invariant: files are in the order of their ranks.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))

@@ -50,6 +50,11 @@ class Regular:
 
     def of(self, rank: int) -> Columns:
         """Returns what a rank holds, if it is as regular as those that were looked at."""
+        offset, size = self.boxes(rank)
+        return replace(self.first, offset=offset, size=size)
+
+    def boxes(self, rank: int) -> tuple[Int64Array, Int64Array]:
+        """Returns where the boxes of a rank start, and how large they are."""
         offset = self.first.offset.copy()
         for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
             offset += step * (rank // stride % length)
@@ -76,9 +81,9 @@ def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:
             continue
         # A dimension goes on as long as its steps add up. Where two look like one, they are one.
         expected = first.offset + steps[-1] * (rank // strides[-1])
-        same = _placed(first, expected)
+        offset, size = _placed(first, expected)
         found = known[rank]
-        if not (np.array_equal(same.offset, found.offset) and _same_sizes(same, found)):
+        if not (np.array_equal(offset, found.offset) and np.array_equal(size, found.size)):
             strides.append(rank)
             steps.append(found.offset - first.offset)
     ends = [*strides[1:], world_size]
@@ -96,13 +101,9 @@ def _alike(one: Columns, other: Columns) -> bool:
     )
 
 
-def _same_sizes(one: Columns, other: Columns) -> bool:
-    return np.array_equal(one.size, other.size)
-
-
-def _placed(first: Columns, offset: Int64Array) -> Columns:
+def _placed(first: Columns, offset: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Returns rank 0's items at other places: what reaches out of a tensor is cut off."""
     offset = np.minimum(offset, np.maximum(first.shape, first.offset))
     inside = np.maximum(first.shape - offset, 0)
     size = np.where(offset == first.offset, first.size, np.minimum(first.size, inside))
-    return replace(first, offset=offset, size=size)
+    return offset, size

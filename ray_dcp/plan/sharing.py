@@ -19,7 +19,17 @@ from ray_dcp.plan.grouping import group_rows, offsets_of, within
 from ray_dcp.plan.merging import Boxes, Held, ranks_text
 from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, Kind
 
-__all__ = ["ITEM_COST_BYTES", "Pieces", "share_out"]
+__all__ = [
+    "ITEM_COST_BYTES",
+    "Cuts",
+    "Pieces",
+    "cut_boxes",
+    "itemsizes",
+    "lead_lengths",
+    "leads_of",
+    "share_alike",
+    "share_out",
+]
 
 ITEM_COST_BYTES = 1024
 """What an item weighs beside its bytes when ranks are balanced: its frame and its handling, so
@@ -80,7 +90,7 @@ def share_out(
     Raises:
         UnsupportedValueError: A dtype is unknown; all FQNs concerned are named.
     """
-    itemsize = _itemsizes(held, boxes)
+    itemsize = itemsizes(held, boxes)
     num_bytes = volume(held.size[boxes.row]) * itemsize
     differing, disagreements = _disagreements(held, boxes)
     free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
@@ -89,32 +99,60 @@ def share_out(
     fixed = np.flatnonzero(~free)
     writer = boxes.holder[boxes.start[:-1][fixed]]
     np.add.at(load, held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
-    parts = [_Cuts(fixed, np.zeros_like(fixed), _lead_lengths(held, boxes, fixed), writer)]
+    parts = [Cuts(fixed, np.zeros_like(fixed), lead_lengths(held, boxes, fixed), writer)]
     for members in _by_holders(held, boxes, np.flatnonzero(free)):
         start, stop = boxes.start[members[0] : members[0] + 2].tolist()
-        total = int((num_bytes[members] + ITEM_COST_BYTES).sum())
-        chosen = _writers(load[held.rank[boxes.holder[start:stop]]], total, min_writer_bytes)
-        ranks = held.rank[boxes.holder[start:stop]][chosen]
-        whole, line = members[~cuttable[members]], members[cuttable[members]]
-        if len(whole):
-            place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks, load)
-            rows = _lead_lengths(held, boxes, whole)
-            own = boxes.holder[boxes.start[whole] + chosen[place]]
-            parts.append(_Cuts(whole, np.zeros_like(whole), rows, own))
-        if len(line):
-            rows = _lead_lengths(held, boxes, line)
-            index, first, count, place = _cut_line(
-                num_bytes[line], rows, ranks, load, min_piece_bytes
-            )
-            own = boxes.holder[boxes.start[line[index]] + chosen[place]]
-            parts.append(_Cuts(line[index], first, count, own))
+        shared = share_alike(
+            members, num_bytes[members], lead_lengths(held, boxes, members), cuttable[members],
+            held.rank[boxes.holder[start:stop]], load, min_piece_bytes, min_writer_bytes,
+        )  # fmt: skip
+        parts += [cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared]
     box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
-    offset, size, begin = _cut(held, boxes, itemsize, box, first, count)
+    offset, size, begin = cut_boxes(held, boxes, itemsize, box, first, count)
     length = volume(size) * itemsize[box]
     return Pieces(row, offset, size, begin, length, disagreements, differing)
 
 
-class _Cuts(NamedTuple):
+def share_alike(
+    members: Int64Array,
+    num_bytes: Int64Array,
+    rows: Int64Array,
+    cuttable: BoolArray,
+    holders: Int32Array,
+    load: Int64Array,
+    min_piece_bytes: int,
+    min_writer_bytes: int,
+) -> list[Cuts]:
+    """Decides which holder writes which part of boxes that the same ranks hold.
+
+    Args:
+        members: int64[k], numbers of the boxes.
+        num_bytes: int64[k].
+        rows: int64[k], how many leading rows each has.
+        cuttable: bool[k].
+        holders: Their ranks, ascending.
+        load: int64[world size], what each rank writes anyway; grows.
+        min_piece_bytes: As for `share_out`.
+        min_writer_bytes: As there.
+
+    Returns:
+        Pieces, with the position of the holder as `row`.
+    """
+    chosen = _writers(load[holders], int((num_bytes + ITEM_COST_BYTES).sum()), min_writer_bytes)
+    ranks, parts = holders[chosen], []
+    whole, line = np.flatnonzero(~cuttable), np.flatnonzero(cuttable)
+    if len(whole):
+        place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks, load)
+        parts.append(Cuts(members[whole], np.zeros_like(whole), rows[whole], chosen[place]))
+    if len(line):
+        index, first, count, place = _cut_line(
+            num_bytes[line], rows[line], ranks, load, min_piece_bytes
+        )
+        parts.append(Cuts(members[line[index]], first, count, chosen[place]))
+    return parts
+
+
+class Cuts(NamedTuple):
     """Pieces: `rows` of a box's leading rows from `first` on, written by the row of `Held`."""
 
     box: Int64Array
@@ -123,7 +161,7 @@ class _Cuts(NamedTuple):
     row: Int64Array
 
 
-def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
+def itemsizes(held: Held, boxes: Boxes) -> Int64Array:
     """Returns bytes of an element of each box, 0 for objects."""
     known = [ITEMSIZE.get(name, 0) for name in held.dtypes]
     kind, dtype = held.kind[boxes.row], held.dtype[boxes.row]
@@ -170,9 +208,13 @@ def _splittable(held: Held, boxes: Boxes) -> BoolArray:
     return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
 
 
-def _lead_lengths(held: Held, boxes: Boxes, box: Int64Array) -> Int64Array:
+def lead_lengths(held: Held, boxes: Boxes, box: Int64Array) -> Int64Array:
     """Returns how long the first dimension longer than 1 is."""
-    size = held.size[boxes.row[box]]
+    return leads_of(held.size[boxes.row[box]])
+
+
+def leads_of(size: Int64Array) -> Int64Array:
+    """Returns how long the first dimension longer than 1 of each box is."""
     return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
 
 
@@ -181,7 +223,7 @@ def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
     return np.asarray(np.argmax(size > 1, axis=1))
 
 
-def _cut(
+def cut_boxes(
     held: Held,
     boxes: Boxes,
     itemsize: Int64Array,
@@ -193,7 +235,7 @@ def _cut(
     row = boxes.row[box]
     offset, size = held.offset[row], held.size[row]
     start = np.zeros(len(box), dtype=np.int64)
-    cut = np.flatnonzero(count != _lead_lengths(held, boxes, box))
+    cut = np.flatnonzero(count != lead_lengths(held, boxes, box))
     lead = _lead(size[cut])
     start[cut] = first[cut] * (volume(size[cut]) // size[cut, lead]) * itemsize[box[cut]]
     offset[cut, lead] += first[cut]

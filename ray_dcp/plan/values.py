@@ -293,3 +293,28 @@ class GlobalPlan:
     digest: bytes
     groups: ValueGroups = NO_GROUPS
     checks_at_end: bool = False
+
+    def part_of(self, rank: int) -> RankPlan | None:
+        """Returns what one rank writes; None where `rank_plan` has to look for it."""
+        return None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Keys of all files."""
+        return self.table.files
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self.table.num_chunks
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors and objects."""
+        return self.table.num_tensors
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Raw bytes of all chunks that are not deferred."""
+        fixed = self.table.payload_bytes
+        return int(fixed[fixed > 0].sum())

@@ -67,4 +67,4 @@ class Shelf:
 
     @property
     def _num_chunks(self) -> int:
-        return sum(planned.plan.table.num_chunks for planned in self._plans.values())
+        return sum(planned.plan.num_chunks for planned in self._plans.values())

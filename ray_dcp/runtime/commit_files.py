@@ -20,6 +20,7 @@ from ray_dcp.format.table_checks import encode_checks, encode_index
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.plan.finish import checked_receipts, finish_table, num_checks
 from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.values import ChunkTable, GlobalPlan
 from ray_dcp.protocol.commands import BuildCommit, CommitBuilt
 from ray_dcp.protocol.receipts import FileReceipts, join_receipts
@@ -48,9 +49,9 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         DamagedCheckpointError: A receipt has changed on its way.
     """
     receipts = join_receipts(task.receipts)
-    table = task.plan.table
+    plan = task.plan
     wants_metadata = task.plan.container == "torch_save" and task.stock_metadata
-    is_split = task.plan.checks_at_end or (table.num_chunks >= SPLIT_CHUNKS and not wants_metadata)
+    is_split = plan.checks_at_end or (plan.num_chunks >= SPLIT_CHUNKS and not wants_metadata)
     make = _split if is_split else _whole
     files = make(task, receipts, wants_metadata)
     manifest = Manifest(
@@ -68,8 +69,8 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         metadata=None if files.metadata is None else _entry(METADATA_KEY, files.metadata),
         replaced_metadata=task.replaced_metadata,
         plan_digest=task.plan.digest.hex(),
-        num_tensors=table.num_tensors,
-        num_chunks=table.num_chunks,
+        num_tensors=plan.num_tensors,
+        num_chunks=plan.num_chunks,
         payload_bytes=_payload_bytes(task.plan, receipts),
         previous_slot=task.previous_slot,
         decided=task.decided,
@@ -89,7 +90,8 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
 
 def _stats(task: BuildCommit) -> bytes:
     """Returns what is told of the tensors beside the checkpoint."""
-    table = task.plan.table
+    plan = task.plan
+    table = plan.few.table if isinstance(plan, StructuralPlan) else plan.table
     lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
     return encode_stats(task.attempt, combine(map(decode_parts, task.stats), lengths))
 
@@ -130,14 +132,16 @@ def _encoded(plan: GlobalPlan) -> tuple[bytes, str]:
     """Returns what all saves of a plan share of their chunk tables, and its digest."""
     found = _encoded_plans.get(plan)
     if found is None:
-        data = encode_table(plan.table)
+        if isinstance(plan, StructuralPlan):
+            data = encode_table(plan.few.table, plan.structure)
+        else:
+            data = encode_table(plan.table)
         found = _encoded_plans[plan] = (data, digest_bytes(data).hex())
     return found
 
 
 def _payload_bytes(plan: GlobalPlan, receipts: FileReceipts) -> int:
-    fixed = plan.table.payload_bytes
-    return int(fixed[fixed > 0].sum()) + int(receipts.places[:, 2].sum())
+    return plan.fixed_bytes + int(receipts.places[:, 2].sum())
 
 
 def _table_key(task: BuildCommit) -> str:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
 from ray_dcp.errors import RankDisagreementError
+from ray_dcp.plan import global_plan
 from ray_dcp.plan.columns import decode
 from ray_dcp.plan.contents import with_contents
 from ray_dcp.plan.fingerprint import Fingerprints, fingerprint
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.rank_plan import RankPlans, rank_plan
 from ray_dcp.plan.regular import infer
+from ray_dcp.plan.structural import make_structural_plan
+from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.values import Columns
 from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
 from ray_dcp.protocol.planning import differences
@@ -23,6 +31,9 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
     """
     held = _sent(task)
+    structural = _structural(task, held)
+    if structural is not None:
+        return Planned(structural, RankPlans(structural))
     absent = [rank for rank in range(len(task.columns)) if rank not in held]
     if absent:
         held.update(_derived(task, held, absent))
@@ -68,15 +79,48 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
     return found
 
 
+def _structural(task: MakePlan, held: Mapping[int, Columns]) -> StructuralPlan | None:
+    """Returns the plan of a regular layout of many chunks; None where it is none.
+
+    Whether the rows were sent or follow makes no difference: the same ranks have the same plan.
+    """
+    world_size = len(task.columns)
+    usual = task.container == "torch_save" and not task.to_lowest_rank and bool(task.fingerprints)
+    if not usual or 0 not in held or len(set(task.contents)) > 1:
+        return None
+    if world_size * len(held[0]) < global_plan.CHECKS_AT_END_CHUNKS:
+        return None
+    regular = infer(held, world_size)
+    if regular is None:
+        return None
+    names = _names(task, regular.first)
+    sizes = np.zeros(world_size, dtype=np.int32)
+    first_of: dict[bytes, int] = {}
+    for rank, name in enumerate(task.fingerprints):
+        offset, size = regular.boxes(rank)
+        if names.of_boxes(offset, size) != name:
+            return None
+        sizes[rank] = first_of.setdefault(size.tobytes(), rank)
+    first = with_contents(regular.first, task.contents[0], 0)
+    return make_structural_plan(
+        replace(regular, first=first), sizes, part_bytes=task.part_bytes,
+        min_writer_bytes=MIN_WRITER_BYTES,
+    )  # fmt: skip
+
+
+def _names(task: MakePlan, first: Columns) -> Fingerprints:
+    return Fingerprints(
+        first, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip
+
+
 def _derived(task: MakePlan, held: dict[int, Columns], absent: list[int]) -> dict[int, Columns]:
     """Returns what the other ranks hold, as far as that follows and their fingerprints say so."""
     regular = infer(held, len(task.columns))
     if regular is None:
         return {}
-    names = Fingerprints(
-        regular.first, world_size=len(task.columns), container=task.container,
-        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-    )  # fmt: skip
+    names = _names(task, regular.first)
     found = {}
     for rank in absent:
         columns = regular.of(rank)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.format.table import decode_table
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.opening import newest_record
 
@@ -30,3 +32,16 @@ def test_it_loads_and_is_whole(version):
     report = ray_dcp.verify(path)
     assert (report.problems, report.notes) == ((), ())
     assert list(ray_dcp.open(path)["model.w"][19]) == list(range(285, 300))
+
+
+def test_a_table_of_few_rows_is_expanded():
+    path = GOLDEN / "format-5-regular"
+    state = {"w": torch.zeros(32, 10), "b": torch.zeros(16, dtype=torch.int64), "step": 0}
+    ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert torch.equal(state["w"], torch.arange(320.0).reshape(32, 10))
+    assert torch.equal(state["b"], torch.arange(16))
+    assert state["step"] == 7
+    assert ray_dcp.verify(path).ok
+    (table,) = path.glob("chunks.*.parquet")
+    assert pyarrow.parquet.read_table(table).num_rows == 5
+    assert decode_table(table.read_bytes()).num_chunks == 17

@@ -1,12 +1,18 @@
 """Regular layouts: the rows of a few ranks tell those of all, and nobody is believed unseen."""
 
+import io
 from itertools import pairwise, product
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ray_dcp
+from ray_dcp.format.metadata_in import decode_metadata
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.columns import ColumnsBuilder, encode
 from ray_dcp.plan.contents import contents_of, without_contents
 from ray_dcp.plan.fingerprint import Fingerprints, fingerprint
@@ -14,12 +20,13 @@ from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.regular import infer, probes
 from ray_dcp.protocol import planning
 from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
-from ray_dcp.protocol.messages import Target
+from ray_dcp.protocol.messages import SaveAgain, SendItems, Target
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.array_states import same_state
 from ray_dcp.testing.ranks import load_state
+from ray_dcp.transfer.opening import read_checkpoint
 from tests.warm_ranks import Warm
 
 NAMED = {"container": "torch_save", "part_bytes": 1 << 20}
@@ -195,3 +202,65 @@ def test_a_rank_that_is_not_like_the_others_sends_its_rows(job):
     for result in job.save(states):
         result.get()
     assert job.was_warm
+
+
+@pytest.fixture
+def structural_job(job, monkeypatch):
+    """A job whose plans have the rows of few ranks."""
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
+    return job
+
+
+SLABS = {
+    "a": np.arange(48.0).reshape(24, 2), "b": np.arange(36), "step": 3,
+    "rep.scalar": np.array(7), "note": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("metadata", [False, True])
+def test_a_table_of_few_rows_says_all(structural_job, metadata):
+    job, options = structural_job, SaveOptions(num_threads=1, stock_metadata=metadata)
+    for result in job.save(SLABS, options=options):
+        result.get()
+    assert job.senders == set(probes(12))
+    storage = open_storage(Target(job.url))
+    (key,) = [entry.key for entry in storage.list() if entry.key.endswith(".parquet")]
+    rows = pyarrow.parquet.read_table(io.BytesIO(storage.read(key))).num_rows
+    checkpoint = read_checkpoint(storage)
+    assert rows < checkpoint.table.num_chunks / 2
+    assert checkpoint.manifest.num_chunks == checkpoint.table.num_chunks == 12 * 2 + 3
+    for world_size in (1, 5, 12):
+        assert same_state(SLABS, load_state(storage, SLABS, world_size))
+    assert ray_dcp.verify(job.url).ok
+    assert np.array_equal(ray_dcp.open(job.url)["a"][5:19], SLABS["a"][5:19])
+    assert ray_dcp.write_metadata(job.url)
+    assert len(decode_metadata(storage.read(".metadata")).table.tensor) == 12 * 2 + 3
+    again = {**SLABS, "a": SLABS["a"] + 1, "step": 4}
+    for result in job.save(again, options=options):
+        result.get()
+    assert job.was_warm
+    assert same_state(again, load_state(storage, SLABS, 2))
+    # Of the first save nothing is left.
+    assert len({entry.key.split(".")[1] for entry in storage.list() if "__" in entry.key}) == 1
+
+
+def test_it_is_the_same_plan_for_whoever_begins_anew(structural_job):
+    job = structural_job
+    for result in job.save(SLABS):
+        result.get()
+    job.restart_coordinator()
+    for result in job.save(SLABS):
+        result.get()
+    assert job.plans_made == 1
+    assert all(isinstance(reply, SaveAgain | SendItems) for reply in job.replies)
+    job.restart(12)
+    for result in job.save(SLABS):
+        result.get()
+    assert not job.senders
+    assert not job.plans_made
+    changed = [{**SLABS, "note": "y"} if rank == 4 else SLABS for rank in range(12)]
+    for result in job.save(changed):
+        result.get()
+    storage = open_storage(Target(job.url))
+    assert same_state(SLABS, load_state(storage, SLABS, 3))

@@ -1,0 +1,220 @@
+"""What follows from the rows of few ranks is what the rows of all would say, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.format import table as table_format
+from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.format.table_structure import expanded, structure_to
+from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.finish import _shape_of
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.regular import probes
+from ray_dcp.plan.structural_plan import StructuralPlan
+from ray_dcp.plan.structure import MOST_RANKS
+from ray_dcp.protocol.commands import Planned, RowsMissing
+from ray_dcp.runtime.perform import perform
+from tests.unit.test_regular import held_by, task_of
+
+SPLITTABLE = 3 << 10
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
+
+
+def same(one, other, *, skipped=()):
+    for name in vars(one):
+        if name in skipped:
+            continue
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if isinstance(mine, np.ndarray):
+            np.testing.assert_array_equal(mine, theirs, err_msg=name)
+            assert mine.dtype == theirs.dtype, name
+        elif hasattr(mine, "__dataclass_fields__"):
+            same(mine, theirs)
+        elif isinstance(mine, tuple) and mine and hasattr(mine[0], "__dataclass_fields__"):
+            assert len(mine) == len(theirs), name
+            for a, b in zip(mine, theirs, strict=True):
+                same(a, b)
+        else:
+            assert mine == theirs, name
+
+
+def check_plan(plan, columns, part_bytes=1 << 20):
+    """Checks a plan against that of the rows; returns how many rows it did without."""
+    by_rows = make_plan(columns, part_bytes=part_bytes, min_writer_bytes=MIN_WRITER_BYTES)
+    assert isinstance(plan, StructuralPlan)
+    assert "_expanded" not in vars(plan)
+    assert (plan.num_chunks, plan.num_tensors) == (by_rows.num_chunks, by_rows.num_tensors)
+    assert (plan.files, plan.fixed_bytes) == (by_rows.files, by_rows.fixed_bytes)
+    for rank in range(plan.world_size):
+        same(rank_plan(plan, rank), rank_plan(by_rows, rank))
+    mine, theirs = _shape_of(plan)._asdict(), _shape_of(by_rows)._asdict()
+    for name, value in mine.items():
+        assert np.array_equal(value, theirs[name]) if name != "deferred" else value == theirs[name]
+    data = encode_table(plan.few.table, plan.structure)
+    assert "_expanded" not in vars(plan)
+    same(by_rows, pickle.loads(pickle.dumps(plan)), skipped=("digest",))
+    same(by_rows.table, decode_table(data))
+    return by_rows.num_chunks - plan.few.num_chunks
+
+
+@st.composite
+def layouts(draw):
+    """A mesh, and for each tensor a dimension for each of the mesh's, or none for all."""
+    mesh = draw(st.lists(st.integers(2, 6), min_size=1, max_size=3).map(tuple))
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        ndim = draw(st.integers(1, 3))
+        axes = st.lists(st.integers(0, ndim - 1), min_size=len(mesh), max_size=len(mesh))
+        placements = draw(st.one_of(axes, st.just([None] * len(mesh))))
+        shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+        for length, axis in zip(mesh, placements, strict=True):
+            if axis is not None:
+                shape[axis] *= length
+        if placements.count(0) == 1:
+            # The last ranks may have less, or nothing.
+            shape[0] = draw(st.integers(1, shape[0]))
+        tensors.append((tuple(shape), placements))
+    return mesh, tensors
+
+
+@settings(max_examples=120, deadline=None)
+@given(layouts(), st.booleans())
+def test_the_plan_is_that_of_the_rows(layout, objects):
+    mesh, tensors = layout
+    world_size = int(np.prod(mesh))
+    columns = [held_by(rank, mesh, tensors, objects) for rank in range(world_size)]
+    planned = perform(task_of(columns, set(probes(world_size))))
+    if isinstance(planned, RowsMissing):
+        assert any(0 in own.size for own in columns) or any(s[0] % mesh[0] for s, _ in tensors)
+        return
+    by_rows = make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+    event(type(planned.plan).__name__)
+    # Where every rank has something everywhere, or the mesh is a line, no row is needed.
+    if len(mesh) == 1 or not any((own.size == 0).any() for own in columns):
+        assert isinstance(planned.plan, StructuralPlan)
+    if isinstance(planned.plan, StructuralPlan):
+        check_plan(planned.plan, columns)
+        # Who sent all rows has the same plan, under the same name.
+        again = perform(task_of(columns, set(range(world_size))))
+        assert again.plan.digest == planned.plan.digest
+    else:
+        assert planned.plan.digest == by_rows.digest
+
+
+def like_fsdp(world_size, *, rows=8, step=8, scalars=3, uneven=False, large=False):
+    """Slabs of `rows` rows, `step` apart."""
+    columns = []
+    for rank in range(world_size):
+        builder = ColumnsBuilder()
+        for index in range(6):
+            high, length = rows, step * (world_size - 1) + rows - (3 if uneven else 0)
+            low = rank * step
+            builder.tensor(
+                f"w{index}", "float32", (length, 5), offset=(low, 0),
+                size=(min(high, length - low), 5),
+            )  # fmt: skip
+        for index in range(scalars):
+            builder.tensor(f"step{index}", "float32", (), value=7 + index)
+        if large:
+            builder.tensor("large", "float32", (256, 1024), value=5, splittable=True)
+        builder.object("groups", value=3)
+        columns.append(builder.build())
+    return columns
+
+
+@pytest.mark.parametrize(("uneven", "scalars"), [(False, 3), (True, 3), (True, 40)])
+def test_a_state_with_scalars_objects_and_large_replicas(uneven, scalars):
+    columns = like_fsdp(64, uneven=uneven, scalars=scalars, large=scalars > 3)
+    planned = perform(task_of(columns, set(probes(64))))
+    saved = check_plan(planned.plan, columns)
+    assert planned.plan.groups.rank.size == 64 * (scalars + 1 + (scalars > 3))
+    # What all hold goes to few ranks, each of which is a class.
+    assert len(planned.plan.structure.leaders) <= (1 + uneven + 4 if scalars == 3 else 64)
+    assert saved > (64 * 6 / 2 if scalars == 3 else 0)
+
+
+@pytest.mark.parametrize("change", ["value", "fingerprint", "gap", "short", "overlap", "empty"])
+def test_other_layouts_are_left_to_the_rows(change):
+    columns = like_fsdp(64)
+    sent = set(probes(64))
+    if change == "value":
+        value = columns[9].value.copy()
+        value[-1] = 99
+        columns[9] = replace(columns[9], value=value)
+    elif change in ("gap", "overlap"):
+        columns = like_fsdp(64, step=9 if change == "gap" else 7)
+    elif change == "short":
+        # Nobody holds the end of the tensors.
+        columns = [replace(own, shape=own.shape + (own.shape > 1)) for own in columns]
+        change = "gap"
+    elif change == "fingerprint":
+        columns[9] = replace(columns[9], requires_grad=~columns[9].requires_grad)
+    else:
+        mesh = [((7, 3), [0, 1]), ((64, 3), [0, 0])]
+        columns = [held_by(rank, (8, 8), mesh) for rank in range(64)]
+    found = perform(task_of(columns, sent))
+    if change in ("gap", "overlap"):
+        assert change in str(found.error).replace("no rank holds", "gap")
+        assert isinstance(found.error, CheckpointError)
+    elif isinstance(found, RowsMissing):
+        assert found.ranks == (9,)
+    else:
+        assert isinstance(found, Planned)
+        assert not isinstance(found.plan, StructuralPlan)
+
+
+def planned_structure():
+    plan = perform(task_of(like_fsdp(64, uneven=True), set(probes(64)))).plan
+    return plan.few.table, plan.structure
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(data):
+    table, structure = planned_structure()
+    value = json.loads(json.dumps(structure_to(structure)))
+    same(expanded(table, value), expanded(table, structure_to(structure)))
+    name = data.draw(st.sampled_from(sorted(value)))
+    at, inner = value, name
+    while isinstance(at[inner], list) and at[inner] and data.draw(st.integers(0, 9)):
+        at, inner = at[inner], data.draw(st.integers(0, len(at[inner]) - 1))
+    wrong = st.sampled_from(
+        [-1, 0, 1, 2, 63, 64, 1 << 40, 1 << 62, 1 << 70, 0.5, True, None, [], [1]]
+    )
+    at[inner] = data.draw(wrong)
+    try:
+        found = expanded(table, value)
+        table_format.check_table(found)
+    except DamagedCheckpointError:
+        return
+    assert found.num_chunks <= 64 * table.num_chunks
+
+
+def test_a_short_file_can_not_claim_a_large_table():
+    table, structure = planned_structure()
+    value = structure_to(structure)
+    for ranks in (MOST_RANKS, MOST_RANKS + 1):
+        value |= {"lengths": [ranks], "kind": [*value["kind"][:-1], [value["kind"][-1][0], 1]]}
+        value["kind"][0][1] += ranks - sum(count for _, count in value["kind"])
+        with pytest.raises(DamagedCheckpointError):
+            expanded(table, value)
+    with pytest.raises(DamagedCheckpointError, match="fields"):
+        expanded(table, [])
+    with pytest.raises(DamagedCheckpointError, match="no checksums"):
+        expanded(replace(table, checks=np.ones(1, np.uint64)), structure_to(structure))
