@@ -6,11 +6,13 @@ the page cache; what the disk's own cache holds is the disk's business.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as stock
@@ -26,6 +28,7 @@ from ray_dcp.transfer.relay import bytes_asked
 from tests import layout_cases, layouts
 from tests.bench.measure import drop_cache, interleaved, show, warm_cache
 from tests.bench.single import raw_read, raw_write
+from tests.s3_server import fresh_place, server_on_memory_disk
 
 State = dict[str, torch.Tensor]
 
@@ -159,6 +162,8 @@ def _pairs(root: Path, most_ranks: int) -> int:
     with WorkerGroup(worlds[-1]) as ranks:
         for world_size in reversed(worlds):
             ranks.resize(world_size)
+            if world_size == min(4, worlds[-1]):
+                wrong += _sharing(ranks, root, unique)
             for source in layouts.LAYOUTS:
                 place = str(root / f"{source}-{world_size}")
                 ranks.run(layouts.save_layout, place, source, SHAPES)
@@ -181,3 +186,44 @@ def _pairs(root: Path, most_ranks: int) -> int:
         f"each alone: {worst['alone']:.3f}"
     )
     return wrong
+
+
+def _sharing(ranks: WorkerGroup, root: Path, unique: int) -> int:
+    """Loads replicas on all ranks of this machine, from a disk and an S3 server, shared or not."""
+    print(
+        f"\non Ray: {ranks.world_size} ranks load the same {unique / 1e6:.0f} MB, medians of 3"
+        f"   (load average {os.getloadavg()[0]:.1f})\n"
+        f"  {'':42}{'slowest s':>10}{'read / unique':>15}{'from the disk':>15}"
+    )
+    wrong = 0
+    servers = server_on_memory_disk()
+    places: dict[str, Any] = {
+        "local disk, cold": str(root / "replicas"), "S3 on this machine": fresh_place(next(servers))
+    }  # fmt: skip
+    try:
+        for name, place in places.items():
+            ranks.run(layouts.save_layout, place, "row", SHAPES)
+            for share in (False, True, "auto"):
+                found = []
+                for _ in range(3):
+                    drop_cache(root)
+                    before = sum(ranks.run(_bytes_from_disk))
+                    loaded = ranks.run(layouts.load_layout, place, "replicated", share, SHAPES)
+                    from_disk = sum(ranks.run(_bytes_from_disk)) - before
+                    wrong += sum(len(each.wrong) for each in loaded)
+                    found.append((max(each.seconds for each in loaded), loaded[0].read, from_disk))
+                seconds, read, from_disk = sorted(found)[1]
+                print(
+                    f"  {f'{name}, share_reads={share!r}':42}{seconds:10.3f}{read / unique:15.3f}"
+                    f"{from_disk / unique:15.3f}"
+                )
+        shutil.rmtree(root / "replicas")
+    finally:
+        servers.close()
+    return wrong
+
+
+def _bytes_from_disk() -> int:
+    """Returns the bytes that devices have read for this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))

@@ -80,6 +80,27 @@ def test_reads_see_the_bytes_whether_pages_are_present_or_not_until_the_slot_is_
     assert not other.read_into(parts, memoryview(target))
 
 
+@pytest.mark.parametrize("present", [False, True])
+def test_a_slot_that_becomes_anothers_while_it_is_read_gives_nothing(monkeypatch, present):
+    arena = Arena.create(1, PAGE)
+    arena.mark(Slot(0, 1))
+    other = Arena.open(arena.address)
+    if present:
+        other.touch(0)
+
+    def taken(real):
+        def copy(*given):
+            done = real(*given)
+            arena.mark(Slot(0, 2))
+            return done
+
+        return copy
+
+    monkeypatch.setattr(np, "copyto", taken(np.copyto))
+    monkeypatch.setattr(os, "preadv", taken(os.preadv))
+    assert not other.read_into([Part(Slot(0, 1), 0, 100)], memoryview(bytearray(100)))
+
+
 def test_a_process_finds_what_it_has_open_already():
     arena = Arena.create(1, PAGE)
     assert Arena.mapped_here(arena.address) is arena
