@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 import click
 
@@ -55,7 +53,7 @@ def export(
     place, form = place_of(source), cast(ExportFormat, kind)
     plan = plan_export(checkpoint_at(source), target, form, include=include, dtype=dtype)
     if not dry_run:
-        with _work("exporting") as told:
+        with progress("exporting") as told:
             export_checkpoint(place, target, form, include=include, dtype=dtype, told=told)
     if as_json:
         print_json({**asdict(plan), "dry_run": dry_run})
@@ -92,8 +90,10 @@ def import_(
     if dry_run:
         click.echo(f"would save {source} to {target}")
         return
-    with _work("importing"):
-        import_checkpoint(source, target, include=include, dtype=dtype, weights_only=not unsafe)
+    with progress("importing") as told:
+        import_checkpoint(
+            source, target, include=include, dtype=dtype, weights_only=not unsafe, told=told
+        )
     view = checkpoint_at(target)
     click.echo(
         f"saved {len(view.tensors)} tensors and {len(view.objects)} objects, "
@@ -129,10 +129,3 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
         if not report.ok:
             raise SystemExit(1)
-
-
-@contextmanager
-def _work(what: str) -> Iterator[Any]:
-    """Shows that something is done whose end is not known; a bar where it is told."""
-    with progress(what) as told:
-        yield told
