@@ -13,7 +13,7 @@ from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths
-from ray_dcp.view.wording import age_text, seconds_text, size_text
+from ray_dcp.view.wording import age_text, metric_names, seconds_text, size_text
 
 __all__ = ["listed", "ls", "run_of"]
 
@@ -92,7 +92,7 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
 
 
 def _print(run: RunView, now_s: float, *, full: bool) -> None:
-    metrics = list(dict.fromkeys(name for step in run for name in step.metrics))[:_MOST_METRICS]
+    metrics = metric_names(((step.step, step.metrics) for step in run), _MOST_METRICS)
     has_tags = any(step.tags for step in run)
     more = ("new<", "layout", "stall<", "durable<") if full else ()
     table = Rows(

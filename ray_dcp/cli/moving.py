@@ -14,7 +14,7 @@ from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.copying import check_free, plan_copy
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.wording import count_text, size_text
 
 __all__ = ["cp", "export", "import_"]
 
@@ -116,7 +116,9 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         plan = plan_copy(view.storage, view.checkpoint)
         check_free(open_storage(target))
         count = len(plan.files) + len(plan.last)
-        click.echo(f"would copy {count} files, {size_text(plan.num_bytes)}, to {target}")
+        click.echo(
+            f"would copy {count_text(count, 'file')}, {size_text(plan.num_bytes)}, to {target}"
+        )
         return
     with progress("copying") as told:
         made = copy_checkpoint(view, target, told=told)

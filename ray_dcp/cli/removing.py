@@ -17,7 +17,7 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.runs import step_of
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.leftovers import CollectReport
@@ -114,7 +114,9 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
     count = sum(len(report.deleted) for _, report in planned)
     reports = planned
     if not dry_run and (count or abort_unfinished):
-        agree(f"delete {count} files ({size_text(total)}) at and below {root}", yes=yes)
+        agree(
+            f"delete {count_text(count, 'file')} ({size_text(total)}) at and below {root}", yes=yes
+        )
         reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
     for name, report in reports:
         if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
@@ -141,7 +143,9 @@ def _collect(
 
 def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
     verb = "would delete" if report.dry_run else "deleted"
-    click.echo(f"{name}: {verb} {len(report.deleted)} files, {size_text(report.num_bytes)}")
+    click.echo(
+        f"{name}: {verb} {count_text(len(report.deleted), 'file')}, {size_text(report.num_bytes)}"
+    )
     if not quiet:
         for key in report.deleted[:_MOST_SHOWN]:
             click.echo(f"  {key}")
