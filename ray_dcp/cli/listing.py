@@ -13,7 +13,7 @@ from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths
-from ray_dcp.view.wording import age_text, metric_names, seconds_text, size_text
+from ray_dcp.view.wording import age_text, count_text, metric_names, seconds_text, size_text
 
 __all__ = ["listed", "ls", "run_of"]
 
@@ -118,7 +118,9 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
         if step.state == "damaged":
             click.echo(f"{step.name}: {step.listed.detail}")
         elif step.listed.in_flight and step.state != "in flight":
-            click.echo(f"{step.name}: {len(step.listed.in_flight)} save(s) over it in flight")
+            click.echo(
+                f"{step.name}: {count_text(len(step.listed.in_flight), 'save')} over it in flight"
+            )
         if step.note:
             click.echo(f"{step.name}: {step.note}")
 

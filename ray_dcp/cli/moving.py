@@ -128,6 +128,6 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
             report = made.verify()
         for problem in report.problems:
             click.echo(f"damaged: {problem}")
-        click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
+        click.echo("ok" if report.ok else count_text(len(report.problems), "problem"))
         if not report.ok:
             raise SystemExit(1)

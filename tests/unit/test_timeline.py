@@ -108,7 +108,7 @@ def test_it_prints_plain_text_where_there_is_no_terminal(saved: Path):
     found = run(saved)
     assert found.exit_code == 0
     assert "\x1b" not in found.output
-    assert f"{saved}: save, 1 rank(s)" in found.output
+    assert f"{saved}: save, 1 rank, " in found.output
     assert "rank 0" in found.output
     assert run(f"{saved.parent}@latest").output == found.output
     assert run(f"{saved.parent}@7").output == found.output
