@@ -59,10 +59,10 @@ def export(
         print_json({**asdict(plan), "dry_run": dry_run})
         return
     verb = "would write" if dry_run else "wrote"
-    objects = f" and {plan.num_objects} objects" if plan.num_objects else ""
+    objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
     click.echo(
-        f"{verb} {plan.num_tensors} tensors{objects}, about {size_text(plan.num_bytes)}, as "
-        f"{kind} to {target}"
+        f"{verb} {count_text(plan.num_tensors, 'tensor')}{objects}, about "
+        f"{size_text(plan.num_bytes)}, as {kind} to {target}"
     )
 
 
@@ -96,7 +96,8 @@ def import_(
         )
     view = checkpoint_at(target)
     click.echo(
-        f"saved {len(view.tensors)} tensors and {len(view.objects)} objects, "
+        f"saved {count_text(len(view.tensors), 'tensor')} and "
+        f"{count_text(len(view.objects), 'object')}, "
         f"{size_text(view.num_bytes)}, to {target}"
     )
 
