@@ -17,7 +17,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+    UnsupportedValueError,
+)
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
@@ -87,7 +92,16 @@ def plan_export(
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
-    num_objects = sum(name not in view.tensors for name in names)
+    objects = [name for name in names if name not in view.tensors]
+    if objects and format in ("safetensors", "hf"):
+        raise UnsupportedValueError(
+            f"safetensors files hold tensors alone, but {', '.join(map(repr, objects[:4]))} "
+            f"{'is an object' if len(objects) == 1 else 'are objects'} ({len(objects)} of "
+            f"{len(names)} names): choose tensors (--tensor 'model.*', include=['model.*']), or "
+            f"the format torch or dcp, which hold both",
+            key=objects[0],
+        )
+    num_objects = len(objects)
     rewritten = format == "dcp" and not _is_copy(view, include, cast)
     plan = ExportPlan(
         view.url, os.fspath(target), format, len(names) - num_objects, num_objects, num_bytes,
@@ -276,9 +290,10 @@ def _check_free_bytes(path: Path, num_bytes: int) -> None:
 def _check_target(plan: ExportPlan) -> None:
     path = Path(plan.target)
     if plan.format in ("safetensors", "torch"):
-        if path.is_dir():
+        if path.is_dir() or path.is_symlink() or path.exists():
             raise InvalidRequestError(
-                f"expected the name of a new {plan.format} file, but {path} is a directory",
+                f"expected the name of a new {plan.format} file, but {path} is "
+                f"{'a directory' if path.is_dir() else 'there already: delete it first'}",
                 key="target",
             )
         if not path.parent.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,11 @@ def run_of(root: str) -> RunView:
     Raises:
         CheckpointNotFoundError: There is no such directory; the message offers the nearest.
     """
+    if os.path.isfile(root):
+        raise CheckpointNotFoundError(
+            f"expected a directory, but {root} is a file: ray-dcp show shows a safetensors file, "
+            f"ray-dcp import makes a checkpoint of one of torch.save"
+        )
     place = Target(root)
     with progress("looking") as told:
         run = RunView(place, list_checkpoints(place, told=told))

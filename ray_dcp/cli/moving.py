@@ -9,6 +9,7 @@ import click
 
 from ray_dcp.cli.output import dry_run, print_json, progress
 from ray_dcp.cli.places import checkpoint_at, place_of
+from ray_dcp.errors import UnsafeCheckpointError
 from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
@@ -91,9 +92,13 @@ def import_(
         click.echo(f"would save {source} to {target}")
         return
     with progress("importing") as told:
-        import_checkpoint(
-            source, target, include=include, dtype=dtype, weights_only=not unsafe, told=told
-        )
+        try:
+            import_checkpoint(
+                source, target, include=include, dtype=dtype, weights_only=not unsafe, told=told
+            )
+        except UnsafeCheckpointError as error:
+            error.message = error.message.replace("pass weights_only=False", "say --unsafe")
+            raise
     view = checkpoint_at(target)
     click.echo(
         f"saved {count_text(len(view.tensors), 'tensor')} and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target
@@ -13,7 +13,7 @@ from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
-__all__ = ["checkpoint_at", "place_of", "run_at", "step_at", "step_in_run"]
+__all__ = ["checkpoint_at", "hint_at", "place_of", "run_at", "step_at", "step_in_run"]
 
 
 def checkpoint_at(text: str) -> CheckpointView:
@@ -25,7 +25,7 @@ def checkpoint_at(text: str) -> CheckpointView:
     try:
         return open_checkpoint(place_of(text))
     except CheckpointNotFoundError as error:
-        error.message += nearest_paths(text)
+        error.message += hint_at(text)
         raise
 
 
@@ -65,6 +65,8 @@ def step_in_run(text: str) -> tuple[RunView, StepView]:
         InvalidRequestError: The text names no step.
     """
     run, step = _split(text)
+    if step is None and (hint := _steps_of(run)):
+        raise InvalidRequestError(f"expected one step, but {text} is a run{hint}")
     if step is None:
         parent, slash, name = absolute_target(run).url.rstrip("/").rpartition("/")
         if not slash or not name:
@@ -86,6 +88,31 @@ def run_at(text: str) -> RunView:
             f"expected checkpoints at or below {run.url}, found none{nearest_paths(text)}"
         )
     return run
+
+
+def hint_at(text: str) -> str:
+    """Returns what may have been meant where no checkpoint was found.
+
+    Args:
+        text: `PATH` or `RUN@STEP`.
+    """
+    run, step = _split(text)
+    return nearest_paths(run) if step is not None else _steps_of(run) or nearest_paths(text)
+
+
+def _steps_of(text: str) -> str:
+    """Returns how to name a step where a run was named; nothing where it is none."""
+    try:
+        found = [one for one in open_run(Target(text)) if one.name != "."]
+    except CheckpointError:
+        return ""
+    if not any(one.listed.is_readable for one in found):
+        return ""
+    return f"; name one of its {len(found)} steps, as {text}@latest or {text}@{_label(found[-1])}"
+
+
+def _label(step: StepView) -> str:
+    return step.name if step.step is None else str(step.step)
 
 
 def _split(text: str) -> tuple[str, str | None]:

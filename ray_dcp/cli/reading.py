@@ -9,10 +9,9 @@ from typing import Any
 import click
 
 from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
-from ray_dcp.cli.places import checkpoint_at, place_of
+from ray_dcp.cli.places import checkpoint_at, hint_at, place_of
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.run_view import nearest_paths
 from ray_dcp.view.tree import tree_lines
 from ray_dcp.view.verify import VerifyReport
 from ray_dcp.view.verify import verify as verify_path
@@ -91,7 +90,7 @@ def verify(path: str, as_json: bool) -> None:
         try:
             report = verify_path(place_of(path), told=told)
         except CheckpointNotFoundError as error:
-            error.message += nearest_paths(path)
+            error.message += hint_at(path)
             raise
     if as_json:
         print_json(_verified(path, report))

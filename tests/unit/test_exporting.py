@@ -21,6 +21,7 @@ from ray_dcp.errors import (
     StorageError,
     UnsupportedValueError,
 )
+from ray_dcp.exporting import plan_export
 from ray_dcp.store import watching
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.transfer.copying import copy_checkpoint, plan_copy
@@ -79,8 +80,10 @@ def test_safetensors_exports_hold_the_tensors(source: Path, tmp_path: Path, kind
 
 
 def test_what_a_format_can_not_hold_is_refused_and_leaves_nothing(source: Path, tmp_path: Path):
-    with pytest.raises(UnsupportedValueError, match="leave out"):
-        ray_dcp.export(source, tmp_path / "w.safetensors")
+    for kind in ("safetensors", "hf"):
+        for call in (plan_export, ray_dcp.export):
+            with pytest.raises(UnsupportedValueError, match=r"3 of 10 names.*--tensor 'model\.\*'"):
+                call(source, tmp_path / "w", kind)
     with pytest.raises(InvalidRequestError, match="expected names that match"):
         ray_dcp.export(source, tmp_path / "w.pt", "torch", include=["nope"])
     with pytest.raises(InvalidRequestError, match="format must be"):
@@ -102,6 +105,17 @@ def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kin
         with pytest.raises(InvalidRequestError, match="directory that exists"):
             ray_dcp.export(source, tmp_path / "no" / "w", kind, include=["model.w*"])
     assert [p.name for p in taken.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("what", ["file", "link to nothing"])
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, kind: str, what: str):
+    source, target = checkpoints.save(tmp_path / "source"), tmp_path / "w"
+    target.write_text("dear") if what == "file" else target.symlink_to("nowhere")
+    with pytest.raises(InvalidRequestError, match="is there already: delete it first"):
+        ray_dcp.export(source, target, kind, include=["model.w*"])
+    assert target.is_symlink() or target.read_text() == "dear"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])

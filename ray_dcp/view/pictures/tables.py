@@ -26,8 +26,8 @@ MOST_CHANGED = 24
 BAR = 120
 
 _STATES = {
-    "committed": "#4fa866", "stock": "#4c8fd6", "damaged": RED, "aborted": "#a9795a",
-    "in flight": "#d99a2b", "uncommitted": "#d99a2b", "deleted": GREY,
+    "committed": "#4fa866", "stock": "#4c8fd6", "safetensors": "#4c8fd6", "damaged": RED,
+    "aborted": "#a9795a", "in flight": "#d99a2b", "uncommitted": "#d99a2b", "deleted": GREY,
 }  # fmt: skip
 CHANGES = {
     "unchanged": GREY, "changed": "#e08a3c", "added": "#4fa866", "removed": RED,
