@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
+from ray_dcp.cli.places import check_answers
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_checkpoints
@@ -64,6 +65,7 @@ def run_of(root: str) -> RunView:
             f"expected a directory, but {root} is a file: ray-dcp show shows a safetensors file, "
             f"ray-dcp import makes a checkpoint of one of torch.save"
         )
+    check_answers(root)
     place = Target(root)
     with progress("looking") as told:
         run = RunView(place, list_checkpoints(place, told=told))

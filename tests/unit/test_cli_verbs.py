@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import ray_dcp
-from ray_dcp.cli import output
+from ray_dcp.cli import output, places
 from ray_dcp.cli.looking import changes
 from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
@@ -359,3 +360,19 @@ def test_a_reader_that_ends_early_is_no_error(run: Path, command: list[str]):
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "rm"])
+def test_a_store_that_can_not_be_reached_is_told_soon(
+    command: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Not after the minutes for which a save tries again."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("REGION", "r"),
+                        ("ENDPOINT_URL", f"http://127.0.0.1:{port}")):  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(places, "PATIENCE_S", 1.0)
+    said = refused(command, f"s3://bucket/{command}@latest")
+    assert "the connection failed: check the endpoint" in said
