@@ -11,7 +11,6 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,28 +20,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
-from ray_dcp.entrypoints import load, save
-from ray_dcp.errors import InvalidRequestError, StateDictError, UnsupportedValueError
+from ray_dcp.entrypoints import save
+from ray_dcp.errors import (
+    InvalidRequestError,
+    StateDictError,
+    UnsupportedValueError,
+)
+from ray_dcp.extraction import Progress, Told, bytes_of, check_stands, read_into, stored_in
 from ray_dcp.format.safetensors_frame import ALL_CODES, header
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.seam.casting import CastingSavePlanner
-from ray_dcp.seam.decision import FOREIGN
 from ray_dcp.seam.flatten import flatten
-from ray_dcp.seam.paths import decide_load
 from ray_dcp.seam.stored import (
     Stored,
     chosen,
     get_by_path,
     nested,
-    stored_in_metadata,
-    stored_in_table,
 )
 from ray_dcp.seam.tensors import dtype_name
 from ray_dcp.seam.torch_files import fill_storages, load_torch_file
-from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.consolidation import file_name, write_index
-from ray_dcp.transfer.opening import read_checkpoint
 
 __all__ = [
     "dcp_to_safetensors",
@@ -86,9 +84,9 @@ def read_state_dict(
         ...     read_state_dict(f"{root}/a")
         {'s': {0: tensor([1.]), 'e': {}}}
     """
-    stored = chosen(_stored(checkpoint_id, storage_reader), include, key_map, dtype)
+    stored = chosen(stored_in(checkpoint_id, storage_reader)[0], include, key_map, dtype)
     flat: dict[str, Any] = {each.name: _empty(each) for each in stored}
-    _load(flat, checkpoint_id, storage_reader, options)
+    read_into(flat, checkpoint_id, storage_reader, options)
     return nested({each.path: flat[each.name] for each in stored})
 
 
@@ -100,6 +98,7 @@ def dcp_to_torch_save(
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
     options: LoadOptions | None = None,
+    told: Told | None = None,
 ) -> None:
     """Makes a `torch.save` file of a checkpoint.
 
@@ -114,8 +113,10 @@ def dcp_to_torch_save(
         key_map: As there.
         dtype: As there.
         options: As for `load`.
+        told: Called now and then with bytes of tensors that were read, and of all.
 
     Raises:
+        DamagedCheckpointError: Also where the checkpoint was replaced meanwhile.
         CheckpointError: As `read_state_dict` does. There is no new file then.
 
     Complexity:
@@ -124,10 +125,11 @@ def dcp_to_torch_save(
 
     Source: `torch/distributed/checkpoint/format_utils.py`, `dcp_to_torch_save`.
     """
-    stored = chosen(_stored(dcp_checkpoint_dir, None), include, key_map, dtype)
+    found, stands = stored_in(dcp_checkpoint_dir, None)
+    stored = chosen(found, include, key_map, dtype)
     objects: dict[str, Any] = {each.name: None for each in stored if each.dtype is None}
     if objects:
-        _load(objects, dcp_checkpoint_dir, None, options)
+        read_into(objects, dcp_checkpoint_dir, None, options)
     with _published(torch_save_path) as temporary:
         with FakeTensorMode():
             values = {
@@ -148,7 +150,8 @@ def dcp_to_torch_save(
             each.name: get_by_path(mapped, each.path) for each in stored if each.dtype is not None
         }
         if targets:
-            _load(targets, dcp_checkpoint_dir, None, options)
+            read_into(targets, dcp_checkpoint_dir, None, options, Progress(told, targets.values()))
+        check_stands(dcp_checkpoint_dir, stands)
 
 
 def dcp_to_safetensors(
@@ -160,6 +163,7 @@ def dcp_to_safetensors(
     dtype: torch.dtype | None = None,
     file_bytes: int = 5 << 30,
     options: LoadOptions | None = None,
+    told: Told | None = None,
 ) -> None:
     """Makes safetensors files and their index of the tensors of a checkpoint, as the hub has them.
 
@@ -171,15 +175,17 @@ def dcp_to_safetensors(
         dtype: As there.
         file_bytes: Aimed size of a file; one with a larger tensor is larger.
         options: As for `load`.
+        told: As for `dcp_to_torch_save`.
 
     Raises:
         UnsupportedValueError: Something is no tensor, or of a dtype that safetensors lacks; leave
             it out by `include` or `key_map`. No file is made.
-        CheckpointError: As `read_state_dict` does.
+        CheckpointError: As `dcp_to_torch_save` does.
     """
     if file_bytes < 1:
         raise InvalidRequestError(f"file_bytes must be above 0, but is {file_bytes}")
-    stored = chosen(_stored(dcp_checkpoint_dir, None), include, key_map, dtype)
+    found, stands = stored_in(dcp_checkpoint_dir, None)
+    stored = chosen(found, include, key_map, dtype)
     wrong = [e.name for e in stored if e.dtype is None or dtype_name(e.dtype) not in ALL_CODES]
     if wrong:
         raise UnsupportedValueError(
@@ -190,11 +196,13 @@ def dcp_to_safetensors(
     files = _dealt(stored, file_bytes)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     file_of: dict[str, str] = {}
+    progress = Progress(told, stored)
     for index, entries in enumerate(files, start=1):
         name = file_name(index, len(files))
         file_of.update((each.fqn, name) for each in entries)
-        _write_safetensors(Path(output_dir, name), entries, dcp_checkpoint_dir, options)
-    write_index(output_dir, file_of, sum(map(_num_bytes, stored)))
+        _write_safetensors(Path(output_dir, name), entries, dcp_checkpoint_dir, options, progress)
+    check_stands(dcp_checkpoint_dir, stands)
+    write_index(output_dir, file_of, sum(map(bytes_of, stored)))
 
 
 def torch_save_to_dcp(
@@ -242,30 +250,6 @@ def torch_save_to_dcp(
     )  # fmt: skip
 
 
-def _stored(checkpoint_id: CheckpointId | None, reader: StorageReader | None) -> list[Stored]:
-    decision = decide_load(None, reader, checkpoint_id)
-    if decision.path != FOREIGN and decision.target is not None:
-        return stored_in_table(read_checkpoint(open_storage(decision.target)).table)
-    if checkpoint_id is not None:
-        decision.storage.reset(checkpoint_id)
-    return stored_in_metadata(decision.storage.read_metadata())
-
-
-def _load(
-    flat: dict[str, Any],
-    checkpoint_id: CheckpointId | None,
-    reader: StorageReader | None,
-    options: LoadOptions | None,
-) -> None:
-    options = options or LoadOptions()
-    if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
-        # Why: what differs was asked for.
-        options = replace(options, dtype="cast")
-    load(
-        flat, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
-    )  # fmt: skip
-
-
 def _empty(stored: Stored) -> torch.Tensor | None:
     return None if stored.dtype is None else torch.empty(stored.shape, dtype=stored.dtype)
 
@@ -304,28 +288,28 @@ def _published(path: str | os.PathLike[str]) -> Iterator[str]:
         temporary.unlink(missing_ok=True)
 
 
-def _num_bytes(stored: Stored) -> int:
-    return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
-
-
 def _dealt(stored: Sequence[Stored], file_bytes: int) -> list[list[Stored]]:
     files: list[list[Stored]] = [[]]
     room = file_bytes
     for each in stored:
-        if files[-1] and _num_bytes(each) > room:
+        if files[-1] and bytes_of(each) > room:
             files.append([])
             room = file_bytes
         files[-1].append(each)
-        room -= _num_bytes(each)
+        room -= bytes_of(each)
     return files
 
 
 def _write_safetensors(
-    path: Path, stored: Sequence[Stored], checkpoint_id: CheckpointId, options: LoadOptions | None
+    path: Path,
+    stored: Sequence[Stored],
+    checkpoint_id: CheckpointId,
+    options: LoadOptions | None,
+    progress: Progress,
 ) -> None:
     entries, end = [], 0
     for each in stored:
-        begin, end = end, end + _num_bytes(each)
+        begin, end = end, end + bytes_of(each)
         dtype = dtype_name(each.dtype or torch.uint8)
         entries.append((each.fqn, dtype, each.shape, begin, end))
     head = header(entries, {"format": "pt"}, codes=ALL_CODES)
@@ -345,7 +329,7 @@ def _write_safetensors(
             )
             targets[each.name] = place.view(shape)
         if targets:
-            _load(targets, checkpoint_id, None, options)
+            read_into(targets, checkpoint_id, None, options, progress)
         mapped.flush()
 
 

@@ -17,12 +17,18 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+    UnsupportedValueError,
+)
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.watching import watched
 from ray_dcp.transfer.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
@@ -86,7 +92,16 @@ def plan_export(
             is_cast = cast is not None and "float" in info.dtype
             width = ITEMSIZE.get((cast or "") if is_cast else info.dtype, 0)
             num_bytes += prod(info.shape) * width + _FRAME_BYTES * (format in ("torch", "dcp"))
-    num_objects = sum(name not in view.tensors for name in names)
+    objects = [name for name in names if name not in view.tensors]
+    if objects and format in ("safetensors", "hf"):
+        raise UnsupportedValueError(
+            f"safetensors files hold tensors alone, but {', '.join(map(repr, objects[:4]))} "
+            f"{'is an object' if len(objects) == 1 else 'are objects'} ({len(objects)} of "
+            f"{len(names)} names): choose tensors (--tensor 'model.*', include=['model.*']), or "
+            f"the format torch or dcp, which hold both",
+            key=objects[0],
+        )
+    num_objects = len(objects)
     rewritten = format == "dcp" and not _is_copy(view, include, cast)
     plan = ExportPlan(
         view.url, os.fspath(target), format, len(names) - num_objects, num_objects, num_bytes,
@@ -115,7 +130,7 @@ def export(
         include: Shell patterns of FQNs; everything if none is given. `safetensors` and `hf` hold no
             objects: choose tensors.
         dtype: What floating tensors are cast to, as `bfloat16` or `bf16`; their own if None.
-        told: Called with bytes written and in all, where that is known.
+        told: Called now and then with bytes done and in all, from any thread.
 
     Returns:
         What was planned.
@@ -145,17 +160,17 @@ def export(
     from ray_dcp.conversion import dcp_to_safetensors, dcp_to_torch_save
 
     if format == "torch":
-        dcp_to_torch_save(place, path, **options)
+        dcp_to_torch_save(place, path, **options, told=told)
     elif format == "dcp":
         if _is_copy(view, include, dtype):
             copy(view, path, told=told)
             _with_metadata(path)
         else:
-            _rewrite(place, path, **options)
+            _rewrite(place, path, options["include"], options["dtype"], told=told)
     else:
         with _beside(path) as temporary:
             files = _ONE_FILE_BYTES if format == "safetensors" else 5 << 30
-            dcp_to_safetensors(place, temporary, file_bytes=files, **options)
+            dcp_to_safetensors(place, temporary, file_bytes=files, **options, told=told)
             if format == "safetensors":
                 (made,) = temporary.glob("*.safetensors")
                 made.replace(path)
@@ -173,6 +188,7 @@ def import_checkpoint(
     dtype: str | None = None,
     weights_only: bool = True,
     options: SaveOptions | None = None,
+    told: Told | None = None,
 ) -> None:
     """Makes a checkpoint of ray_dcp of a file or folder of another program.
 
@@ -183,6 +199,8 @@ def import_checkpoint(
         dtype: What floating tensors are cast to; their own if None.
         weights_only: Refuse objects of a `torch.save` file that are not on the allow-list.
         options: As for `save`.
+        told: Called now and then with bytes read and written, and in all, from any thread. What
+            is written to a storage that is no directory of this machine is told in the end.
 
     Raises:
         CheckpointNotFoundError: There is nothing at the source.
@@ -198,17 +216,19 @@ def import_checkpoint(
     if path.is_file() and path.suffix != ".safetensors":
         from ray_dcp.conversion import torch_save_to_dcp
 
-        check_space(target, path.stat().st_size)
-        torch_save_to_dcp(
-            path, target, include=list(include), dtype=cast, weights_only=weights_only,
-            options=options,
-        )  # fmt: skip
+        num_bytes = path.stat().st_size
+        check_space(target, num_bytes)
+        with watched(target, told, 0, num_bytes):
+            torch_save_to_dcp(
+                path, target, include=list(include), dtype=cast, weights_only=weights_only,
+                options=options,
+            )  # fmt: skip
     elif path.is_file():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, path.name).symlink_to(path.absolute())
-            _rewrite(folder, target, include=list(include), dtype=cast, options=options)
+            _rewrite(folder, target, list(include), cast, options, told)
     else:
-        _rewrite(source, target, include=list(include), dtype=cast, options=options)
+        _rewrite(source, target, list(include), cast, options, told)
 
 
 def copy(
@@ -270,9 +290,10 @@ def _check_free_bytes(path: Path, num_bytes: int) -> None:
 def _check_target(plan: ExportPlan) -> None:
     path = Path(plan.target)
     if plan.format in ("safetensors", "torch"):
-        if path.is_dir():
+        if path.is_dir() or path.is_symlink() or path.exists():
             raise InvalidRequestError(
-                f"expected the name of a new {plan.format} file, but {path} is a directory",
+                f"expected the name of a new {plan.format} file, but {path} is "
+                f"{'a directory' if path.is_dir() else 'there already: delete it first'}",
                 key="target",
             )
         if not path.parent.is_dir():
@@ -305,10 +326,10 @@ def _with_metadata(path: Path) -> None:
 def _rewrite(
     source: AnyPlace,
     target: AnyPlace,
-    *,
     include: Sequence[str],
     dtype: Any,
     options: SaveOptions | None = None,
+    told: Told | None = None,
 ) -> None:
     """Saves anew, through a mapped file: memory holds no more than its pages."""
     from ray_dcp.conversion import dcp_to_torch_save, torch_save_to_dcp
@@ -323,8 +344,19 @@ def _rewrite(
     with tempfile.TemporaryDirectory(prefix=".ray-dcp-", dir=parent) as folder:
         _check_free_bytes(Path(folder), total)
         made = Path(folder, "state.pt")
-        dcp_to_torch_save(source, made, include=include, dtype=dtype)
-        torch_save_to_dcp(made, target, weights_only=True, options=options)
+        num_bytes = 0
+
+        def read(done: int, all_bytes: int) -> None:
+            nonlocal num_bytes
+            num_bytes = all_bytes
+            if told is not None:
+                told(done, 2 * all_bytes)
+
+        dcp_to_torch_save(
+            source, made, include=include, dtype=dtype, told=None if told is None else read
+        )
+        with watched(target, told, num_bytes, 2 * num_bytes):
+            torch_save_to_dcp(made, target, weights_only=True, options=options)
 
 
 @contextmanager

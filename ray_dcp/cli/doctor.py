@@ -20,7 +20,7 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, Storage
 from ray_dcp.view.run_view import RunView
-from ray_dcp.view.wording import seconds_text, size_text
+from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 __all__ = ["Finding", "doctor"]
 
@@ -99,7 +99,8 @@ def _steps(run: RunView) -> list[Finding]:
             told = f"a save that is under way, or that crashed: {one.detail}; see ray-dcp gc"
             found.append(Finding("note", step.name, told))
         elif one.in_flight:
-            told = f"{len(one.in_flight)} save(s) over it under way, or crashed; see ray-dcp gc"
+            saves = count_text(len(one.in_flight), "save")
+            told = f"{saves} over it under way, or crashed; see ray-dcp gc"
             found.append(Finding("note", step.name, told))
         if one.state in ("aborted", "deleted") and one.detail:
             found.append(Finding("note", step.name, f"{one.state}: {one.detail}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import click
 
 from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
+from ray_dcp.cli.places import check_answers
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths
-from ray_dcp.view.wording import age_text, seconds_text, size_text
+from ray_dcp.view.wording import age_text, count_text, metric_names, seconds_text, size_text
 
 __all__ = ["listed", "ls", "run_of"]
 
@@ -58,6 +60,12 @@ def run_of(root: str) -> RunView:
     Raises:
         CheckpointNotFoundError: There is no such directory; the message offers the nearest.
     """
+    if os.path.isfile(root):
+        raise CheckpointNotFoundError(
+            f"expected a directory, but {root} is a file: ray-dcp show shows a safetensors file, "
+            f"ray-dcp import makes a checkpoint of one of torch.save"
+        )
+    check_answers(root)
     place = Target(root)
     with progress("looking") as told:
         run = RunView(place, list_checkpoints(place, told=told))
@@ -92,7 +100,7 @@ def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
 
 
 def _print(run: RunView, now_s: float, *, full: bool) -> None:
-    metrics = list(dict.fromkeys(name for step in run for name in step.metrics))[:_MOST_METRICS]
+    metrics = metric_names(((step.step, step.metrics) for step in run), _MOST_METRICS)
     has_tags = any(step.tags for step in run)
     more = ("new<", "layout", "stall<", "durable<") if full else ()
     table = Rows(
@@ -118,7 +126,9 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
         if step.state == "damaged":
             click.echo(f"{step.name}: {step.listed.detail}")
         elif step.listed.in_flight and step.state != "in flight":
-            click.echo(f"{step.name}: {len(step.listed.in_flight)} save(s) over it in flight")
+            click.echo(
+                f"{step.name}: {count_text(len(step.listed.in_flight), 'save')} over it in flight"
+            )
         if step.note:
             click.echo(f"{step.name}: {step.note}")
 

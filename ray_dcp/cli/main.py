@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import ray_dcp
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 
 __all__ = ["LazyGroup", "main"]
 
@@ -123,7 +123,7 @@ class LazyGroup(click.Group):
         except CheckpointError as error:
             _trace(ctx)
             ending = Damage if isinstance(error, DamagedCheckpointError) else Failure
-            raise ending(str(error)) from error
+            raise ending(_words(error)) from error
         except KeyboardInterrupt as error:
             _trace(ctx)
             raise Failure("interrupted; what was begun was taken back") from error
@@ -142,6 +142,22 @@ class LazyGroup(click.Group):
                 f"something that ray-dcp does not expect: {type(error).__name__}: {error}. Run it "
                 f"again with --debug, and please report what it prints"
             ) from error
+
+
+def _words(error: CheckpointError) -> str:
+    """Returns an error for people: its message, and where it was if that is not said there.
+
+    Careful: of a wrong call `key` is an argument's name in Python, which nobody typed here.
+    """
+    key = None if isinstance(error, InvalidRequestError) else error.key
+    found = (("checkpoint", error.checkpoint_id), ("rank", error.rank), ("file", key))
+    where = [
+        f"{name} {value}"
+        for name, value in found
+        if value not in (None, "") and str(value) not in error.message
+    ]
+    text = f"{error.message} [{', '.join(where)}]" if where else error.message
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _debug_option() -> click.Option:

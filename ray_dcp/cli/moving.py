@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 import click
 
 from ray_dcp.cli.output import dry_run, print_json, progress
 from ray_dcp.cli.places import checkpoint_at, place_of
+from ray_dcp.errors import UnsafeCheckpointError
 from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.copying import check_free, plan_copy
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.wording import count_text, size_text
 
 __all__ = ["cp", "export", "import_"]
 
@@ -55,16 +54,16 @@ def export(
     place, form = place_of(source), cast(ExportFormat, kind)
     plan = plan_export(checkpoint_at(source), target, form, include=include, dtype=dtype)
     if not dry_run:
-        with _work("exporting") as told:
+        with progress("exporting") as told:
             export_checkpoint(place, target, form, include=include, dtype=dtype, told=told)
     if as_json:
         print_json({**asdict(plan), "dry_run": dry_run})
         return
     verb = "would write" if dry_run else "wrote"
-    objects = f" and {plan.num_objects} objects" if plan.num_objects else ""
+    objects = f" and {count_text(plan.num_objects, 'object')}" if plan.num_objects else ""
     click.echo(
-        f"{verb} {plan.num_tensors} tensors{objects}, about {size_text(plan.num_bytes)}, as "
-        f"{kind} to {target}"
+        f"{verb} {count_text(plan.num_tensors, 'tensor')}{objects}, about "
+        f"{size_text(plan.num_bytes)}, as {kind} to {target}"
     )
 
 
@@ -92,11 +91,18 @@ def import_(
     if dry_run:
         click.echo(f"would save {source} to {target}")
         return
-    with _work("importing"):
-        import_checkpoint(source, target, include=include, dtype=dtype, weights_only=not unsafe)
+    with progress("importing") as told:
+        try:
+            import_checkpoint(
+                source, target, include=include, dtype=dtype, weights_only=not unsafe, told=told
+            )
+        except UnsafeCheckpointError as error:
+            error.message = error.message.replace("pass weights_only=False", "say --unsafe")
+            raise
     view = checkpoint_at(target)
     click.echo(
-        f"saved {len(view.tensors)} tensors and {len(view.objects)} objects, "
+        f"saved {count_text(len(view.tensors), 'tensor')} and "
+        f"{count_text(len(view.objects), 'object')}, "
         f"{size_text(view.num_bytes)}, to {target}"
     )
 
@@ -116,7 +122,9 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
         plan = plan_copy(view.storage, view.checkpoint)
         check_free(open_storage(target))
         count = len(plan.files) + len(plan.last)
-        click.echo(f"would copy {count} files, {size_text(plan.num_bytes)}, to {target}")
+        click.echo(
+            f"would copy {count_text(count, 'file')}, {size_text(plan.num_bytes)}, to {target}"
+        )
         return
     with progress("copying") as told:
         made = copy_checkpoint(view, target, told=told)
@@ -126,13 +134,6 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
             report = made.verify()
         for problem in report.problems:
             click.echo(f"damaged: {problem}")
-        click.echo("ok" if report.ok else f"{len(report.problems)} problem(s)")
+        click.echo("ok" if report.ok else count_text(len(report.problems), "problem"))
         if not report.ok:
             raise SystemExit(1)
-
-
-@contextmanager
-def _work(what: str) -> Iterator[Any]:
-    """Shows that something is done whose end is not known; a bar where it is told."""
-    with progress(what) as told:
-        yield told

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from functools import cache
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import absolute_target
+from ray_dcp.store.object_stores import PROVIDERS
+from ray_dcp.store.opening import absolute_target, open_storage
+from ray_dcp.store.storage import KeyMissingError
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
-__all__ = ["checkpoint_at", "place_of", "run_at", "step_at", "step_in_run"]
+__all__ = [
+    "check_answers",
+    "checkpoint_at",
+    "hint_at",
+    "place_of",
+    "run_at",
+    "step_at",
+    "step_in_run",
+]
+
+
+PATIENCE_S = 10.0
+"""How long an object store may take to answer for the first time."""
 
 
 def checkpoint_at(text: str) -> CheckpointView:
@@ -25,7 +41,7 @@ def checkpoint_at(text: str) -> CheckpointView:
     try:
         return open_checkpoint(place_of(text))
     except CheckpointNotFoundError as error:
-        error.message += nearest_paths(text)
+        error.message += hint_at(text)
         raise
 
 
@@ -36,6 +52,7 @@ def place_of(text: str) -> AnyPlace:
         CheckpointNotFoundError: The run has no such step; the message offers the nearest.
     """
     run, step = _split(text)
+    check_answers(run)
     return run if step is None else run_at(run).step(step).path
 
 
@@ -65,6 +82,8 @@ def step_in_run(text: str) -> tuple[RunView, StepView]:
         InvalidRequestError: The text names no step.
     """
     run, step = _split(text)
+    if step is None and (hint := _steps_of(run)):
+        raise InvalidRequestError(f"expected one step, but {text} is a run{hint}")
     if step is None:
         parent, slash, name = absolute_target(run).url.rstrip("/").rpartition("/")
         if not slash or not name:
@@ -80,12 +99,60 @@ def run_at(text: str) -> RunView:
     Raises:
         CheckpointNotFoundError: There is nothing that looks like a checkpoint.
     """
+    check_answers(text)
     run = open_run(Target(text))
     if not len(run):
         raise CheckpointNotFoundError(
             f"expected checkpoints at or below {run.url}, found none{nearest_paths(text)}"
         )
     return run
+
+
+def hint_at(text: str) -> str:
+    """Returns what may have been meant where no checkpoint was found.
+
+    Args:
+        text: `PATH` or `RUN@STEP`.
+    """
+    run, step = _split(text)
+    return nearest_paths(run) if step is not None else _steps_of(run) or nearest_paths(text)
+
+
+@cache
+def check_answers(url: str) -> None:
+    """Checks that an object store can be reached, by one small request in each process.
+
+    Why: it is asked again and again for minutes otherwise, which is right for a save at night, and
+    a riddle for whoever has typed the wrong endpoint.
+
+    Args:
+        url: Path or URL; only that of an object store is looked at.
+
+    Raises:
+        StorageError: It does not answer in `PATIENCE_S`, or refuses.
+    """
+    if url.partition("://")[0] not in PROVIDERS or "://" not in url:
+        return
+    storage = open_storage(Target(url, {"retry_timeout_s": PATIENCE_S}))
+    with suppress(KeyMissingError):
+        storage.read(".metadata", 0, 1)
+
+
+def _steps_of(text: str) -> str:
+    """Returns how to name a step where a run was named; nothing where it is none."""
+    try:
+        found = [one for one in open_run(Target(text)) if one.name != "."]
+    except CheckpointError:
+        return ""
+    found = [one for one in found if one.listed.is_readable]
+    if not found:
+        return ""
+    count = "its step" if len(found) == 1 else f"one of its {len(found)} steps"
+    return f"; name {count}, as {text}@latest or {text}@{_label(found[-1])}"
+
+
+def _label(step: StepView) -> str:
+    return step.name if step.step is None else str(step.step)
 
 
 def _split(text: str) -> tuple[str, str | None]:

@@ -9,14 +9,13 @@ from typing import Any
 import click
 
 from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
-from ray_dcp.cli.places import checkpoint_at, place_of
+from ray_dcp.cli.places import checkpoint_at, hint_at, place_of
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.run_view import nearest_paths
 from ray_dcp.view.tree import tree_lines
 from ray_dcp.view.verify import VerifyReport
 from ray_dcp.view.verify import verify as verify_path
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.wording import count_text, size_text
 
 __all__ = ["show", "verify"]
 
@@ -91,7 +90,7 @@ def verify(path: str, as_json: bool) -> None:
         try:
             report = verify_path(place_of(path), told=told)
         except CheckpointNotFoundError as error:
-            error.message += nearest_paths(path)
+            error.message += hint_at(path)
             raise
     if as_json:
         print_json(_verified(path, report))
@@ -102,7 +101,7 @@ def verify(path: str, as_json: bool) -> None:
             click.echo(f"... and {len(report.problems) - _MOST_PROBLEMS} more, see --json")
         for note in report.notes:
             click.echo(f"note: {note}")
-        result = "ok" if report.ok else f"{len(report.problems)} problem(s)"
+        result = "ok" if report.ok else count_text(len(report.problems), "problem")
         click.echo(f"{path}: {result}, {size_text(report.checked_bytes)} checked")
     if not report.ok:
         sys.exit(1)
@@ -161,10 +160,10 @@ def _verified(path: str, report: VerifyReport) -> dict[str, Any]:
 
 
 def _summary(view: CheckpointView) -> list[str]:
-    ranks = "" if view.world_size is None else f", saved by {view.world_size} rank(s)"
+    ranks = "" if view.world_size is None else f", saved by {count_text(view.world_size, 'rank')}"
     commit = "" if view.attempt is None else f", attempt {view.attempt} in slot {view.slot}"
     return [
         f"{view.url}: {view.kind}{ranks}{commit}",
-        f"{len(view.tensors)} tensors and {len(view.objects)} objects, "
-        f"{size_text(view.num_bytes)} in {len(view.files)} file(s)",
+        f"{count_text(len(view.tensors), 'tensor')} and {count_text(len(view.objects), 'object')}, "
+        f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
     ]

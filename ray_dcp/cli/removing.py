@@ -17,7 +17,8 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.runs import step_of
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.states import FOREIGN
+from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.leftovers import CollectReport
@@ -61,15 +62,15 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
 
 
 def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
-    if step.state == "stock":
+    if step.state in FOREIGN:
         raise InvalidRequestError(
             f"{step.path.url} was written by another program, and ray-dcp deletes only its own "
             f"files; remove the directory if you want it gone"
         )
     if marks.tags and not force:
         raise InvalidRequestError(
-            f"{step.path.url} has the tag {' '.join(marks.tags)}: take it away with "
-            f"ray-dcp tag --remove, or say --force"
+            f"{step.path.url} has the {'tag' if len(marks.tags) == 1 else 'tags'} "
+            f"{', '.join(marks.tags)}: take it away with ray-dcp tag --remove, or say --force"
         )
 
 
@@ -108,19 +109,25 @@ class _Marks:
 def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
     """Delete what crashed and aborted saves left at and below ROOT; checkpoints stay."""
     run = run_at(root)
-    ours = [step for step in run if step.state != "stock"]
+    ours = [step for step in run if step.state not in FOREIGN]
     planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
     total = sum(report.num_bytes for _, report in planned)
     count = sum(len(report.deleted) for _, report in planned)
     reports = planned
     if not dry_run and (count or abort_unfinished):
-        agree(f"delete {count} files ({size_text(total)}) at and below {root}", yes=yes)
+        agree(
+            f"delete {count_text(count, 'file')} ({size_text(total)}) at and below {root}", yes=yes
+        )
         reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+    open_saves = 0
     for name, report in reports:
+        open_saves += any(info_slot(k.key) is None for k in report.kept)
         if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
             _tell(report, name, quiet=quiet)
     freed = sum(report.num_bytes for _, report in reports)
     click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
+    if open_saves and not abort_unfinished:
+        click.echo("if no job saves there any more: --abort-unfinished ends and deletes those, too")
 
 
 def _collect(
@@ -141,7 +148,11 @@ def _collect(
 
 def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
     verb = "would delete" if report.dry_run else "deleted"
-    click.echo(f"{name}: {verb} {len(report.deleted)} files, {size_text(report.num_bytes)}")
+    count = count_text(len(report.deleted), "file")
+    told = (
+        f"{verb} {count}, {size_text(report.num_bytes)}" if report.deleted else "nothing to delete"
+    )
+    click.echo(f"{name}: {told}")
     if not quiet:
         for key in report.deleted[:_MOST_SHOWN]:
             click.echo(f"  {key}")

@@ -22,7 +22,7 @@ from ray_dcp.cli.places import checkpoint_at
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.view.trace import chrome_trace, lanes
-from ray_dcp.view.wording import seconds_text, size_text
+from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 __all__ = ["gantt", "timeline"]
 
@@ -90,7 +90,10 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
     late = {straggler.rank for straggler in trace.stragglers}
     end_s = max([trace.committed_s, *(span.stop_s for span in trace.spans)]) or 1e-9
     lines = [
-        Text(f"{title}: {trace.mode}, {trace.world_size} rank(s), {size_text(trace.num_bytes)}"),
+        Text(
+            f"{title}: {trace.mode}, {count_text(trace.world_size, 'rank')}, "
+            f"{size_text(trace.num_bytes)}"
+        ),
         Text(
             f"committed after {seconds_text(trace.committed_s)}, "
             f"training waited {seconds_text(trace.stall_s)}"

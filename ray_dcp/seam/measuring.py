@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from warnings import warn
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,10 @@ def measured(take: Callable[[], Capture], options: SaveOptions, rank: int) -> Ca
                     rank=rank,
                     key=bad[0][0],
                 )
+            if rank:
+                # Why here: of what a save notes only the first rank's is shown, as most of it is
+                # the same on all; this no other rank knows.
+                warn(told, UserWarning, stacklevel=2)
             warnings = (*warnings, told)
         return MeasuredCapture(
             captured.columns, captured.source, captured.deferred, warnings,

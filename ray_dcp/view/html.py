@@ -9,7 +9,7 @@ from ray_dcp.view.pictures.drawing import div, safe
 from ray_dcp.view.pictures.of_views import leaves_of
 from ray_dcp.view.pictures.timeline import timeline
 from ray_dcp.view.pictures.tree import tensor_tree
-from ray_dcp.view.wording import size_text
+from ray_dcp.view.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
@@ -28,7 +28,7 @@ def checkpoint_html(view: CheckpointView) -> str:
     facts = {
         "kind": view.kind,
         "ranks": view.world_size,
-        "size": f"{size_text(view.num_bytes)} in {len(view.files)} files",
+        "size": f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
         "tensors": len(view.tensors),
         "objects": len(view.objects),
         "attempt": view.attempt,

@@ -42,7 +42,7 @@ from ray_dcp.transfer.slots import Slots, read_slots
 from ray_dcp.transfer.threads import run_tasks
 from ray_dcp.view.file_names import METADATA, rank_of_file
 from ray_dcp.view.runs import PART_NAME, step_of
-from ray_dcp.view.states import State, StateFound, state_of
+from ray_dcp.view.states import FOREIGN, State, StateFound, state_of
 
 __all__ = ["ListedCheckpoint", "State", "list_checkpoints"]
 
@@ -89,7 +89,7 @@ class ListedCheckpoint:
     @property
     def is_readable(self) -> bool:
         """A checkpoint stands here that can be loaded, as far as names and lengths tell."""
-        return self.state in ("committed", "stock")
+        return self.state in ("committed", *FOREIGN)
 
 
 @dataclass(frozen=True)

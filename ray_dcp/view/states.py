@@ -11,9 +11,12 @@ from ray_dcp.protocol.sweep import attempts_of
 from ray_dcp.transfer.slots import Slots
 from ray_dcp.view.file_names import METADATA, OUR_FILE, STOCK_FILE
 
-__all__ = ["State", "StateFound", "state_of"]
+__all__ = ["FOREIGN", "State", "StateFound", "state_of"]
 
-State = Literal["committed", "in flight", "aborted", "damaged", "stock", "deleted"]
+State = Literal["committed", "in flight", "aborted", "damaged", "stock", "safetensors", "deleted"]
+
+FOREIGN: tuple[State, ...] = ("stock", "safetensors")
+"""Checkpoints of other programs: read like ours, and never deleted."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def _committed(
 
 def _deleted(files: Mapping[str, int], pending: tuple[str, ...]) -> StateFound:
     found = _nothing(files, pending, aborted=True)
-    if found.state == "stock":
+    if found.state in FOREIGN:
         return found  # saved since
     if pending:
         return StateFound("in flight", "it was deleted, and is being saved again", None, pending)
@@ -86,5 +89,5 @@ def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: boo
         missing = "no .metadata" if theirs and not ours else "no manifest"
         return StateFound("in flight", f"it has {missing}", None, pending)
     if any(key.endswith(".safetensors") for key in files) and not ours:
-        return StateFound("stock", "plain safetensors files")
+        return StateFound("safetensors")
     return StateFound("aborted", "it has records of saves, but none of a commit that stands")

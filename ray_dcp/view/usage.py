@@ -12,6 +12,7 @@ from ray_dcp.format.step_info import info_slot
 from ray_dcp.protocol.sweep import owner_of
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.run_view import RunView, StepView
+from ray_dcp.view.states import FOREIGN
 
 __all__ = ["KINDS", "Usage", "usage_of"]
 
@@ -73,7 +74,7 @@ def _owner(key: str, by_name: Mapping[str, StepView]) -> str | None:
 
 def _kind(key: str, step: StepView) -> Kind:
     manifest = step.listed.manifest
-    if step.state == "stock":
+    if step.state in FOREIGN:
         return "records" if key == ".metadata" or key.endswith(".json") else "data"
     if manifest is not None and any(entry.key == key for entry in manifest.files):
         return "data"

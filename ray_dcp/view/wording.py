@@ -1,8 +1,10 @@
-"""Sizes and ages in words, the same in tables, notebooks and messages."""
+"""Sizes, ages and counts in words, the same in tables, notebooks and messages."""
 
 from __future__ import annotations
 
-__all__ = ["age_text", "seconds_text", "size_text"]
+from collections.abc import Iterable, Mapping
+
+__all__ = ["age_text", "count_text", "metric_names", "seconds_text", "size_text"]
 
 
 def size_text(num_bytes: int) -> str:
@@ -37,6 +39,36 @@ def age_text(age_s: float) -> str:
         if age_s >= seconds:
             return f"{int(age_s // seconds)}{unit}"
     return f"{max(0, int(age_s))}s"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Returns how many there are.
+
+    Args:
+        count: How many.
+        noun: Of one of them; its plural ends in an s.
+
+    Example:
+        >>> count_text(1, "file"), count_text(1200, "file")
+        ('1 file', '1200 files')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def metric_names(steps: Iterable[tuple[int | None, Mapping[str, float]]], most: int) -> list[str]:
+    """Returns which metrics have a column of their own: one that repeats the step has none.
+
+    Args:
+        steps: Number and metrics of each.
+        most: How many there may be.
+
+    Example:
+        >>> metric_names([(20, {"step": 20, "loss": 0.5}), (None, {"acc": 0.9})], 6)
+        ['loss', 'acc']
+    """
+    told = [(name, value, step) for step, metrics in steps for name, value in metrics.items()]
+    other = {name for name, value, step in told if name != "step" or value != step}
+    return [name for name in dict.fromkeys(name for name, _, _ in told) if name in other][:most]
 
 
 def seconds_text(seconds: float) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.errors import ParticipantError, SaveCancelledError
+from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
 from ray_dcp.runtime.workers import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
@@ -124,6 +124,24 @@ def test_a_cancelled_save_fails_on_all_ranks_and_leaves_what_stood(ranks, tmp_pa
     came = ranks.run(programs.begin_large_and_cancel, str(path), 2, 1)
     one_error(came, SaveCancelledError, "cancel")
     assert ranks.run(programs.mixed_is, str(path), 1) == [True, True]
+
+
+def test_a_nan_refuses_the_save_on_all_ranks_and_what_stood_stands(ranks, tmp_path):
+    path = tmp_path / "c"
+    whole = ranks.run(programs.save_with_nan, str(path), 9, stats=True)
+    assert [one.error for one in whole] == [None, None]
+    came = ranks.run(programs.save_with_nan, str(path), 1, nonfinite="refuse")
+    error = one_error(came, NonFiniteError, "'w1' (1 NaN and 0 infinite of 8)", "Nothing was saved")
+    assert (error.rank, error.key) == (1, "w1")
+    view = ray_dcp.open(path)
+    assert {name: told.norm for name, told in view.stats.items()} == {
+        "w0": pytest.approx(8**0.5), "w1": pytest.approx(8**0.5)
+    }  # fmt: skip
+    assert view.verify().ok
+    warned = ranks.run(programs.save_with_nan, str(path), 1, nonfinite="warn", stats=True)
+    assert [one.error for one in warned] == [None, None]
+    assert any("rank 1, found 'w1'" in told for one in warned for told in one.warnings)
+    assert ray_dcp.open(path).stats["w1"].num_nan == 1
 
 
 @pytest.mark.parametrize("max_pending", [1, 2])

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import ray
 
+import ray_dcp
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol import gathering
 from ray_dcp.protocol.messages import Target
@@ -94,6 +95,13 @@ def test_ranks_save_by_way_of_gatherers_that_leave_with_them(job, threads, direc
     for step in range(2):
         job.save(sample_state(step), threads)
     assert direct == []
+    trace = ray_dcp.open(job.url).trace
+    assert trace.ranks == tuple(range(WORLD))
+    assert {(span.rank, span.phase) for span in trace.spans if span.rank is not None} >= {
+        (rank, phase) for rank in range(WORLD) for phase in ("capture", "plan", "write")
+    }
+    assert trace.num_bytes == sum(span.num_bytes for span in trace.spans if span.phase == "write")
+    assert all(0 <= span.start_s <= span.stop_s <= trace.committed_s for span in trace.spans)
     first, other = job.gatherer(0), job.gatherer(2)
     assert None not in (first, other)
     # One dies: its ranks go on by themselves, and make another for what comes after.

@@ -12,7 +12,13 @@ from click.testing import CliRunner
 
 import ray_dcp
 from ray_dcp.cli.main import COMMANDS, SUMMARIES, LazyGroup, main
-from ray_dcp.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StorageError,
+)
 
 
 def test_help_lists_every_command_without_loading_any():
@@ -48,14 +54,20 @@ def test_the_version_is_told():
 
 
 @pytest.mark.parametrize(
-    ("error", "exit_code"),
+    ("error", "exit_code", "where"),
     [
-        (DamagedCheckpointError("expected a, found b", key="f"), 1),
-        (CheckpointNotFoundError("expected a checkpoint"), 2),
-        (StorageError("permission denied", key="f"), 2),
+        (DamagedCheckpointError("expected a, found b", key="x.json"), 1, " [file x.json]"),
+        (CheckpointNotFoundError("expected a checkpoint"), 2, ""),
+        (CheckpointNotFoundError("nothing in /run", checkpoint_id="/run", key=""), 2, ""),
+        (StorageError("permission denied", checkpoint_id="/run", key="a.json", rank=3), 2,
+         " [checkpoint /run, rank 3, file a.json]"),
+        (InvalidRequestError("a layout is written as 8", key="to"), 2, ""),
     ],
-)
-def test_an_error_of_ours_is_one_message_and_an_exit_code(error: Exception, exit_code: int):
+)  # fmt: skip
+def test_an_error_of_ours_is_one_message_and_an_exit_code(
+    error: CheckpointError, exit_code: int, where: str
+):
+    """What the message says already is not repeated behind it."""
     group = LazyGroup(name="g", commands_at={}, summaries={})
 
     def fail() -> None:
@@ -64,7 +76,7 @@ def test_an_error_of_ours_is_one_message_and_an_exit_code(error: Exception, exit
     group.add_command(click.Command("fail", callback=fail))
     group.get_command = lambda ctx, name: group.commands[name]
     found = CliRunner().invoke(group, ["fail"])
-    assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error}\n")
+    assert (found.exit_code, found.stderr) == (exit_code, f"Error: {error.message}{where}\n")
 
 
 def test_the_package_runs_as_a_command(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import ray_dcp
-from ray_dcp.cli import output
+from ray_dcp.cli import output, places
 from ray_dcp.cli.looking import changes
 from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
@@ -98,6 +99,43 @@ def test_foreign_files_are_told_what_to_do_with(tmp_path: Path):
     assert invoke("ls", tmp_path / "notes").stdout.startswith("no checkpoints")
 
 
+def test_a_run_where_a_step_is_meant_is_told_with_how_to_name_one(run: Path):
+    told = f"name one of its 2 steps, as {run}@latest or {run}@20"
+    for command in (
+        ["show", run],
+        ["verify", run],
+        ["export", run, run / "out"],
+        ["tag", run, "a"],
+    ):
+        said = refused(*command)
+        assert told in said
+    # The run is there: its own name is no hint at what else was meant.
+    assert "did you mean" not in refused("show", f"{run}@999")
+
+
+@pytest.mark.parametrize(
+    ("left", "verbs"),
+    [
+        ("data", ["verify", "cp", "export"]),
+        ("table", ["show", "diff", "verify", "reshard", "export", "cp"]),
+        ("record", ["show", "diff", "verify", "reshard", "export", "cp", "timeline"]),
+    ],
+)
+def test_what_is_damaged_exits_with_1_and_leaves_nothing(run: Path, left: str, verbs: list[str]):
+    """Each verb, on a checkpoint of which a file is cut off."""
+    step = run / "step-10"
+    pattern = {"data": "__0_*", "table": "chunks.*", "record": "manifest-*"}[left]
+    (file,) = step.glob(pattern)
+    os.truncate(file, file.stat().st_size // 2)
+    more = {"diff": [run / "step-20"], "reshard": ["--to", "2"], "cp": [run.parent / "out"],
+            "export": [run.parent / "out", "--tensor", "model.*"]}  # fmt: skip
+    for verb in verbs:
+        found = invoke(verb, step, *more.get(verb, []))
+        assert (found.exit_code, "Traceback" in found.output) == (1, False), (verb, found.output)
+        assert file.name in found.output, (verb, found.output)
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
 def test_a_damaged_file_is_named_and_exits_with_1(run: Path):
     for manifest in (run / "step-10").glob("manifest-*"):
         checkpoints.flip(manifest, 60)
@@ -114,8 +152,25 @@ def test_a_storage_that_gives_no_permission_is_one_message(
         raise StorageError("could not read: [EACCES] Permission denied", key="step-10")
 
     monkeypatch.setattr(LocalStorage, what, deny)
-    for command in (["ls", run], ["show", run / "step-10"], ["verify", run / "step-10"]):
-        assert "Permission denied" in refused(*command)
+    one, out = run / "step-10", run.parent / "out"
+    for command in (
+        ["ls", run],
+        ["show", one],
+        ["verify", one],
+        ["diff", one, run / "step-20"],
+        ["du", run],
+        ["reshard", one, "--to", "2"],
+        ["cp", one, out],
+        ["rm", one, "--yes"],
+        ["watch", run],
+        ["export", one, out, "--tensor", "model.*"],
+        ["tag", f"{run}@10", "a"],
+        ["timeline", one],
+        ["metadata", one],
+    ):
+        if what == "list" or command[0] not in ("ls", "du", "watch", "rm", "tag"):
+            assert "Permission denied" in refused(*command), command
+    assert sorted(p.name for p in run.parent.iterdir()) == ["run"]
 
 
 def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -305,3 +360,19 @@ def test_a_reader_that_ends_early_is_no_error(run: Path, command: list[str]):
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "rm"])
+def test_a_store_that_can_not_be_reached_is_told_soon(
+    command: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Not after the minutes for which a save tries again."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    for name, value in (("ACCESS_KEY_ID", "k"), ("SECRET_ACCESS_KEY", "s"), ("REGION", "r"),
+                        ("ENDPOINT_URL", f"http://127.0.0.1:{port}")):  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(places, "PATIENCE_S", 1.0)
+    said = refused(command, f"s3://bucket/{command}@latest")
+    assert "the connection failed: check the endpoint" in said

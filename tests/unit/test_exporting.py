@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
+from ray_dcp import extraction
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -19,6 +21,8 @@ from ray_dcp.errors import (
     StorageError,
     UnsupportedValueError,
 )
+from ray_dcp.exporting import plan_export
+from ray_dcp.store import watching
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.transfer.copying import copy_checkpoint, plan_copy
 from tests import checkpoints
@@ -76,8 +80,10 @@ def test_safetensors_exports_hold_the_tensors(source: Path, tmp_path: Path, kind
 
 
 def test_what_a_format_can_not_hold_is_refused_and_leaves_nothing(source: Path, tmp_path: Path):
-    with pytest.raises(UnsupportedValueError, match="leave out"):
-        ray_dcp.export(source, tmp_path / "w.safetensors")
+    for kind in ("safetensors", "hf"):
+        for call in (plan_export, ray_dcp.export):
+            with pytest.raises(UnsupportedValueError, match=r"3 of 10 names.*--tensor 'model\.\*'"):
+                call(source, tmp_path / "w", kind)
     with pytest.raises(InvalidRequestError, match="expected names that match"):
         ray_dcp.export(source, tmp_path / "w.pt", "torch", include=["nope"])
     with pytest.raises(InvalidRequestError, match="format must be"):
@@ -99,6 +105,17 @@ def test_targets_that_are_taken_or_have_no_place_are_refused(tmp_path: Path, kin
         with pytest.raises(InvalidRequestError, match="directory that exists"):
             ray_dcp.export(source, tmp_path / "no" / "w", kind, include=["model.w*"])
     assert [p.name for p in taken.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("what", ["file", "link to nothing"])
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, kind: str, what: str):
+    source, target = checkpoints.save(tmp_path / "source"), tmp_path / "w"
+    target.write_text("dear") if what == "file" else target.symlink_to("nowhere")
+    with pytest.raises(InvalidRequestError, match="is there already: delete it first"):
+        ray_dcp.export(source, target, kind, include=["model.w*"])
+    assert target.is_symlink() or target.read_text() == "dear"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
@@ -131,6 +148,77 @@ def test_an_interrupted_export_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"])
     assert [p.name for p in tmp_path.iterdir()] == before
+
+
+class Told(list):
+    """What a bar is told."""
+
+    def __call__(self, done: int, total: int) -> None:
+        self.append((done, total))
+
+    def check(self, least_bytes: int) -> None:
+        """Checks that it only grew, up to a total that was the same all along."""
+        ((total),) = {total for _, total in self}
+        assert total >= least_bytes
+        assert [done for done, _ in self] == sorted(done for done, _ in self)
+        assert self[-1] == (total, total)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_a_bar_is_told_how_far_an_export_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    monkeypatch.setattr(extraction, "_PART_BYTES", 1)
+    source = checkpoints.save(tmp_path / "source")
+    told = Told()
+    ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=told)
+    told.check(sum(checkpoints.tensors()[f"model.{n}"].nbytes for n in ("weight", "large")))
+    assert len(told) >= 2
+
+
+def test_a_bar_is_told_how_far_an_import_is(tmp_path: Path):
+    torch.save({"w": torch.ones(1000)}, tmp_path / "w.pt")
+    for source, target in (("w.pt", "a"), ("a", "b")):
+        told = Told()
+        ray_dcp.import_checkpoint(tmp_path / source, tmp_path / target, told=told)
+        told.check(4000)
+    assert torch.equal(ray_dcp.read_state_dict(tmp_path / "b")["w"], torch.ones(1000))
+
+
+def test_what_is_watched_is_told_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watching, "LOOKS_S", 0.001)
+    seen = threading.Event()
+    found = []
+
+    def told(done: int, total: int) -> None:
+        found.append((done, total))
+        seen.set() if done == 110 else None
+
+    with watching.watched(tmp_path, told, 10, 150):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "file").write_bytes(bytes(100))
+        assert seen.wait(60)
+    assert found[-1] == (150, 150)
+    assert (110, 150) in found
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """Each part is a load, which opens the checkpoint anew."""
+    monkeypatch.setattr(extraction, "_PART_BYTES", 1)
+    source = checkpoints.save(tmp_path / "source")
+
+    def replace(done: int, total: int) -> None:
+        if done < total and not told:
+            checkpoints.save(source)
+        told.append(done)
+
+    told: list[int] = []
+    with pytest.raises(DamagedCheckpointError, match="replaced meanwhile, and nothing was written"):
+        ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=replace)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 def test_imports_of_files_and_folders_hold_what_they_did(tmp_path: Path):

@@ -12,6 +12,7 @@ from ray_dcp.format import table as tb
 from ray_dcp.format.checksums import digest
 from ray_dcp.format.table_check import check_table
 from ray_dcp.plan.values import Kind
+from tests import big_views
 from tests.format_cases import difference, many_table, mixed_table, table_of
 
 
@@ -20,7 +21,7 @@ def planned():
     table = mixed_table()
     place = table.item_offset.copy()
     place[3] = -1
-    return dataclasses.replace(
+    return dataclasses.dataclasses.replace(
         table,
         item_offset=place,
         payload_offset=np.where(place < 0, -1, table.payload_offset),
@@ -32,7 +33,7 @@ def planned():
 def wide():
     """Padded to more columns than any tensor has, unused vocabulary."""
     table = table_of([("w", None, Kind.TENSOR, "int8", (3,), False, [((0,), (3,), 0)])])
-    return dataclasses.replace(
+    return dataclasses.dataclasses.replace(
         table,
         dtypes=("float32", "int8", "bool"),
         dtype=np.array([1], dtype=np.int8),
@@ -261,3 +262,20 @@ def test_several_row_groups_are_refused():
 def test_what_is_no_parquet_file_is_damage(data):
     with pytest.raises(DamagedCheckpointError, match="load an earlier step"):
         tb.decode_table(data)
+
+
+def test_what_pads_a_box_is_not_taken_for_a_place():
+    """Of a planned table, too: a stored one has no padding."""
+    table = big_views.table(2, 2, "0" * 16, files=1)
+    wide = dataclasses.replace(
+        table,
+        shape=np.pad(table.shape, ((0, 0), (0, 1)), constant_values=1),
+        offset=np.pad(table.offset, ((0, 0), (0, 1))),
+        size=np.pad(table.size, ((0, 0), (0, 1)), constant_values=1),
+    )
+    check_table(wide)
+    for name, value in (("offset", 1), ("size", 0)):
+        column = getattr(wide, name).copy()
+        column[2, 2] = value
+        with pytest.raises(DamagedCheckpointError, match="a box inside its tensor for chunk 2"):
+            check_table(dataclasses.replace(wide, **{name: column}))

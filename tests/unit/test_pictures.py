@@ -130,7 +130,7 @@ def test_a_timeline_of_ten_thousand_ranks_is_bounded_and_tells_how_many_it_leave
     assert len(picture.html) < 120_000
     root = parsed(picture)
     assert "▲ rank 77" in texts(root)
-    shown = sum("rank" in text for text in texts(root))
+    shown = sum("rank " in text for text in texts(root))
     assert f"… and {10_000 - shown} more ranks" in "".join(root.itertext())
 
 

@@ -222,3 +222,17 @@ def test_ranks_that_join_in_one_message_tell_their_own_numbers():
         for rank in range(2)
     ]  # fmt: skip
     assert [join.stats for join in together(joins).requests()] == [b"\0", b"\1"]
+
+
+def test_every_rank_warns_of_its_own_values_and_the_first_of_them_once(tmp_path: Path):
+    """Of other warnings only the first rank's are shown: they are the same on all."""
+    states = [{f"w{rank}": torch.full((2,), float("nan"))} for rank in range(3)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ended = results(states, tmp_path / "a", SaveOptions(nonfinite="warn"))
+    at_once = [str(one.message) for one in told]
+    assert at_once == [
+        f"expected finite values on rank {rank}, found 'w{rank}' (2 NaN and 0 infinite of 2)"
+        for rank in (1, 2)
+    ]
+    assert "on rank 0, found 'w0'" in str(ended[0].get().warnings)

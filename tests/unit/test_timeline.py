@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,18 @@ from click.testing import CliRunner, Result
 import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.cli.timeline import gantt
-from ray_dcp.format.save_trace import RankTimes, SaveTrace, Span, make_trace
+from ray_dcp.format.save_trace import (
+    RankTimes,
+    SaveTrace,
+    Span,
+    encode_trace,
+    make_trace,
+    trace_key,
+)
 from ray_dcp.view.trace import chrome_trace
+from tests import big_views, cli_story
+
+ATTEMPT = "0123456789abcdef"
 
 
 def run(*arguments: object) -> Result:
@@ -54,6 +65,38 @@ def test_bars_begin_and_end_where_the_phases_do():
     assert max(map(len, lines[1:])) <= 96
 
 
+def test_the_course_of_a_save_is_printed_as_it_was(tmp_path: Path):
+    """Of a trace that is given: no two saves take as long. See tests/golden/README.md."""
+    table = big_views.table(2, 4, ATTEMPT, files=4)
+    path = big_views.checkpoint(tmp_path / "run" / "step-7", table, ATTEMPT)
+    (path / trace_key(ATTEMPT)).write_bytes(encode_trace(async_trace()))
+    told = []
+    for arguments in ([f"{tmp_path}/run@7"], [path, "--json"]):
+        found = run(*arguments)
+        assert found.exit_code == 0, found.output
+        command = " ".join(map(str, arguments))
+        told.append(f"$ ray-dcp timeline {command}\n{found.output}".replace(str(tmp_path), "TMP"))
+    cli_story.compare("timeline", "\n".join(told), renew="RENEW_GOLDEN" in os.environ)
+
+
+def async_trace() -> SaveTrace:
+    """A save of four ranks, the last of which is late."""
+    four = range(4)
+    times = {
+        "capture": RankTimes.of(four, [0.0, 0.01, 0.0, 0.02], [0.1] * 4),
+        "plan": RankTimes.of(four, [0.1] * 4, [0.2] * 4),
+        "stage": RankTimes.of(four, [0.2] * 4, [0.3, 0.32, 0.3, 0.35]),
+        "write": RankTimes.of(four, [0.25] * 4, [0.8, 0.82, 0.8, 1.9], [3 << 20] * 4),
+    }
+    coordinator = [
+        Span("look", None, 0.05, 0.1), Span("plan", None, 0.12, 0.2),
+        Span("build", None, 1.9, 1.94), Span("table", None, 1.94, 1.97),
+        Span("record", None, 1.97, 2.0),
+    ]  # fmt: skip
+    return make_trace(ATTEMPT, "async_save", 4, 1e9, 2.0, coordinator, times,
+                      where={3: "pid 7 on node-b"})  # fmt: skip
+
+
 def test_ten_thousand_ranks_fit_a_screen_or_two():
     lines = [line.plain for line in gantt(trace_of(10_000), "run", 80)]
     assert len(lines) < 120
@@ -65,7 +108,7 @@ def test_it_prints_plain_text_where_there_is_no_terminal(saved: Path):
     found = run(saved)
     assert found.exit_code == 0
     assert "\x1b" not in found.output
-    assert f"{saved}: save, 1 rank(s)" in found.output
+    assert f"{saved}: save, 1 rank, " in found.output
     assert "rank 0" in found.output
     assert run(f"{saved.parent}@latest").output == found.output
     assert run(f"{saved.parent}@7").output == found.output

@@ -116,7 +116,7 @@ def test_plain_safetensors_files_are_listed_as_not_ours(tmp_path: Path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
     (item,) = list_checkpoints(tmp_path)
-    assert (item.name, item.state) == ("hf", "stock")
+    assert (item.name, item.state) == ("hf", "safetensors")
 
 
 def test_nothing_is_listed_where_nothing_is(tmp_path: Path):

@@ -104,7 +104,7 @@ class _Scale:
         if self.is_log:
             ticks = [10.0**p for p in range(math.ceil(self.low), math.floor(self.high) + 1)]
         else:
-            ticks = [self.low + tick for tick in nice_ticks(self.high - self.low, 5)]
+            ticks = _multiples(self.low, self.high, 5)
         for tick in ticks:
             y = self.y(tick)
             parts.append(
@@ -113,19 +113,21 @@ class _Scale:
             )  # fmt: skip
             told = f"{tick:.4g} {unit}".strip()
             parts.append(text(_LEFT - 6, y + 4, told, size=10, text_anchor="end", opacity=0.75))
-        ticks = nice_ticks(self.last - self.first, 6)
-        every = ticks[1] if len(ticks) > 1 else 1.0
-        # Why multiples: steps are counted from 0, whatever the first one here is.
-        first = math.ceil(self.first / every)
-        for step in [every * at for at in range(first, int(self.last / every + 1e-9) + 1)] or [
-            self.first
-        ]:
+        for step in _multiples(self.first, self.last, 6) or [self.first]:
             parts.append(
                 text(self.x(step), _TOP + _HEIGHT + 16, f"{step:.10g}", size=10,
                      text_anchor="middle", opacity=0.75)
             )  # fmt: skip
-        parts.append(text(WIDTH - _RIGHT + 12, _TOP + _HEIGHT + 16, "step", size=10, opacity=0.6))
+        parts.append(text(WIDTH - _RIGHT + 24, _TOP + _HEIGHT + 16, "step", size=10, opacity=0.6))
         return "".join(parts)
+
+
+def _multiples(low: float, high: float, about: int) -> list[float]:
+    """Returns round numbers from one to another, whatever the first of them is."""
+    ticks = nice_ticks(high - low, about)
+    every = ticks[1] if len(ticks) > 1 else 1.0
+    first, last = math.ceil(low / every - 1e-9), math.floor(high / every + 1e-9)
+    return [round(every * at, 12) for at in range(first, last + 1)]
 
 
 def _line(

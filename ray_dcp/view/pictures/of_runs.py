@@ -16,7 +16,7 @@ from ray_dcp.format.numbers import READABLE, as_numbers
 from ray_dcp.view.pictures.drawing import WIDTH, Picture, div, rank_colour, rect, safe, svg, text
 from ray_dcp.view.pictures.lines import line_chart
 from ray_dcp.view.pictures.tables import Changed, Step, diff_chart, step_table
-from ray_dcp.view.wording import age_text, size_text
+from ray_dcp.view.wording import age_text, count_text, size_text
 
 if TYPE_CHECKING:
     from ray_dcp.view.difference import CheckpointDiff
@@ -115,7 +115,8 @@ def picture_preview(preview: ReshardPreview) -> Picture:
         parts.append(
             rect(72, y + 3, max(one.bytes_needed * scale, 1.0), 7, rank_colour(0), told)
         )  # fmt: skip
-        facts = f"{size_text(one.bytes_read)} in {one.num_ranges} ranges of {one.num_files} files"
+        facts = f"{size_text(one.bytes_read)} in {count_text(one.num_ranges, 'range')} of "
+        facts += count_text(one.num_files, "file")
         facts += f", at most {size_text(one.peak_bytes)} of memory"
         parts.append(
             text(80 + max(one.bytes_read, one.bytes_needed) * scale, y + 11, facts, size=10,
@@ -137,8 +138,14 @@ def picture_preview(preview: ReshardPreview) -> Picture:
         if preview.uncovered
         else ""
     )
-    legend = "<div style='opacity:.75'>wide: read · narrow: needed</div>"
-    return Picture(div(head, holes, svg(WIDTH, y + 4, *parts, label="Reads of a load"), legend))
+    y += 6
+    for x, colour, told in (
+        (72, rank_colour(0), "needed"),
+        (146, "#d99a2b", "read beyond that, to reach it in fewer and whole ranges"),
+    ):
+        parts.append(rect(x, y, 10, 10, colour))
+        parts.append(text(x + 14, y + 9, told, size=10, opacity=0.8))
+    return Picture(div(head, holes, svg(WIDTH, y + 16, *parts, label="Reads of a load")))
 
 
 def picture_norms(run: RunView, include: str = "*") -> Picture:

@@ -17,7 +17,7 @@ from ray_dcp.view.pictures.drawing import (
     svg,
     text,
 )
-from ray_dcp.view.wording import seconds_text, size_text
+from ray_dcp.view.wording import count_text, metric_names, seconds_text, size_text
 
 __all__ = ["CHANGES", "Changed", "Step", "diff_chart", "step_table"]
 
@@ -26,8 +26,8 @@ MOST_CHANGED = 24
 BAR = 120
 
 _STATES = {
-    "committed": "#4fa866", "stock": "#4c8fd6", "damaged": RED, "aborted": "#a9795a",
-    "in flight": "#d99a2b", "uncommitted": "#d99a2b", "deleted": GREY,
+    "committed": "#4fa866", "stock": "#4c8fd6", "safetensors": "#4c8fd6", "damaged": RED,
+    "aborted": "#a9795a", "in flight": "#d99a2b", "uncommitted": "#d99a2b", "deleted": GREY,
 }  # fmt: skip
 CHANGES = {
     "unchanged": GREY, "changed": "#e08a3c", "added": "#4fa866", "removed": RED,
@@ -83,7 +83,7 @@ def step_table(steps: Sequence[Step], title: str = "", *, best: str | None = Non
     """
     shown = steps[-MOST_STEPS:]
     top = max((step.num_bytes for step in shown), default=0)
-    metrics = list(dict.fromkeys(name for step in shown for name in step.metrics))[:6]
+    metrics = metric_names(((step.step, step.metrics) for step in shown), 6)
     columns = _columns(shown, metrics)
     head = "".join(
         f"<th style='{_CELL};text-align:{'left' if name in _LEFT else 'right'}'>"
@@ -105,7 +105,9 @@ def step_table(steps: Sequence[Step], title: str = "", *, best: str | None = Non
         )
     hidden = len(steps) - len(shown)
     note = f"<div style='opacity:.75'>… and {hidden} earlier steps</div>" if hidden else ""
-    name = f"<div><b>{safe(title)}</b> · {len(steps)} checkpoints</div>" if title else ""
+    name = (
+        f"<div><b>{safe(title)}</b> · {count_text(len(steps), 'checkpoint')}</div>" if title else ""
+    )
     if not steps:
         return Picture(div(name or "<div>no checkpoints</div>"))
     table = (
@@ -160,6 +162,7 @@ def diff_chart(changes: Sequence[Changed], title: str = "") -> Picture:
 
 # --- pieces -------------------------------------------------------------------------------------
 
+_UNKNOWN_NEW = "<span title='hashes can&#39;t tell: it is cut otherwise than before'>?</span>"
 _CELL = "padding:2px 10px 2px 0;white-space:nowrap;background:none;border:none"
 _METRIC = "metric "
 _LEFT = ("step", "state", "layout", "size", "tags", "note")
@@ -192,7 +195,7 @@ def _cells(
         "age": safe(step.age),
         "size": f"{_size_bar(step, top)}<span style='display:inline-block;width:74px;"
         f"text-align:right'>{size_text(step.num_bytes)}</span>",
-        "new": "" if step.new_bytes is None else size_text(step.new_bytes),
+        "new": _UNKNOWN_NEW if step.new_bytes is None else size_text(step.new_bytes),
         "ranks": "" if step.num_ranks is None else str(step.num_ranks),
         "layout": safe(step.layout or ""),
         "stall": "" if step.stall_s is None else seconds_text(step.stall_s),
@@ -209,21 +212,15 @@ def _cells(
 
 def _size_bar(step: Step, top: int) -> str:
     width = round(BAR * step.num_bytes / top) if top else 0
-    new = (
-        width
-        if step.new_bytes is None
-        else round(BAR * min(step.new_bytes, top) / top)
-        if top
-        else 0
-    )
-    new = min(new, width)
+    known = step.new_bytes is not None
+    new = min(round(BAR * min(step.new_bytes or 0, top) / top) if top else 0, width)
     told = f"{size_text(step.num_bytes)}"
     told += "" if step.new_bytes is None else f", {size_text(step.new_bytes)} new"
     return (
         f"<span title='{told}' style='display:inline-block;width:{BAR}px;vertical-align:middle'>"
         f"<span style='display:inline-block;height:10px;width:{new}px;background:#4c8fd6'></span>"
         f"<span style='display:inline-block;height:10px;width:{width - new}px;"
-        "background:#4c8fd6;opacity:.35'></span></span>"
+        f"background:#4c8fd6;opacity:{'.35' if known else '.65'}'></span></span>"
     )
 
 

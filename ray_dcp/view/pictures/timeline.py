@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.view.pictures.drawing import (
@@ -48,6 +48,14 @@ _MEANINGS = {
     "commit": "wait for the commit",
 }
 
+_COORDINATOR_MEANINGS = {
+    "look": "what stands there?",
+    "plan": "plan",
+    "build": "check what was written",
+    "table": "chunk table",
+    "record": "commit",
+}
+
 _LEFT, _RIGHT, _TOP = 92, 78, 34
 
 
@@ -74,9 +82,9 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
             d=_triangle(_LEFT + at_s * scale, _TOP + [*found].index(rank) * height), fill=RED)
         for rank, at_s in trace.takeovers if rank in found
     ]  # fmt: skip
-    parts.append(_legend(trace, bottom + 28))
+    parts.append(_legends(trace, bottom + 28))
     drawing = svg(
-        WIDTH, bottom + 38, *parts, label=f"Timeline of a save of {trace.world_size} ranks"
+        WIDTH, bottom + 56, *parts, label=f"Timeline of a save of {trace.world_size} ranks"
     )
     return Picture(div(_summary(trace, title), drawing, *_notes(trace)))
 
@@ -163,13 +171,24 @@ def _lane(
     return tag("g", "".join(parts))
 
 
-def _legend(trace: SaveTrace, y: float) -> str:
+def _legends(trace: SaveTrace, y: float) -> str:
+    """Returns what the colours mean: of the ranks, and below them of the coordinator."""
+    own = {span.phase for span in trace.spans if span.rank is None}
     phases = {span.phase for span in trace.spans if span.rank is not None} | {"commit"}
-    parts, x = [], float(_LEFT)
-    for phase, colour in COLOURS.items():
+    return _legend("ranks", COLOURS, _MEANINGS, phases, y) + _legend(
+        "coordinator", COORDINATOR, _COORDINATOR_MEANINGS, own, y + 18
+    )
+
+
+def _legend(
+    title: str, colours: Mapping[str, str], meanings: Mapping[str, str], phases: set[str], y: float
+) -> str:
+    parts = [text(_LEFT - 8, y + 1, title, size=10, text_anchor="end", opacity=0.8)]
+    x = float(_LEFT)
+    for phase, colour in colours.items():
         if phase not in phases:
             continue
-        told = f"{phase}: {_MEANINGS[phase]}"
+        told = phase if meanings[phase] == phase else f"{phase}: {meanings[phase]}"
         parts.append(rect(x, y - 8, 10, 10, colour, opacity=_FADED.get(phase)))
         parts.append(text(x + 14, y + 1, told, size=10, opacity=0.8))
         x += 26 + len(told) * 5.4
