@@ -142,6 +142,22 @@ def test_what_is_registered_is_not_told_again(make: Make, told: Any, monkeypatch
     assert told == []
 
 
+def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make, told: Any):
+    with make() as ckpt:
+        assert ckpt.restore(state()) is None
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+        ckpt.should_save(7)
+        found = state(float("nan"))
+        assert ckpt.restore(found) == 2
+        assert found["w"].tolist() == [2.0] * 4
+        assert not told or told[-1][0] == 1, "what this group saved is told once, by the next save"
+        ask(0.0, after_step=2)
+        assert ckpt.save(3, found)
+        assert BOARD.state("asked") in ("saving", "committed")
+    assert [step for step, _ in told] == [1, 2, 3]
+
+
 def test_a_damaged_step_is_passed_over_loudly(make: Make, told: Any, tmp_path: Path):
     with make() as ckpt:
         for step in (1, 2):
@@ -172,10 +188,11 @@ def unsaveable() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
 def test_a_failed_save_warns_and_training_goes_on(make: Make, told: Any):
     with make() as ckpt:
+        ckpt.save(0, state())
         ckpt.save(1, unsaveable())
         with pytest.warns(UserWarning, match="Step 1 is not saved"):
             ckpt.save(2, state())
-    assert [step for step, _ in told] == [2]
+    assert [step for step, _ in told] == [0, 2]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
