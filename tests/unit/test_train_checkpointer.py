@@ -147,12 +147,15 @@ def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make,
         assert ckpt.restore(state()) is None
         for step in (1, 2):
             ckpt.save(step, state(step))
-        ckpt.should_save(7)
+        assert ckpt.should_save(3)
         found = state(float("nan"))
         assert ckpt.restore(found) == 2
         assert found["w"].tolist() == [2.0] * 4
         assert not told or told[-1][0] == 1, "what this group saved is told once, by the next save"
-        ask(0.0, after_step=2)
+        held = BOARD.hold("asked")
+        assert held is not None
+        assert held.last_step == 2
+        assert BOARD.ask(Asked("asked", "resize", held.last_step))
         assert ckpt.save(3, found)
         assert BOARD.state("asked") in ("saving", "committed")
     assert [step for step, _ in told] == [1, 2, 3]
