@@ -44,5 +44,8 @@ def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) 
         max_task_retries=0,
         max_concurrency=MOST_CALLS,
         num_cpus=0,
+        # Why said: a trial of Ray Tune has all that its processes start go into its placement
+        # group, and Ray kills what is in there together with the trial.
+        scheduling_strategy="DEFAULT",
     )
     return actor.remote(name, check_lease(lease_s), namespace)

@@ -26,7 +26,7 @@ THIRD_PARTY_WARNINGS = (
 LONGEST = (
     "test_cluster_configs", "test_torchrun", "test_bench_soak", "test_train", "test_shared_reads",
     "test_async_bad_input", "test_reshard", "test_async_saves", "test_runtime_own_ray",
-    "test_train_context", "test_dcp_examples", "test_bench_async", "test_runtime_workers",
+    "test_dcp_examples", "test_bench_async", "test_runtime_workers",
     "test_heartbeats", "test_gatherers", "test_peer_copy", "test_memory_tier",
 )  # fmt: skip
 """Files that take longest come first: several processes then end at about the same time."""

@@ -9,13 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from ray._private.state import state
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader
 
 import ray_dcp
@@ -24,6 +27,7 @@ from ray_dcp.data import RowsSeen
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+NOTICE_S = 300
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "cluster_configs" / "train.py"
 
@@ -122,9 +126,9 @@ def consume(shard, num_batches):
 
 
 def test_rows_of_ray_data_come_once_across_a_resize(cluster):
-    dataset = ray.data.range(60, override_num_blocks=6)
+    dataset = ray.data.range(60, override_num_blocks=4)
     seen, driver = [], RowsSeen("id")
-    for world_size, num_batches in ((2, 3), (3, 99)):
+    for world_size, num_batches in ((2, 3), (1, 99)):
         shards = driver.left(dataset).streaming_split(world_size, equal=True)
         told = ray.get([consume.remote(shard, num_batches) for shard in shards])
         seen += [row for ids, _ in told for row in ids]
@@ -134,3 +138,35 @@ def test_rows_of_ray_data_come_once_across_a_resize(cluster):
         driver.load_state_dict({"epoch": 0, "seen": own[0]})
     assert len(seen) == 60
     assert sorted(seen) == list(range(60))
+
+
+@ray.remote(num_cpus=1)
+class Tenant:
+    """Keeps a node from being idle: an idle one ends as soon as it is drained."""
+
+    def node_id(self):
+        return ray.get_runtime_context().get_node_id()
+
+
+def test_a_notice_drains_a_live_node_and_ray_train_can_see_until_when(cluster):
+    """The last one here: the node is of no use after it."""
+    node_id = next(iter(cluster.worker_nodes)).node_id
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    tenant = Tenant.options(scheduling_strategy=strategy).remote()
+    assert ray.get(tenant.node_id.remote()) == node_id
+    begin_s = time.time()
+    finished = subprocess.run(
+        [
+            sys.executable, str(SCRIPT.with_name("drain_on_notice.py")), "--source", "now",
+            "--deadline", str(NOTICE_S), "--address", cluster.address, "--node-id", node_id,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    # What Ray Train's watcher of preemptions asks.
+    ((drained, deadline_ms),) = state.get_draining_nodes().items()
+    assert drained == node_id
+    assert begin_s + NOTICE_S - 1 <= deadline_ms / 1000 <= time.time() + NOTICE_S + 1

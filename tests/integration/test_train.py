@@ -1,24 +1,40 @@
-"""`ray_dcp.train` in real Ray Train runs: a killed rank, another size, calls that are wrong."""
+"""`ray_dcp.train` in real Ray Train runs: killed ranks, another size, S3, trials, wrong calls.
+
+And `save` and `load` by themselves, which find the other ranks of a run.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 import ray_dcp
 from ray_dcp.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidRequestError,
     RankDisagreementError,
 )
+from ray_dcp.integrations.train import telling
 from ray_dcp.integrations.train.callback import SaveBeforeResize
-from tests import train_programs
+from ray_dcp.integrations.train.context import run_facts
+from ray_dcp.integrations.train.joining import join
+from ray_dcp.runtime.attach import attached_address
+from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
+from ray_dcp.runtime.session import current_session
+from tests import programs, train_programs, tune_trials
+from tests.polling import eventually
+from tests.s3_server import fresh_place
 from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
@@ -34,11 +50,14 @@ ASKED_AT = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def train_ray(request):
-    """A Ray whose Train looks at its workers often."""
+def train_ray(request, server):
+    """A Ray whose Train looks at its workers often, with what S3 asks for in the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_V2_ENABLED", "1")
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        patch.setenv("AWS_ACCESS_KEY_ID", server.access_key_id)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield request.getfixturevalue("ray_session")
 
 
@@ -49,11 +68,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class SavesThenKills(SaveBeforeResize):
-    """Does once what a resize does, and then kills a rank instead."""
+    """Does once what a resize does, and then kills a rank instead.
 
-    def __init__(self, folder: str) -> None:
+    Made from `RAY_TRAIN_CALLBACKS`, as an operator gives it to all runs.
+    """
+
+    def __init__(self) -> None:
         super().__init__(limit_s=60)
-        self.folder = folder
+        self.folder = os.environ["NOTES_OF_THE_RUN"]
         self.is_over = False
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -92,6 +114,7 @@ def train_in_two_shards(config: dict[str, str]) -> None:
     folder, rank, world_size = config["folder"], dist.get_rank(), dist.get_world_size()
     if ray.train.get_checkpoint() is None:
         save_different_steps(folder, rank)
+        save_and_load_by_themselves(folder, rank)
     state = made("fsdp2")
     with ray_dcp.train.checkpointer(save_interval=4) as ckpt:
         done = ckpt.restore(state)
@@ -116,9 +139,42 @@ def save_different_steps(folder: str, rank: int) -> None:
         note(folder, rank, refused=str(error))
 
 
-def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, folder):
-    callback = SavesThenKills(str(folder))
-    result = fit(train_in_two_shards, folder, 2, callbacks=[callback])
+def save_and_load_by_themselves(folder: str, rank: int) -> None:
+    programs.seed_all(5)
+    programs.build("fsdp2", seed=0)
+    programs.train(2)
+    programs.save(f"{folder}/c")
+    saved = programs.digests()
+    programs.build("fsdp2", seed=1)
+    programs.restore(f"{folder}/c")
+    note(folder, rank, saved=saved, loaded=programs.digests(), **session_facts(current_session()))
+
+
+def session_facts(session: Any) -> dict[str, Any]:
+    return {
+        "session": session.name, "size": session.world_size, "number": session.rank,
+        "address": attached_address(), "epoch": session.coordinator_info()["epoch"],
+    }  # fmt: skip
+
+
+def coordinator_lives(session: str) -> bool:
+    """Returns whether there is an actor for the session's coordinator."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {"name": coordinator_name(session), "namespace": NAMESPACE} in actors
+
+
+def check_session(told: list[dict[str, Any]], address: str, size: int = 2) -> None:
+    assert {facts["session"] for facts in told} == {told[0]["session"]}
+    assert sorted(facts["number"] for facts in told) == [*range(size)]
+    assert {(facts["size"], facts["address"]) for facts in told} == {(size, address)}
+    assert {facts["epoch"] for facts in told} == {1}
+    assert eventually(lambda: not coordinator_lives(told[0]["session"]), 30)
+
+
+def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, folder, monkeypatch):
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", f"{__name__}.{SavesThenKills.__name__}")
+    monkeypatch.setenv("NOTES_OF_THE_RUN", str(folder))
+    result = fit(train_in_two_shards, folder, 2)
     assert sorted(one["rank"] for one in notes(folder, "refused")) == [0, 1]
     begun = [one["restored"] for one in notes(folder, "restored")]
     asked = begun[-1]
@@ -144,27 +200,80 @@ def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, f
     assert loaded["samples"] == (LAST_SAVED + 1) * train_programs.BATCH
 
 
-def test_one_worker_goes_on_with_what_two_shards_saved_and_wrong_calls_are_refused(
+def test_workers_save_and_load_by_themselves_and_what_they_saved_loads_outside(train_ray, folder):
+    """In the run before: a plain `save` and `load` find the other ranks of a Ray Train run."""
+    told = list(notes(folder, "saved"))
+    for facts in told:
+        assert facts["loaded"] == facts["saved"] == told[0]["saved"]
+    check_session(told, train_ray)
+    assert ray_dcp.open(folder / "c").world_size == 2
+    whole = {"model": {"outlet.weight": torch.zeros(7, 22)}, "notes": {"steps": 0}}
+    ray_dcp.load(whole, checkpoint_id=folder / "c", no_dist=True)
+    assert whole["notes"]["steps"] == 2
+    digests = programs.digests_of({"model": whole["model"]})
+    assert digests["model.outlet.weight"] == told[0]["saved"]["model.outlet.weight"]
+
+
+# A worker that is killed while its save is on the way from memory to storage
+
+
+class Gated(LocalFileSystem):  # type: ignore[misc]
+    """The local disk, in which data files are not begun while a gate is closed.
+
+    Args:
+        gate: A file: closed as long as it is there.
+    """
+
+    protocol = "gated"
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = Path(gate)
+
+    def _open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        if mode != "rb" and ".distcp" in path:
+            assert eventually(lambda: not self.gate.exists(), 120)
+        return super()._open(path, mode, **how)
+
+
+def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refused(
     train_ray, folder
 ):
+    """It begins with what two shards saved, and is killed once a save of its own is staged."""
+    from pyarrow import fs
     from ray.train import CheckpointConfig
 
-    keep = CheckpointConfig(num_to_keep=1)
-    result = fit(train_alone_and_wrongly, folder, 1, checkpoint_config=keep)
+    gate = folder / "gate"
+
+    def open_when_restarted() -> None:
+        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2, 180)
+        gate.unlink()
+
+    with ThreadPoolExecutor(1) as beside:
+        opened = beside.submit(open_when_restarted)
+        result = fit(
+            train_alone_and_wrongly, folder, 1,
+            checkpoint_config=CheckpointConfig(num_to_keep=1),
+            storage_filesystem=fs.PyFileSystem(fs.FSSpecHandler(Gated(str(gate)))),
+        )  # fmt: skip
+        opened.result()
     assert result.error is None
-    (told,) = notes(folder, "alone")
-    assert told["alone"] == LAST_SAVED
+    (begun,) = notes(folder, "begun")
+    assert begun["begun"] == LAST_SAVED
     expected = uninterrupted(NUM_STEPS)
-    assert told["loss"] == pytest.approx(expected[LAST_SAVED + 1], abs=1e-5)
+    assert begun["loss"] == pytest.approx(expected[LAST_SAVED + 1], abs=1e-5)
+    assert begun["committed"] == 0, "the save was to be in memory only"
+    (told,) = notes(folder, "resumed")
+    assert told["resumed"] == LAST_SAVED + 1
+    assert told["loss"] == pytest.approx(expected[LAST_SAVED + 2], abs=1e-5)
 
 
 def train_alone_and_wrongly(config: dict[str, str]) -> None:
     """Goes on with what two shards saved; then calls what must be refused."""
-    import shutil
-
     import ray.train
 
     folder = config["folder"]
+    note(folder, 0, attempt=os.getpid())
     with pytest.raises(InvalidRequestError, match="Leave one of them out"):
         ray_dcp.train.checkpointer(max_to_keep=3)
     with pytest.raises(InvalidRequestError, match="RunConfig"):
@@ -173,6 +282,12 @@ def train_alone_and_wrongly(config: dict[str, str]) -> None:
     with ray_dcp.train.checkpointer() as ckpt:
         done = ckpt.restore(state)
         loss = train_one_step(state, done + 1)
+        if done == LAST_SAVED:
+            Path(folder, "gate").touch()
+            ckpt.save(done + 1, state)
+            committed = Path(folder).glob(f"runs/run/checkpoints/*-{done + 1:08d}/manifest-*")
+            note(folder, 0, begun=done, loss=loss, committed=len(list(committed)))
+            os.kill(os.getpid(), signal.SIGKILL)
         ckpt.save(done + 1, state, metrics={"loss": torch.tensor(loss)})
         with pytest.raises(InvalidRequestError, match="not newer"):
             ckpt.save(done + 1, state)
@@ -183,10 +298,81 @@ def train_alone_and_wrongly(config: dict[str, str]) -> None:
     assert str(done + 1) in ray.train.get_checkpoint().path
     whole = ray.train.CheckpointConsistencyMode.COMMITTED
     ray.train.get_all_reported_checkpoints(consistency_mode=whole)
-    shutil.rmtree(ckpt.url)
+    shutil.rmtree(f"{folder}/runs/run/checkpoints")
     with (
         ray_dcp.train.checkpointer() as ckpt,
         pytest.raises(CheckpointNotFoundError, match="Bring them back"),
     ):
         ckpt.restore(state)
-    note(folder, 0, alone=done, loss=loss)
+    note(folder, 0, resumed=done, loss=loss)
+
+
+# Trials of Ray Tune, whose workers have no process group
+
+
+def test_trials_side_by_side_on_s3_keep_to_themselves_and_one_name_is_of_one_run(
+    train_ray, server, tmp_path
+):
+    from ray import tune
+
+    place = fresh_place(server)
+    url = (
+        f"{place.url}?scheme=http&region={place.storage_options['region']}"
+        f"&endpoint_override={str(place.storage_options['endpoint']).removeprefix('http://')}"
+    )
+    trials = tune.Tuner(
+        tune_trials.trial,
+        param_space={
+            "train_fn": f"{__name__}.{train_beside_another.__name__}", "url": url,
+            "folder": str(tmp_path), "number": tune.grid_search([0, 1]),
+        },
+        run_config=tune.RunConfig(name="tune", storage_path=str(tmp_path / "tune")),
+    ).fit()  # fmt: skip
+    assert [one.error for one in trials] == [None, None]
+    for number, size in ((0, 2), (1, 1)):
+        told = [one for one in notes(tmp_path, "loaded") if one["trial"] == number]
+        expected = {"shared": [number] * 9, **{f"of {rank}": rank for rank in range(size)}}
+        assert [one["loaded"] for one in told] == [expected] * size
+        assert told[0]["session"].startswith("train-")
+        # It also ends: Ray would have taken it away with the trial, and started it again nowhere.
+        check_session(told, train_ray, size)
+        state = {"shared": torch.zeros(9)}
+        run = place / f"trial-{number}" / "checkpoints"
+        assert ray_dcp.load_newest(state, run, no_dist=True).step == 2
+        assert state["shared"].tolist() == [number] * 9
+    (refused,) = notes(tmp_path, "refused")
+    assert "a RunConfig(name=...) of its own, or end that one" in refused["refused"]
+
+
+def train_beside_another(config: dict[str, Any]) -> None:
+    from ray.train import get_context
+
+    folder, number = Path(config["folder"]), config["number"]
+    rank, size = get_context().get_world_rank(), get_context().get_world_size()
+    assert not torch.distributed.is_initialized()
+    with ray_dcp.train.checkpointer() as ckpt:
+        (folder / f"here-{number}").touch()
+        assert eventually((folder / f"here-{1 - number}").exists, 120)
+        for step in (1, 2):
+            state = {"shared": torch.full((9,), float(number)), f"of {rank}": torch.tensor(rank)}
+            ckpt.save(step, state, metrics={"number": number})
+        found = {"shared": torch.zeros(9), **{f"of {one}": torch.tensor(-1) for one in range(size)}}
+        assert ckpt.restore(found) == 2
+        loaded = {name: value.tolist() for name, value in found.items()}
+        note(str(folder), rank, trial=number, loaded=loaded, **session_facts(ckpt._group.session))
+        if number == 1:
+            begin_under_the_name_of_the_other(folder)
+            (folder / "over").touch()
+        assert eventually((folder / "over").exists, 120)
+
+
+def begin_under_the_name_of_the_other(folder: Path) -> None:
+    """Does what the worker of another `fit()` does that was given the name of trial 0."""
+    from ray.train.v2._internal.execution.storage import StorageContext
+
+    mine = run_facts()
+    storage = StorageContext(mine.storage_path, "trial-0", read_only=True)
+    facts = replace(mine, name="trial-0", run_id="of another fit", storage=storage)
+    with pytest.raises(CheckpointExistsError) as caught:
+        join(facts, "checkpoints", 0, None, telling.broadcast)
+    note(str(folder), 0, refused=str(caught.value))

@@ -142,6 +142,25 @@ def test_what_is_registered_is_not_told_again(make: Make, told: Any, monkeypatch
     assert told == []
 
 
+def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make, told: Any):
+    with make() as ckpt:
+        assert ckpt.restore(state()) is None
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+        assert ckpt.should_save(3)
+        found = state(float("nan"))
+        assert ckpt.restore(found) == 2
+        assert found["w"].tolist() == [2.0] * 4
+        assert not told or told[-1][0] == 1, "what this group saved is told once, by the next save"
+        held = BOARD.hold("asked")
+        assert held is not None
+        assert held.last_step == 2
+        assert BOARD.ask(Asked("asked", "resize", held.last_step))
+        assert ckpt.save(3, found)
+        assert BOARD.state("asked") in ("saving", "committed")
+    assert [step for step, _ in told] == [1, 2, 3]
+
+
 def test_a_damaged_step_is_passed_over_loudly(make: Make, told: Any, tmp_path: Path):
     with make() as ckpt:
         for step in (1, 2):
@@ -172,10 +191,11 @@ def unsaveable() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")
 def test_a_failed_save_warns_and_training_goes_on(make: Make, told: Any):
     with make() as ckpt:
+        ckpt.save(0, state())
         ckpt.save(1, unsaveable())
         with pytest.warns(UserWarning, match="Step 1 is not saved"):
             ckpt.save(2, state())
-    assert [step for step, _ in told] == [2]
+    assert [step for step, _ in told] == [0, 2]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantize:UserWarning")

@@ -273,8 +273,9 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
     from pyarrow import fs
 
     own = fs.S3FileSystem(region="eu-1", endpoint_override="localhost:1", anonymous=True)
-    target = target_of_run(facts_in("bucket/runs", own), "checkpoints", None)
-    assert target.filesystem == own
+    for path in ("bucket/runs", "s3://bucket/runs"):
+        target = target_of_run(facts_in(path, own), "checkpoints", None)
+        assert target.filesystem == own
     with pytest.raises(InvalidRequestError, match="storage_filesystem"):
         target_of_run(facts_in("bucket/runs", own), "checkpoints", {"region": "x"})
 
@@ -532,6 +533,21 @@ def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left(monkeypatch: A
     assert ranks.boards[0].at(5, 1) is None
     assert ask_all(ranks, "b", "preemption", left_s=5.0).fit == "memory"
     assert tier_that_fits(20.0, 3.0, 10.0) == "storage"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "took_s", "linger_s"),
+    [(30.0, None, 0.0), (12.0, None, 99.0), (30.0, 12.0, 99.0), (None, None, 99.0)],
+)
+def test_ranks_linger_when_no_further_save_would_fit(
+    left_s: float | None, took_s: float | None, linger_s: float, monkeypatch: Any
+):
+    ranks = Boards(4, monkeypatch=monkeypatch)
+    ranks.boards[0].took(stage_s=0.1, commit_s=4.0)
+    assert ask_all(ranks, "a", "", linger_s=99.0, left_s=left_s, took_s=took_s).asked
+    asked = ranks.boards[0].at(5, 1)
+    assert asked is not None
+    assert asked.linger_s == linger_s
 
 
 def test_the_asker_learns_how_the_save_ended(monkeypatch: Any):

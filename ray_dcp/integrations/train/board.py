@@ -108,6 +108,17 @@ class Board:
             self._taken = asked.seq
             return asked
 
+    def went_back(self, step: int, owner: int) -> None:
+        """Notes that steps are counted from another one on, which was restored.
+
+        Args:
+            step: The one.
+            owner: Who restored it, as `open` gave it.
+        """
+        with self._changed:
+            if owner == self._owner:
+                self._last_step = step
+
     def took(self, stage_s: float, commit_s: float) -> None:
         """Notes how long a save took; the longest of what is known counts, and fades.
 

@@ -110,6 +110,9 @@ class Checkpointer:
         any number of ranks. Where the newest can't be loaded the next older one is, with a
         warning that names each that was passed over.
 
+        Called again later it goes back to the newest step, after waiting for saves that are under
+        way; steps are counted from there on.
+
         Args:
             state: As for `save`. Modules and optimizers are loaded in place, other values that are
                 no `Stateful` are replaced in it.
@@ -124,6 +127,7 @@ class Checkpointer:
             CheckpointError: As `ray_dcp.load_newest`.
         """
         self._check_open()
+        self._take(self._under_way.ended(all_of_them=True))
         named = named_alike(state)
         registered = telling.registered()
         try:
@@ -144,6 +148,8 @@ class Checkpointer:
         self._warm(named)
         self._register(report, registered)
         self._last_step = step
+        self._decided = (-1, False, None)
+        BOARD.went_back(step, self._owner)
         return step
 
     def should_save(self, step: int) -> bool:
@@ -206,6 +212,7 @@ class Checkpointer:
             return False
         self._warned.ignored_steps(self._group.has_steps, self.restored, self._group.root.url)
         self._last_step = step
+        self._group.has_steps = True
         self._decided = (-1, False, None)
         self._begin(step, state, {"step": step, **told}, waits=asked is not None)
         lingers = asked is not None and asked.linger_s > 0
@@ -317,7 +324,9 @@ class Checkpointer:
     def _register(self, report: LoadReport, registered: str | None) -> None:
         """Reports what was restored, where Ray Train was not told of it before."""
         folder, known = parse(report.checkpoint_id or ""), parse(registered or "")
-        if folder is not None and (known is None or known < folder):
+        if folder is None or folder == self._group.folder_of(folder.step):
+            return  # Of this group: it is told like all others.
+        if known is None or known < folder:
             metrics = self._metrics_of(folder) if self._facts.rank == 0 else {}
             self._report(folder, {**metrics, "step": folder.step})
 
