@@ -150,6 +150,7 @@ def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make,
         assert ckpt.should_save(3)
         found = state(float("nan"))
         assert ckpt.restore(found) == 2
+        assert len(ckpt._under_way) == 0, "what other ranks still save is not to be missed"
         assert found["w"].tolist() == [2.0] * 4
         assert not told or told[-1][0] == 1, "what this group saved is told once, by the next save"
         held = BOARD.hold("asked")
