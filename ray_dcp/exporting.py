@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +28,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.watching import watched
+from ray_dcp.store.watching import Told, watched
 from ray_dcp.transfer.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
@@ -37,7 +37,6 @@ from ray_dcp.view.wording import size_text
 __all__ = ["ExportFormat", "ExportPlan", "copy", "export", "import_checkpoint", "plan_export"]
 
 ExportFormat = Literal["safetensors", "hf", "torch", "dcp"]
-Told = Callable[[int, int], None]
 
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32",
             "float": "float32", "fp64": "float64"}  # fmt: skip
@@ -95,10 +94,9 @@ def plan_export(
     objects = [name for name in names if name not in view.tensors]
     if objects and format in ("safetensors", "hf"):
         raise UnsupportedValueError(
-            f"safetensors files hold tensors alone, but {', '.join(map(repr, objects[:4]))} "
-            f"{'is an object' if len(objects) == 1 else 'are objects'} ({len(objects)} of "
-            f"{len(names)} names): choose tensors (--tensor 'model.*', include=['model.*']), or "
-            f"the format torch or dcp, which hold both",
+            f"safetensors files hold no objects, as {', '.join(map(repr, objects[:4]))} "
+            f"({len(objects)} of {len(names)} names): choose tensors (--tensor 'model.*', "
+            f"include=['model.*']), or the format torch or dcp, which hold both",
             key=objects[0],
         )
     num_objects = len(objects)

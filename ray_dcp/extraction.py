@@ -6,7 +6,7 @@ that it was one and the same is looked at in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -22,14 +22,13 @@ from ray_dcp.seam.decision import FOREIGN
 from ray_dcp.seam.paths import decide_load
 from ray_dcp.seam.stored import Stored, stored_in_metadata, stored_in_table
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.watching import Told
 from ray_dcp.transfer.opening import find_checkpoint, read_checkpoint
 
 __all__ = ["Progress", "Told", "bytes_of", "check_stands", "read_into", "stored_in"]
 
 _PART_BYTES = 1 << 30
 """Whoever wants to be told how far it is, is told after each load of so much."""
-
-Told = Callable[[int, int], None]
 
 
 def stored_in(

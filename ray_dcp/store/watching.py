@@ -11,11 +11,12 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 
-__all__ = ["watched"]
+__all__ = ["Told", "watched"]
 
 LOOKS_S = 0.25
 
 Told = Callable[[int, int], None]
+"""What is told bytes done and in all, now and then."""
 
 
 @contextmanager
