@@ -21,6 +21,8 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.view.run_view import open_run
+from ray_dcp.view.usage import usage_of
 from tests import checkpoints
 
 
@@ -376,3 +378,11 @@ def test_a_store_that_can_not_be_reached_is_told_soon(
     monkeypatch.setattr(places, "PATIENCE_S", 1.0)
     said = refused(command, f"s3://bucket/{command}@latest")
     assert "the connection failed: check the endpoint" in said
+
+
+def test_du_counts_safetensors_of_others_as_data(tmp_path: Path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "hub" / "config.json").write_bytes(b"{}")
+    (row,) = [one for one in usage_of(open_run(tmp_path)) if one.name == "hub"]
+    assert (row.num_bytes["data"], row.num_bytes["records"], row.num_bytes["other"]) == (100, 2, 0)

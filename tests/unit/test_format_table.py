@@ -21,7 +21,7 @@ def planned():
     table = mixed_table()
     place = table.item_offset.copy()
     place[3] = -1
-    return dataclasses.dataclasses.replace(
+    return dataclasses.replace(
         table,
         item_offset=place,
         payload_offset=np.where(place < 0, -1, table.payload_offset),
@@ -33,7 +33,7 @@ def planned():
 def wide():
     """Padded to more columns than any tensor has, unused vocabulary."""
     table = table_of([("w", None, Kind.TENSOR, "int8", (3,), False, [((0,), (3,), 0)])])
-    return dataclasses.dataclasses.replace(
+    return dataclasses.replace(
         table,
         dtypes=("float32", "int8", "bool"),
         dtype=np.array([1], dtype=np.int8),
