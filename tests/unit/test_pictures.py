@@ -416,3 +416,15 @@ def test_a_picture_is_saved_as_a_page(tmp_path: Path):
     page = (tmp_path / "p.html").read_text()
     assert "<div>x</div>" in page
     assert "<title>&lt;t&gt;</title>" in page
+
+
+def test_ticks_are_round_numbers_between_the_values():
+    told = texts(parsed(line_chart({"w": [(20, 7.337), (160, 12.9)]})))
+    assert {"8", "10", "12"} <= set(told)
+    assert not {"6", "0", "14"} & set(told)
+
+
+def test_the_colours_of_the_coordinator_are_told_too():
+    told = texts(parsed(timeline(trace_of(3))))
+    assert "record: commit" in told
+    assert "write: write durably" in told
