@@ -97,7 +97,6 @@ def test_a_slot_that_becomes_anothers_while_it_is_read_gives_nothing(monkeypatch
         return copy
 
     monkeypatch.setattr(np, "copyto", taken(np.copyto))
-    monkeypatch.setattr(os, "preadv", taken(os.preadv))
     assert not other.read_into([Part(Slot(0, 1), 0, 100)], memoryview(bytearray(100)))
 
 

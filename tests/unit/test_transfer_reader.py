@@ -249,9 +249,10 @@ def test_an_uncovered_row_is_filled_as_far_as_possible_and_never_done(storage):
     assert sink.buffers[0][: array.nbytes] == array.tobytes()
 
 
-def test_overlapping_chunks_fill_what_they_cover(storage):
+@pytest.mark.parametrize("rows", [(0, 7, 4, 10), (0, 10, 0, 10)])
+def test_overlapping_chunks_fill_what_they_cover(storage, rows):
     array = random_array(10, 10)
-    chunks = [Chunk(0, (0, 0), array[:7]), Chunk(0, (4, 0), array[4:])]
+    chunks = [Chunk(0, (low, 0), array[low:high]) for low, high in (rows[:2], rows[2:])]
     plan = file_plan([Piece(i, "float32", c.data.shape) for i, c in enumerate(chunks)])
     receipt = write_file(storage, plan, "a1", source=lambda r: raw(chunks[r].data), deferred=None)
     table = table_of(["w"], ["float32"], [(10, 10)], chunks, plan, receipt)
