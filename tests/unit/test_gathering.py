@@ -315,6 +315,19 @@ def test_what_is_incomplete_goes_late_and_ever_later():
         assert wait_s <= LONGEST_WAIT_S
 
 
+def test_who_is_asked_twice_is_waited_for_each_time():
+    gathering = Gathering(range(4), lambda: 0.0)
+    (first,) = [m for rank in range(4) for m in gathering.take(join(rank))]
+    gathering.told(first, Told((((1, 3), SendItems(rows=False)),)))
+    rows = {"columns": b"rows", "contents": b"c"}
+    assert gathering.take(join(1, asked=1, **rows)) == []
+    (second,) = gathering.take(join(3, asked=1, **rows))
+    gathering.told(second, Told((((3,), SendItems(rows=True)),)))
+    # The second time only one was asked.
+    (third,) = gathering.take(join(3, asked=2, **rows))
+    assert (third.ranks, third.step) == ((3,), "SaveJoin 2")
+
+
 def test_who_is_asked_for_more_is_waited_for_and_no_others():
     gathering = Gathering(range(4), lambda: 0.0)
     messages = [message for rank in range(4) for message in gathering.take(join(rank))]
