@@ -19,6 +19,7 @@ from ray_dcp.errors import (
 from ray_dcp.format.checksums import digest
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol import operation
+from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.gathering import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -38,7 +39,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.receipts import join_receipts, pack_receipts
-from ray_dcp.protocol.together import JoinedTogether, Told, WrittenTogether, together
+from ray_dcp.protocol.together import Batches, JoinedTogether, Told, WrittenTogether, together
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank import save_rank
 from ray_dcp.store.memory import MemoryStorage
@@ -315,6 +316,19 @@ def test_what_is_incomplete_goes_late_and_ever_later():
         assert wait_s <= LONGEST_WAIT_S
 
 
+def test_who_is_asked_twice_is_waited_for_each_time():
+    gathering = Gathering(range(4), lambda: 0.0)
+    (first,) = [m for rank in range(4) for m in gathering.take(join(rank))]
+    gathering.told(first, Told((((1, 3), SendItems(rows=False)),)))
+    rows = {"columns": b"rows", "contents": b"c"}
+    assert gathering.take(join(1, asked=1, **rows)) == []
+    (second,) = gathering.take(join(3, asked=1, **rows))
+    gathering.told(second, Told((((3,), SendItems(rows=True)),)))
+    # The second time only one was asked.
+    (third,) = gathering.take(join(3, asked=2, **rows))
+    assert (third.ranks, third.step) == ((3,), "SaveJoin 2")
+
+
 def test_who_is_asked_for_more_is_waited_for_and_no_others():
     gathering = Gathering(range(4), lambda: 0.0)
     messages = [message for rank in range(4) for message in gathering.take(join(rank))]
@@ -340,3 +354,20 @@ def test_what_fails_goes_directly():
     assert not is_gathered(join(0, error=CheckpointError("no")))
     assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
     assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))
+
+
+def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
+    batches = Batches()
+    here = batches.add(together([join(0), join(1)]))
+    other = batches.add(together([join(2, key=OpKey("run", 1))]))
+    here.put((1, 7), SendItems(rows=True))
+    assert [ranks for ranks, _ in here.told] == [(1,)]
+    batches.refuse(here.key, SendItems(rows=False))
+    assert [ranks for ranks, _ in here.told] == [(1,), (0,)]
+    assert other.told == []
+    # A message that nobody waits in any more gets nothing; the same rank in another one does.
+    gone = batches.add(together([join(3), join(4)]))
+    again = batches.add(together([join(3)]))
+    batches.remove(gone)
+    batches.answer(Answer(gone.key, 3, gone.step, SendItems(rows=True)))
+    assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
