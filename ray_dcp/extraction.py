@@ -45,7 +45,7 @@ def stored_in(
     """
     decision = decide_load(None, reader, checkpoint_id)
     if decision.path != FOREIGN and decision.target is not None:
-        checkpoint = read_checkpoint(open_storage(decision.target))
+        checkpoint = read_checkpoint(open_storage(decision.target), checks_later=True)
         return stored_in_table(checkpoint.table), checkpoint.record
     if checkpoint_id is not None:
         decision.storage.reset(checkpoint_id)

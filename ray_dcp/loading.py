@@ -31,7 +31,7 @@ from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planner_load import targets_with_planner
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.seam.targets import plan_targets
-from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
 
 __all__ = ["run_load", "run_load_newest"]
 

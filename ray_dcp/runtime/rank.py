@@ -34,7 +34,7 @@ from ray_dcp.runtime.telling import attempt, naming, refusal, reported
 from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
 from ray_dcp.transfer.reader import Prepared
 
 __all__ = [

@@ -29,7 +29,8 @@ from ray_dcp.runtime.rank_memory import KeptIn, MemorySource
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
 from ray_dcp.store.storage import Storage, read_traits_of
 from ray_dcp.transfer.blocks import naming
-from ray_dcp.transfer.opening import Checkpoint, checkpoint_from
+from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.transfer.opening import checkpoint_from
 from ray_dcp.transfer.reader import (
     Prepared,
     ReadStats,
@@ -200,7 +201,7 @@ class Reading:
         def prepare() -> Prepared:
             if checkpoint.check_file is not None and options.verify != "never":
                 chunks = {*read_plan.chunk.tolist(), *(chunk for chunk, _ in work.objects)}
-                checkpoint.check_file.read(table.file[sorted(chunks)].tolist())
+                checkpoint.know_checks(sorted(chunks))
             return prepare_reads(storage, table, read_plan, work.wanted, options=options)
 
         return self._in_time(prepare, "find what is stored")

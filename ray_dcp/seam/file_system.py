@@ -42,7 +42,8 @@ from ray_dcp.seam.lazy_metadata import DCP_VERSION, metadata_of
 from ray_dcp.seam.planner_load import PlannedReads
 from ray_dcp.seam.plugin_read import fill
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.transfer.opening import read_checkpoint
 
 __all__ = [
     "FileSystemReader",

@@ -9,7 +9,7 @@ from ray_dcp.plan.reading import plan_reads
 from ray_dcp.seam.targets import ObjectTaker, Targets
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.blocks import naming
-from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
 from ray_dcp.transfer.reader import read_chunks, read_item
 
 __all__ = ["fill"]

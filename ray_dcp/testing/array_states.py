@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ray_dcp.errors import MissingKeyError
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.reading import ReadPlan, Wanted
-from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
 
 __all__ = [
     "ArrayCapture",

@@ -15,7 +15,8 @@ from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import record_key, slot_of
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.storage import KeyMissingError, PartWriter, Storage
-from ray_dcp.transfer.opening import METADATA_KEY, Checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.transfer.opening import METADATA_KEY
 from ray_dcp.transfer.threads import Stop, run_tasks
 
 __all__ = ["CopyPlan", "copy_checkpoint", "plan_copy"]

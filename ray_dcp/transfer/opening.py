@@ -7,8 +7,7 @@ holds is told by `lookaround`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ray_dcp.collector import collector_paused
 from ray_dcp.errors import (
@@ -25,7 +24,7 @@ from ray_dcp.format.manifest import (
     decode_record,
     record_key,
 )
-from ray_dcp.format.metadata_in import ForeignMetadata, decode_metadata
+from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.table import MAX_TABLE_BYTES, decode_table
@@ -33,6 +32,7 @@ from ray_dcp.format.table_checks import END_MAGIC, join_checks
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.check_file import CheckFile, check_against
+from ray_dcp.transfer.checkpoint import Checkpoint, CheckpointKind
 from ray_dcp.transfer.lookaround import not_found
 from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
 from ray_dcp.transfer.plain_files import plain_files, plain_table
@@ -40,8 +40,6 @@ from ray_dcp.transfer.slots import Deciding, Slots, read_slots
 
 __all__ = [
     "METADATA_KEY",
-    "Checkpoint",
-    "CheckpointKind",
     "Committed",
     "Found",
     "checkpoint_from",
@@ -50,8 +48,6 @@ __all__ = [
     "read_checkpoint",
     "read_records",
 ]
-
-CheckpointKind = Literal["native", "stock", "safetensors"]
 
 
 class Committed(NamedTuple):
@@ -89,31 +85,6 @@ class Found(NamedTuple):
             if self.manifest is None or self.manifest.checks is None:
                 return table
             return join_checks(table, self.checks, self.manifest.attempt)
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A checkpoint that stands, and where all its chunks are."""
-
-    kind: CheckpointKind
-    """`native`: ours. `stock`: DCP's `.metadata`. `safetensors`: plain files."""
-    checkpoint_id: str
-    """Path or URL, for messages."""
-    slot: int
-    """Slot of the manifest; 0 for a checkpoint that is not ours."""
-    record: bytes
-    """The manifest, or the foreign `.metadata`, as on storage; empty for plain files."""
-    table: ChunkTable
-    attempt: str | None = None
-    """The attempt that committed it; None for a checkpoint that is not ours."""
-    manifest: Manifest | None = None
-    """None for a checkpoint that is not ours."""
-    foreign: ForeignMetadata | None = None
-    """What the `.metadata` says; None for all but `stock`."""
-    metadata_is_stale: bool = False
-    """`.metadata` should project this manifest, but is missing or older: publish it again."""
-    check_file: CheckFile | None = None
-    """Where checksums that the table lacks are read from, file by file; None: it has them all."""
 
 
 def read_checkpoint(
@@ -336,8 +307,6 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
             check_file = CheckFile(storage, manifest, decode_table(found.table))
         table = check_file.table
         check_against(table, manifest)
-        if not checks_later:
-            check_file.read(range(len(table.files)))
     elif manifest is not None:
         table = found.decoded()
         check_against(table, manifest)
@@ -346,7 +315,7 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
         table = foreign.table
     else:
         table = plain_table(storage)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         kind=found.kind,
         checkpoint_id=name,
         slot=found.slot,
@@ -358,6 +327,9 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
         metadata_is_stale=found.metadata_is_stale,
         check_file=check_file,
     )
+    if not checks_later:
+        checkpoint.know_checks()
+    return checkpoint
 
 
 def _opened_in_part(storage: Storage, name: str, committed: Committed) -> Checkpoint:

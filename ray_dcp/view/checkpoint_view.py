@@ -24,8 +24,9 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.one_file import OneFile
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
-from ray_dcp.transfer.reader import Transforms, read_item
+from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.transfer.opening import read_checkpoint
+from ray_dcp.transfer.reader import read_item
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
 from ray_dcp.view.file_names import rank_of_file
 from ray_dcp.view.layouts import grids, layout_of
@@ -101,7 +102,7 @@ class CheckpointView:
         """
         if self.checkpoint.manifest is not None:
             return self.checkpoint.manifest.world_size
-        ranks = {rank_of_file(key) for key in self.table.files} - {None}
+        ranks = {rank_of_file(key) for key in self.checkpoint.table.files} - {None}
         return len(ranks) or None
 
     @property
@@ -123,13 +124,18 @@ class CheckpointView:
 
     @property
     def table(self) -> ChunkTable:
-        """The chunk table, for analyses of your own."""
+        """The chunk table, for analyses of your own.
+
+        Checksums of a large checkpoint are at the ends of its data files, and are read then: a
+        request for each file.
+        """
+        self.checkpoint.know_checks()
         return self.checkpoint.table
 
     @property
     def names(self) -> tuple[str, ...]:
         """FQN of every tensor and object, in the order of the state dict."""
-        return self.table.names
+        return self.checkpoint.table.names
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -146,7 +152,7 @@ class CheckpointView:
     @cached_property
     def layouts(self) -> Mapping[str, str]:
         """How each tensor is cut into chunks, by FQN: `whole`, `rows/8`, `columns/2`, `4x2`."""
-        table = self.table
+        table = self.checkpoint.table
         grid, ndim = grids(table).tolist(), table.ndim.tolist()
         return MappingProxyType(
             {
@@ -174,10 +180,11 @@ class CheckpointView:
         manifest = self.checkpoint.manifest
         entries = self.storage.list() if manifest is None else manifest.files
         lengths = {entry.key: entry.num_bytes for entry in entries}
-        counts = np.bincount(self.table.file, minlength=len(self.table.files)).tolist()
+        table = self.checkpoint.table
+        counts = np.bincount(table.file, minlength=len(table.files)).tolist()
         return tuple(
             FileInfo(key, lengths.get(key, 0), count)
-            for key, count in zip(self.table.files, counts, strict=True)
+            for key, count in zip(table.files, counts, strict=True)
         )
 
     @property
@@ -187,7 +194,7 @@ class CheckpointView:
 
     @cached_property
     def _infos(self) -> dict[str, TensorInfo | None]:
-        table = self.table
+        table = self.checkpoint.table
         counts = np.bincount(table.tensor, minlength=table.num_tensors).tolist()
         rows = zip(
             table.names, table.paths, table.kind.tolist(), table.dtype.tolist(),
@@ -205,7 +212,7 @@ class CheckpointView:
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        return {name: row for row, name in enumerate(self.table.names)}
+        return {name: row for row, name in enumerate(self.checkpoint.table.names)}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -235,7 +242,7 @@ class CheckpointView:
             raise self._missing(name)
         info = self._infos[name]
         if info is not None:
-            return TensorHandle(self.storage, self.table, row, info, self._transforms)
+            return TensorHandle(self.storage, self.checkpoint, row, info)
         from ray_dcp.seam.objects import load_object
 
         return load_object(self._items(row)[0], fqn=name)
@@ -259,15 +266,12 @@ class CheckpointView:
         return self._items(row)
 
     def _items(self, row: int) -> tuple[bytes, ...]:
+        table, transforms = self.checkpoint.table, self.checkpoint.transforms
+        chunks = np.flatnonzero(table.tensor == row).tolist()
+        self.checkpoint.know_checks(chunks)
         return tuple(
-            read_item(self.storage, self.table, chunk, transforms=self._transforms)
-            for chunk in np.flatnonzero(self.table.tensor == row).tolist()
+            read_item(self.storage, table, chunk, transforms=transforms) for chunk in chunks
         )
-
-    @property
-    def _transforms(self) -> Transforms:
-        foreign = self.checkpoint.foreign
-        return None if foreign is None else foreign.transforms
 
     def _missing(self, name: str) -> MissingKeyError:
         return MissingKeyError(
@@ -358,7 +362,9 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
         StorageError: The storage refused.
     """
     storage = _one_file(path) or open_storage(path)
-    return CheckpointView(storage, read_checkpoint(storage, checkpoint_id=storage.url))
+    return CheckpointView(
+        storage, read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
+    )
 
 
 def _one_file(path: AnyPlace) -> OneFile | None:

@@ -185,7 +185,7 @@ def preview_reshard(
 ) -> ReshardPreview:
     """Returns what a load on other ranks would read; see `CheckpointView.reshard`."""
     target, options = parse_layout(layout), options or LoadOptions()
-    table = view.table
+    table = view.checkpoint.table
     chosen = _chosen(view, include)
     itemsize = np.array([ITEMSIZE.get(name, 1) for name in table.dtypes] or [1], np.int64)
     tensors = np.flatnonzero(chosen & (table.kind != Kind.OBJECT))
@@ -223,7 +223,7 @@ def preview_reshard(
 
 
 def _chosen(view: CheckpointView, include: str | None) -> BoolArray:
-    names = view.table.names
+    names = view.checkpoint.table.names
     chosen = np.fromiter(
         (include is None or fnmatchcase(n, include) for n in names), bool, len(names)
     )

@@ -112,7 +112,7 @@ class StepView:
     def layout(self) -> str | None:
         """How its tensors are cut, in words, as `rows/8`; None where that can't be read."""
         try:
-            return layout_text(self.view.table)
+            return layout_text(self.view.checkpoint.table)
         except CheckpointError:
             return None
 
@@ -126,7 +126,7 @@ class StepView:
         before = self._run.before(self)
         try:
             if before is None:
-                return int(self.view.table.payload_bytes.sum())
+                return int(self.view.checkpoint.table.payload_bytes.sum())
             return diff_tables(before.view.table, self.view.table).new_bytes
         except CheckpointError:
             return None

@@ -16,9 +16,10 @@ from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequest
 from ray_dcp.format.dtypes import ITEMSIZE, NUMPY_DTYPES, itemsize_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import Wanted, plan_reads
-from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.plan.values import Kind
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.reader import Transforms, read_chunks, read_item
+from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.transfer.reader import read_chunks, read_item
 from ray_dcp.view.indexing import Selection, select
 
 __all__ = ["NUMPY_DTYPES", "TensorHandle", "TensorInfo"]
@@ -49,25 +50,23 @@ class TensorHandle:
 
     Args:
         storage: Where the checkpoint lies.
-        table: Its chunk table.
-        tensor: Index into the table's `names`.
+        checkpoint: It.
+        tensor: Index into its chunk table's `names`.
         info: What the table says about it.
-        transforms: `ForeignMetadata.transforms` of a stock checkpoint.
     """
 
     def __init__(
         self,
         storage: Storage,
-        table: ChunkTable,
+        checkpoint: Checkpoint,
         tensor: int,
         info: TensorInfo,
-        transforms: Transforms = None,
     ) -> None:
         self._storage = storage
-        self._table = table
+        self._checkpoint = checkpoint
+        self._table = checkpoint.table
         self._tensor = tensor
         self._info = info
-        self._transforms = transforms
 
     @property
     def name(self) -> str:
@@ -199,6 +198,7 @@ class TensorHandle:
                 checkpoint_id=self._storage.url,
                 key=self.name,
             )
+        self._checkpoint.know_checks(plan.chunk.tolist())
         sink = _OneTarget(box)
         options = LoadOptions()
         stats = read_chunks(self._storage, self._table, plan, wanted, sink, options=options)
@@ -215,7 +215,10 @@ class TensorHandle:
             )
         from ray_dcp.seam.objects import load_object
 
-        data = read_item(self._storage, self._table, int(chunks[0]), transforms=self._transforms)
+        self._checkpoint.know_checks(chunks.tolist())
+        data = read_item(
+            self._storage, self._table, int(chunks[0]), transforms=self._checkpoint.transforms
+        )
         value = load_object(data, fqn=self.name)
         if tuple(getattr(value, "shape", ())) != self.shape:
             raise DamagedCheckpointError(

@@ -36,7 +36,7 @@ def tree_of(view: CheckpointView, names: Sequence[str] | None = None) -> Node:
         names: Which names; all by default.
     """
     root = Node(view.url)
-    paths = dict(zip(view.table.names, view.table.paths, strict=True))
+    paths = dict(zip(view.checkpoint.table.names, view.checkpoint.table.paths, strict=True))
     for name in view.names if names is None else names:
         path = paths[name]
         parts = name.split(".") if path is None else [str(part) for part in path] or [name]

@@ -20,7 +20,8 @@ from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.opening import Checkpoint, read_checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.transfer.opening import read_checkpoint
 from ray_dcp.transfer.stock import item_bytes_at_most, locate_item
 from ray_dcp.transfer.threads import run_tasks
 from ray_dcp.view.other_files import (

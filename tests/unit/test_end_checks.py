@@ -266,3 +266,24 @@ def test_small_plans_and_safetensors_are_as_before(monkeypatch):
     assert not usual.checks_at_end
     # Ranks that know one of them must not take it for the other.
     assert usual.digest != at_end.digest
+
+
+def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_path):
+    ray_dcp.save(STATE, checkpoint_id=tmp_path / "c", options=SaveOptions(part_bytes=1 << 20))
+    data = sorted(path for path in (tmp_path / "c").iterdir() if path.suffix == ".distcp")
+    kept = {path: path.read_bytes() for path in data}
+    for path in data:
+        path.write_bytes(kept[path][:-8] + bytes(8))
+    view = ray_dcp.open(tmp_path / "c")
+    assert view.tensors["w"].shape == (99,)
+    assert view.names == ("w", "o", "big")
+    assert view.files
+    for read in (lambda: view["w"][0:3], lambda: view["o"], lambda: view.table):
+        with pytest.raises(DamagedCheckpointError, match="at its end"):
+            read()
+    for path in data:
+        path.write_bytes(kept[path])
+    assert view["w"][0:3].tolist() == [0, 1, 2]
+    assert view["o"] == "x"
+    assert view.table.checks.all()
+    assert ray_dcp.open(tmp_path / "c").diff(view).changed == ()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.format.numbers import READABLE, as_numbers, raw_dtype
-from ray_dcp.transfer.opening import Checkpoint
+from ray_dcp.transfer.checkpoint import Checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.diffing import Change, diff_tables
 from tests import big_views, checkpoints, numpy_ranks
