@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,7 +22,7 @@ from ray_dcp.seam.device_copy import pin_for
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.stage.values import StagerOptions
 
-__all__ = ["share_bytes", "warm_up"]
+__all__ = ["share_bytes", "warm_staging", "warm_up"]
 
 READY_S = 60.0
 
@@ -70,14 +70,36 @@ def warm_up(
         )
     session: Any = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict))
-    num_bytes = share_bytes(state, session.world_size)
     if isinstance(session, InlineSession):
         begin_rehearsal(_captured, modules=_MODULES)
-        return warm_process(num_bytes)
+        return warm_process(share_bytes(state, session.world_size))
+    options = options or SaveOptions()
+    return warm_staging(session, state, options, stager, lambda: _get_ready(session))
+
+
+def warm_staging(
+    session: Any,
+    state: Mapping[str, Any],
+    options: SaveOptions,
+    stager: StagerOptions | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> Future[None]:
+    """Gets a rank's memory at its node's stager ready for a state, in the background.
+
+    Args:
+        session: Of the rank.
+        state: Values, nested.
+        options: `keep_in_memory` counts.
+        stager: As for `warm_up`.
+        ready: Called in the same thread, for whatever else is to be ready.
+
+    Raises:
+        ParticipantError: The stager does not start or answer.
+    """
     # The last ones that are kept lie beside the one that is being written.
-    copies = 1 + (options or SaveOptions()).keep_in_memory
+    num_bytes = (1 + options.keep_in_memory) * share_bytes(state, session.world_size)
     warmed: Future[None] = session.staging(stager).warm(
-        copies * num_bytes, lambda: _get_ready(session), pin=pin_for(list(_tensors(state)))
+        num_bytes, ready, pin=pin_for(list(_tensors(state)))
     )
     return warmed
 

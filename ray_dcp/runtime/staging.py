@@ -30,7 +30,7 @@ from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.stager import stager_of
 from ray_dcp.runtime.staging_link import ENTER_S, Link, StagerGone, link_to, map_behind
-from ray_dcp.stage.filling import Filler, Pin, fill_window, filler_of
+from ray_dcp.stage.filling import Pin, fill_window, filler_of
 from ray_dcp.stage.jobs import lost_memory
 from ray_dcp.stage.layout import StagingLayout, plan_digest
 from ray_dcp.stage.priority import step_behind
@@ -146,7 +146,6 @@ class RankStaging:
         target: Target,
         options: SaveOptions,
         reporter: Reporter | None = None,
-        filler: Filler | None = None,
     ) -> Staged:
         """Returns when the stager holds every byte: from then on the state may change.
 
@@ -160,7 +159,6 @@ class RankStaging:
             target: Where to write.
             options: How; `write_timeout_s` bounds each wait for room.
             reporter: Who is told what became of each file.
-            filler: Copies the bytes; by default from host memory, as `captured` gives it.
 
         Raises:
             LimitError: The node's budget is too small for one window.
@@ -168,7 +166,7 @@ class RankStaging:
             CheckpointError: It was cancelled, or `captured` failed.
         """
         started_s = time.perf_counter()
-        copier = filler or filler_of(captured.source)
+        copier = filler_of(captured.source)
         deferred = {row: captured.deferred(row) for f in plan.files for row in f.deferred.tolist()}
         lengths = tuple(tuple(len(deferred[r]) for r in f.deferred.tolist()) for f in plan.files)
 

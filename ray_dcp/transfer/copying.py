@@ -6,7 +6,7 @@ Bytes are copied as they are, so that checksums and digests hold there as well. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import record_key, slot_of
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.storage import KeyMissingError, PartWriter, Storage
+from ray_dcp.store.watching import Told
 from ray_dcp.transfer.checkpoint import Checkpoint
 from ray_dcp.transfer.opening import METADATA_KEY
 from ray_dcp.transfer.threads import Stop, run_tasks
 
 __all__ = ["CopyPlan", "copy_checkpoint", "plan_copy"]
 
-Told = Callable[[int, int], None]
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4

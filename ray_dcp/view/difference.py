@@ -6,7 +6,7 @@ is reckoned from the values, when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod, sqrt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.format.numbers import READABLE, as_numbers
+from ray_dcp.store.watching import Told
 from ray_dcp.view.diffing import Change, diff_tables
 from ray_dcp.view.naming import nearest
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["ChangeName", "CheckpointDiff", "TensorDiff", "ValueDiff", "diff_checkpoints"]
 
 ChangeName = Literal["unchanged", "changed", "undecided", "reshaped", "retyped", "added", "removed"]
-Told = Callable[[int, int], None]
 
 _SLAB_BYTES = 32 << 20
 """Of each of the two tensors, so much is in memory at a time."""

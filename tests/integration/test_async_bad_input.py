@@ -68,13 +68,19 @@ def namespace(ray_directory):
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == name:
                 ray.kill(ray.get_actor(actor["name"], name))
+    # And with them their memory, which has no name.
+    assert eventually(lambda: not any(map(lives, STAGERS)), 20)
+
+
+STAGERS: set[int] = set()
+"""Processes of the stagers that these tests used."""
 
 
 @pytest.fixture
 def session(namespace):
     """A session that must have given all staging memory back at the end."""
     session = ray_dcp.connect(name="bad", namespace=namespace)
-    session.staging()
+    STAGERS.add(session.staging().info()["pid"])
     try:
         yield session
         if ray.is_initialized() and not session.closed:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import LONGEST
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / ".ci" / "run"
 TESTS = REPOSITORY / "tests"
@@ -60,3 +62,8 @@ def test_an_unknown_stage_is_refused_before_anything_runs():
     assert found.returncode == 2
     assert "there is no stage 'nope'; choose from: install lint" in found.stderr
     assert "=====" not in found.stdout
+
+
+def test_the_integration_tests_that_come_first_are_there():
+    there = {path.stem for path in (TESTS / "integration").glob("test_*.py")}
+    assert set(LONGEST) <= there

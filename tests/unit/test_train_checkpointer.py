@@ -33,10 +33,10 @@ Make = Callable[..., Checkpointer]
 class Alone(InlineSession):
     """A session without a stager."""
 
-    def staging(self) -> Alone:
+    def staging(self, _options: object = None) -> Alone:
         return self
 
-    def warm(self, num_bytes: int) -> Future[None]:
+    def warm(self, num_bytes: int, ready: Callable[[], None], *, pin: object) -> Future[None]:
         return Future()
 
 

@@ -37,7 +37,7 @@ from ray_dcp.runtime.newest import StepRange
 from ray_dcp.seam.paths import decide_save
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.store.opening import open_storage
-from ray_dcp.warming import share_bytes
+from ray_dcp.warming import warm_staging
 
 __all__ = ["Checkpointer", "OnError"]
 
@@ -352,9 +352,8 @@ class Checkpointer:
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in named.items()
         }
-        num_bytes = share_bytes(values, self._group.session.world_size)
         try:
-            self._group.session.staging().warm((1 + self._options.keep_in_memory) * num_bytes)
+            warm_staging(self._group.session, values, self._options)
         except CheckpointError as error:
             # Why not raised: a save says so too, and is what on_error is for.
             logger.warning("Saves are not made ready for: %s", error)
