@@ -18,7 +18,7 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
 from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.kept import await_staged, kept_storage
+from ray_dcp.runtime.kept import NodeMemory, memory_of
 from ray_dcp.runtime.newest import StepRange, load_newest_rank
 from ray_dcp.runtime.peers import Peers, peers_of
 from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
@@ -69,6 +69,7 @@ def run_load(
     """
     options = decision.apply(options or LoadOptions())
     url = decision.target.url if decision.target is not None else checkpoint_id
+    memory = memory_of(session)
     with (
         _account(session, url, decision.path) as account,
         session.activity(options.heartbeat_timeout_s) as activity,
@@ -76,11 +77,11 @@ def run_load(
         if log is not None:
             activity.vitals.on_enter = log.enter
         if decision.target is not None:
-            _await_staged(decision.target.url, activity, options)
+            _await_staged(memory, decision.target.url, activity, options)
         steps = _load_steps(
             decision, activity, state_dict, options, checkpoint_id,
             coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
-            peers=peers_of(session),
+            peers=peers_of(session), memory=memory,
         )  # fmt: skip
         report = drive(steps, account.watching(activity.call))
         return replace(report, seconds=dict(account.seconds))
@@ -116,6 +117,7 @@ def run_load_newest(
     """
     overwritten: set[str] = set()
     tried: list[str] = []
+    memory = memory_of(session)
 
     def load(checkpoint_id: str) -> LoadSteps:
         decision = decide_load(planner, None, replace(run, url=checkpoint_id))
@@ -128,13 +130,14 @@ def run_load_newest(
         return _load_steps(
             decision, activity, state_dict, chosen, checkpoint_id,
             coordinator_rank=0, stateful=True, overwritten=overwritten, peers=peers_of(session),
+            memory=memory,
         )  # fmt: skip
 
     with (
         _account(session, run.url) as account,
         session.activity(options.heartbeat_timeout_s) as activity,
     ):
-        _await_staged(run.url, activity, options)
+        _await_staged(memory, run.url, activity, options)
         found = drive(
             load_newest_rank(
                 activity.next_key(), rank=session.rank, world_size=session.world_size,
@@ -158,6 +161,7 @@ def _load_steps(
     stateful: bool,
     overwritten: set[str],
     peers: Peers,
+    memory: NodeMemory,
 ) -> LoadSteps:
     """Returns the part of this rank in one load.
 
@@ -172,6 +176,7 @@ def _load_steps(
         overwritten: FQNs that loads which failed before may have changed; this one must load
             them all. Its own are added when it fails.
         peers: How the other ranks are reached.
+        memory: What the nodes keep.
     """
     rank, world_size = session.rank, session.world_size
     if decision.path != NATIVE:
@@ -218,7 +223,7 @@ def _load_steps(
         result: LoadResult = yield from load_rank(
             session.next_key(), rank=rank, world_size=world_size, target=target,
             options=options.without_choices(), plan=plan, vitals=session.vitals,
-            kept=kept_storage, peers=peers,
+            kept=memory.storage, peers=peers,
         )  # fmt: skip
     except CheckpointError:
         overwritten.update(*(work.loaded for work in works))
@@ -240,11 +245,13 @@ def _load_steps(
     )
 
 
-def _await_staged(url: str, session: Activity, options: LoadOptions) -> None:
+def _await_staged(
+    memory: NodeMemory, url: str, session: Activity, options: LoadOptions
+) -> None:  # fmt: skip
     """Waits for what is staged and will be committed."""
     if options.from_memory:
         session.vitals.enter("waiting for a save that is staged")
-        await_staged(url, options.plan_timeout_s, session.vitals.stop)
+        memory.await_staged(url, options.plan_timeout_s, session.vitals.stop)
 
 
 def _check_simple(decision: Decision, state_dict: StateDict, options: LoadOptions) -> None:

@@ -27,7 +27,7 @@ from ray_dcp.store.storage import Storage
 from ray_dcp.store.wrapping import StorageWrapper
 from ray_dcp.transfer.threads import Stop
 
-__all__ = ["KeptStorage", "await_staged", "kept_storage"]
+__all__ = ["KeptStorage", "NodeMemory", "memory_of"]
 
 ANSWER_S = 10.0
 """How long a stager may take to answer, in seconds; after that bytes come from storage."""
@@ -79,64 +79,83 @@ class KeptStorage(StorageWrapper):
             self.bytes_from_memory += len(target)
 
 
-def kept_storage(
-    storage: Storage, attempt: str, *, namespace: str = NAMESPACE
-) -> KeptStorage | None:
-    """Returns a storage that takes from memory what the nodes keep of an attempt.
+class NodeMemory:
+    """What the stagers of a cluster keep, for one load.
 
     Args:
-        storage: Where everything is.
-        attempt: Id of the attempt that is to be loaded.
         namespace: Ray namespace of the stagers.
-
-    Returns:
-        None when there is no Ray here, or nothing is kept.
     """
-    ray = _ray()
-    if ray is None:
+
+    def __init__(self, namespace: str = NAMESPACE) -> None:
+        self._namespace = namespace
+        self._own: Any = None
+
+    def storage(self, storage: Storage, attempt: str) -> KeptStorage | None:
+        """Returns a storage that takes from memory what the nodes keep of an attempt.
+
+        Args:
+            storage: Where everything is.
+            attempt: Id of the attempt that is to be loaded.
+
+        Returns:
+            None when there is no Ray here, or nothing is kept.
+        """
+        ray = _ray()
+        if ray is None:
+            return None
+        # Suppressed: without memory it is loaded from storage.
+        with suppress(CheckpointError, ray.exceptions.RayError):
+            nodes = _Nodes(attempt, self._namespace, self._here())
+            return KeptStorage(storage, nodes.find, nodes.most_threads) if nodes.any else None
         return None
-    # Suppressed: without memory it is loaded from storage.
-    with suppress(CheckpointError, ray.exceptions.RayError):
-        nodes = _Nodes(attempt, namespace)
-        return KeptStorage(storage, nodes.find, nodes.most_threads) if nodes.any else None
-    return None
+
+    def await_staged(self, url: str, timeout_s: float, stop: Stop) -> None:
+        """Returns when no save to a place is staged on this node whose outcome is open.
+
+        Such a save is in memory, safe from the death of its ranks, and will be committed in a
+        moment: to load what is older would lose it.
+
+        Args:
+            url: Of the checkpoint, or of the folder that it is in.
+            timeout_s: How long to wait at most, in seconds.
+            stop: Asked to stop.
+        """
+        ray = _ray()
+        stager = None if ray is None else self._here()
+        if ray is None or stager is None:
+            return
+        from ray_dcp.runtime import ray_calls
+
+        now_s = begin_s = quiet_s = time.monotonic()
+        pause_s = 0.02
+        while now_s < begin_s + timeout_s and not stop.asked:
+            try:
+                found = ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
+            except ray.exceptions.RayError:
+                return
+            left = [one for one in found if _is_open(one)]
+            now_s = time.monotonic()
+            if not all(one.is_written for one in left):
+                quiet_s = now_s
+            if not left or now_s > quiet_s + COMMIT_S:
+                return
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+
+    def _here(self) -> Any:
+        """Returns this node's stager, which is looked up once; None when there is none."""
+        if self._own is None:
+            self._own = _stager(_node_id(), self._namespace)
+        return self._own
 
 
-def await_staged(
-    url: str, timeout_s: float, stop: Stop, *, namespace: str = NAMESPACE
-) -> None:  # fmt: skip
-    """Returns when no save to a place is staged on this node whose outcome is open.
-
-    Such a save is in memory, safe from the death of its ranks, and will be committed in a moment:
-    to load what is older would lose it.
+def memory_of(session: object) -> NodeMemory:
+    """Returns what is in memory for loads of a session: what its own stagers keep.
 
     Args:
-        url: Of the checkpoint, or of the folder that it is in.
-        timeout_s: How long to wait at most, in seconds.
-        stop: Asked to stop.
-        namespace: Ray namespace of the stagers.
+        session: Of this rank; one of a process that is alone has no stagers of its own.
     """
-    ray = _ray()
-    stager = None if ray is None else _stager(ray.get_runtime_context().get_node_id(), namespace)
-    if ray is None or stager is None:
-        return
-    from ray_dcp.runtime import ray_calls
-
-    now_s = begin_s = quiet_s = time.monotonic()
-    pause_s = 0.02
-    while now_s < begin_s + timeout_s and not stop.asked:
-        try:
-            found = ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
-        except ray.exceptions.RayError:
-            return
-        left = [one for one in found if _is_open(one)]
-        now_s = time.monotonic()
-        if not all(one.is_written for one in left):
-            quiet_s = now_s
-        if not left or now_s > quiet_s + COMMIT_S:
-            return
-        threading.Event().wait(pause_s)
-        pause_s = min(2 * pause_s, 1.0)
+    return NodeMemory(getattr(session, "namespace", NAMESPACE))
 
 
 def _is_open(one: InFlight) -> bool:
@@ -190,41 +209,46 @@ class _InMemory:
 class _Nodes:
     """What all nodes keep of one attempt; other nodes are asked when this one lacks a file."""
 
-    def __init__(self, attempt: str, namespace: str) -> None:
-        import ray
-
-        from ray_dcp.runtime import hooks
-
+    def __init__(self, attempt: str, namespace: str, here: Any) -> None:
         self._attempt = attempt
         self._namespace = namespace
-        own = ray.get_runtime_context().get_node_id()
-        prefix = registered_name(attempt)
-        names = hooks.names_from(prefix)
-        self._others = sorted({name[len(prefix) :] for name in names} - {own})
         self._files: dict[str, _InMemory] = {}
-        self._ask([own])
-        self.any = bool(self._files or self._others)
+        self._unasked = True
+        # Why first alone: most find all they need here, and Ray's tables take a while to answer.
+        self._ask([here])
+        self.any = bool(self._files or self._find_others())
 
     @property
     def most_threads(self) -> int | None:
         """How many can copy at a time, where all is in this machine's memory and nobody waits."""
-        here = not self._others and all(file.is_here for file in self._files.values())
+        here = self._files and all(file.is_here for file in self._files.values())
         return len(os.sched_getaffinity(0)) if here else None
 
     def find(self, key: str) -> _InMemory | None:
         """Returns where a file is in memory."""
-        if key not in self._files and self._others:
-            others, self._others = self._others, []
-            self._ask(others)
+        if key not in self._files and self._unasked:
+            from ray.exceptions import RayError
+
+            self._unasked = False
+            # Suppressed: Ray's tables do not answer; it comes from storage.
+            with suppress(CheckpointError, RayError):
+                self._ask([_stager(node, self._namespace) for node in self._find_others()])
         return self._files.get(key)
 
-    def _ask(self, nodes: list[str]) -> None:
+    def _find_others(self) -> list[str]:
+        """Returns the other nodes that keep some of it."""
+        from ray_dcp.runtime import hooks
+
+        prefix = registered_name(self._attempt)
+        names = hooks.names_from(prefix)
+        return sorted({name[len(prefix) :] for name in names} - {_node_id()})
+
+    def _ask(self, stagers: list[Any]) -> None:
         import ray
 
         from ray_dcp.runtime import ray_calls
 
-        stagers = {node: _stager(node, self._namespace) for node in nodes}
-        asked = {stager.kept.remote(self._attempt): stager for stager in stagers.values() if stager}
+        asked = {stager.kept.remote(self._attempt): stager for stager in stagers if stager}
         if not asked:
             return
         done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
@@ -241,6 +265,13 @@ class _Nodes:
             arena = Arena.mapped_here(kept.address) or Arena.open(kept.address)
         for file in kept.files:
             self._files[file.key] = _InMemory(file, arena, stager)
+
+
+def _node_id() -> str:
+    import ray
+
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
 
 
 def _stager(node_id: str, namespace: str) -> Any:

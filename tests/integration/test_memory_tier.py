@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
+import ray
+import torch
 
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, ParticipantError
+from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.workers import WorkerGroup
 from tests import async_programs as programs
 from tests.polling import eventually
@@ -59,6 +64,22 @@ def test_only_the_last_ones_stay(ranks, tmp_path):
     assert eventually(lambda: not kept(1), 20)
     assert kept(2)
     assert kept(3)
+
+
+def test_a_session_in_a_namespace_of_its_own_finds_its_memory(ray_session, tmp_path):
+    state = {"w": torch.arange(1 << 20, dtype=torch.float32)}
+    into = {"w": torch.zeros(1 << 20)}
+    options = SaveOptions(keep_in_memory=1)
+    with closing(ray_dcp.connect(namespace="elsewhere", name="elsewhere")) as session:
+        stager = session.staging().link().handle
+        try:
+            ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options).committed(60)
+            spoil(tmp_path)
+            report = ray_dcp.load(into, checkpoint_id=tmp_path)
+        finally:
+            ray.kill(stager)
+    assert report.bytes_read == report.bytes_from_memory >= 4 << 20
+    assert into["w"].equal(state["w"])
 
 
 def test_another_node_is_asked_for_its_memory(ranks, tmp_path):

@@ -20,7 +20,7 @@ from ray_dcp.manager.writing import Right
 from ray_dcp.operations import session_for
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.kept import await_staged
+from ray_dcp.runtime.kept import NodeMemory
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.opening import absolute_target, open_storage
 from ray_dcp.transfer.threads import Stop
@@ -136,7 +136,7 @@ class _First:
     def of(cls, facts: RunFacts, root: Root, owner: Owner, max_to_keep: int) -> _First:
         right = take_right(root, facts.run_id, facts.name)
         # Why: a save that a killed group has staged here may be all there is.
-        await_staged(root.url, STAGED_S, Stop())
+        NodeMemory().await_staged(root.url, STAGED_S, Stop())
         listed = list_run(root.target)
         names = [*(one.name for one in listed.steps), *listed.others]
         earlier = [folder for name in names if (folder := parse(name)) is not None]
