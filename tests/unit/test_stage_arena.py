@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -58,6 +59,18 @@ def test_touching_makes_pages_present_and_changes_nothing():
     assert bytes(arena.slot(0)) == b"y" * 16 * PAGE
     assert os.fstat(arena.address.fd).st_blocks * 512 >= before + 16 * PAGE
     assert not any(arena.slot(1))
+
+
+def test_what_was_touched_is_written_without_page_faults():
+    arena = Arena.create(1, 512 * PAGE)
+    arena.slot_array(0)[:] = 1
+    other = Arena.open(arena.address)
+    other.touch(0)
+    target = other.slot_array(0)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    target[:] = 2
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 50
+    assert set(arena.slot(0)[:: 64 * PAGE]) == {2}
 
 
 @pytest.mark.parametrize("present", [False, True])
