@@ -35,7 +35,7 @@ from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
-from ray_dcp.stage.filling import device_filler_of, fill_rows
+from ray_dcp.stage.filling import copy_threads, device_filler_of, fill_rows
 from ray_dcp.stage.private_memory import Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.sources import ManySource, Source
@@ -239,7 +239,8 @@ class ProcessKeeping:
                 np.copyto(target, np.frombuffer(views[index], dtype=np.uint8))
 
         if device is None:
-            run_tasks(_shares(ends), copy, _COPY_THREADS)
+            num_threads = copy_threads()
+            run_tasks(_shares(ends, num_threads), copy, num_threads)
         else:
             fill_rows(device, rows, lengths, memory)
         check_unchanged(captured)
@@ -268,15 +269,12 @@ def _views(source: Source, rows: Sequence[int]) -> list[memoryview]:
     return [source(row) for row in rows]
 
 
-_COPY_THREADS = 2
-
-
-def _shares(ends: np.ndarray) -> list[tuple[int, int]]:
+def _shares(ends: np.ndarray, num_threads: int) -> list[tuple[int, int]]:
     """Returns ranges of items of about equal bytes, one for each thread that copies."""
     if not len(ends):
         return []
     bounds = [0]
-    for share in range(1, _COPY_THREADS):
-        bounds.append(int(np.searchsorted(ends, int(ends[-1]) * share // _COPY_THREADS)))
+    for share in range(1, num_threads):
+        bounds.append(int(np.searchsorted(ends, int(ends[-1]) * share // num_threads)))
     bounds.append(len(ends))
     return [(low, high) for low, high in pairwise(bounds) if low < high]
