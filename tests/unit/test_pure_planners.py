@@ -74,13 +74,9 @@ class Inheriting(Local):
 
 
 def state(fill: float = 1.0, **changed: Any) -> dict[str, Any]:
-    found = {
-        "w": torch.full((4, 3), fill),
-        "b": torch.full((2,), fill),
-        "lr": fill,
-        "note": f"{fill}",
-    }
-    return {**found, **changed}
+    tensors = {"w": torch.full((4, 3), fill), "b": torch.full((2,), fill)}
+    inner = {"x": torch.full((2,), fill)}
+    return {**tensors, "lr": fill, "note": f"{fill}", "inner": inner, **changed}
 
 
 def captures(planners: list[Any], states: list[Any]) -> list[Any]:
