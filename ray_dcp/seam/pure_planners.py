@@ -59,6 +59,21 @@ def is_declared_pure(planner: SavePlanner) -> bool:
 
     All ranks must agree on it, so it depends on the class, and on hooks that were replaced in the
     object, alone.
+
+    Example:
+        >>> from torch.distributed.checkpoint import DefaultSavePlanner
+        >>> class OnlyTensors(DefaultSavePlanner):
+        ...     def plan_settings(self):
+        ...         return ()  # it has none
+        ...
+        ...     def create_local_plan(self):
+        ...         plan = super().create_local_plan()
+        ...         plan.items[:] = [item for item in plan.items if item.tensor_data is not None]
+        ...         return plan
+        >>> class Inheriting(OnlyTensors):
+        ...     pass
+        >>> is_declared_pure(OnlyTensors()), is_declared_pure(Inheriting())
+        (True, False)
     """
     own = vars(planner)
     return "plan_settings" in vars(type(planner)) and not any(name in own for name in _HOOKS)
