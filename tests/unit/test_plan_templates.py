@@ -8,9 +8,11 @@ from hashlib import blake2b
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ray_dcp
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
 from ray_dcp.format import plan_template
 from ray_dcp.format.plan_template import (
@@ -330,6 +332,24 @@ def test_a_place_that_can_not_be_opened_is_no_error(job):
     job.step(0, options=options)
     assert job.origins == {"cold"}
     assert job.loads(sample_state(0))
+
+
+def test_events_and_reports_say_where_the_plan_is_from(tmp_path):
+    told = []
+    unsubscribe = ray_dcp.events.subscribe(told.append)
+    try:
+        for step in range(2):
+            state = {"w": torch.full((3,), float(step)), "step": step}
+            ray_dcp.save(state, checkpoint_id=tmp_path / f"step-{step}", options=KEPT)
+        handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "step-2", options=KEPT)
+        handle.result(60)
+    finally:
+        unsubscribe()
+    assert [event.plan for event in told if event.is_end] == ["cold", "template", "template"]
+    assert handle.report().plan == "template"
+    assert ray_dcp.open(tmp_path / "step-2")["w"][0:3].tolist() == [1.0, 1.0, 1.0]
+    # A process that is alone keeps no coordinator: each of its saves is the first of one.
+    assert ray_dcp.SaveReport(path="", staging="", attempt=None).plan is None
 
 
 def test_what_was_not_kept_as_its_save_failed_the_next_one_keeps(job, monkeypatch):
