@@ -223,6 +223,8 @@ class SaveMachine(JoinedSave):
                     f"SaveOptions.commit_timeout_s={self._options.commit_timeout_s:g} s"
                 )
                 return tuple(self._conclude(self._success()))
+            case "projecting":
+                return tuple(self._finish())
         return ()
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
@@ -327,8 +329,7 @@ class SaveMachine(JoinedSave):
         """Does what is left to be done when all were told."""
         if not self._later:
             return tuple(self._finish())
-        self._to("projecting")
-        return (self._perform(self._later.pop(0)),)
+        return self._step("projecting", self._later.pop(0), self._options.commit_timeout_s)
 
     def _success(self) -> Reply:
         if self._won is None:

@@ -32,7 +32,7 @@ from ray_dcp.plan.regular import probes
 from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.values import IntKey
 from ray_dcp.protocol import template_place
-from ray_dcp.protocol.commands import Failed
+from ray_dcp.protocol.commands import Failed, Finished, Published, RecordCreated, RecordsRead
 from ray_dcp.protocol.messages import OpKey, SaveJoin, SendItems, Target
 from ray_dcp.protocol.template_place import of_an_item, place_of_templates
 from ray_dcp.protocol.template_tasks import KeepTemplate, TemplateRead
@@ -46,7 +46,7 @@ from ray_dcp.testing.ranks import load_state
 from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.verify import verify
 from tests.property.test_structure import like_fsdp, same
-from tests.protocol_play import Play
+from tests.protocol_play import BUILT, Play, planned
 from tests.unit.test_regular import task_of
 from tests.warm_ranks import Warm
 
@@ -664,3 +664,25 @@ def test_a_failing_look_is_a_miss():
     play = recalling()
     play.fail(StorageError("no"))
     assert {type(reply) for reply in play.replies.values()} == {SendItems}
+
+
+def test_a_template_that_can_not_be_written_to_the_end_keeps_no_save_open():
+    play = recalling()
+    play.done(TemplateRead(plan_of_two()))
+    play.done(RecordsRead(0, None, None, ()))
+    for rank in range(2):
+        play.receipt(rank)
+    for result in (BUILT, Finished(), RecordCreated(1), Published()):
+        play.done(result)
+    # All were told, and the next save may begin.
+    assert {type(play.reply(rank, "SaveReceipt")).__name__ for rank in range(2)} == {"SaveOutcome"}
+    (task,) = [todo.task for todo in play.todo]
+    assert isinstance(task, KeepTemplate)
+    assert task.is_there
+    play.expire()
+    assert play.coordination.active == ()
+    play.done(Failed(StorageError("late")))
+
+
+def plan_of_two():
+    return replace(planned(2).plan, digest=bytes([7] * 32))
