@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp import events
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
 from ray_dcp.format import plan_template
 from ray_dcp.format.plan_template import (
@@ -336,7 +337,7 @@ def test_a_place_that_can_not_be_opened_is_no_error(job):
 
 def test_events_and_reports_say_where_the_plan_is_from(tmp_path):
     told = []
-    unsubscribe = ray_dcp.events.subscribe(told.append)
+    unsubscribe = events.subscribe(told.append)
     try:
         for step in range(2):
             state = {"w": torch.full((3,), float(step)), "step": step}
