@@ -24,6 +24,7 @@ from ray_dcp.format.plan_template import (
     is_template,
     template_key,
 )
+from ray_dcp.manager.settings import Item
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.columns import ColumnsBuilder
@@ -351,6 +352,27 @@ def test_events_and_reports_say_where_the_plan_is_from(tmp_path):
     assert ray_dcp.open(tmp_path / "step-2")["w"][0:3].tolist() == [1.0, 1.0, 1.0]
     # A process that is alone keeps no coordinator: each of its saves is the first of one.
     assert ray_dcp.SaveReport(path="", staging="", attempt=None).plan is None
+
+
+def test_a_manager_keeps_them_in_its_root_also_for_items(tmp_path):
+    item = Item(save_options=KEPT)
+    told = []
+    unsubscribe = events.subscribe(told.append)
+    try:
+        for step in (1, 2):
+            with ray_dcp.CheckpointManager(
+                tmp_path, 1, max_to_keep=1, items={"model": item, "data": item}
+            ) as manager:
+                states = {"model": {"w": torch.full((3,), float(step))}, "data": {"at": step}}
+                assert manager.save(step, states)
+                assert manager.all_steps() == [step]
+    finally:
+        unsubscribe()
+    inside = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.plan")}
+    assert inside == {(".manager", "plans")}
+    ends = [(event.plan, event.checkpoint_id) for event in told if event.is_end]
+    plans = {url.rpartition("/")[2]: plan for plan, url in ends if "00000002/" in url}
+    assert plans == {"model": "template", "data": "template"}
 
 
 def test_what_was_not_kept_as_its_save_failed_the_next_one_keeps(job, monkeypatch):
