@@ -31,7 +31,7 @@ from ray_dcp.protocol.messages import (
 __all__ = ["SaveRecorder"]
 
 TASKS: dict[type, str] = {
-    ReadTemplate: "recall",
+    ReadTemplate: "look",
     ReadRecords: "look",
     MakePlan: "plan",
     BuildCommit: "build",

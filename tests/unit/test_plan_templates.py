@@ -150,6 +150,24 @@ def test_where_contents_differ_a_new_plan_is_made(job):
     assert "'note' on rank 2" in outcome.warnings[0]
 
 
+def test_what_differed_when_it_was_planned_may_differ_by_a_template_too(job):
+    def states(step, ranks):
+        return [
+            {**sample_state(step), "note": f"of {rank}" if rank in ranks else "same"}
+            for rank in range(3)
+        ]
+
+    job.step(0, states(0, {1, 2}))
+    job.restart_job()
+    outcome = job.step(1, states(1, {2}))[0]
+    assert job.origins == {"template"}
+    assert "'note' on rank 2" in outcome.warnings[0]
+    assert job.loads({**sample_state(1), "note": "same"})
+    job.restart_job()
+    with pytest.raises(CheckpointError, match="'note' on rank 1"):
+        job.step(2, states(2, {1}), replace(KEPT, replicas="check"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -349,7 +367,11 @@ def test_events_and_reports_say_where_the_plan_is_from(tmp_path):
         unsubscribe()
     assert [event.plan for event in told if event.is_end] == ["cold", "template", "template"]
     assert handle.report().plan == "template"
-    assert ray_dcp.open(tmp_path / "step-2")["w"][0:3].tolist() == [1.0, 1.0, 1.0]
+    view = ray_dcp.open(tmp_path / "step-2")
+    assert view["w"][0:3].tolist() == [1.0, 1.0, 1.0]
+    # For the trace it is a look at the storage, as that at what stands there.
+    spans = [span.phase for span in view.trace.spans if span.rank is None]
+    assert (spans.count("look"), spans.count("plan")) == (2, 0)
     # A process that is alone keeps no coordinator: each of its saves is the first of one.
     assert ray_dcp.SaveReport(path="", staging="", attempt=None).plan is None
 
