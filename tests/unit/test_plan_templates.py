@@ -293,6 +293,29 @@ def test_a_damaged_index_is_begun_anew(job, index):
     assert decode_index(job.plans.read(INDEX_KEY)) == [only_template(job)]
 
 
+@pytest.mark.parametrize("can_write", [True, False])
+def test_a_job_keeps_a_plan_once_or_tries_it_once(job, monkeypatch, can_write):
+    tasks = []
+
+    def note(task):
+        tasks.append(task)
+        return Warm.perform(job, task)
+
+    monkeypatch.setattr(job, "perform", note)
+    if not can_write:
+        job.root.mkdir()
+        (job.root / ".manager").write_bytes(b"a file")
+    for number in range(3):
+        job.step(number)
+    kept = [task for task in tasks if isinstance(task, KeepTemplate)]
+    assert [task.is_there for task in kept] == [False]
+    job.restart_job()
+    for number in range(3, 5):
+        job.step(number)
+    kept = [task for task in tasks if isinstance(task, KeepTemplate)]
+    assert [task.is_there for task in kept] == [False, can_write]
+
+
 class Refusing(MemoryStorage):
     """Refuses what is asked of the folder of templates."""
 
