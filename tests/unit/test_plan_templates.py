@@ -37,7 +37,7 @@ from ray_dcp.protocol import template_place
 from ray_dcp.protocol.commands import Failed, Finished, Published, RecordCreated, RecordsRead
 from ray_dcp.protocol.messages import OpKey, SaveJoin, SendItems, Target
 from ray_dcp.protocol.template_place import of_an_item, place_of_templates
-from ray_dcp.protocol.template_tasks import KeepTemplate, TemplateRead
+from ray_dcp.protocol.template_tasks import KeepTemplate, ReadTemplate, TemplateRead
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.plan_templates import MOST_TEMPLATES
 from ray_dcp.store.local import LocalStorage
@@ -252,6 +252,13 @@ def test_a_template_of_another_version_is_not_used(job, monkeypatch):
     job.restart_job()
     job.step(1)
     assert job.origins == {"cold"}
+
+
+def test_a_template_of_another_world_is_not_used():
+    place = Target("memory://another-world/plans")
+    open_storage(place).write(template_key(KEY), encode_plan(row_plan(ranks=3), KEY))
+    found = [perform(ReadTemplate(place, KEY, ranks)).plan for ranks in (2, 3, 4)]
+    assert [plan is not None for plan in found] == [False, True, False]
 
 
 def test_only_the_last_used_are_kept(job):
