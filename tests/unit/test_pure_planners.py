@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StateDictError
@@ -17,6 +19,7 @@ from ray_dcp.seam.planner_hooks import capture_with_planner
 from ray_dcp.seam.pure_planners import is_declared_pure, settings_digest, structure_digest
 from ray_dcp.seam.spmd import SPMDSavePlanner
 from tests.unit.seam_ranks import keys, run
+from tests.unit.seam_support import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -274,6 +277,39 @@ def test_what_no_longer_fits_its_plan_is_no_silent_lie():
     Growing.grows = True
     (end,) = captures([Growing()], [tensors])
     assert isinstance(end.error, StateDictError)
+
+
+def test_placements_and_meshes_count():
+    def placed(mesh, placements):
+        local = torch.ones(2, 2)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+        )
+
+    with as_rank(1, 4):
+        rows = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        columns = DeviceMesh("cpu", [[0, 2], [1, 3]])
+        one, other = (Shard(0), Shard(1)), (Shard(1), Shard(0))
+        states = [{"w": placed(mesh, how)} for mesh in (rows, columns) for how in (one, other)]
+        # All have the same shapes, globally and here.
+        assert len({structure_digest(each) for each in states}) == 4
+        assert structure_digest(states[0]) == structure_digest({"w": placed(rows, one) * 2})
+
+
+def test_a_rank_that_started_anew_has_all_asked_again():
+    for fill in range(4):
+        captures([Global(), Global()], [state(fill), state(fill)])
+    known = pure_planners._memory._known
+    for key in [key for key in known if key[0][1] == 1]:
+        del known[key]
+    before = ran["create_local_plan"]
+    ends = captures([Global(), Global()], [state(9.0), state(9.0)])
+    assert contents(ends[0].get()) | contents(ends[1].get()) == contents(capture_alone(9.0))
+    assert ran["create_local_plan"] - before == 2 + 1
+
+
+def capture_alone(fill):
+    return captures([type("Same", (Local,), {})()], [state(fill)])[0].get()
 
 
 class Mine(torch.Tensor):
