@@ -298,7 +298,7 @@ def test_placements_and_meshes_count():
 
 def test_a_rank_that_started_anew_has_all_asked_again():
     for fill in range(4):
-        captures([Global(), Global()], [state(fill), state(fill)])
+        captures([Global(), Global()], [state(float(fill)), state(float(fill))])
     known = pure_planners._memory._known
     for key in [key for key in known if key[0][1] == 1]:
         del known[key]
