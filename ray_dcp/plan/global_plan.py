@@ -27,6 +27,7 @@ __all__ = [
     "MIN_PIECE_BYTES",
     "MIN_WRITER_BYTES",
     "make_plan",
+    "plan_digest",
     "plan_of_layout",
 ]
 
@@ -190,7 +191,7 @@ def plan_of_layout(
         file_bytes=layout.file_bytes,
         file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
-        digest=_digest(
+        digest=plan_digest(
             table, (*source, layout.file_bytes), groups, (world_size, container, checks_at_end)
         ),
         groups=groups,
@@ -198,7 +199,7 @@ def plan_of_layout(
     )
 
 
-def _digest(
+def plan_digest(
     table: ChunkTable,
     arrays: tuple[npt.NDArray[Any], ...],
     groups: ValueGroups,
@@ -207,6 +208,12 @@ def _digest(
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
+
+    Args:
+        table: Planned.
+        arrays: Rank, row and start of each chunk's source, and the length of each file.
+        groups: Of the plan.
+        choices: Its number of ranks, its container, and whether its files end with checksums.
     """
     words = [
         *choices, table.names, table.paths, table.dtypes, table.files, groups.told,

@@ -138,11 +138,15 @@ class StructuralPlan(GlobalPlan):
 
 def _digest(few: GlobalPlan, structure: Structure, groups: ValueGroups) -> bytes:
     state = blake2b(few.digest, digest_size=32)
-    state.update(str((structure.strides, structure.lengths, groups.told)).encode())
-    for array in (
-        structure.offset, structure.steps, structure.leaders, structure.kind, structure.file_kind,
-        groups.rank, groups.place, groups.group,
-    ):  # fmt: skip
+    state.update(str(groups.told).encode())
+    arrays = [
+        structure.part, structure.leaders, structure.kind, structure.file_kind, groups.rank,
+        groups.place, groups.group,
+    ]  # fmt: skip
+    for mesh in structure.meshes:
+        state.update(str((mesh.strides, mesh.lengths)).encode())
+        arrays += [mesh.tensors, mesh.offset, mesh.steps]
+    for array in arrays:
         state.update(str((array.dtype.str, array.shape)).encode())
         state.update(np.ascontiguousarray(array).data)
     return state.digest()

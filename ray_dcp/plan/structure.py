@@ -1,13 +1,17 @@
-"""Chunks of all ranks of a mesh, told by those of a few: the rows of the others follow.
+"""Chunks of all ranks, told by those of a few: the rows of the others follow.
 
-Ranks whose files are alike make a *class*. The chunk table has the rows of one rank of each class,
-its *leader*, the lowest. Another rank of the class has the same rows, in files of its own, with
-boxes that lie as far from the leader's as the mesh says. So ten million rows are a thousand.
+Ranks that hold boxes of the same items, on a mesh of their own, are a *part* of the job: all of
+it, or a stage of a pipeline. Those of a part whose files are alike make a *class*. The chunk table
+has the rows of one rank of each class, its *leader*, the lowest. Another rank of the class has the
+same rows, in files of its own, with boxes that lie as far from the leader's as the mesh of the
+part says. So ten million rows are a thousand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +24,7 @@ __all__ = [
     "MOST_NUMBERS",
     "MOST_RANKS",
     "Expanded",
+    "Mesh",
     "Structure",
     "expand",
     "files_of",
@@ -35,23 +40,40 @@ MOST_RANKS = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
-    """What tells the chunks of `w` ranks from a table of `t` tensors with those of the leaders.
+class Mesh:
+    """Where the ranks of a part hold their boxes.
+
+    A rank's place is its number among those of the part, in their order.
 
     Attributes:
-        strides: Distance in ranks between neighbours along each dimension of the mesh.
-        lengths: Length of each dimension; their product is `w`.
-        offset: int64[t, D], where rank 0's box of each tensor starts.
-        steps: int64[dimensions, t, D], how far the boxes of neighbours lie apart.
+        strides: Distance in places between neighbours along each dimension of the mesh.
+        lengths: Length of each dimension; their product is the number of ranks.
+        tensors: int64[k], the tensors of the table that these ranks hold, each once.
+        offset: int64[k, D], where the box of place 0 starts.
+        steps: int64[dimensions, k, D], how far the boxes of neighbours lie apart.
+    """
+
+    strides: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tensors: Int64Array
+    offset: Int64Array
+    steps: Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What tells the chunks of `w` ranks from a table with those of the leaders.
+
+    Attributes:
+        meshes: Of the parts.
+        part: int32[c], the part of each class.
         leaders: int64[c], the lowest rank of each class, ascending.
         kind: int32[w], the class of each rank.
         file_kind: int32[f], the class whose leader has each file of the table, ascending.
     """
 
-    strides: tuple[int, ...]
-    lengths: tuple[int, ...]
-    offset: Int64Array
-    steps: Int64Array
+    meshes: tuple[Mesh, ...]
+    part: Int32Array
     leaders: Int64Array
     kind: Int32Array
     file_kind: Int32Array
@@ -61,18 +83,48 @@ class Structure:
         """Number of ranks, `w`."""
         return len(self.kind)
 
-    def starts(self, shape: Int64Array, rank: Int64Array, tensor: Int64Array) -> Int64Array:
-        """Returns where boxes start by the mesh: int64[m, D].
+    @cached_property
+    def _coordinates(self) -> Int64Array:
+        """Place of each rank along each dimension of its mesh: int64[dimensions, w]."""
+        most = max(len(mesh.lengths) for mesh in self.meshes)
+        found = np.zeros((most, self.world_size), dtype=np.int64)
+        part = self.part[self.kind]
+        for index, mesh in enumerate(self.meshes):
+            ranks = np.flatnonzero(part == index)
+            place = np.arange(len(ranks))
+            for dim, (stride, length) in enumerate(zip(mesh.strides, mesh.lengths, strict=True)):
+                found[dim, ranks] = place // stride % length
+        return found
+
+    def rows(self, num_tensors: int) -> Int64Array:
+        """Returns where each part has each tensor in `starts`' terms: int64[parts, t], -1: not."""
+        found = np.full((len(self.meshes), num_tensors), -1, dtype=np.int64)
+        first = offsets_of(np.array([len(mesh.tensors) for mesh in self.meshes]))
+        for index, mesh in enumerate(self.meshes):
+            found[index, mesh.tensors] = first[index] + np.arange(len(mesh.tensors))
+        return found
+
+    def starts(self, shape: Int64Array, rank: Int64Array, row: Int64Array) -> Int64Array:
+        """Returns where boxes start by the meshes: int64[m, D].
 
         Args:
             shape: int64[t, D], of the tensors.
             rank: int64[m].
-            tensor: int64[m].
+            row: int64[m], as `rows` gave it.
         """
-        found = self.offset[tensor]
-        for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
-            found += step[tensor] * (rank // stride % length)[:, None]
-        return np.asarray(np.minimum(found, np.maximum(shape, self.offset)[tensor]))
+        offset, steps, most = self._boxes(shape)
+        found = offset[row]
+        for coordinate, step in zip(self._coordinates, steps, strict=True):
+            found += step[row] * coordinate[rank][:, None]
+        return np.asarray(np.minimum(found, most[row]))
+
+    def _boxes(self, shape: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Returns offset, steps, and the largest offset, of all tensors of all parts in turn."""
+        dimensions = len(self._coordinates)
+        offset = np.concatenate([mesh.offset for mesh in self.meshes])
+        steps = np.concatenate([_deepened(mesh.steps, dimensions) for mesh in self.meshes], axis=1)
+        tensor = np.concatenate([mesh.tensors for mesh in self.meshes])
+        return offset, steps, np.maximum(shape[tensor], offset)
 
 
 class Expanded(NamedTuple):
@@ -114,7 +166,8 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
         structure: What tells the others.
 
     Raises:
-        InternalError: A file's name is not that of its leader.
+        InternalError: A file's name is not that of its leader, or a leader has a chunk of a tensor
+            that its part does not hold.
 
     Complexity:
         O(chunks of all ranks); about 0.2 us a chunk.
@@ -128,18 +181,21 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
     file_starts = np.searchsorted(file_rank, np.arange(structure.world_size))
     first = np.searchsorted(structure.file_kind, np.arange(len(structure.leaders)))
     number = file_starts[rank] + table.file[chunk] - first[structure.kind[rank]]
-    tensor = table.tensor[chunk]
+    row = structure.rows(table.num_tensors)[structure.part[kind], table.tensor]
+    if (row < 0).any():
+        name = table.names[int(table.tensor[int(np.argmin(row))])]
+        raise InternalError(f"expected chunks of tensors of their part, found one of {name}")
     leader = structure.leaders[structure.kind[rank]]
     offset = table.offset[chunk]
     moves = np.flatnonzero(rank != leader)
-    where = rank[moves], tensor[moves]
-    offset[moves] += structure.starts(table.shape, *where)
-    offset[moves] -= structure.starts(table.shape, leader[moves], tensor[moves])
+    rows = row[chunk[moves]]
+    offset[moves] += structure.starts(table.shape, rank[moves], rows)
+    offset[moves] -= structure.starts(table.shape, leader[moves], rows)
     columns = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
     whole = replace(
         table,
         files=names_of(table.files, structure, file_rank, file),
-        tensor=tensor,
+        tensor=table.tensor[chunk],
         offset=offset,
         size=table.size[chunk],
         file=number.astype(np.int32),
@@ -150,7 +206,7 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
 
 
 def names_of(
-    names: tuple[str, ...],
+    names: Sequence[str],
     structure: Structure,
     rank: Int32Array | Int64Array,
     file: Int64Array,
@@ -174,3 +230,8 @@ def names_of(
         ends.append(name[len(start) :])
     pairs = zip(rank.tolist(), file.tolist(), strict=True)
     return tuple([f"__{one}_{ends[place]}" for one, place in pairs])
+
+
+def _deepened(steps: Int64Array, dimensions: int) -> Int64Array:
+    """Returns steps along more dimensions, in which nothing moves."""
+    return np.pad(steps, ((0, dimensions - len(steps)), (0, 0), (0, 0)))

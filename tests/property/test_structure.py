@@ -33,6 +33,7 @@ SPLITTABLE = 3 << 10
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
 
 

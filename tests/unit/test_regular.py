@@ -208,6 +208,7 @@ def test_a_rank_that_is_not_like_the_others_sends_its_rows(job):
 def structural_job(job, monkeypatch):
     """A job whose plans have the rows of few ranks."""
     monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
     return job
 
