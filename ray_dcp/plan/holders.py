@@ -218,9 +218,7 @@ def _by_weight(
     place = np.arange(world_size)
     distances = zip(regular.strides, regular.lengths, strict=True)
     coordinates = [place // stride % length for stride, length in distances]
-    distinct, code = np.unique(
-        np.concatenate([weight, common[None]]), axis=1, return_inverse=True
-    )
+    distinct, code = np.unique(np.concatenate([weight, common[None]]), axis=1, return_inverse=True)
     for index, column in enumerate(distinct.T.tolist()):
         rows = np.flatnonzero(code.reshape(-1) == index)
         cell = np.zeros(world_size, dtype=np.int64)

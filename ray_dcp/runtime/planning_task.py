@@ -149,7 +149,11 @@ def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
     """
     usual = task.container == "torch_save" and not task.to_lowest_rank
     parts = follows.parts
-    if not usual or not follows.fits.all() or sum(len(part.ranks) for part in parts) < len(follows.fits):
+    if (
+        not usual
+        or not follows.fits.all()
+        or sum(len(part.ranks) for part in parts) < len(follows.fits)
+    ):
         return None
     num_rows = sum(len(part.ranks) * len(part.regular.first) for part in parts)
     if len(follows.fits) < 2 or num_rows < structural.MANY_ROWS:
