@@ -83,7 +83,7 @@ def expanded(table: ChunkTable, value: Any) -> ChunkTable:
 
 
 def _structure_from(value: Any, table: ChunkTable) -> Structure:
-    if not isinstance(value, dict) or not _FIELDS <= set(value):
+    if not isinstance(value, dict) or not set(value) >= _FIELDS:
         raise damaged("the fields of a structure", "others")
     runs = _numbers(value["kind"], 2, 0)
     if runs.shape[1:] != (2,) or sum(runs[:, 1].tolist()) > MOST_RANKS:

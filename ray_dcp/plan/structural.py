@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -156,7 +157,7 @@ class _Job:
     def __init__(self, parts: Sequence[Part], base: Held, holders: Holders) -> None:
         self.parts, self.base, self.holders = parts, base, holders
         starts = offsets_of(np.array([len(part.regular.first) for part in parts])).tolist()
-        self.rows = [slice(low, high) for low, high in zip(starts, starts[1:], strict=False)]
+        self.rows = [slice(low, high) for low, high in pairwise(starts)]
         world_size = sum(len(part.ranks) for part in parts)
         self.part, self.place = np.zeros((2, world_size), dtype=np.int64)
         for index, part in enumerate(parts):

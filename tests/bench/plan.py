@@ -32,6 +32,7 @@ from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.gathering import Gathering, group_of
 from ray_dcp.protocol.messages import (
+    DeferredPlace,
     FileReceipt,
     OpKey,
     SaveOutcome,
@@ -51,6 +52,7 @@ TENSORS = 1000
 WARM_SAVES = 3
 """Of which the median is told."""
 COLUMNS = 64
+OBJECT_BYTES = 1024
 TARGET = Target("memory://bench")
 
 
@@ -86,6 +88,50 @@ def slabs(world_size: int, tensors: int, *, regular: bool) -> Iterator[Columns]:
         )  # fmt: skip
 
 
+def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
+    """Yields what each rank of a large job holds: slabs, some of them copied, scalars, an object.
+
+    `"HSDP"`: shards over 64 ranks, copied by all others of their number. `"stages"`: 16 stages of
+    a pipeline, in each of which tensors are cut for FSDP and, in columns, over 8 ranks for tensor
+    parallelism, over which every fourth is copied.
+    """
+    stages, copies = (1, max(1, world_size // 64)) if layout == "HSDP" else (16, 1)
+    size = world_size // stages
+    inner = 1 if layout == "HSDP" else 8
+    outer = size // copies // inner
+    count = tensors - 2
+    high, width = (1024, COLUMNS) if layout == "HSDP" else (16, COLUMNS // inner)
+    copied = np.arange(count) % 4 == 3 if inner > 1 else np.zeros(count, bool)
+    kinds = np.array([*[Kind.TENSOR] * (count + 1), Kind.OBJECT], np.int8)
+    ndim = np.array([*[2] * count, 0, 0], np.int8)
+    dtype, value = np.zeros((2, tensors), np.int8)
+    dtype[-1], value[-2:] = -1, 7
+    shape = np.ones((tensors, 2), np.int64)
+    shape[:count] = high * outer, COLUMNS
+    for rank in range(world_size):
+        stage, place = divmod(rank, size)
+        if place == 0:
+            words = (*(f"{stage}.layers.{index}.weight" for index in range(count)), "lr", "step")
+            paths = tuple((name,) for name in words)
+        offset, lengths = np.zeros((tensors, 2), np.int64), np.ones((tensors, 2), np.int64)
+        offset[:count, 0] = place // inner % outer * high
+        offset[:count, 1] = np.where(copied, 0, place % inner * width)
+        lengths[:count, 0], lengths[:count, 1] = high, np.where(copied, COLUMNS, width)
+        yield Columns(
+            names=words, paths=paths, dtypes=("float32",),
+            name=np.arange(tensors, dtype=np.int32), kind=kinds, dtype=dtype, ndim=ndim,
+            shape=shape, offset=offset, size=lengths, requires_grad=kinds == Kind.TENSOR,
+            splittable=(kinds == Kind.TENSOR) & (ndim > 0), value=value.astype(np.uint64),
+        )  # fmt: skip
+
+
+def held(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
+    """Yields what each rank holds, by the name of a layout."""
+    if layout in ("regular", "irregular"):
+        return slabs(world_size, tensors, regular=layout == "regular")
+    return meshed(world_size, tensors, layout)
+
+
 class Held:
     """What a simulated rank captured: columns without bytes."""
 
@@ -105,13 +151,16 @@ class Held:
 
 def receipt_of(file: FilePlan, attempt: str) -> FileReceipt:
     """Returns what a rank says once it has written a file, with made-up checksums."""
-    count = int(num_blocks_many(file.payload_bytes, file.block_bytes).sum())
+    count = int(num_blocks_many(file.payload_bytes, file.block_bytes).sum()) + len(file.deferred)
     checks = np.random.default_rng(file.file).integers(0, 1 << 63, count, dtype=np.uint64)
     key, num_bytes = file.key.replace("{attempt}", attempt), file.num_bytes
-    name = digest(checks)
+    name, deferred = digest(checks), []
+    for row in file.deferred.tolist():
+        deferred.append(DeferredPlace(row, num_bytes, OBJECT_BYTES, OBJECT_BYTES))
+        num_bytes += OBJECT_BYTES
     if file.checks_at_end:
         num_bytes, checks = length_with_checks(num_bytes, count), checks[:0]
-    return FileReceipt(file.file, key, num_bytes, name, checks)
+    return FileReceipt(file.file, key, num_bytes, name, checks, tuple(deferred))
 
 
 class Written(MemoryStorage):
@@ -287,12 +336,12 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
 
 
 def measure(
-    world_size: int, tensors: int, regular: bool, saves: int, metadata: bool = False
+    world_size: int, tensors: int, layout: str, saves: int, metadata: bool = False
 ) -> dict[str, Any]:
     """Saves a state several times; returns what each save cost, and the peak memory."""
     storage = Written("bench")
     counted = Counted(storage)
-    columns = list(slabs(world_size, tensors, regular=regular))
+    columns = list(held(world_size, tensors, layout))
     memories = [PlanMemory() for _ in range(world_size)]
     options = SaveOptions(stock_metadata=metadata)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -415,10 +464,10 @@ def plan(tensors: int, largest: int) -> int:
     print(f" {'rows moved':>10} {'in MB':>7} {'out MB':>7} {'messages':>8}", end="")
     print(f" {'table B/row':>11} {'peak MiB':>8}")
     slopes: dict[tuple[int, str, str], list[float]] = defaultdict(list)
-    for count, regular in ((tensors, False), (tensors, True), (1, False)):
-        layout = "regular" if regular else "irregular"
+    sorts = ("irregular", "regular", "HSDP", "stages") if tensors > 2 else ("irregular", "regular")
+    for count, layout in (*((tensors, sort) for sort in sorts), (1, "irregular")):
         for world in worlds:
-            found = measured(world, count, regular, 1 + WARM_SAVES)
+            found = measured(world, count, layout, 1 + WARM_SAVES)
             table = sum(size for key, size in found["files"].items() if "parquet" in key)
             rows = world * count
             cold, *again = found["saves"]
