@@ -10,6 +10,7 @@ import numpy as np
 
 from ray_dcp.errors import InternalError
 from ray_dcp.format.table_columns import damaged
+from ray_dcp.plan.own_names import is_own
 from ray_dcp.plan.structure import (
     MOST_NUMBERS,
     MOST_RANKS,
@@ -29,9 +30,10 @@ _MESH_FIELDS = {"strides", "lengths", "offset", "steps"}
 
 
 def is_one_mesh(structure: Structure) -> bool:
-    """Whether all ranks are on one mesh, of all tensors: table format 2 can say that."""
+    """Whether table format 2 can say it: all ranks on one mesh, without names of their own."""
     tensors = structure.meshes[0].tensors
-    return len(structure.meshes) == 1 and np.array_equal(tensors, np.arange(len(tensors)))
+    plain = len(structure.meshes) == 1 and not len(structure.own)
+    return plain and np.array_equal(tensors, np.arange(len(tensors)))
 
 
 def structure_to(structure: Structure) -> dict[str, Any]:
@@ -47,7 +49,9 @@ def structure_to(structure: Structure) -> dict[str, Any]:
     if is_one_mesh(structure):
         del meshes[0]["tensors"]
         return value | meshes[0]
-    return value | {"meshes": meshes, "part": structure.part.tolist()}
+    return value | {
+        "meshes": meshes, "part": structure.part.tolist(), "own": structure.own.tolist(),
+    }  # fmt: skip
 
 
 def _mesh_to(mesh: Mesh) -> dict[str, Any]:
@@ -112,8 +116,18 @@ def _structure_from(value: Any, table: ChunkTable) -> Structure:
         if size != prod(mesh.lengths):
             raise damaged(f"a mesh of {size} ranks", f"one of {prod(mesh.lengths)}")
     return Structure(
-        meshes, part.astype(np.int32), leaders, kind.astype(np.int32), file_kind.astype(np.int32)
-    )
+        meshes, part.astype(np.int32), leaders, kind.astype(np.int32), file_kind.astype(np.int32),
+        _own_from(value, table, len(kind)),
+    )  # fmt: skip
+
+
+def _own_from(value: dict[str, Any], table: ChunkTable, world_size: int) -> Int64Array:
+    """Returns the tensors that stand for one of each rank."""
+    own = _numbers(value.get("own", []), 1, 0)
+    known = (np.diff(own) > 0).all() and (own < table.num_tensors).all()
+    if not known or not all(is_own(table.names[one], world_size) for one in own.tolist()):
+        raise damaged("tensors that each rank has for itself, by their names", "others")
+    return own
 
 
 def _meshes_from(
@@ -124,7 +138,7 @@ def _meshes_from(
         every = list(range(table.num_tensors))
         mesh = _mesh_from({name: value[name] for name in _MESH_FIELDS} | {"tensors": every}, table)
         return (mesh,), np.zeros(count, dtype=np.int64)
-    if set(value) != _FIELDS | {"meshes", "part"} or not isinstance(value["meshes"], list):
+    if set(value) != _FIELDS | {"meshes", "part", "own"} or not isinstance(value["meshes"], list):
         raise damaged("the fields of a structure", "others")
     meshes = tuple(_mesh_from(one, table) for one in value["meshes"])
     part = _numbers(value["part"], 1, 0)

@@ -7,7 +7,7 @@ that it leads to, and by whether holders share them; what leads to the same boxe
 
 The first half names all but the boxes: it is equal on ranks that hold parts of the same tensors, so
 that those of a stage of a pipeline are told from the others without a row of any. The second half
-is of the boxes.
+is of the boxes, and of the rank's number where it stands in names of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ray_dcp.format.checksums import digest_parts
 from ray_dcp.plan.columns import int_keys
+from ray_dcp.plan.own_names import is_own, number_in, without_rank
 from ray_dcp.plan.values import Columns, Int64Array, Path
 from ray_dcp.version import __version__
 
@@ -72,7 +73,8 @@ def fingerprint(
         (True, False)
     """
     options = (world_size, container, part_bytes, to_lowest_rank)
-    return _named(_items_of(columns, options), {key: getattr(columns, key) for key in _BOXES})
+    items, number = _items_of(columns, options), number_in(columns.names, world_size)
+    return _named(items, {key: getattr(columns, key) for key in _BOXES}, number)
 
 
 class Fingerprints:
@@ -92,14 +94,14 @@ class Fingerprints:
     ) -> None:  # fmt: skip
         options = (world_size, container, part_bytes, to_lowest_rank)
         self._items = _items_of(columns, options)
+        names = without_rank(columns, world_size).names
+        self._has_own = any(is_own(name, world_size) for name in names)
 
-    def of(self, columns: Columns) -> bytes:
-        """Returns the fingerprint of a rank that differs by `offset` and `size` alone."""
-        return self.of_boxes(columns.offset, columns.size)
-
-    def of_boxes(self, offset: Int64Array, size: Int64Array) -> bytes:
+    def of_boxes(self, offset: Int64Array, size: Int64Array, rank: int) -> bytes:
         """Returns the fingerprint of a rank that holds these boxes of the same items."""
-        return _named(self._items, {"size": size, "offset": offset})
+        return _named(
+            self._items, {"size": size, "offset": offset}, rank if self._has_own else None
+        )
 
 
 def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
@@ -118,20 +120,21 @@ def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
     return [np.array(ranks, dtype=np.int64) for ranks in found.values()]
 
 
-def _items_of(columns: Columns, options: tuple[object, ...]) -> bytes:
+def _items_of(columns: Columns, options: tuple[int | str | bool, ...]) -> bytes:
     words = [__version__, _FORM, *options]
     state = blake2b(json.dumps(words).encode(), digest_size=_ITEMS_BYTES)
-    state.update(_vocabulary(columns.names, columns.paths, columns.dtypes))
+    own = without_rank(columns, int(options[0]))
+    state.update(_vocabulary(own.names, own.paths, own.dtypes))
     for key in _ARRAYS:
         _add(state, key, getattr(columns, key))
     state.update(np.ascontiguousarray(columns.value != 0).data)
     return state.digest()
 
 
-def _named(items: bytes, boxes: Mapping[str, Int64Array]) -> bytes:
+def _named(items: bytes, boxes: Mapping[str, Int64Array], number: int | None) -> bytes:
     # Why another digest: it takes a tenth of the time, and is made for each rank of a mesh.
     parts = [np.ascontiguousarray(boxes[key], dtype="<i8").data for key in _BOXES]
-    return items + digest_parts((items + str(boxes["size"].shape).encode(), *parts))
+    return items + digest_parts((items + str((boxes["size"].shape, number)).encode(), *parts))
 
 
 def _add(state: blake2b, key: str, array: npt.NDArray[Any]) -> None:

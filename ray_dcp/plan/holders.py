@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ray_dcp.plan.boxes import pad, volume
 from ray_dcp.plan.coverage import check_coverage
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.merging import Held, differing
+from ray_dcp.plan.own_names import is_own
 from ray_dcp.plan.regular import Regular
 from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, Kind
 
@@ -71,18 +73,20 @@ class Holders:
         splittable: bool[n], of the items of one rank of each part: whether all that hold one let it
             be cut.
         alone: Of each part, the items of which each rank has a box that no other has.
+        own: Of each part, the rows of items under names that each rank has for itself.
     """
 
     shared: list[Shared]
     splittable: BoolArray
     alone: list[list[_Cut]]
+    own: list[Int64Array]
 
     def own_rows(self, part: int, place: int) -> Int64Array:
         """Returns the rows of a part's items that only this rank can write.
 
         They are the same for ranks of a part whose boxes are of the same sizes.
         """
-        found = [np.zeros(0, dtype=np.int64)]
+        found = [self.own[part]]
         for cut in self.alone[part]:
             cells = len(cut.places)
             cell = int(np.flatnonzero(cut.places[:, 0] == place)[0])
@@ -108,8 +112,12 @@ def find_holders(parts: Sequence[Part], base: Held) -> Holders | None:
     """
     if differing(base).any():
         return None
+    world_size = sum(len(part.ranks) for part in parts)
+    own = np.array([is_own(name, world_size) for name in base.names], dtype=bool)[base.tensor]
+    if (own & (base.kind != Kind.OBJECT)).any():
+        return None
     counts = np.bincount(base.tensor, minlength=len(base.names))
-    common = counts[base.tensor] > 1
+    common = (counts[base.tensor] > 1) & ~own
     starts = offsets_of(np.array([len(part.regular.first) for part in parts]))
     gathered = _Gathered()
     alone: list[list[_Cut]] = []
@@ -117,8 +125,8 @@ def find_holders(parts: Sequence[Part], base: Held) -> Holders | None:
     for index, part in enumerate(parts):
         if len(np.unique(part.regular.first.name)) < len(part.regular.first):
             return None
-        mine = common[starts[index] : starts[index + 1]]
-        cuts = _cuts(part.regular, mine)
+        mine = slice(starts[index], starts[index + 1])
+        cuts = _cuts(part.regular, common[mine], own[mine])
         if cuts is None:
             return None
         alone.append([])
@@ -135,7 +143,8 @@ def find_holders(parts: Sequence[Part], base: Held) -> Holders | None:
         return None
     splittable = np.ones(len(base.names), dtype=bool)
     np.logical_and.at(splittable, base.tensor, base.splittable)
-    return Holders(gathered.shared(base), splittable[base.tensor], alone)
+    mine = [np.flatnonzero(own[low:high]) for low, high in pairwise(starts.tolist())]
+    return Holders(gathered.shared(base), splittable[base.tensor], alone, mine)
 
 
 class _Gathered:
@@ -176,12 +185,15 @@ class _Gathered:
         return sorted(found, key=lambda one: (int(one.ranks[0]), int(base.row[one.rows[0]])))
 
 
-def _cuts(regular: Regular, common: BoolArray) -> Iterator[tuple[_Cut, bool]] | None:
+def _cuts(
+    regular: Regular, common: BoolArray, own: BoolArray
+) -> Iterator[tuple[_Cut, bool]] | None:
     """Returns how the items of a part are cut; None where they do not cover their tensors.
 
     Args:
         regular: What the part holds.
         common: bool[n], the items that other parts hold as well; these may be of less.
+        own: bool[n], the items that are left out: no other rank has such a name.
     """
     moved = regular.steps != 0
     along = moved.any(axis=2)
@@ -208,11 +220,11 @@ def _cuts(regular: Regular, common: BoolArray) -> Iterator[tuple[_Cut, bool]] | 
     dim = moved.any(axis=0).argmax(axis=1)
     length = np.take_along_axis(first.shape, dim[:, None], axis=1)[:, 0]
     stop = np.where(may_lack, np.minimum(-(-length // least), num_cells), num_cells)
-    return _by_weight(regular, weight, stop, common)
+    return _by_weight(regular, weight, stop, common, ~own)
 
 
 def _by_weight(
-    regular: Regular, weight: Int64Array, stop: Int64Array, common: BoolArray
+    regular: Regular, weight: Int64Array, stop: Int64Array, common: BoolArray, which: BoolArray
 ) -> Iterator[tuple[_Cut, bool]]:
     world_size = int(np.prod(regular.lengths))
     place = np.arange(world_size)
@@ -220,7 +232,9 @@ def _by_weight(
     coordinates = [place // stride % length for stride, length in distances]
     distinct, code = np.unique(np.concatenate([weight, common[None]]), axis=1, return_inverse=True)
     for index, column in enumerate(distinct.T.tolist()):
-        rows = np.flatnonzero(code.reshape(-1) == index)
+        rows = np.flatnonzero((code.reshape(-1) == index) & which)
+        if not len(rows):
+            continue
         cell = np.zeros(world_size, dtype=np.int64)
         for one, coordinate in zip(column, coordinates, strict=False):
             cell += one * coordinate

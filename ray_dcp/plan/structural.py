@@ -95,6 +95,11 @@ def make_structural_plan(
         leaders=leaders,
         kind=kind,
         file_kind=np.searchsorted(leaders, few.file_rank).astype(np.int32),
+        own=np.unique(
+            np.concatenate(
+                [base.tensor[rows][own] for rows, own in zip(job.rows, holders.own, strict=True)]
+            )
+        ),
     )
     if not is_expandable(few.table, structure):
         return None

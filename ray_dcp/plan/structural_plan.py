@@ -106,7 +106,7 @@ class StructuralPlan(GlobalPlan):
     @property
     def num_tensors(self) -> int:
         """As `GlobalPlan.num_tensors`."""
-        return self.few.table.num_tensors
+        return len(self.structure.tensors(self.few.table.num_tensors).base)
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -140,8 +140,8 @@ def _digest(few: GlobalPlan, structure: Structure, groups: ValueGroups) -> bytes
     state = blake2b(few.digest, digest_size=32)
     state.update(str(groups.told).encode())
     arrays = [
-        structure.part, structure.leaders, structure.kind, structure.file_kind, groups.rank,
-        groups.place, groups.group,
+        structure.part, structure.leaders, structure.kind, structure.file_kind, structure.own,
+        groups.rank, groups.place, groups.group,
     ]  # fmt: skip
     for mesh in structure.meshes:
         state.update(str((mesh.strides, mesh.lengths)).encode())

@@ -18,6 +18,7 @@ import numpy as np
 
 from ray_dcp.errors import InternalError
 from ray_dcp.plan.grouping import offsets_of, within
+from ray_dcp.plan.own_names import name_for, path_for
 from ray_dcp.plan.values import ChunkTable, Int32Array, Int64Array
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Expanded",
     "Mesh",
     "Structure",
+    "Tensors",
     "expand",
     "files_of",
     "is_expandable",
@@ -48,7 +50,8 @@ class Mesh:
     Attributes:
         strides: Distance in places between neighbours along each dimension of the mesh.
         lengths: Length of each dimension; their product is the number of ranks.
-        tensors: int64[k], the tensors of the table that these ranks hold, each once.
+        tensors: int64[k], the tensors of the table that these ranks hold, each once, in the order
+            in which they name them.
         offset: int64[k, D], where the box of place 0 starts.
         steps: int64[dimensions, k, D], how far the boxes of neighbours lie apart.
     """
@@ -70,6 +73,8 @@ class Structure:
         leaders: int64[c], the lowest rank of each class, ascending.
         kind: int32[w], the class of each rank.
         file_kind: int32[f], the class whose leader has each file of the table, ascending.
+        own: int64[o], the tensors of the table that stand for one of each rank (`own_names`),
+            ascending.
     """
 
     meshes: tuple[Mesh, ...]
@@ -77,6 +82,7 @@ class Structure:
     leaders: Int64Array
     kind: Int32Array
     file_kind: Int32Array
+    own: Int64Array
 
     @property
     def world_size(self) -> int:
@@ -104,6 +110,45 @@ class Structure:
             found[index, mesh.tensors] = first[index] + np.arange(len(mesh.tensors))
         return found
 
+    def tensors(self, num_tensors: int) -> Tensors:
+        """Returns the tensors of all ranks, in the order in which ranks come upon them.
+
+        Args:
+            num_tensors: Of the table.
+        """
+        is_own = np.zeros(num_tensors, dtype=bool)
+        is_own[self.own] = True
+        part = self.part[self.kind]
+        slot = np.full((len(self.meshes), num_tensors), -1, dtype=np.int64)
+        seen = np.zeros(num_tensors, dtype=bool)
+        counts = np.zeros(self.world_size, dtype=np.int64)
+        news, owns, lowest = [], [], []
+        for index, mesh in enumerate(self.meshes):
+            own = mesh.tensors[is_own[mesh.tensors]]
+            slot[index, own] = np.arange(len(own))
+            new = mesh.tensors[is_own[mesh.tensors] | ~seen[mesh.tensors]]
+            seen[mesh.tensors] = True
+            counts[part == index] = len(own)
+            lowest.append(int(np.argmax(part == index)))
+            news.append(new)
+            owns.append(own)
+        counts[lowest] = [len(new) for new in news]
+        starts = offsets_of(counts)
+        base, rank = np.zeros((2, int(starts[-1])), dtype=np.int64)
+        number = np.full(num_tensors, -1, dtype=np.int64)
+        of_own = starts[:-1, None] + np.arange(max(map(len, owns), default=0))
+        for index, own in enumerate(owns):
+            ranks = np.flatnonzero(part == index)
+            base[of_own[ranks][:, : len(own)]] = own
+            rank[of_own[ranks][:, : len(own)]] = ranks[:, None]
+        for first, new in zip(lowest, news, strict=True):
+            at = starts[first] + np.arange(len(new))
+            base[at], rank[at] = new, first
+            mine = is_own[new]
+            of_own[first, : int(mine.sum())] = at[mine]
+            number[new[~mine]] = at[~mine]
+        return Tensors(base, rank, number, slot, of_own)
+
     def starts(self, shape: Int64Array, rank: Int64Array, row: Int64Array) -> Int64Array:
         """Returns where boxes start by the meshes: int64[m, D].
 
@@ -127,6 +172,29 @@ class Structure:
         return offset, steps, np.maximum(shape[tensor], offset)
 
 
+class Tensors(NamedTuple):
+    """The tensors of all ranks."""
+
+    base: Int64Array
+    """int64[n], of the table."""
+    rank: Int64Array
+    """int64[n], whose they are where each rank has its own."""
+    number: Int64Array
+    """int64[t], of each tensor of the table that is not one of each rank."""
+    slot: Int64Array
+    """int64[parts, t], where a part's ranks have one of their own in `of_own`; -1: it is none."""
+    of_own: Int64Array
+    """int64[w, o], the numbers of each rank's own."""
+
+    def of(self, part: Int32Array, rank: Int64Array, tensor: Int32Array) -> Int32Array:
+        """Returns the numbers of tensors of the table, as these ranks of these parts mean them."""
+        slot = self.slot[part, tensor]
+        found = self.number[tensor]
+        own = np.flatnonzero(slot >= 0)
+        found[own] = self.of_own[rank[own], slot[own]]
+        return found.astype(np.int32)
+
+
 class Expanded(NamedTuple):
     """The chunks of all ranks, and where each comes from."""
 
@@ -148,6 +216,7 @@ def files_of(structure: Structure) -> tuple[Int64Array, Int64Array]:
 def is_expandable(table: ChunkTable, structure: Structure) -> bool:
     """Whether the chunks of all ranks are as many as are made of a table of any length."""
     numbers = num_chunks_of(table, structure) * (8 + 2 * table.shape.shape[1])
+    numbers += structure.world_size * len(structure.own) * (8 + table.shape.shape[1])
     return numbers <= MOST_NUMBERS and structure.world_size <= MOST_RANKS
 
 
@@ -192,10 +261,12 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
     offset[moves] += structure.starts(table.shape, rank[moves], rows)
     offset[moves] -= structure.starts(table.shape, leader[moves], rows)
     columns = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
+    tensors = structure.tensors(table.num_tensors)
+    part = structure.part[structure.kind[rank]]
     whole = replace(
-        table,
+        _of_all(table, structure, tensors),
         files=names_of(table.files, structure, file_rank, file),
-        tensor=table.tensor[chunk],
+        tensor=tensors.of(part, rank, table.tensor[chunk]),
         offset=offset,
         size=table.size[chunk],
         file=number.astype(np.int32),
@@ -203,6 +274,27 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
         **{name: getattr(table, name)[chunk] for name in columns},
     )
     return Expanded(whole, chunk, rank)
+
+
+def _of_all(table: ChunkTable, structure: Structure, tensors: Tensors) -> ChunkTable:
+    """Returns a table with the tensors of all ranks, and chunks as before."""
+    if not len(structure.own):
+        return table
+    is_own = np.zeros(table.num_tensors, dtype=bool)
+    is_own[structure.own] = True
+    names, paths, world_size = [], [], structure.world_size
+    for base, rank in zip(tensors.base.tolist(), tensors.rank.tolist(), strict=True):
+        name, path = table.names[base], table.paths[base]
+        own = is_own[base]
+        names.append(name_for(name, rank, world_size) if own else name)
+        paths.append(path_for(path, rank, world_size) if own else path)
+    columns = ("kind", "dtype", "ndim", "shape", "requires_grad")
+    return replace(
+        table,
+        names=tuple(names),
+        paths=tuple(paths),
+        **{name: getattr(table, name)[tensors.base] for name in columns},
+    )
 
 
 def names_of(

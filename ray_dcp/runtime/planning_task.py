@@ -14,6 +14,7 @@ from ray_dcp.plan.contents import with_contents
 from ray_dcp.plan.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.holders import Part
+from ray_dcp.plan.own_names import for_rank, without_rank
 from ray_dcp.plan.rank_plan import RankPlans, rank_plan
 from ray_dcp.plan.regular import Regular, infer
 from ray_dcp.plan.structural_plan import StructuralPlan
@@ -107,7 +108,11 @@ class _Follows:
         self.fits = np.zeros(world_size, dtype=bool)
         self._regular: dict[int, tuple[Regular, int]] = {}
         for ranks in alike(task.fingerprints):
-            own = {at: held[rank] for at, rank in enumerate(ranks.tolist()) if rank in held}
+            own = {
+                at: without_rank(held[rank], world_size)
+                for at, rank in enumerate(ranks.tolist())
+                if rank in held
+            }
             regular = infer(own, len(ranks))
             if regular is not None:
                 sizes = self._follow(task, ranks, np.arange(len(ranks)), regular)
@@ -130,7 +135,7 @@ class _Follows:
         lowest: dict[bytes, int] = {first.tobytes(): 0}
         for at, (offset, size) in enumerate(regular.many(places)):
             rank = int(ranks[at])
-            self.fits[rank] = names.of_boxes(offset, size) == task.fingerprints[rank]
+            self.fits[rank] = names.of_boxes(offset, size, rank) == task.fingerprints[rank]
             self._regular[rank] = regular, int(places[at])
             if not np.array_equal(size, first):
                 sizes[at] = lowest.setdefault(size.tobytes(), at)
@@ -139,7 +144,7 @@ class _Follows:
     def of(self, rank: int) -> Columns:
         """Returns what a rank holds that `fits`."""
         regular, place = self._regular[rank]
-        return regular.of(place)
+        return for_rank(regular.of(place), rank, len(self.fits))
 
 
 def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:

@@ -93,7 +93,7 @@ def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
 
     `"HSDP"`: shards over 64 ranks, copied by all others of their number. `"stages"`: 16 stages of
     a pipeline, in each of which tensors are cut for FSDP and, in columns, over 8 ranks for tensor
-    parallelism, over which every fourth is copied.
+    parallelism, over which every fourth is copied; the object is one of each rank's own.
     """
     stages, copies = (1, max(1, world_size // 64)) if layout == "HSDP" else (16, 1)
     size = world_size // stages
@@ -105,7 +105,7 @@ def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
     kinds = np.array([*[Kind.TENSOR] * (count + 1), Kind.OBJECT], np.int8)
     ndim = np.array([*[2] * count, 0, 0], np.int8)
     dtype, value = np.zeros((2, tensors), np.int8)
-    dtype[-1], value[-2:] = -1, 7
+    dtype[-1], value[-2] = -1, 7
     shape = np.ones((tensors, 2), np.int64)
     shape[:count] = high * outer, COLUMNS
     for rank in range(world_size):
@@ -113,6 +113,10 @@ def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
         if place == 0:
             words = (*(f"{stage}.layers.{index}.weight" for index in range(count)), "lr", "step")
             paths = tuple((name,) for name in words)
+        if stages > 1:
+            number = f"rank-{rank}-of-{world_size}"
+            words = (*words[:-1], f"loader.{number}")
+            paths = (*paths[:-1], ("loader", number))
         offset, lengths = np.zeros((tensors, 2), np.int64), np.ones((tensors, 2), np.int64)
         offset[:count, 0] = place // inner % outer * high
         offset[:count, 1] = np.where(copied, 0, place % inner * width)

@@ -52,17 +52,23 @@ class Tensor:
 class Stage:
     """Ranks, their mesh, and what they hold beside objects."""
 
-    def __init__(self, ranks, mesh, tensors, objects=()):
+    def __init__(self, ranks, mesh, tensors, objects=(), own=()):
+        """`own`: where among the others there is an object of each rank's own."""
         self.ranks, self.mesh, self.tensors, self.objects = ranks, mesh, tensors, objects
+        self.own = own
 
 
 def held(stages):
     """What each rank holds."""
     columns = {}
+    world_size = sum(len(stage.ranks) for stage in stages)
     for stage in stages:
         for place, rank in enumerate(stage.ranks):
             builder = ColumnsBuilder()
-            for tensor in stage.tensors:
+            for index, tensor in enumerate(stage.tensors):
+                if index in stage.own:
+                    own = f"rank-{rank}-of-{world_size}"
+                    builder.object(f"own{index}.{own}", path=(f"own{index}", own))
                 offset, size = tensor.box(stage.mesh, place)
                 builder.tensor(
                     tensor.name, tensor.dtype, tensor.shape, offset=offset, size=size,
@@ -116,7 +122,8 @@ def jobs(draw):
         if tied is not None and index in (0, count - 1):
             shared = replaced(tied, mesh) if len(mesh) != len(tied.placements) else tied
             own.insert(draw(st.integers(0, len(own))), shared)
-        stages.append(Stage(ranks, mesh, own, [*objects, (f"{index}.state", 3)]))
+        places = draw(st.sets(st.integers(0, 2), max_size=2))
+        stages.append(Stage(ranks, mesh, own, [*objects, (f"{index}.state", 3)], places))
     return stages
 
 
@@ -198,10 +205,18 @@ def pipeline(objects=(("step", 7),)):
     ]
 
 
+def with_own(stages):
+    """Each rank has two objects of its own."""
+    for stage in stages:
+        stage.own = {0, 2}
+    return stages
+
+
 LAYOUTS = {
     "HSDP": [hsdp_stage(range(64), (8, 8), "a", [("step", 7)])],
     "replicas": [hsdp_stage(range(64), (64, 1), "a", [("step", 7)])],
     "pipeline of HSDP": pipeline(),
+    "objects of each rank": with_own(pipeline()),
     "stages in turn": [hsdp_stage(range(n, 64, 2), (4, 8), "ab"[n]) for n in (0, 1)],
     "FSDP and TP, norms copied": [
         Stage(
