@@ -24,6 +24,8 @@ from ray_dcp.protocol.planning import differences
 
 __all__ = ["plan_of"]
 
+SAMPLES = 16
+
 
 def plan_of(task: MakePlan) -> Planned | RowsMissing:
     """Returns what a task of this kind asks for.
@@ -114,7 +116,7 @@ class _Follows:
                 if rank in held
             }
             regular = infer(own, len(ranks))
-            if regular is not None:
+            if regular is not None and _is_likely(task, ranks, np.arange(len(ranks)), regular):
                 sizes = self._follow(task, ranks, np.arange(len(ranks)), regular)
                 self.parts.append(Part(ranks, regular, sizes))
             rest = ranks[~self.fits[ranks]]
@@ -123,7 +125,7 @@ class _Follows:
             # Where a few ranks hold something else, those that are left make no mesh of their own.
             known = {int(ranks[at]): columns for at, columns in own.items()}
             regular = infer(known, world_size)
-            if regular is not None:
+            if regular is not None and _is_likely(task, rest, rest, regular):
                 self._follow(task, rest, rest, regular)
 
     def _follow(
@@ -145,6 +147,19 @@ class _Follows:
         """Returns what a rank holds that `fits`."""
         regular, place = self._regular[rank]
         return for_rank(regular.of(place), rank, len(self.fits))
+
+
+def _is_likely(task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular) -> bool:
+    """Whether any of some ranks holds what follows. Why: irregular slabs look like a mesh at first,
+    and to follow that for all ranks takes as long as a part of the plan."""
+    names = _names(task, regular.first)
+    # Why of the second half: a mesh was made of ranks of the first.
+    some = np.unique(np.linspace(len(ranks) // 2, len(ranks) - 1, SAMPLES).astype(np.int64))
+    boxes = regular.many(places[some])
+    return any(
+        names.of_boxes(*box, rank) == task.fingerprints[rank]
+        for rank, box in zip(ranks[some].tolist(), boxes, strict=True)
+    )
 
 
 def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:

@@ -37,7 +37,6 @@ from ray_dcp.protocol.messages import (
     OpKey,
     SaveOutcome,
     SaveReceipt,
-    SendItems,
     Target,
 )
 from ray_dcp.protocol.together import Batch, Together, Told
@@ -205,12 +204,13 @@ class Counted:
         with self._counting(sort):
             return self.shell.receive_together(pickle.loads(data, buffers=buffers))
 
-    def told(self, sort: str) -> list[Told]:
+    def told(self, sort: str) -> list[tuple[Batch, Told]]:
         """Returns what gatherers are told, as they read it."""
         with self._counting(sort):
-            sent = [pickle.dumps(Told(tuple(b.told)), 5) for b in self.shell.batches.ready()]
+            ready = list(self.shell.batches.ready())
+            sent = [pickle.dumps(Told(tuple(batch.told)), 5) for batch in ready]
         self.bytes[sort] += sum(map(len, sent))
-        return list(map(pickle.loads, sent))
+        return list(zip(ready, map(pickle.loads, sent), strict=True))
 
     def work(self) -> None:
         """Performs all tasks."""
@@ -244,44 +244,48 @@ class Ranks:
     """How the ranks' requests come to a coordinator and its answers to them: directly, or by way
     of gatherers, of which each is in a process of its own else."""
 
-    def __init__(self, counted: Counted, key: OpKey, world_size: int) -> None:
+    def __init__(self, counted: Counted, world_size: int) -> None:
         self._counted = counted
-        self._key = key
         groups = {group_of(rank, world_size) for rank in range(world_size)} - {None}
         self._gatherings = [
             (group, Gathering(group, lambda: 0.0)) for group in sorted(groups, key=min)
         ]
+        self._sent: dict[int, Together] = {}
 
     def say(self, requests: dict[int, Any], sort: str) -> None:
         """Hands over one request of each of these ranks."""
         if not self._gatherings:
             for request in requests.values():
                 self._counted.take(pickle.dumps(request, 5), sort)
-        blobs = []
+        messages = []
         for group, gathering in self._gatherings:
             for rank in group:
                 if rank in requests:
-                    said = pickle.loads(pickle.dumps(requests[rank], 5))
-                    blobs += map(wired, gathering.take(said))
+                    messages += gathering.take(pickle.loads(pickle.dumps(requests[rank], 5)))
+        self._send([(message, wired(message)) for message in messages], sort)
+
+    def _send(self, messages: list[tuple[Together, Any]], sort: str) -> None:
         gc.collect()
         gc.freeze()
-        for blob in blobs:
-            self._counted.take_together(blob, sort)
+        for message, blob in messages:
+            self._sent[id(self._counted.take_together(blob, sort))] = message
 
     def hear(self, sort: str) -> dict[int, Any]:
         """Returns what ranks are told."""
         told = {rank: pickle.loads(blob) for rank, blob in self._counted.answers(sort).items()}
-        for group, gathering in self._gatherings:
-            # What a gatherer would be told as it says the same again for those that wait.
-            asked = tuple(rank for rank in group if isinstance(told.get(rank), SendItems))
-            if asked:
-                message = Together(self._key, "SaveJoin", asked, ())
-                gathering.told(message, Told(((asked, told[asked[0]]),)))
-        for one in self._counted.told(sort) if self._gatherings else ():
+        again = []
+        for batch, one in self._counted.told(sort) if self._gatherings else ():
+            message = self._sent.pop(id(batch))
             told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
             for group, gathering in self._gatherings:
-                if one.replies[0][0][0] in group:
-                    gathering.told(Together(self._key, "SaveJoin", tuple(group), ()), one)
+                if message.ranks[0] in group:
+                    gathering.told(message, one)
+            left = set(message.ranks) - {rank for ranks, _ in one.replies for rank in ranks}
+            if left:
+                # Those that still wait: a gatherer says the same again for them.
+                rest = message.only(left)
+                again.append((rest, wired(rest)))
+        self._send(again, "again")
         return told
 
 
@@ -305,7 +309,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         sending[rank] = next(joins[rank])
     gc.freeze()
     rows_moved = 0
-    ranks = Ranks(counted, key, world_size)
+    ranks = Ranks(counted, world_size)
     plans: list[tuple[Any, RankPlan]] = []
     while sending:
         rows_moved += sum(len(held(rank)) for rank, one in sending.items() if one.columns)
@@ -332,7 +336,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         raise AssertionError(f"expected {world_size} commits, found {len(outcomes)}: {first}")
     return {
         "cpu_s": dict(counted.cpu_s),
-        "bytes": dict(counted.bytes),
+        "bytes": counted.bytes.copy(),
         "messages": sum(counted.messages.values()),
         "rows moved": rows_moved,
         "balance": max(written.values()) * world_size / max(1, sum(written.values())),
@@ -379,7 +383,7 @@ def measured(*arguments: Any) -> dict[str, Any]:
 
 # --- the table ----------------------------------------------------------------------------------
 
-PLANNING = ("join", "go", "ReadRecords", "MakePlan")
+PLANNING = ("join", "again", "go", "ReadRecords", "MakePlan")
 
 
 def stock_row_us(world_size: int, tensors: int) -> float:
@@ -483,7 +487,7 @@ def plan(tensors: int, largest: int) -> int:
                 print(
                     f"{world:>6} {count:>7} {layout:>9} {name:>5} {sum(cpu.values()):>8.3f} "
                     f"{planning / rows * 1e6:>11.2f} {cost['rows moved']:>10} "
-                    f"{(moved['join'] + moved['receipt']) / 1e6:>7.1f} "
+                    f"{(moved['join'] + moved['again'] + moved['receipt']) / 1e6:>7.1f} "
                     f"{(moved['go'] + moved['outcome']) / 1e6:>7.1f} {cost['messages']:>8} "
                     f"{table / rows:>11.1f} {found['peak_bytes'] >> 20:>8}"
                 )
