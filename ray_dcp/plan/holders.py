@@ -143,8 +143,8 @@ def find_holders(parts: Sequence[Part], base: Held) -> Holders | None:
         return None
     splittable = np.ones(len(base.names), dtype=bool)
     np.logical_and.at(splittable, base.tensor, base.splittable)
-    mine = [np.flatnonzero(own[low:high]) for low, high in pairwise(starts.tolist())]
-    return Holders(gathered.shared(base), splittable[base.tensor], alone, mine)
+    owns = [np.flatnonzero(own[low:high]) for low, high in pairwise(starts.tolist())]
+    return Holders(gathered.shared(base), splittable[base.tensor], alone, owns)
 
 
 class _Gathered:
@@ -295,9 +295,9 @@ def _add_common(
             at, lengths = offset[cell, cut.rows], size[cell, cut.rows]
             at, lengths = pad(at, width, 0), pad(lengths, width, 1)
             for row, low, length in zip(rows.tolist(), at, lengths, strict=True):
-                tensor = int(base.tensor[row])
-                name = tensor, low.tobytes(), length.tobytes()
-                box = boxes.setdefault(name, _Box(tensor, low, length, [], []))
+                which = int(base.tensor[row])
+                name = which, low.tobytes(), length.tobytes()
+                box = boxes.setdefault(name, _Box(which, low, length, [], []))
                 box.ranks.append(ranks)
                 box.lowest.append((int(ranks[0]), row))
     offset = np.stack([box.offset for box in boxes.values()])
@@ -311,7 +311,7 @@ def _add_common(
         return False
     known: dict[tuple[bytes, ...], Int64Array] = {}
     for box in boxes.values():
-        names = tuple(ranks.tobytes() for ranks in box.ranks)
+        names = tuple([ranks.tobytes() for ranks in box.ranks])
         if names not in known:
             known[names] = np.sort(np.concatenate(box.ranks))
         gathered.add(known[names], np.array([min(box.lowest)[1]]))

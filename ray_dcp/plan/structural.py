@@ -249,8 +249,8 @@ class _Job:
         gives.append(Cuts(*np.zeros((4, 0), dtype=np.int64)))
         held = self._held(*map(np.concatenate, (ranks, items, offsets, sizes)))
         itemsize = self._itemsize[np.concatenate(items)]
-        given = Cuts(*map(np.concatenate, zip(*gives, strict=True)))
-        return held, _pieces(held, itemsize, np.concatenate(owns), given)
+        cuts = Cuts(*map(np.concatenate, zip(*gives, strict=True)))
+        return held, _pieces(held, itemsize, np.concatenate(owns), cuts)
 
     def _held(
         self, rank: Int32Array, item: Int64Array, offset: Int64Array, size: Int64Array
@@ -298,7 +298,7 @@ class _Job:
         lowest = int(shared.ranks[0])
         part = int(self.part[lowest])
         _, size = self.parts[part].regular.boxes(int(self.place[lowest]))
-        return size[shared.rows - self.rows[part].start]
+        return np.asarray(size[shared.rows - self.rows[part].start])
 
     def _cuts(
         self, shared: Shared, load: Int64Array, min_piece_bytes: int, min_writer_bytes: int
@@ -366,9 +366,9 @@ def _groups(job: _Job) -> ValueGroups:
         number[base.tensor[rows]] = code
         turn[base.tensor[rows]] = np.arange(len(rows))
     place, group, counts = [], [], []
-    for rows in job.rows:
-        mine = np.flatnonzero(valued[rows])
-        tensor = base.tensor[rows][mine]
+    for own_rows in job.rows:
+        mine = np.flatnonzero(valued[own_rows])
+        tensor = base.tensor[own_rows][mine]
         told = np.flatnonzero(number[tensor] >= 0)
         told = told[np.lexsort((turn[tensor[told]], number[tensor[told]]))]
         place.append(told)

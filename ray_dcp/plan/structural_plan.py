@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.plan.rank_plan import rank_plan
 from ray_dcp.plan.structure import Expanded, Structure, expand, files_of, names_of, num_chunks_of
@@ -139,7 +140,7 @@ class StructuralPlan(GlobalPlan):
 def _digest(few: GlobalPlan, structure: Structure, groups: ValueGroups) -> bytes:
     state = blake2b(few.digest, digest_size=32)
     state.update(str(groups.told).encode())
-    arrays = [
+    arrays: list[npt.NDArray[Any]] = [
         structure.part, structure.leaders, structure.kind, structure.file_kind, structure.own,
         groups.rank, groups.place, groups.group,
     ]  # fmt: skip

@@ -150,8 +150,10 @@ class _Follows:
 
 
 def _is_likely(task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular) -> bool:
-    """Whether any of some ranks holds what follows. Why: irregular slabs look like a mesh at first,
-    and to follow that for all ranks takes as long as a part of the plan."""
+    """Whether any of some ranks holds what follows.
+
+    Why: irregular slabs look like a mesh at first, and to follow that for all ranks takes long.
+    """
     names = _names(task, regular.first)
     # Why of the second half: a mesh was made of ranks of the first.
     some = np.unique(np.linspace(len(ranks) // 2, len(ranks) - 1, SAMPLES).astype(np.int64))
