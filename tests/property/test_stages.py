@@ -32,15 +32,17 @@ def any_size(monkeypatch):
 class Tensor:
     """A tensor that lies on a mesh: for each dimension of that, which of its own is cut."""
 
-    def __init__(self, name, shape, placements, value=0, dtype="float32"):
+    def __init__(self, name, shape, placements, value=0, dtype="float32", inner_first=False):
+        """`inner_first`: it is cut along the mesh's last dimension first."""
         self.name, self.shape, self.placements = name, shape, placements
-        self.value, self.dtype = value, dtype
+        self.value, self.dtype, self.inner_first = value, dtype, inner_first
 
     def box(self, mesh, place):
         """Where the box at a place of a mesh is; the mesh's last dimension varies fastest."""
         at = np.unravel_index(place, mesh)
         offset, size = [0] * len(self.shape), list(self.shape)
-        for index, length, axis in zip(at, mesh, self.placements, strict=True):
+        dims = list(zip(at, mesh, self.placements, strict=True))
+        for index, length, axis in reversed(dims) if self.inner_first else dims:
             if axis is not None:
                 step = -(-size[axis] // length)
                 begin = min(int(index) * step, size[axis])
@@ -96,7 +98,7 @@ def tensors(draw, mesh, name):
     axis = draw(st.integers(0, ndim - 1))
     if placements.count(axis) == 1 or draw(st.integers(0, 3)) == 0:
         shape[axis] = max(1, shape[axis] - draw(st.integers(0, 3)))
-    return Tensor(name, tuple(shape), placements)
+    return Tensor(name, tuple(shape), placements, inner_first=draw(st.booleans()))
 
 
 @st.composite
@@ -222,7 +224,8 @@ LAYOUTS = {
         Stage(
             range(64), (16, 4),
             [Tensor("w", (64, 64), [0, 1]), Tensor("v", (64, 64), [0, 0]),
-             Tensor("norm", (64,), [0, None]), Tensor("short", (5,), [0, None])],
+             Tensor("norm", (64,), [0, None]), Tensor("short", (5,), [0, None]),
+             Tensor("turned", (61, 3), [0, 0], inner_first=True)],
         )
     ],
     "three dimensions and experts": [
