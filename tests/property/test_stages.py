@@ -10,6 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import CheckpointError
+from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.fingerprint import alike
@@ -298,3 +299,51 @@ def test_who_differs_is_planned_as_by_the_rows(change):
     assert not isinstance(found.plan, StructuralPlan)
     same(found.plan, outcome(columns))
     assert bool(found.disagreements)
+
+
+def test_slabs_in_falling_order_are_planned_as_by_the_rows():
+    mesh = (8,)
+    tied = Tensor("tied", (16, 3), [0])
+    columns = held(
+        [
+            Stage(range(8), mesh, [tied, Tensor("a", (16,), [0])]),
+            Stage(range(8, 16), mesh, [Tensor("b", (16,), [0]), tied]),
+        ]
+    )
+    for rank in range(8, 16):
+        offset = columns[rank].offset.copy()
+        offset[1, 0] = 14 - offset[1, 0]
+        columns = changed(columns, rank, offset=offset)
+    found, asked = planned_of(columns)
+    assert not asked
+    same(found.plan, outcome(columns))
+    data = encode_table(found.plan.table)
+    if isinstance(found.plan, StructuralPlan):
+        data = encode_table(found.plan.few.table, found.plan.structure)
+    same(decode_table(data), outcome(columns).table)
+
+
+def test_stages_that_name_what_they_share_in_other_orders():
+    """One lets a tensor be cut and the other does not, nor do they agree on what has a gradient."""
+    mesh = (8,)
+    shared = [Tensor(name, (), [None], value=5 + index) for index, name in enumerate("xyz")]
+    large = Tensor("large", (256, 1024), [None])
+    columns = held(
+        [
+            Stage(range(8), mesh, [*shared, large, Tensor("a", (16,), [0])]),
+            Stage(range(8, 16), mesh, [Tensor("b", (16,), [0]), large, *shared[::-1]]),
+        ]
+    )
+    for rank in range(8, 16):
+        own = columns[rank]
+        columns = changed(
+            columns, rank, splittable=np.zeros(len(own), bool), requires_grad=own.ndim > 0
+        )
+    found, _ = planned_of(columns)
+    check_plan(found.plan, columns)
+    for rank in range(8):
+        columns = changed(columns, rank, splittable=columns[rank].ndim > 1)
+        columns = changed(columns, rank + 8, splittable=columns[rank + 8].ndim > 1)
+    found, _ = planned_of(columns)
+    check_plan(found.plan, columns)
+    assert found.plan.num_chunks == 16 + 3 + 16
