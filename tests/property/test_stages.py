@@ -341,9 +341,10 @@ def test_stages_that_name_what_they_share_in_other_orders():
         )
     found, _ = planned_of(columns)
     check_plan(found.plan, columns)
-    for rank in range(8):
-        columns = changed(columns, rank, splittable=columns[rank].ndim > 1)
-        columns = changed(columns, rank + 8, splittable=columns[rank + 8].ndim > 1)
-    found, _ = planned_of(columns)
-    check_plan(found.plan, columns)
+    for both in (False, True):
+        for rank in range(16):
+            lets = columns[rank].ndim > (1 if both or rank >= 8 else 2)
+            columns = changed(columns, rank, splittable=lets)
+        found, _ = planned_of(columns)
+        check_plan(found.plan, columns)
     assert found.plan.num_chunks == 16 + 3 + 16

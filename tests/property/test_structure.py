@@ -236,3 +236,20 @@ def test_a_short_file_can_not_claim_a_large_table():
         expanded(table, [])
     with pytest.raises(DamagedCheckpointError, match="no checksums"):
         expanded(replace(table, checks=np.ones(1, np.uint64)), structure_to(structure))
+
+
+def test_meshes_and_own_names_have_to_fit_their_table():
+    table, structure = planned_structure(stages=True)
+    value = structure_to(structure)
+    same(expanded(table, value), expanded(table, structure_to(structure)))
+    meshes = [{**mesh, "lengths": [32]} for mesh in value["meshes"]]
+    for change, told in (
+        ({"meshes": meshes}, "a mesh of 64 ranks"),
+        ({"part": [0] * len(value["part"])}, "a mesh of 128 ranks"),
+        ({"part": value["part"][1:]}, "a mesh for each class"),
+        ({"own": [0]}, "by their names"),
+        ({"own": [len(table.names)]}, "by their names"),
+        ({"more": 1}, "fields of a structure"),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=told):
+            expanded(table, value | change)
