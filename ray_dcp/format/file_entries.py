@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 from ray_dcp.format.keys import check_file_key, check_file_keys
-from ray_dcp.format.record_fields import damaged, integer, items, short, text
+from ray_dcp.format.record_fields import damaged, integer, integers, items, short, text
 
 __all__ = ["MANY_FILES", "FileEntry", "FilesColumns", "entry", "files_from", "files_to"]
 
@@ -102,7 +102,7 @@ def files_from(value: Any, name: str) -> Sequence[FileEntry]:
         keys = text(value["keys"], name).split("\n")
         found = FilesColumns(
             tuple(check_file_keys(keys)),
-            items(value["num_bytes"], name, integer),
+            integers(value["num_bytes"], name),
             text(value["digests"], name),
         )
         if len(found) < MANY_FILES:

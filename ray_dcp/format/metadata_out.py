@@ -8,6 +8,7 @@ default_planner.py `create_default_global_save_plan`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -19,20 +20,32 @@ from ray_dcp.format.pickle_writer import (
     PickleWriter,
     pickled_int,
     pickled_ints,
+    pickled_text,
     pickled_tuple,
     rows,
     side_by_side,
     uneven_rows,
+    with_length,
 )
 from ray_dcp.plan.grouping import group_rows
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
 
-__all__ = ["ATTEMPT_ATTRIBUTE", "DCP_VERSION", "encode_metadata"]
+__all__ = [
+    "ATTEMPT_ATTRIBUTE",
+    "DCP_VERSION",
+    "encode_metadata",
+    "fill_metadata",
+    "metadata_template",
+]
 
 ATTEMPT_ATTRIBUTE = "ray_dcp_attempt"
 """Extra attribute of the pickled `Metadata`: which attempt it projects. Stock DCP ignores it."""
 DCP_VERSION = "1.0.0"
 """What torch writes as `Metadata.version`; no reader looks at it."""
+
+_ATTEMPT_MARK = "attempt\0attempt\0"
+"""As long as an attempt id. No state dict has such a name."""
+_ID_MARK = "checkpoint\0id\0"
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -82,6 +95,40 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
         writer.add(opcodes)
     writer.add(_BUILD)
     return writer.finish()
+
+
+def metadata_template(table: ChunkTable) -> bytes:
+    """Returns what `.metadata` has in common in all saves of a plan, for `fill_metadata`.
+
+    Args:
+        table: A finished table, with `{attempt}` in the names of its files.
+
+    Raises:
+        InternalError: A chunk has no place yet.
+    """
+    files = tuple(key.replace("{attempt}", _ATTEMPT_MARK) for key in table.files)
+    named = replace(table, files=files)
+    return encode_metadata(named, checkpoint_id=_ID_MARK, attempt=_ATTEMPT_MARK)
+
+
+def fill_metadata(template: bytes, *, checkpoint_id: str, attempt: str) -> bytes | None:
+    """Returns what `encode_metadata` returns of the same table with its files' final names.
+
+    Args:
+        template: Of `metadata_template`.
+        checkpoint_id: As there.
+        attempt: As there.
+
+    Returns:
+        None where it has to be encoded: by chance a text is equal to one of these, or the attempt
+        has another length than usual.
+    """
+    own, mark = pickled_text(checkpoint_id), pickled_text(_ID_MARK)
+    known = own in template or pickled_text(attempt) in template
+    if known or len(attempt) != len(_ATTEMPT_MARK) or template.count(mark) != 1:
+        return None
+    filled = template.replace(mark, own).replace(_ATTEMPT_MARK.encode(), attempt.encode())
+    return with_length(filled)
 
 
 class _Shared:

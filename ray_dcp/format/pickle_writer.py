@@ -22,10 +22,12 @@ __all__ = [
     "PickleWriter",
     "pickled_int",
     "pickled_ints",
+    "pickled_text",
     "pickled_tuple",
     "rows",
     "side_by_side",
     "uneven_rows",
+    "with_length",
 ]
 
 Opcodes = npt.NDArray[np.uint8]
@@ -69,7 +71,7 @@ class PickleWriter:
         texts = self._texts
         new = [value for value in dict.fromkeys(values) if value not in texts]
         if new:
-            first = self.remember(MEMOIZE_AND_POP.join(map(_pickled_text, new)), count=len(new))
+            first = self.remember(MEMOIZE_AND_POP.join(map(pickled_text, new)), count=len(new))
             texts.update(zip(new, range(first, first + len(new)), strict=True))
         return [texts[value] for value in values]
 
@@ -100,6 +102,11 @@ class PickleWriter:
         """Returns the pickle of the value on the stack."""
         num_bytes = sum(map(len, self._parts)) + 1
         return b"".join((b"\x80\x04\x95", struct.pack("<Q", num_bytes), *self._parts, b"."))
+
+
+def with_length(data: bytes) -> bytes:
+    """Returns a pickle of `PickleWriter` that was changed since, with its length as it is now."""
+    return data[:3] + struct.pack("<Q", len(data) - 11) + data[11:]
 
 
 def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
@@ -210,7 +217,8 @@ def _column(opcode: bytes, values: npt.NDArray[np.generic]) -> Opcodes:
 _SHORT_TEXT = [b"\x8c" + bytes((length,)) for length in range(256)]
 
 
-def _pickled_text(value: str) -> bytes:
+def pickled_text(value: str) -> bytes:
+    """Returns the opcodes that push a text."""
     # Why surrogatepass: what Python's own pickle does with text that is no valid Unicode.
     data = value.encode("utf-8", "surrogatepass")
     if len(data) < 256:

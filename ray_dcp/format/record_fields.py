@@ -19,6 +19,7 @@ __all__ = [
     "flag",
     "hex_digits",
     "integer",
+    "integers",
     "items",
     "optional",
     "seconds",
@@ -81,6 +82,15 @@ def items(value: Any, name: str, read: Reader[T]) -> tuple[T, ...]:
     if not isinstance(value, (list, tuple)):
         raise damaged(f"a list as {name}", short(value))
     return tuple(read(item, name) for item in value)
+
+
+def integers(value: Any, name: str) -> tuple[int, ...]:
+    """Returns a list of numbers of 0 or more that fit 64 bits."""
+    usual = isinstance(value, list) and set(map(type, value)) == {int}
+    # Why: looked at one by one they take ten times as long, and a manifest may have 10,000.
+    if usual and min(value) >= 0 and max(value) < 1 << 63:
+        return tuple(value)
+    return items(value, name, integer)
 
 
 def optional(read: Reader[T]) -> Reader[T | None]:

@@ -32,7 +32,7 @@ from ray_dcp.format.table_columns import (
     paths_to_arrow,
     ragged,
 )
-from ray_dcp.format.table_structure import expanded, structure_to
+from ray_dcp.format.table_structure import expanded, is_one_mesh, structure_to
 from ray_dcp.plan.arrow_arrays import from_bytes, from_numpy, from_texts, texts, to_numpy
 from ray_dcp.plan.structure import Structure
 from ray_dcp.plan.values import ChunkTable, Int64Array, Kind
@@ -43,8 +43,9 @@ pa: Any = pyarrow
 pc: Any = pyarrow.compute
 pq: Any = pyarrow.parquet
 
-FORMAT_VERSION = 2
-"""Newest that can be read. From 2 on the rows of a table may be those of few ranks."""
+FORMAT_VERSION = 3
+"""Newest that can be read. From 2 on the rows of a table may be those of few ranks, from 3 on those
+of several meshes."""
 MAX_TABLE_BYTES = 8 << 30
 MAX_ROWS = 1 << 26
 MAX_VALUES = 1 << 29
@@ -120,7 +121,7 @@ def encode_table(table: ChunkTable, structure: Structure | None = None) -> bytes
     }
     if structure is not None:
         extra["structure"] = structure_to(structure)
-    version = 1 if structure is None else FORMAT_VERSION
+    version = 1 if structure is None else 2 if is_one_mesh(structure) else FORMAT_VERSION
     metadata = {_VERSION_KEY: str(version), _EXTRA_KEY: json.dumps(extra)}
     schema = _SCHEMA.with_metadata(metadata)
     arrow = pa.Table.from_arrays([rows[field.name] for field in schema], schema=schema)

@@ -3,34 +3,64 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ray_dcp.errors import InternalError
 from ray_dcp.format.table_columns import damaged
-from ray_dcp.plan.structure import MOST_NUMBERS, MOST_RANKS, Structure, expand, is_expandable
+from ray_dcp.plan.own_names import is_own
+from ray_dcp.plan.structure import (
+    MOST_NUMBERS,
+    MOST_RANKS,
+    Mesh,
+    Structure,
+    expand,
+    is_expandable,
+)
 from ray_dcp.plan.values import ChunkTable, Int64Array
 
-__all__ = ["expanded", "structure_from", "structure_to"]
+__all__ = ["expanded", "is_one_mesh", "structure_from", "structure_to"]
 
 _MOST_DIMENSIONS = 32
 _MOST = 1 << 62
-_FIELDS = {"strides", "lengths", "offset", "steps", "leaders", "kind", "file_kind"}
+_FIELDS = {"leaders", "kind", "file_kind"}
+_MESH_FIELDS = {"strides", "lengths", "offset", "steps"}
+
+
+def is_one_mesh(structure: Structure) -> bool:
+    """Whether table format 2 can say it: all ranks on one mesh, without names of their own."""
+    tensors = structure.meshes[0].tensors
+    plain = len(structure.meshes) == 1 and not len(structure.own)
+    return plain and np.array_equal(tensors, np.arange(len(tensors)))
 
 
 def structure_to(structure: Structure) -> dict[str, Any]:
     """Returns a structure in JSON's terms: class by class for runs of ranks."""
     kind = structure.kind
     ends = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)]
-    return {
-        "strides": list(structure.strides),
-        "lengths": list(structure.lengths),
-        "offset": structure.offset.tolist(),
-        "steps": structure.steps.tolist(),
+    value = {
         "leaders": structure.leaders.tolist(),
         "kind": [[int(kind[low]), high - low] for low, high in pairwise([0, *ends])],
         "file_kind": structure.file_kind.tolist(),
+    }
+    meshes = [_mesh_to(mesh) for mesh in structure.meshes]
+    if is_one_mesh(structure):
+        del meshes[0]["tensors"]
+        return value | meshes[0]
+    return value | {
+        "meshes": meshes, "part": structure.part.tolist(), "own": structure.own.tolist(),
+    }  # fmt: skip
+
+
+def _mesh_to(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "strides": list(mesh.strides),
+        "lengths": list(mesh.lengths),
+        "tensors": mesh.tensors.tolist(),
+        "offset": mesh.offset.tolist(),
+        "steps": mesh.steps.tolist(),
     }
 
 
@@ -52,7 +82,8 @@ def expanded(table: ChunkTable, value: Any) -> ChunkTable:
     try:
         return expand(table, structure).table
     except InternalError as error:
-        raise damaged("files named after their leaders", str(error.key)) from error
+        what = "files named after their leaders, with tensors of their part"
+        raise damaged(what, error.message) from error
 
 
 def structure_from(value: Any, table: ChunkTable) -> Structure:
@@ -65,33 +96,19 @@ def structure_from(value: Any, table: ChunkTable) -> Structure:
     Raises:
         DamagedCheckpointError: They do not belong together.
     """
-    if not isinstance(value, dict) or set(value) != _FIELDS:
+    if not isinstance(value, dict) or not set(value) >= _FIELDS:
         raise damaged("the fields of a structure", "others")
-    strides, lengths = (_numbers(value[name], 1, 1) for name in ("strides", "lengths"))
-    dimensions = len(lengths)
-    if not 1 <= dimensions == len(strides) <= _MOST_DIMENSIONS:
-        raise damaged(f"1 to {_MOST_DIMENSIONS} dimensions", f"{dimensions} and {len(strides)}")
-    offset, steps = _numbers(value["offset"], 2, 0), _numbers(value["steps"], 3, 0)
     runs = _numbers(value["kind"], 2, 0)
     if runs.shape[1:] != (2,) or sum(runs[:, 1].tolist()) > MOST_RANKS:
         raise damaged(f"runs of at most {MOST_RANKS} ranks", "others")
-    world_size = 1
-    for length in lengths.tolist():
-        world_size *= length
     kind = np.repeat(runs[:, 0], runs[:, 1])
     leaders, file_kind = _numbers(value["leaders"], 1, 0), _numbers(value["file_kind"], 1, 0)
-    count = len(leaders)
-    ranks = np.arange(len(kind))
-    reach = np.abs(steps).max(axis=(1, 2), initial=0).astype(float) @ lengths.astype(float)
+    count, ranks = len(leaders), np.arange(len(kind))
     fits = (
-        world_size == len(kind)
-        and offset.shape == table.shape.shape
-        and steps.shape == (dimensions, *table.shape.shape)
-        and reach + float(np.abs(offset).max(initial=0)) < _MOST
-        and count > 0
-        and (np.diff(leaders) > 0).all()
-        and int(leaders[-1]) < world_size
+        count > 0
         and len(kind) > 0
+        and (np.diff(leaders) > 0).all()
+        and int(leaders[-1]) < len(kind)
         and int(kind.max()) < count
         and np.array_equal(kind[leaders], np.arange(count))
         and (leaders[kind] <= ranks).all()
@@ -102,10 +119,64 @@ def structure_from(value: Any, table: ChunkTable) -> Structure:
     )
     if not fits:
         raise damaged("a structure that fits its table", "another")
+    meshes, part = _meshes_from(value, table, count)
+    sizes = np.bincount(part[kind], minlength=len(meshes)).tolist()
+    for mesh, size in zip(meshes, sizes, strict=True):
+        if size != prod(mesh.lengths):
+            raise damaged(f"a mesh of {size} ranks", f"one of {prod(mesh.lengths)}")
     return Structure(
-        tuple(strides.tolist()), tuple(lengths.tolist()), offset, steps, leaders,
-        kind.astype(np.int32), file_kind.astype(np.int32),
+        meshes, part.astype(np.int32), leaders, kind.astype(np.int32), file_kind.astype(np.int32),
+        _own_from(value, table, len(kind)),
     )  # fmt: skip
+
+
+def _own_from(value: dict[str, Any], table: ChunkTable, world_size: int) -> Int64Array:
+    """Returns the tensors that stand for one of each rank."""
+    own = _numbers(value.get("own", []), 1, 0)
+    known = (np.diff(own) > 0).all() and (own < table.num_tensors).all()
+    if not known or not all(is_own(table.names[one], world_size) for one in own.tolist()):
+        raise damaged("tensors that each rank has for itself, by their names", "others")
+    return own
+
+
+def _meshes_from(
+    value: dict[str, Any], table: ChunkTable, count: int
+) -> tuple[tuple[Mesh, ...], Int64Array]:
+    """Returns the meshes, and of which of them each of `count` classes is."""
+    if set(value) == _FIELDS | _MESH_FIELDS:
+        every = list(range(table.num_tensors))
+        mesh = _mesh_from({name: value[name] for name in _MESH_FIELDS} | {"tensors": every}, table)
+        return (mesh,), np.zeros(count, dtype=np.int64)
+    if set(value) != _FIELDS | {"meshes", "part", "own"} or not isinstance(value["meshes"], list):
+        raise damaged("the fields of a structure", "others")
+    meshes = tuple(_mesh_from(one, table) for one in value["meshes"])
+    part = _numbers(value["part"], 1, 0)
+    if not meshes or len(part) != count or int(part.max()) >= len(meshes):
+        raise damaged("a mesh for each class", "others")
+    return meshes, part
+
+
+def _mesh_from(value: Any, table: ChunkTable) -> Mesh:
+    if not isinstance(value, dict) or set(value) != _MESH_FIELDS | {"tensors"}:
+        raise damaged("the fields of a mesh", "others")
+    strides, lengths = (_numbers(value[name], 1, 1) for name in ("strides", "lengths"))
+    dimensions = len(lengths)
+    if not 1 <= dimensions == len(strides) <= _MOST_DIMENSIONS:
+        raise damaged(f"1 to {_MOST_DIMENSIONS} dimensions", f"{dimensions} and {len(strides)}")
+    tensors = _numbers(value["tensors"], 1, 0)
+    offset, steps = _numbers(value["offset"], 2, 0), _numbers(value["steps"], 3, 0)
+    shape = (len(tensors), table.shape.shape[1])
+    reach = np.abs(steps).max(axis=(1, 2), initial=0).astype(float) @ lengths.astype(float)
+    fits = (
+        (not len(tensors) or int(tensors.max()) < table.num_tensors)
+        and len(np.unique(tensors)) == len(tensors)
+        and offset.shape == shape
+        and steps.shape == (dimensions, *shape)
+        and reach + float(np.abs(offset).max(initial=0)) < _MOST
+    )
+    if not fits:
+        raise damaged("a mesh that fits its table", "another")
+    return Mesh(tuple(strides.tolist()), tuple(lengths.tolist()), tensors, offset, steps)
 
 
 def _numbers(value: Any, ndim: int, least: int) -> Int64Array:

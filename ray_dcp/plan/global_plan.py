@@ -29,6 +29,7 @@ __all__ = [
     "MIN_WRITER_BYTES",
     "digest_of",
     "make_plan",
+    "plan_digest",
     "plan_of_layout",
 ]
 
@@ -200,24 +201,41 @@ def plan_of_layout(
 
 
 def digest_of(plan: GlobalPlan) -> bytes:
+    """Returns `plan_digest` of a plan with the rows of all that it plans.
+
+    Args:
+        plan: All but its digest.
+    """
+    arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
+    choices = (plan.world_size, plan.container, plan.checks_at_end)
+    return plan_digest(plan.table, arrays, plan.groups, choices)
+
+
+def plan_digest(
+    table: ChunkTable,
+    arrays: tuple[npt.NDArray[Any], ...],
+    groups: ValueGroups,
+    choices: tuple[int | str | bool, ...],
+) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
 
     Args:
-        plan: All but its digest; with the rows of all that it plans.
+        table: Planned.
+        arrays: Rank, row and start of each chunk's source, and the length of each file.
+        groups: Of the plan.
+        choices: Its number of ranks, its container, and whether its files end with checksums.
     """
-    table, groups = plan.table, plan.groups
     words = [
-        plan.world_size, plan.container, plan.checks_at_end, table.names, table.paths,
-        table.dtypes, table.files, groups.told,
+        *choices, table.names, table.paths, table.dtypes, table.files, groups.told,
     ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (
         table.kind, table.dtype, table.ndim, table.shape, table.requires_grad, table.tensor,
         table.offset, table.size, table.file, table.item_offset, table.item_bytes,
         table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.place,
-        groups.group, plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes,
+        groups.group, *arrays,
     )  # fmt: skip
     for array in columns:
         state.update(str((array.dtype.str, array.shape)).encode())

@@ -25,7 +25,7 @@ from ray_dcp.plan.values import (
     UInt64Array,
 )
 
-__all__ = ["Boxes", "Held", "check_held", "distinct_boxes", "merge", "ranks_text"]
+__all__ = ["Boxes", "Held", "check_held", "differing", "distinct_boxes", "merge", "ranks_text"]
 
 _TOLD = 1000
 """Longest list of conflicts in one message; the rest is counted."""
@@ -191,7 +191,7 @@ def check_held(held: Held, boxes: Boxes) -> None:
             bounds or overlapping. The message tells everything that is wrong.
         CoverageError: The only fault is that some elements are held by no rank.
     """
-    differs = _differing(held)
+    differs = differing(held)
     wrong = [_definitions_text(held, index) for index in np.flatnonzero(differs)]
     usable = ~differs[held.tensor[boxes.row]] & (held.kind[boxes.row] != Kind.OBJECT)
     rows = boxes.row[usable]
@@ -234,8 +234,8 @@ def check_held(held: Held, boxes: Boxes) -> None:
         )
 
 
-def _differing(held: Held) -> BoolArray:
-    """Tells which FQNs are not the same kind, dtype and shape in all their rows."""
+def differing(held: Held) -> BoolArray:
+    """Tells which FQNs are not the same kind, dtype and shape in all their rows: bool[t]."""
     reference = held.first[held.tensor]
     same = held.kind == held.kind[reference]
     for column in (held.dtype, held.ndim, *held.shape.T):

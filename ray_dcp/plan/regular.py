@@ -9,7 +9,7 @@ a wrong guess costs time and nothing else: ranks that hold something else send t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,9 @@ import numpy as np
 from ray_dcp.plan.values import Columns, Int64Array
 
 __all__ = ["Regular", "infer", "probes"]
+
+_AT_ONCE = 1 << 16
+"""Of so many numbers boxes are made at once: they stay in the cache of a core."""
 
 
 def probes(world_size: int) -> tuple[int, ...]:
@@ -55,10 +58,22 @@ class Regular:
 
     def boxes(self, rank: int) -> tuple[Int64Array, Int64Array]:
         """Returns where the boxes of a rank start, and how large they are."""
-        offset = self.first.offset.copy()
+        offset, size = self.boxes_of(np.array([rank]))
+        return offset[0], size[0]
+
+    def boxes_of(self, ranks: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Returns `boxes` of m ranks: two int64[m, n, D]."""
+        offset = np.repeat(self.first.offset[None], len(ranks), axis=0)
         for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
-            offset += step * (rank // stride % length)
+            if step.any():
+                offset += step * (ranks // stride % length)[:, None, None]
         return _placed(self.first, offset)
+
+    def many(self, ranks: Int64Array) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """Yields `boxes` of each of these ranks."""
+        step = max(1, _AT_ONCE // max(1, self.first.offset.size))
+        for start in range(0, len(ranks), step):
+            yield from zip(*self.boxes_of(ranks[start : start + step]), strict=True)
 
 
 def infer(known: Mapping[int, Columns], world_size: int) -> Regular | None:

@@ -1,262 +1,384 @@
 """A plan of a regular layout from the rows of few ranks: no row of the others is ever made.
 
-Where each tensor lies in equal slabs over a whole mesh of ranks, or is held whole by all of them,
-each rank writes what every other one does, at another place of the tensors, but for the few that
-are given a part of what all hold. So only the rows of one rank of each sort are planned. The plan
-is that of the rows, as `make_plan` would make it; other layouts are left to that.
+Where ranks hold parts of tensors on meshes (`holders`), each writes what others do, at another
+place of the tensors. So only the rows of one rank of each sort are planned: of each class of ranks
+whose files are alike. The plan is that of the rows, as `make_plan` would make it; other layouts
+are left to that.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.plan import global_plan
-from ray_dcp.plan.boxes import volume
-from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, plan_of_layout
-from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.boxes import pad, volume
+from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, plan_digest, plan_of_layout
+from ray_dcp.plan.grouping import first_rows, offsets_of, within
+from ray_dcp.plan.holders import Holders, Part, Shared, find_holders
 from ray_dcp.plan.layout import lay_out
 from ray_dcp.plan.merging import Boxes, Held, merge
-from ray_dcp.plan.regular import Regular
 from ray_dcp.plan.sharing import (
     ITEM_COST_BYTES,
     Cuts,
     Pieces,
     cut_boxes,
     itemsizes,
-    lead_lengths,
     leads_of,
     share_alike,
 )
 from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.structure import Structure, is_expandable
-from ray_dcp.plan.values import NO_GROUPS, BoolArray, Int32Array, Int64Array, Kind, ValueGroups
+from ray_dcp.plan.structure import Mesh, Structure, expand, is_expandable
+from ray_dcp.plan.values import NO_GROUPS, GlobalPlan, Int32Array, Int64Array, Kind, ValueGroups
 
-__all__ = ["make_structural_plan"]
+__all__ = ["MANY_ROWS", "make_structural_plan"]
 
+MANY_ROWS = 100_000
+"""From so many rows of all ranks on it is worth while."""
 LEAST_RANKS_A_CLASS = 4
-"""Where ranks of a class are fewer on average, little is saved."""
+"""Where ranks of a class are fewer on average, all chunks are made: little is saved else."""
 
 
 def make_structural_plan(
-    regular: Regular,
-    sizes: Int32Array,
+    parts: Sequence[Part],
     *,
     part_bytes: int,
     min_writer_bytes: int,
     min_piece_bytes: int = MIN_PIECE_BYTES,
-) -> StructuralPlan | None:
+) -> GlobalPlan | None:
     """Returns the plan of a regular layout, in the container `torch_save`.
 
     Args:
-        regular: What every rank holds; `first.value` is the same on all.
-        sizes: int32[w], numbers that are equal for ranks whose boxes are of the same sizes;
-            each is a rank that has them.
+        parts: All ranks, each in one of these, in the order of their lowest ranks. The `value`s of
+            a part are the same on all of its ranks.
         part_bytes: As for `make_plan`.
         min_writer_bytes: As there.
         min_piece_bytes: As there.
 
     Returns:
-        None where the layout is not of this sort, or has few chunks; nothing is said about
-        whether it makes a checkpoint.
-
-    Raises:
-        UnsupportedValueError: As `make_plan`.
+        A `StructuralPlan` where there are many chunks and few classes. None where the layout is not
+        of this sort; nothing is said about whether it makes a checkpoint.
 
     Complexity:
-        O(ranks + items of one rank + chunks of a rank of each class).
+        O(ranks + items of one rank of each part + chunks of a rank of each class).
     """
-    world_size, first = len(sizes), regular.first
-    if world_size < 2 or len(np.unique(first.name)) < len(first):
+    base = merge([part.regular.first for part in parts])
+    known = np.array([name in ITEMSIZE for name in base.dtypes] + [True])
+    holders = find_holders(parts, base)
+    if holders is None or not (known[base.dtype] | (base.kind != Kind.TENSOR)).all():
         return None
-    own, shared = _sorts(regular)
-    stop = _num_holders(regular, own)
-    if not ((own & _tiled(regular, own)) | (shared & _is_whole(regular))).all():
-        return None
-    held = merge([first])
-    rows = np.arange(len(first))
-    boxes = Boxes(rows, np.arange(len(first) + 1), rows)
-    itemsize = itemsizes(held, boxes)
-    load = _loads(regular, sizes, stop, itemsize)
-    num_bytes = volume(held.size) * itemsize
-    members = np.flatnonzero(shared)
-    cuttable = held.splittable & (held.kind == Kind.TENSOR) & (num_bytes >= 2 * min_piece_bytes)
-    lead = lead_lengths(held, boxes, members)
-    ranks = np.arange(world_size, dtype=np.int32)
-    found = [Cuts(*np.zeros((4, 0), dtype=np.int64))]
-    if len(members):
-        found += share_alike(
-            members, num_bytes[members], lead, cuttable[members], ranks, load,
-            min_piece_bytes, min_writer_bytes,
-        )  # fmt: skip
-    # What lies behind the last elements is one box, which all hold that have no elements.
-    for low in np.unique(stop[own & (stop < world_size - 1)]).tolist():
-        members = np.flatnonzero(own & (stop == low))
-        lead = leads_of(regular.boxes(low)[1][members])
-        none = np.zeros(len(members), dtype=np.int64)
-        behind = share_alike(
-            members, none, lead, none > 0, ranks[low:], load, min_piece_bytes, min_writer_bytes
-        )
-        found += [cut._replace(row=cut.row + low) for cut in behind]
-    cuts = Cuts(*map(np.concatenate, zip(*found, strict=True)))
-    leaders, kind = _classes(sizes, cuts.row)
-    if len(leaders) * LEAST_RANKS_A_CLASS > world_size:
-        return None
-    everybody = merge([regular.of(rank) for rank in leaders.tolist()])
-    everybody = replace(everybody, rank=leaders[everybody.rank].astype(np.int32))
-    pieces = _pieces(everybody, itemsize, stop, cuts, leaders, world_size)
-    layout = lay_out(everybody, pieces, container="torch_save", part_bytes=part_bytes)
+    job = _Job(parts, base, holders)
+    job.share(min_piece_bytes, min_writer_bytes)
+    leaders, kind = job.classes()
+    held, pieces = job.pieces(leaders)
+    layout = lay_out(held, pieces, container="torch_save", part_bytes=part_bytes)
     few = plan_of_layout(
-        everybody, pieces, layout, NO_GROUPS, world_size, "torch_save", checks_at_end=True
+        held, pieces, layout, NO_GROUPS, len(kind), "torch_save", checks_at_end=True
     )
-    tensors = held.first
     structure = Structure(
-        strides=regular.strides,
-        lengths=regular.lengths,
-        offset=held.offset[tensors],
-        steps=_padded(regular.steps, held.offset.shape[1])[:, tensors],
+        meshes=tuple(
+            Mesh(
+                part.regular.strides,
+                part.regular.lengths,
+                base.tensor[rows],
+                base.offset[rows],
+                np.pad(part.regular.steps, _more(part, base.offset.shape[1])),
+            )
+            for part, rows in zip(parts, job.rows, strict=True)
+        ),
+        part=job.part[leaders].astype(np.int32),
         leaders=leaders,
         kind=kind,
         file_kind=np.searchsorted(leaders, few.file_rank).astype(np.int32),
+        own=np.unique(
+            np.concatenate(
+                [base.tensor[rows][own] for rows, own in zip(job.rows, holders.own, strict=True)]
+            )
+        ),
     )
-    plan = StructuralPlan(few, structure, _groups(regular, shared, world_size))
-    if plan.num_chunks < global_plan.CHECKS_AT_END_CHUNKS:
+    if not is_expandable(few.table, structure):
         return None
-    return plan if is_expandable(few.table, structure) else None
+    plan = StructuralPlan(few, structure, _groups(job))
+    at_end = plan.num_chunks >= global_plan.CHECKS_AT_END_CHUNKS
+    if at_end and len(leaders) * LEAST_RANKS_A_CLASS <= len(kind):
+        return plan
+    return _in_full(plan, checks_at_end=at_end)
 
 
-def _sorts(regular: Regular) -> tuple[BoolArray, BoolArray]:
-    """Tells which items every rank has a part of its own of, and which all have the same of."""
-    along = (regular.steps != 0).sum(axis=2)
-    return (along == 1).all(axis=0), (along == 0).all(axis=0)
+def _more(part: Part, width: int) -> tuple[tuple[int, int], ...]:
+    return (0, 0), (0, 0), (0, width - part.regular.steps.shape[2])
 
 
-def _is_whole(regular: Regular) -> BoolArray:
-    """Tells of which items rank 0 has everything."""
-    first = regular.first
-    return np.asarray(((first.offset == 0) & (first.size == first.shape)).all(axis=1))
-
-
-def _tiled(regular: Regular, own: BoolArray) -> BoolArray:
-    """Tells of which items the ranks' boxes cover everything once.
-
-    On a mesh of one dimension the last ranks may have no elements.
-    """
-    first = regular.first
-    fits = own & (first.kind == Kind.TENSOR) & (first.offset == 0).all(axis=1)
-    lengths = np.array(regular.lengths, dtype=np.int64)
-    # Why not on other meshes: those who have none would hold boxes at several places.
-    may_lack = (len(lengths) == 1) & (first.value == 0)
-    most = np.iinfo(np.int64).max
-    for dim in range(first.shape.shape[1]):
-        size, shape = first.size[:, dim], first.shape[:, dim]
-        along = np.where(regular.steps[:, :, dim] == 0, most, regular.steps[:, :, dim])
-        order = np.argsort(along, axis=0, kind="stable")
-        steps, count = np.take_along_axis(along, order, axis=0), lengths[order]
-        reach = size.copy()
-        for step, length in zip(steps, count, strict=True):
-            fits &= (step == most) | (step == reach)
-            # Careful: a claimed shape may be so large that this overflows; it is refused then.
-            reach = np.where(step == most, reach, reach * length)
-        fits &= (size > 0) & (size <= shape) & (reach >= shape)
-        fits &= may_lack | (reach - size < shape)
-    return np.asarray(fits)
-
-
-def _num_holders(regular: Regular, own: BoolArray) -> Int64Array:
-    """Returns how many ranks hold elements of each item that all have their own part of; else 0."""
-    world_size = int(np.prod(regular.lengths))
-    found = np.where(own, world_size, 0)
-    if len(regular.lengths) == 1:
-        step = regular.steps[0].max(axis=1)
-        dim = regular.steps[0].argmax(axis=1)
-        length = np.take_along_axis(regular.first.shape, dim[:, None], axis=1)[:, 0]
-        found = np.where(own, np.minimum(-(-length // np.maximum(step, 1)), world_size), 0)
-    return np.asarray(found, dtype=np.int64)
-
-
-def _written(stop: Int64Array, rank: int | Int64Array, world_size: int) -> BoolArray:
-    """Tells which items a rank writes that nobody else could: also nothing, if it alone has that.
-
-    Args:
-        stop: Of `_num_holders`.
-        rank: Which rank, or ranks, as a column.
-        world_size: Number of ranks.
-    """
-    return np.asarray((rank < stop) | ((rank == world_size - 1) & (stop == rank)))
-
-
-def _loads(
-    regular: Regular, sizes: Int32Array, stop: Int64Array, itemsize: Int64Array
-) -> Int64Array:
-    """Returns what each rank writes of its own."""
-    found = np.zeros(len(sizes), dtype=np.int64)
-    for rank in np.unique(sizes).tolist():
-        _, size = regular.boxes(rank)
-        own = _written(stop, rank, len(sizes))
-        weight = volume(size)[own] * itemsize[own] + ITEM_COST_BYTES
-        found[sizes == rank] = weight.sum()
-    return found
-
-
-def _classes(sizes: Int32Array, writers: npt.NDArray[np.integer]) -> tuple[Int64Array, Int32Array]:
-    """Returns `(leaders, class of each rank)`; who writes of what all hold is a class alone."""
-    lowest = sizes.astype(np.int64)
-    alone = np.zeros(len(sizes), dtype=bool)
-    alone[writers] = True
-    for rank in np.unique(sizes).tolist():
-        alike = np.flatnonzero((sizes == rank) & ~alone)
-        lowest[alike] = alike[:1]
-    lowest[alone] = np.flatnonzero(alone)
-    leaders, kind = np.unique(lowest, return_inverse=True)
-    return leaders, kind.astype(np.int32)
-
-
-def _pieces(
-    everybody: Held,
-    itemsize: Int64Array,
-    stop: Int64Array,
-    cuts: Cuts,
-    leaders: Int64Array,
-    world_size: int,
-) -> Pieces:
-    """Returns what the leaders write: their own items, and what they were given of the others."""
-    count = len(stop)
-    row = np.flatnonzero(_written(stop, leaders[:, None], world_size))
-    given = np.searchsorted(leaders, cuts.row) * count + cuts.box
-    boxes = Boxes(given, np.arange(len(given) + 1), given)
-    offset, size, start = cut_boxes(
-        everybody, boxes, itemsize[cuts.box], np.arange(len(given)), cuts.first, cuts.rows
+def _in_full(plan: StructuralPlan, *, checks_at_end: bool) -> GlobalPlan:
+    """Returns the same plan with all chunks."""
+    table, chunk, rank = expand(plan.few.table, plan.structure)
+    few = plan.few
+    source = (rank.astype(np.int32), few.source_row[chunk], few.source_start[chunk])
+    choices = (plan.world_size, plan.container, checks_at_end)
+    return GlobalPlan(
+        world_size=plan.world_size,
+        container=plan.container,
+        table=table,
+        source_rank=source[0],
+        source_row=source[1],
+        source_start=source[2],
+        file_rank=plan.file_rank,
+        file_bytes=plan.file_bytes,
+        file_headers=plan.file_headers,
+        disagreements=plan.disagreements,
+        digest=plan_digest(table, (*source, plan.file_bytes), plan.groups, choices),
+        groups=plan.groups,
+        checks_at_end=checks_at_end,
     )
-    size = np.concatenate([everybody.size[row], size])
-    item = itemsize[np.concatenate([row % count, cuts.box])]
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What a rank was given of boxes that others hold too."""
+
+    tensor: Int64Array
+    first: Int64Array
+    """Leading row of the box, and how many from there."""
+    count: Int64Array
+
+
+class _Job:
+    """All ranks, and what each of them writes.
+
+    Attributes:
+        parts: As given.
+        base: What the lowest rank of each part holds.
+        holders: Who holds which boxes.
+        rows: Rows of `base` of each part.
+        part: int64[w], of each rank.
+        place: int64[w], of each rank in its part.
+    """
+
+    def __init__(self, parts: Sequence[Part], base: Held, holders: Holders) -> None:
+        self.parts, self.base, self.holders = parts, base, holders
+        starts = offsets_of(np.array([len(part.regular.first) for part in parts])).tolist()
+        self.rows = [slice(low, high) for low, high in pairwise(starts)]
+        world_size = sum(len(part.ranks) for part in parts)
+        self.part, self.place = np.zeros((2, world_size), dtype=np.int64)
+        for index, part in enumerate(parts):
+            self.part[part.ranks] = index
+            self.place[part.ranks] = np.arange(len(part.ranks))
+        every = np.arange(len(base.rank))
+        self._itemsize = itemsizes(base, Boxes(every, np.arange(len(every) + 1), every))
+        self._own: dict[tuple[int, int], tuple[Int64Array, Int64Array]] = {}
+        self._given: list[_Given] = []
+        self._numbers: dict[bytes, int] = {}
+        self._of_rank: dict[int, list[int]] = defaultdict(list)
+
+    def share(self, min_piece_bytes: int, min_writer_bytes: int) -> None:
+        """Decides who writes what, as `share_out` does."""
+        load = self._loads()
+        several = []
+        for shared in self.holders.shared:
+            if len(shared.ranks) > 1:
+                several.append(shared)
+                continue
+            rank = int(shared.ranks[0])
+            size = self._sizes(shared)
+            lead = leads_of(size)
+            given = _Given(self.base.tensor[shared.rows], np.zeros_like(lead), lead)
+            self._of_rank[rank].append(self._number(given))
+            load[rank] += (volume(size) * self._itemsize[shared.rows] + ITEM_COST_BYTES).sum()
+        # Why kept: the ranks of most meshes are alike, and so is what becomes of their boxes.
+        done: dict[tuple[bytes, int, int, bytes], tuple[list[tuple[int, int]], Int64Array]] = {}
+        for shared in several:
+            lowest = int(shared.ranks[0])
+            part = int(self.part[lowest])
+            like = int(self.parts[part].sizes[self.place[lowest]])
+            name = shared.rows.tobytes(), part, like, load[shared.ranks].tobytes()
+            if name not in done:
+                cuts = self._cuts(shared, load, min_piece_bytes, min_writer_bytes)
+                done[name] = cuts, load[shared.ranks]
+            cuts, load[shared.ranks] = done[name]
+            for place, number in cuts:
+                self._of_rank[int(shared.ranks[place])].append(number)
+
+    def classes(self) -> tuple[Int64Array, Int32Array]:
+        """Returns `(leaders, class of each rank)`."""
+        known: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        leaders: list[int] = []
+        kind = np.zeros(len(self.part), dtype=np.int32)
+        like = np.zeros(len(self.part), dtype=np.int64)
+        for part in self.parts:
+            like[part.ranks] = part.sizes
+        none: list[int] = []
+        for rank, name in enumerate(zip(self.part.tolist(), like.tolist(), strict=True)):
+            given = tuple(sorted(self._of_rank.get(rank, none)))
+            number = known.setdefault((*name, given), len(leaders))
+            if number == len(leaders):
+                leaders.append(rank)
+            kind[rank] = number
+        return np.array(leaders, dtype=np.int64), kind
+
+    def pieces(self, leaders: Int64Array) -> tuple[Held, Pieces]:
+        """Returns what the leaders write, and the items that it is of."""
+        row_of = np.full((len(self.parts), len(self.base.names)), -1, dtype=np.int64)
+        for part, rows in enumerate(self.rows):
+            row_of[part, self.base.tensor[rows]] = np.arange(rows.start, rows.stop)
+        width = self.base.offset.shape[1]
+        ranks, items, offsets, sizes, owns, gives = [], [], [], [], [], []
+        before = 0
+        for rank in leaders.tolist():
+            part = int(self.part[rank])
+            own, _ = self._own_of(part, int(self.parts[part].sizes[self.place[rank]]))
+            given = [self._given[number] for number in self._of_rank.get(rank, ())]
+            mine = [row_of[part, one.tensor] for one in given]
+            used = np.unique(np.concatenate([own, *mine]))
+            offset, size = self.parts[part].regular.boxes(int(self.place[rank]))
+            at = used - self.rows[part].start
+            ranks.append(np.full(len(used), rank, dtype=np.int32))
+            items.append(used)
+            offsets.append(pad(offset[at], width, 0))
+            sizes.append(pad(size[at], width, 1))
+            owns.append(before + np.searchsorted(used, own))
+            gives += [
+                Cuts(before + np.searchsorted(used, rows), one.first, one.count, rows)
+                for one, rows in zip(given, mine, strict=True)
+            ]
+            before += len(used)
+        gives.append(Cuts(*np.zeros((4, 0), dtype=np.int64)))
+        held = self._held(*map(np.concatenate, (ranks, items, offsets, sizes)))
+        itemsize = self._itemsize[np.concatenate(items)]
+        cuts = Cuts(*map(np.concatenate, zip(*gives, strict=True)))
+        return held, _pieces(held, itemsize, np.concatenate(owns), cuts)
+
+    def _held(
+        self, rank: Int32Array, item: Int64Array, offset: Int64Array, size: Int64Array
+    ) -> Held:
+        base = self.base
+        tensor = base.tensor[item]
+        return replace(
+            base,
+            first=first_rows(tensor, len(base.names)),
+            rank=rank,
+            row=base.row[item],
+            tensor=tensor,
+            kind=base.kind[item],
+            dtype=base.dtype[item],
+            ndim=base.ndim[item],
+            shape=base.shape[item],
+            offset=offset,
+            size=size,
+            # Why of the first: what the chunk table says of a tensor.
+            requires_grad=base.requires_grad[base.first[tensor]],
+            splittable=base.splittable[item],
+            value=base.value[item],
+        )
+
+    def _own_of(self, part: int, place: int) -> tuple[Int64Array, Int64Array]:
+        """Returns the rows that only ranks with boxes as at a place can write, and their sizes."""
+        found = self._own.get((part, place))
+        if found is None:
+            rows = self.holders.own_rows(part, place)
+            _, size = self.parts[part].regular.boxes(place)
+            found = self._own[part, place] = rows + self.rows[part].start, size[rows]
+        return found
+
+    def _loads(self) -> Int64Array:
+        """Returns what each rank writes that only it can write."""
+        load = np.zeros(len(self.part), dtype=np.int64)
+        for index, part in enumerate(self.parts):
+            for like in np.unique(part.sizes).tolist():
+                rows, size = self._own_of(index, like)
+                weight = volume(size) * self._itemsize[rows] + ITEM_COST_BYTES
+                load[part.ranks[part.sizes == like]] = weight.sum()
+        return load
+
+    def _sizes(self, shared: Shared) -> Int64Array:
+        lowest = int(shared.ranks[0])
+        part = int(self.part[lowest])
+        _, size = self.parts[part].regular.boxes(int(self.place[lowest]))
+        return np.asarray(size[shared.rows - self.rows[part].start])
+
+    def _cuts(
+        self, shared: Shared, load: Int64Array, min_piece_bytes: int, min_writer_bytes: int
+    ) -> list[tuple[int, int]]:
+        """Returns `(holder, number of what it is given)`; `load` grows."""
+        size, rows = self._sizes(shared), shared.rows
+        num_bytes = volume(size) * self._itemsize[rows]
+        cuttable = self.holders.splittable[rows] & (self.base.kind[rows] == Kind.TENSOR)
+        cuttable &= num_bytes >= 2 * min_piece_bytes
+        found = share_alike(
+            np.arange(len(rows)), num_bytes, leads_of(size), cuttable,
+            shared.ranks.astype(np.int32), load, min_piece_bytes, min_writer_bytes,
+        )  # fmt: skip
+        box, first, count, holder = map(np.concatenate, zip(*found, strict=True))
+        order = np.argsort(holder, kind="stable")
+        told = []
+        for own in np.split(order, np.flatnonzero(np.diff(holder[order])) + 1):
+            tensor = self.base.tensor[rows[box[own]]]
+            given = _Given(tensor, first[own], count[own])
+            told.append((int(holder[own[0]]), self._number(given)))
+        return told
+
+    def _number(self, given: _Given) -> int:
+        name = np.stack([given.tensor, given.first, given.count]).tobytes()
+        number = self._numbers.setdefault(name, len(self._given))
+        if number == len(self._given):
+            self._given.append(given)
+        return number
+
+
+def _pieces(held: Held, itemsize: Int64Array, own: Int64Array, given: Cuts) -> Pieces:
+    """Returns what is written: items that are nobody else's, and what was given of others."""
+    boxes = Boxes(given.box, np.arange(len(given.box) + 1), given.box)
+    offset, size, start = cut_boxes(
+        held, boxes, itemsize[given.box], np.arange(len(given.box)), given.first, given.rows
+    )
+    size = np.concatenate([held.size[own], size])
+    row = np.concatenate([own, given.box])
     return Pieces(
-        held=np.concatenate([row, given]),
-        offset=np.concatenate([everybody.offset[row], offset]),
+        held=row,
+        offset=np.concatenate([held.offset[own], offset]),
         size=size,
-        start=np.concatenate([np.zeros(len(row), dtype=np.int64), start]),
-        num_bytes=volume(size) * item,
+        start=np.concatenate([np.zeros(len(own), dtype=np.int64), start]),
+        num_bytes=volume(size) * itemsize[row],
         disagreements=(),
         differing=np.zeros(0, dtype=bool),
     )
 
 
-def _groups(regular: Regular, shared: BoolArray, world_size: int) -> ValueGroups:
-    """Returns which contents have to be equal: those of what all hold, as one group."""
-    valued = regular.first.value > 0
-    place = (offsets_of(valued.astype(np.int64))[:-1])[valued & shared].astype(np.int32)
-    if not len(place):
+def _groups(job: _Job) -> ValueGroups:
+    """Returns which contents have to be equal, as `group_values` of all rows does."""
+    base = job.base
+    valued = base.value > 0
+    several = [
+        (one.ranks, one.rows[valued[one.rows]])
+        for one in job.holders.shared
+        if len(one.ranks) > 1 and valued[one.rows].any()
+    ]
+    if not several:
         return NO_GROUPS
+    several.sort(key=lambda one: (int(one[0][0]), int(base.row[one[1][0]])))
+    number = np.full(len(base.names), -1, dtype=np.int64)
+    turn = np.zeros(len(base.names), dtype=np.int64)
+    for code, (_, rows) in enumerate(several):
+        number[base.tensor[rows]] = code
+        turn[base.tensor[rows]] = np.arange(len(rows))
+    place, group, counts = [], [], []
+    for own_rows in job.rows:
+        mine = np.flatnonzero(valued[own_rows])
+        tensor = base.tensor[own_rows][mine]
+        told = np.flatnonzero(number[tensor] >= 0)
+        told = told[np.lexsort((turn[tensor[told]], number[tensor[told]]))]
+        place.append(told)
+        group.append(number[tensor[told]])
+        counts.append(len(told))
+    own = np.array(counts)[job.part]
+    at = offsets_of(np.array(counts))[job.part].repeat(own) + within(own)
     return ValueGroups(
-        rank=np.repeat(np.arange(world_size, dtype=np.int32), len(place)),
-        place=np.tile(place, world_size),
-        group=np.zeros(world_size * len(place), dtype=np.int32),
+        rank=np.repeat(np.arange(len(own), dtype=np.int32), own),
+        place=np.concatenate(place)[at].astype(np.int32),
+        group=np.concatenate(group)[at].astype(np.int32),
         told=(),
     )
-
-
-def _padded(steps: Int64Array, width: int) -> Int64Array:
-    more = width - steps.shape[2]
-    return np.pad(steps, ((0, 0), (0, 0), (0, more))) if more else steps

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.plan.rank_plan import rank_plan
 from ray_dcp.plan.structure import Expanded, Structure, expand, files_of, names_of, num_chunks_of
@@ -106,7 +107,7 @@ class StructuralPlan(GlobalPlan):
     @property
     def num_tensors(self) -> int:
         """As `GlobalPlan.num_tensors`."""
-        return self.few.table.num_tensors
+        return len(self.structure.tensors(self.few.table.num_tensors).base)
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -138,11 +139,15 @@ class StructuralPlan(GlobalPlan):
 
 def _digest(few: GlobalPlan, structure: Structure, groups: ValueGroups) -> bytes:
     state = blake2b(few.digest, digest_size=32)
-    state.update(str((structure.strides, structure.lengths, groups.told)).encode())
-    for array in (
-        structure.offset, structure.steps, structure.leaders, structure.kind, structure.file_kind,
+    state.update(str(groups.told).encode())
+    arrays: list[npt.NDArray[Any]] = [
+        structure.part, structure.leaders, structure.kind, structure.file_kind, structure.own,
         groups.rank, groups.place, groups.group,
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for mesh in structure.meshes:
+        state.update(str((mesh.strides, mesh.lengths)).encode())
+        arrays += [mesh.tensors, mesh.offset, mesh.steps]
+    for array in arrays:
         state.update(str((array.dtype.str, array.shape)).encode())
         state.update(np.ascontiguousarray(array).data)
     return state.digest()

@@ -1,26 +1,33 @@
-"""Chunks of all ranks of a mesh, told by those of a few: the rows of the others follow.
+"""Chunks of all ranks, told by those of a few: the rows of the others follow.
 
-Ranks whose files are alike make a *class*. The chunk table has the rows of one rank of each class,
-its *leader*, the lowest. Another rank of the class has the same rows, in files of its own, with
-boxes that lie as far from the leader's as the mesh says. So ten million rows are a thousand.
+Ranks that hold boxes of the same items, on a mesh of their own, are a *part* of the job: all of
+it, or a stage of a pipeline. Those of a part whose files are alike make a *class*. The chunk table
+has the rows of one rank of each class, its *leader*, the lowest. Another rank of the class has the
+same rows, in files of its own, with boxes that lie as far from the leader's as the mesh of the
+part says. So ten million rows are a thousand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ray_dcp.errors import InternalError
 from ray_dcp.plan.grouping import offsets_of, within
+from ray_dcp.plan.own_names import name_for, path_for
 from ray_dcp.plan.values import ChunkTable, Int32Array, Int64Array
 
 __all__ = [
     "MOST_NUMBERS",
     "MOST_RANKS",
     "Expanded",
+    "Mesh",
     "Structure",
+    "Tensors",
     "expand",
     "files_of",
     "is_expandable",
@@ -35,44 +42,157 @@ MOST_RANKS = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
-    """What tells the chunks of `w` ranks from a table of `t` tensors with those of the leaders.
+class Mesh:
+    """Where the ranks of a part hold their boxes.
+
+    A rank's place is its number among those of the part, in their order.
 
     Attributes:
-        strides: Distance in ranks between neighbours along each dimension of the mesh.
-        lengths: Length of each dimension; their product is `w`.
-        offset: int64[t, D], where rank 0's box of each tensor starts.
-        steps: int64[dimensions, t, D], how far the boxes of neighbours lie apart.
-        leaders: int64[c], the lowest rank of each class, ascending.
-        kind: int32[w], the class of each rank.
-        file_kind: int32[f], the class whose leader has each file of the table, ascending.
+        strides: Distance in places between neighbours along each dimension of the mesh.
+        lengths: Length of each dimension; their product is the number of ranks.
+        tensors: int64[k], the tensors of the table that these ranks hold, each once, in the order
+            in which they name them.
+        offset: int64[k, D], where the box of place 0 starts.
+        steps: int64[dimensions, k, D], how far the boxes of neighbours lie apart.
     """
 
     strides: tuple[int, ...]
     lengths: tuple[int, ...]
+    tensors: Int64Array
     offset: Int64Array
     steps: Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What tells the chunks of `w` ranks from a table with those of the leaders.
+
+    Attributes:
+        meshes: Of the parts.
+        part: int32[c], the part of each class.
+        leaders: int64[c], the lowest rank of each class, ascending.
+        kind: int32[w], the class of each rank.
+        file_kind: int32[f], the class whose leader has each file of the table, ascending.
+        own: int64[o], the tensors of the table that stand for one of each rank (`own_names`),
+            ascending.
+    """
+
+    meshes: tuple[Mesh, ...]
+    part: Int32Array
     leaders: Int64Array
     kind: Int32Array
     file_kind: Int32Array
+    own: Int64Array
 
     @property
     def world_size(self) -> int:
         """Number of ranks, `w`."""
         return len(self.kind)
 
-    def starts(self, shape: Int64Array, rank: Int64Array, tensor: Int64Array) -> Int64Array:
-        """Returns where boxes start by the mesh: int64[m, D].
+    @cached_property
+    def _coordinates(self) -> Int64Array:
+        """Place of each rank along each dimension of its mesh: int64[dimensions, w]."""
+        most = max(len(mesh.lengths) for mesh in self.meshes)
+        found = np.zeros((most, self.world_size), dtype=np.int64)
+        part = self.part[self.kind]
+        for index, mesh in enumerate(self.meshes):
+            ranks = np.flatnonzero(part == index)
+            place = np.arange(len(ranks))
+            for dim, (stride, length) in enumerate(zip(mesh.strides, mesh.lengths, strict=True)):
+                found[dim, ranks] = place // stride % length
+        return found
+
+    def rows(self, num_tensors: int) -> Int64Array:
+        """Returns where each part has each tensor in `starts`' terms: int64[parts, t], -1: not."""
+        found = np.full((len(self.meshes), num_tensors), -1, dtype=np.int64)
+        first = offsets_of(np.array([len(mesh.tensors) for mesh in self.meshes]))
+        for index, mesh in enumerate(self.meshes):
+            found[index, mesh.tensors] = first[index] + np.arange(len(mesh.tensors))
+        return found
+
+    def tensors(self, num_tensors: int) -> Tensors:
+        """Returns the tensors of all ranks, in the order in which ranks come upon them.
+
+        Args:
+            num_tensors: Of the table.
+        """
+        is_own = np.zeros(num_tensors, dtype=bool)
+        is_own[self.own] = True
+        part = self.part[self.kind]
+        slot = np.full((len(self.meshes), num_tensors), -1, dtype=np.int64)
+        seen = np.zeros(num_tensors, dtype=bool)
+        counts = np.zeros(self.world_size, dtype=np.int64)
+        news, owns, lowest = [], [], []
+        for index, mesh in enumerate(self.meshes):
+            own = mesh.tensors[is_own[mesh.tensors]]
+            slot[index, own] = np.arange(len(own))
+            new = mesh.tensors[is_own[mesh.tensors] | ~seen[mesh.tensors]]
+            seen[mesh.tensors] = True
+            counts[part == index] = len(own)
+            lowest.append(int(np.argmax(part == index)))
+            news.append(new)
+            owns.append(own)
+        counts[lowest] = [len(new) for new in news]
+        starts = offsets_of(counts)
+        base, rank = np.zeros((2, int(starts[-1])), dtype=np.int64)
+        number = np.full(num_tensors, -1, dtype=np.int64)
+        of_own = starts[:-1, None] + np.arange(max(map(len, owns), default=0))
+        for index, own in enumerate(owns):
+            ranks = np.flatnonzero(part == index)
+            base[of_own[ranks][:, : len(own)]] = own
+            rank[of_own[ranks][:, : len(own)]] = ranks[:, None]
+        for first, new in zip(lowest, news, strict=True):
+            at = starts[first] + np.arange(len(new))
+            base[at], rank[at] = new, first
+            mine = is_own[new]
+            of_own[first, : int(mine.sum())] = at[mine]
+            number[new[~mine]] = at[~mine]
+        return Tensors(base, rank, number, slot, of_own)
+
+    def starts(self, shape: Int64Array, rank: Int64Array, row: Int64Array) -> Int64Array:
+        """Returns where boxes start by the meshes: int64[m, D].
 
         Args:
             shape: int64[t, D], of the tensors.
             rank: int64[m].
-            tensor: int64[m].
+            row: int64[m], as `rows` gave it.
         """
-        found = self.offset[tensor]
-        for stride, length, step in zip(self.strides, self.lengths, self.steps, strict=True):
-            found += step[tensor] * (rank // stride % length)[:, None]
-        return np.asarray(np.minimum(found, np.maximum(shape, self.offset)[tensor]))
+        offset, steps, most = self._boxes(shape)
+        found = offset[row]
+        for coordinate, step in zip(self._coordinates, steps, strict=True):
+            found += step[row] * coordinate[rank][:, None]
+        return np.asarray(np.minimum(found, most[row]))
+
+    def _boxes(self, shape: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Returns offset, steps, and the largest offset, of all tensors of all parts in turn."""
+        dimensions = len(self._coordinates)
+        offset = np.concatenate([mesh.offset for mesh in self.meshes])
+        steps = np.concatenate([_deepened(mesh.steps, dimensions) for mesh in self.meshes], axis=1)
+        tensor = np.concatenate([mesh.tensors for mesh in self.meshes])
+        return offset, steps, np.maximum(shape[tensor], offset)
+
+
+class Tensors(NamedTuple):
+    """The tensors of all ranks."""
+
+    base: Int64Array
+    """int64[n], of the table."""
+    rank: Int64Array
+    """int64[n], whose they are where each rank has its own."""
+    number: Int64Array
+    """int64[t], of each tensor of the table that is not one of each rank."""
+    slot: Int64Array
+    """int64[parts, t], where a part's ranks have one of their own in `of_own`; -1: it is none."""
+    of_own: Int64Array
+    """int64[w, o], the numbers of each rank's own."""
+
+    def of(self, part: Int32Array, rank: Int64Array, tensor: Int32Array) -> Int32Array:
+        """Returns the numbers of tensors of the table, as these ranks of these parts mean them."""
+        slot = self.slot[part, tensor]
+        found = self.number[tensor]
+        own = np.flatnonzero(slot >= 0)
+        found[own] = self.of_own[rank[own], slot[own]]
+        return found.astype(np.int32)
 
 
 class Expanded(NamedTuple):
@@ -96,6 +216,7 @@ def files_of(structure: Structure) -> tuple[Int64Array, Int64Array]:
 def is_expandable(table: ChunkTable, structure: Structure) -> bool:
     """Whether the chunks of all ranks are as many as are made of a table of any length."""
     numbers = num_chunks_of(table, structure) * (8 + 2 * table.shape.shape[1])
+    numbers += structure.world_size * len(structure.own) * (8 + table.shape.shape[1])
     return numbers <= MOST_NUMBERS and structure.world_size <= MOST_RANKS
 
 
@@ -114,7 +235,8 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
         structure: What tells the others.
 
     Raises:
-        InternalError: A file's name is not that of its leader.
+        InternalError: A file's name is not that of its leader, or a leader has a chunk of a tensor
+            that its part does not hold.
 
     Complexity:
         O(chunks of all ranks); about 0.2 us a chunk.
@@ -128,18 +250,23 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
     file_starts = np.searchsorted(file_rank, np.arange(structure.world_size))
     first = np.searchsorted(structure.file_kind, np.arange(len(structure.leaders)))
     number = file_starts[rank] + table.file[chunk] - first[structure.kind[rank]]
-    tensor = table.tensor[chunk]
+    row = structure.rows(table.num_tensors)[structure.part[kind], table.tensor]
+    if (row < 0).any():
+        name = table.names[int(table.tensor[int(np.argmin(row))])]
+        raise InternalError(f"expected chunks of tensors of their part, found one of {name}")
     leader = structure.leaders[structure.kind[rank]]
     offset = table.offset[chunk]
     moves = np.flatnonzero(rank != leader)
-    where = rank[moves], tensor[moves]
-    offset[moves] += structure.starts(table.shape, *where)
-    offset[moves] -= structure.starts(table.shape, leader[moves], tensor[moves])
+    rows = row[chunk[moves]]
+    offset[moves] += structure.starts(table.shape, rank[moves], rows)
+    offset[moves] -= structure.starts(table.shape, leader[moves], rows)
     columns = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
+    tensors = structure.tensors(table.num_tensors)
+    part = structure.part[structure.kind[rank]]
     whole = replace(
-        table,
+        _of_all(table, structure, tensors),
         files=names_of(table.files, structure, file_rank, file),
-        tensor=tensor,
+        tensor=tensors.of(part, rank, table.tensor[chunk]),
         offset=offset,
         size=table.size[chunk],
         file=number.astype(np.int32),
@@ -149,8 +276,29 @@ def expand(table: ChunkTable, structure: Structure) -> Expanded:
     return Expanded(whole, chunk, rank)
 
 
+def _of_all(table: ChunkTable, structure: Structure, tensors: Tensors) -> ChunkTable:
+    """Returns a table with the tensors of all ranks, and chunks as before."""
+    if not len(structure.own):
+        return table
+    is_own = np.zeros(table.num_tensors, dtype=bool)
+    is_own[structure.own] = True
+    names, paths, world_size = [], [], structure.world_size
+    for base, rank in zip(tensors.base.tolist(), tensors.rank.tolist(), strict=True):
+        name, path = table.names[base], table.paths[base]
+        own = is_own[base]
+        names.append(name_for(name, rank, world_size) if own else name)
+        paths.append(path_for(path, rank, world_size) if own else path)
+    columns = ("kind", "dtype", "ndim", "shape", "requires_grad")
+    return replace(
+        table,
+        names=tuple(names),
+        paths=tuple(paths),
+        **{name: getattr(table, name)[tensors.base] for name in columns},
+    )
+
+
 def names_of(
-    names: tuple[str, ...],
+    names: Sequence[str],
     structure: Structure,
     rank: Int32Array | Int64Array,
     file: Int64Array,
@@ -174,3 +322,8 @@ def names_of(
         ends.append(name[len(start) :])
     pairs = zip(rank.tolist(), file.tolist(), strict=True)
     return tuple([f"__{one}_{ends[place]}" for one, place in pairs])
+
+
+def _deepened(steps: Int64Array, dimensions: int) -> Int64Array:
+    """Returns steps along more dimensions, in which nothing moves."""
+    return np.pad(steps, ((0, dimensions - len(steps)), (0, 0), (0, 0)))

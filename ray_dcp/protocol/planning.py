@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
-from ray_dcp.plan.fingerprint import plan_key
+from ray_dcp.plan.fingerprint import alike, plan_key
 from ray_dcp.plan.rank_plan import RankPlans
 from ray_dcp.plan.regular import probes
 from ray_dcp.plan.values import GlobalPlan
@@ -36,8 +36,8 @@ __all__ = ["Planning", "differences"]
 MOST_NAMED = 20
 
 MANY_UNKNOWN = 64
-"""Where the rows of more different ranks are not known, a few are asked first: with regular layouts
-the rows of all others follow."""
+"""Where the rows of more different ranks are not known, a few are asked first, of each stage of a
+pipeline some: with regular layouts the rows of all others follow."""
 
 
 class Planning:
@@ -167,7 +167,9 @@ class Planning:
         known = {name: self._rows.get(name) or self._shelf.rows(name) for name in names}
         self._rows.update({name: rows for name, rows in known.items() if rows is not None})
         if self._needed is None and len(names) - len(self._rows) > MANY_UNKNOWN:
-            self._needed = set(probes(self._world_size))
+            parts = alike([join.fingerprint for join in joins])
+            some = [ranks[[*probes(len(ranks))]].tolist() for ranks in parts]
+            self._needed = set(probes(self._world_size)).union(*some)
         for join in joins:
             name = join.fingerprint
             needed = self._needed is None or join.rank in self._needed

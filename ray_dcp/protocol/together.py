@@ -193,9 +193,7 @@ class Batches:
         at = (message.key, message.step)
         batch = Batch(*at, set(message.ranks), message.ranks)
         self._waiting.setdefault(at, []).append(batch)
-        of_rank = self._of_rank.setdefault(at, {})
-        for rank in message.ranks:
-            of_rank.setdefault(rank, []).append(batch)
+        self._of_rank.pop(at, None)
         return batch
 
     def remove(self, batch: Batch) -> None:
@@ -206,7 +204,7 @@ class Batches:
         """Takes an answer of the coordination; returns the ranks that wait in no message."""
         at = (answer.key, answer.step)
         if isinstance(answer, Answer):
-            batches = self._of_rank.get(at, {}).get(answer.rank, ())
+            batches = self._batches_of(at).get(answer.rank, ())
             ranks: tuple[int, ...] = (answer.rank,)
         else:
             batches, ranks = self._waiting.get(at, ()), answer.ranks
@@ -231,13 +229,18 @@ class Batches:
                 self._forget(at, told)
                 yield from told
 
+    def _batches_of(self, at: tuple[OpKey, str]) -> dict[int, list[Batch]]:
+        """Returns the messages of each rank. Why only then: all are told the same in most saves."""
+        found = self._of_rank.get(at)
+        if found is None:
+            found = self._of_rank[at] = {}
+            for batch in self._waiting.get(at, ()):
+                for rank in batch.ranks:
+                    found.setdefault(rank, []).append(batch)
+        return found
+
     def _forget(self, at: tuple[OpKey, str], gone: Sequence[Batch]) -> None:
         left = [batch for batch in self._waiting.pop(at, ()) if batch not in gone]
-        of_rank = self._of_rank.pop(at, {})
+        self._of_rank.pop(at, None)
         if left:
             self._waiting[at] = left
-            # Why not anew: there is one for each rank, and few are forgotten at a time.
-            for batch in gone:
-                for rank in batch.ranks:
-                    of_rank[rank] = [other for other in of_rank[rank] if other is not batch]
-            self._of_rank[at] = of_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,23 +15,25 @@ from ray_dcp.format.manifest import (
     encode_record,
     version_for,
 )
-from ray_dcp.format.metadata_out import encode_metadata
+from ray_dcp.format.metadata_out import encode_metadata, fill_metadata, metadata_template
 from ray_dcp.format.table import encode_table
 from ray_dcp.format.table_checks import encode_checks, encode_index
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.plan.finish import checked_receipts, finish_table, num_checks
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.values import ChunkTable, GlobalPlan
+from ray_dcp.plan.values import ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.protocol.commands import BuildCommit, CommitBuilt
 from ray_dcp.protocol.receipts import FileReceipts, join_receipts
 from ray_dcp.transfer.opening import METADATA_KEY
 
 __all__ = ["build_commit"]
 
-SPLIT_CHUNKS = 100_000
+SPLIT_CHUNKS = 10_000
 """From so many chunks on, what all saves of a plan share is encoded once, as it is where the data
-files end with their checksums. A smaller table is one file, for people to look into."""
+files end with their checksums. A smaller table, of 20 ms, is one file for people to look into."""
+MOST_KEPT_BYTES = 64 << 20
+"""Longest `.metadata` of which that is kept, too."""
 
 
 class _Files(NamedTuple):
@@ -51,7 +54,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
     receipts = join_receipts(task.receipts)
     plan = task.plan
     wants_metadata = task.plan.container == "torch_save" and task.stock_metadata
-    is_split = plan.checks_at_end or (plan.num_chunks >= SPLIT_CHUNKS and not wants_metadata)
+    is_split = plan.checks_at_end or plan.num_chunks >= SPLIT_CHUNKS
     make = _split if is_split else _whole
     files = make(task, receipts, wants_metadata)
     manifest = Manifest(
@@ -114,15 +117,29 @@ def _split(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _
     else:
         checks_bytes = encode_checks(offsets_of(receipts.count), places, receipts.parts)
         checks = FileEntry(key, sum(map(len, checks_bytes)), digest_parts(checks_bytes).hex())
-    metadata = None
-    if wants_metadata:
-        metadata = _metadata(task, finish_table(plan, task.attempt, receipts))
+    metadata = _shared_metadata(task, places, receipts) if wants_metadata else None
     table = FileEntry(_table_key(task), len(data), digest)
     return _Files(table, data, checks, checks_bytes, metadata)
 
 
 def _metadata(task: BuildCommit, table: ChunkTable) -> bytes:
     return encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
+
+
+_templates: WeakKeyDictionary[GlobalPlan, tuple[bytes, bytes]] = WeakKeyDictionary()
+
+
+def _shared_metadata(task: BuildCommit, places: Int64Array, receipts: FileReceipts) -> bytes:
+    """Returns `.metadata`; what is the same in all saves of a plan is encoded once."""
+    plan, name = task.plan, places.tobytes()
+    known, template = _templates.get(plan, (b"", b""))
+    if not template or known != name:
+        table = finish_table(plan, task.attempt, receipts)
+        template = metadata_template(replace(table, files=plan.table.files))
+        if len(template) <= MOST_KEPT_BYTES:
+            _templates[plan] = name, template
+    filled = fill_metadata(template, checkpoint_id=task.target.url, attempt=task.attempt)
+    return filled or _metadata(task, finish_table(plan, task.attempt, receipts))
 
 
 _encoded_plans: WeakKeyDictionary[GlobalPlan, tuple[bytes, str]] = WeakKeyDictionary()

@@ -8,20 +8,23 @@ from dataclasses import replace
 import numpy as np
 
 from ray_dcp.errors import RankDisagreementError
-from ray_dcp.plan import global_plan
+from ray_dcp.plan import structural
 from ray_dcp.plan.columns import decode
 from ray_dcp.plan.contents import with_contents
-from ray_dcp.plan.fingerprint import Fingerprints, fingerprint
+from ray_dcp.plan.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.holders import Part
+from ray_dcp.plan.own_names import for_rank, without_rank
 from ray_dcp.plan.rank_plan import RankPlans, rank_plan
-from ray_dcp.plan.regular import infer
-from ray_dcp.plan.structural import make_structural_plan
+from ray_dcp.plan.regular import Regular, infer
 from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.values import Columns
+from ray_dcp.plan.values import Columns, GlobalPlan, Int32Array, Int64Array
 from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
 from ray_dcp.protocol.planning import differences
 
 __all__ = ["plan_of"]
+
+SAMPLES = 16
 
 
 def plan_of(task: MakePlan) -> Planned | RowsMissing:
@@ -31,12 +34,24 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
     """
     held = _sent(task)
-    structural = _structural(task, held)
-    if structural is not None:
+    follows = _Follows(task, held) if task.fingerprints else None
+    structural = None if follows is None else _structural(task, follows)
+    if isinstance(structural, StructuralPlan):
         return Planned(structural, RankPlans(structural))
+    plan = structural or _by_rows(task, held, follows)
+    if isinstance(plan, RowsMissing):
+        return plan
+    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
+    return Planned(plan, parts, disagreements=differences(plan.disagreements))
+
+
+def _by_rows(
+    task: MakePlan, held: dict[int, Columns], follows: _Follows | None
+) -> GlobalPlan | RowsMissing:
+    """Returns the plan by the rows of all ranks, those that follow with them."""
     absent = [rank for rank in range(len(task.columns)) if rank not in held]
-    if absent:
-        held.update(_derived(task, held, absent))
+    if follows is not None:
+        held.update({rank: follows.of(rank) for rank in absent if follows.fits[rank]})
     missing = tuple(rank for rank in absent if rank not in held)
     if missing:
         return RowsMissing(missing)
@@ -46,7 +61,7 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
             with_contents(own, told, rank)
             for rank, (own, told) in enumerate(zip(columns, task.contents, strict=True))
         ]
-    plan = make_plan(
+    return make_plan(
         columns,
         container=task.container,
         part_bytes=task.part_bytes,
@@ -54,8 +69,6 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         to_lowest_rank=task.to_lowest_rank,
         checked=True,
     )
-    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=differences(plan.disagreements))
 
 
 def _sent(task: MakePlan) -> dict[int, Columns]:
@@ -79,33 +92,104 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
     return found
 
 
-def _structural(task: MakePlan, held: Mapping[int, Columns]) -> StructuralPlan | None:
-    """Returns the plan of a regular layout of many chunks; None where it is none.
+class _Follows:
+    """What ranks hold by the rows of few, stage by stage of a pipeline.
+
+    Args:
+        task: With fingerprints.
+        held: What is known of ranks.
+
+    Attributes:
+        parts: All ranks that hold boxes of the same items together, where these lie on a mesh.
+        fits: bool[w], the ranks whose fingerprints say that they hold what follows.
+    """
+
+    def __init__(self, task: MakePlan, held: Mapping[int, Columns]) -> None:
+        world_size = len(task.columns)
+        self.parts: list[Part] = []
+        self.fits = np.zeros(world_size, dtype=bool)
+        self._regular: dict[int, tuple[Regular, int]] = {}
+        for ranks in alike(task.fingerprints):
+            own = {
+                at: without_rank(held[rank], world_size)
+                for at, rank in enumerate(ranks.tolist())
+                if rank in held
+            }
+            regular = infer(own, len(ranks))
+            if regular is not None and _is_likely(task, ranks, np.arange(len(ranks)), regular):
+                sizes = self._follow(task, ranks, np.arange(len(ranks)), regular)
+                self.parts.append(Part(ranks, regular, sizes))
+            rest = ranks[~self.fits[ranks]]
+            if not len(rest):
+                continue
+            # Where a few ranks hold something else, those that are left make no mesh of their own.
+            known = {int(ranks[at]): columns for at, columns in own.items()}
+            regular = infer(known, world_size)
+            if regular is not None and _is_likely(task, rest, rest, regular):
+                self._follow(task, rest, rest, regular)
+
+    def _follow(
+        self, task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular
+    ) -> Int32Array:
+        """Takes that ranks hold what is on a mesh at these places; returns `Part.sizes`."""
+        names, first = _names(task, regular.first), regular.first.size
+        sizes = np.zeros(len(ranks), dtype=np.int32)
+        lowest: dict[bytes, int] = {first.tobytes(): 0}
+        for at, (offset, size) in enumerate(regular.many(places)):
+            rank = int(ranks[at])
+            self.fits[rank] = names.of_boxes(offset, size, rank) == task.fingerprints[rank]
+            self._regular[rank] = regular, int(places[at])
+            if not np.array_equal(size, first):
+                sizes[at] = lowest.setdefault(size.tobytes(), at)
+        return sizes
+
+    def of(self, rank: int) -> Columns:
+        """Returns what a rank holds that `fits`."""
+        regular, place = self._regular[rank]
+        return for_rank(regular.of(place), rank, len(self.fits))
+
+
+def _is_likely(task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular) -> bool:
+    """Whether any of some ranks holds what follows.
+
+    Why: irregular slabs look like a mesh at first, and to follow that for all ranks takes long.
+    """
+    names = _names(task, regular.first)
+    # Why of the second half: a mesh was made of ranks of the first.
+    some = np.unique(np.linspace(len(ranks) // 2, len(ranks) - 1, SAMPLES).astype(np.int64))
+    boxes = regular.many(places[some])
+    return any(
+        names.of_boxes(*box, rank) == task.fingerprints[rank]
+        for rank, box in zip(ranks[some].tolist(), boxes, strict=True)
+    )
+
+
+def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
+    """Returns the plan of a regular layout of many rows; None where it is none.
 
     Whether the rows were sent or follow makes no difference: the same ranks have the same plan.
     """
-    world_size = len(task.columns)
-    usual = task.container == "torch_save" and not task.to_lowest_rank and bool(task.fingerprints)
-    if not usual or 0 not in held or len(set(task.contents)) > 1:
+    usual = task.container == "torch_save" and not task.to_lowest_rank
+    parts = follows.parts
+    if (
+        not usual
+        or not follows.fits.all()
+        or sum(len(part.ranks) for part in parts) < len(follows.fits)
+    ):
         return None
-    if world_size * len(held[0]) < global_plan.CHECKS_AT_END_CHUNKS:
+    num_rows = sum(len(part.ranks) * len(part.regular.first) for part in parts)
+    if len(follows.fits) < 2 or num_rows < structural.MANY_ROWS:
         return None
-    regular = infer(held, world_size)
-    if regular is None:
-        return None
-    names = _names(task, regular.first)
-    sizes = np.zeros(world_size, dtype=np.int32)
-    first_of: dict[bytes, int] = {}
-    for rank, name in enumerate(task.fingerprints):
-        offset, size = regular.boxes(rank)
-        if names.of_boxes(offset, size) != name:
+    valued = []
+    for part in parts:
+        contents = {task.contents[rank] for rank in part.ranks.tolist()}
+        if len(contents) > 1:
             return None
-        sizes[rank] = first_of.setdefault(size.tobytes(), rank)
-    first = with_contents(regular.first, task.contents[0], 0)
-    return make_structural_plan(
-        replace(regular, first=first), sizes, part_bytes=task.part_bytes,
-        min_writer_bytes=MIN_WRITER_BYTES,
-    )  # fmt: skip
+        first = with_contents(part.regular.first, contents.pop(), int(part.ranks[0]))
+        valued.append(replace(part, regular=replace(part.regular, first=first)))
+    return structural.make_structural_plan(
+        valued, part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES
+    )
 
 
 def _names(task: MakePlan, first: Columns) -> Fingerprints:
@@ -113,20 +197,6 @@ def _names(task: MakePlan, first: Columns) -> Fingerprints:
         first, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
     )  # fmt: skip
-
-
-def _derived(task: MakePlan, held: dict[int, Columns], absent: list[int]) -> dict[int, Columns]:
-    """Returns what the other ranks hold, as far as that follows and their fingerprints say so."""
-    regular = infer(held, len(task.columns))
-    if regular is None:
-        return {}
-    names = _names(task, regular.first)
-    found = {}
-    for rank in absent:
-        columns = regular.of(rank)
-        if names.of(columns) == task.fingerprints[rank]:
-            found[rank] = columns
-    return found
 
 
 def _fingerprint(columns: Columns, task: MakePlan) -> bytes:

@@ -32,11 +32,11 @@ from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.gathering import Gathering, group_of
 from ray_dcp.protocol.messages import (
+    DeferredPlace,
     FileReceipt,
     OpKey,
     SaveOutcome,
     SaveReceipt,
-    SendItems,
     Target,
 )
 from ray_dcp.protocol.together import Batch, Together, Told
@@ -52,6 +52,7 @@ TENSORS = 1000
 WARM_SAVES = 3
 """Of which the median is told."""
 COLUMNS = 64
+OBJECT_BYTES = 1024
 TARGET = Target("memory://bench")
 
 
@@ -87,6 +88,54 @@ def slabs(world_size: int, tensors: int, *, regular: bool) -> Iterator[Columns]:
         )  # fmt: skip
 
 
+def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
+    """Yields what each rank of a large job holds: slabs, some of them copied, scalars, an object.
+
+    `"HSDP"`: shards over 64 ranks, copied by all others of their number. `"stages"`: 16 stages of
+    a pipeline, in each of which tensors are cut for FSDP and, in columns, over 8 ranks for tensor
+    parallelism, over which every fourth is copied; the object is one of each rank's own.
+    """
+    stages, copies = (1, max(1, world_size // 64)) if layout == "HSDP" else (16, 1)
+    size = world_size // stages
+    inner = 1 if layout == "HSDP" else 8
+    outer = size // copies // inner
+    count = tensors - 2
+    high, width = (1024, COLUMNS) if layout == "HSDP" else (16, COLUMNS // inner)
+    copied = np.arange(count) % 4 == 3 if inner > 1 else np.zeros(count, bool)
+    kinds = np.array([*[Kind.TENSOR] * (count + 1), Kind.OBJECT], np.int8)
+    ndim = np.array([*[2] * count, 0, 0], np.int8)
+    dtype, value = np.zeros((2, tensors), np.int8)
+    dtype[-1], value[-2] = -1, 7
+    shape = np.ones((tensors, 2), np.int64)
+    shape[:count] = high * outer, COLUMNS
+    for rank in range(world_size):
+        stage, place = divmod(rank, size)
+        if place == 0:
+            words = (*(f"{stage}.layers.{index}.weight" for index in range(count)), "lr", "step")
+            paths = tuple((name,) for name in words)
+        if stages > 1:
+            number = f"rank-{rank}-of-{world_size}"
+            words = (*words[:-1], f"loader.{number}")
+            paths = (*paths[:-1], ("loader", number))
+        offset, lengths = np.zeros((tensors, 2), np.int64), np.ones((tensors, 2), np.int64)
+        offset[:count, 0] = place // inner % outer * high
+        offset[:count, 1] = np.where(copied, 0, place % inner * width)
+        lengths[:count, 0], lengths[:count, 1] = high, np.where(copied, COLUMNS, width)
+        yield Columns(
+            names=words, paths=paths, dtypes=("float32",),
+            name=np.arange(tensors, dtype=np.int32), kind=kinds, dtype=dtype, ndim=ndim,
+            shape=shape, offset=offset, size=lengths, requires_grad=kinds == Kind.TENSOR,
+            splittable=(kinds == Kind.TENSOR) & (ndim > 0), value=value.astype(np.uint64),
+        )  # fmt: skip
+
+
+def held(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
+    """Yields what each rank holds, by the name of a layout."""
+    if layout in ("regular", "irregular"):
+        return slabs(world_size, tensors, regular=layout == "regular")
+    return meshed(world_size, tensors, layout)
+
+
 class Held:
     """What a simulated rank captured: columns without bytes."""
 
@@ -106,13 +155,16 @@ class Held:
 
 def receipt_of(file: FilePlan, attempt: str) -> FileReceipt:
     """Returns what a rank says once it has written a file, with made-up checksums."""
-    count = int(num_blocks_many(file.payload_bytes, file.block_bytes).sum())
+    count = int(num_blocks_many(file.payload_bytes, file.block_bytes).sum()) + len(file.deferred)
     checks = np.random.default_rng(file.file).integers(0, 1 << 63, count, dtype=np.uint64)
     key, num_bytes = file.key.replace("{attempt}", attempt), file.num_bytes
-    name = digest(checks)
+    name, deferred = digest(checks), []
+    for row in file.deferred.tolist():
+        deferred.append(DeferredPlace(row, num_bytes, OBJECT_BYTES, OBJECT_BYTES))
+        num_bytes += OBJECT_BYTES
     if file.checks_at_end:
         num_bytes, checks = length_with_checks(num_bytes, count), checks[:0]
-    return FileReceipt(file.file, key, num_bytes, name, checks)
+    return FileReceipt(file.file, key, num_bytes, name, checks, tuple(deferred))
 
 
 class Written(MemoryStorage):
@@ -153,12 +205,13 @@ class Counted:
         with self._counting(sort):
             return self.shell.receive_together(pickle.loads(data, buffers=buffers))
 
-    def told(self, sort: str) -> list[Told]:
+    def told(self, sort: str) -> list[tuple[Batch, Told]]:
         """Returns what gatherers are told, as they read it."""
         with self._counting(sort):
-            sent = [pickle.dumps(Told(tuple(b.told)), 5) for b in self.shell.batches.ready()]
+            ready = list(self.shell.batches.ready())
+            sent = [pickle.dumps(Told(tuple(batch.told)), 5) for batch in ready]
         self.bytes[sort] += sum(map(len, sent))
-        return list(map(pickle.loads, sent))
+        return list(zip(ready, map(pickle.loads, sent), strict=True))
 
     def work(self) -> None:
         """Performs all tasks."""
@@ -192,44 +245,48 @@ class Ranks:
     """How the ranks' requests come to a coordinator and its answers to them: directly, or by way
     of gatherers, of which each is in a process of its own else."""
 
-    def __init__(self, counted: Counted, key: OpKey, world_size: int) -> None:
+    def __init__(self, counted: Counted, world_size: int) -> None:
         self._counted = counted
-        self._key = key
         groups = {group_of(rank, world_size) for rank in range(world_size)} - {None}
         self._gatherings = [
             (group, Gathering(group, lambda: 0.0)) for group in sorted(groups, key=min)
         ]
+        self._sent: dict[int, Together] = {}
 
     def say(self, requests: dict[int, Any], sort: str) -> None:
         """Hands over one request of each of these ranks."""
         if not self._gatherings:
             for request in requests.values():
                 self._counted.take(pickle.dumps(request, 5), sort)
-        blobs = []
+        messages = []
         for group, gathering in self._gatherings:
             for rank in group:
                 if rank in requests:
-                    said = pickle.loads(pickle.dumps(requests[rank], 5))
-                    blobs += map(wired, gathering.take(said))
+                    messages += gathering.take(pickle.loads(pickle.dumps(requests[rank], 5)))
+        self._send([(message, wired(message)) for message in messages], sort)
+
+    def _send(self, messages: list[tuple[Together, Any]], sort: str) -> None:
         gc.collect()
         gc.freeze()
-        for blob in blobs:
-            self._counted.take_together(blob, sort)
+        for message, blob in messages:
+            self._sent[id(self._counted.take_together(blob, sort))] = message
 
     def hear(self, sort: str) -> dict[int, Any]:
         """Returns what ranks are told."""
         told = {rank: pickle.loads(blob) for rank, blob in self._counted.answers(sort).items()}
-        for group, gathering in self._gatherings:
-            # What a gatherer would be told as it says the same again for those that wait.
-            asked = tuple(rank for rank in group if isinstance(told.get(rank), SendItems))
-            if asked:
-                message = Together(self._key, "SaveJoin", asked, ())
-                gathering.told(message, Told(((asked, told[asked[0]]),)))
-        for one in self._counted.told(sort) if self._gatherings else ():
+        again = []
+        for batch, one in self._counted.told(sort) if self._gatherings else ():
+            message = self._sent.pop(id(batch))
             told.update({rank: reply for ranks, reply in one.replies for rank in ranks})
             for group, gathering in self._gatherings:
-                if one.replies[0][0][0] in group:
-                    gathering.told(Together(self._key, "SaveJoin", tuple(group), ()), one)
+                if message.ranks[0] in group:
+                    gathering.told(message, one)
+            left = set(message.ranks) - {rank for ranks, _ in one.replies for rank in ranks}
+            if left:
+                # Those that still wait: a gatherer says the same again for them.
+                rest = message.only(left)
+                again.append((rest, wired(rest)))
+        self._send(again, "again")
         return told
 
 
@@ -253,7 +310,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         sending[rank] = next(joins[rank])
     gc.freeze()
     rows_moved = 0
-    ranks = Ranks(counted, key, world_size)
+    ranks = Ranks(counted, world_size)
     plans: list[tuple[Any, RankPlan]] = []
     while sending:
         rows_moved += sum(len(held(rank)) for rank, one in sending.items() if one.columns)
@@ -280,7 +337,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         raise AssertionError(f"expected {world_size} commits, found {len(outcomes)}: {first}")
     return {
         "cpu_s": dict(counted.cpu_s),
-        "bytes": dict(counted.bytes),
+        "bytes": counted.bytes.copy(),
         "messages": sum(counted.messages.values()),
         "rows moved": rows_moved,
         "balance": max(written.values()) * world_size / max(1, sum(written.values())),
@@ -288,12 +345,12 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
 
 
 def measure(
-    world_size: int, tensors: int, regular: bool, saves: int, metadata: bool = False
+    world_size: int, tensors: int, layout: str, saves: int, metadata: bool = False
 ) -> dict[str, Any]:
     """Saves a state several times; returns what each save cost, and the peak memory."""
     storage = Written("bench")
     counted = Counted(storage)
-    columns = list(slabs(world_size, tensors, regular=regular))
+    columns = list(held(world_size, tensors, layout))
     memories = [PlanMemory() for _ in range(world_size)]
     options = SaveOptions(stock_metadata=metadata)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -327,7 +384,7 @@ def measured(*arguments: Any) -> dict[str, Any]:
 
 # --- the table ----------------------------------------------------------------------------------
 
-PLANNING = ("join", "go", "ReadRecords", "MakePlan")
+PLANNING = ("join", "again", "go", "ReadRecords", "MakePlan")
 
 
 def stock_row_us(world_size: int, tensors: int) -> float:
@@ -416,10 +473,10 @@ def plan(tensors: int, largest: int) -> int:
     print(f" {'rows moved':>10} {'in MB':>7} {'out MB':>7} {'messages':>8}", end="")
     print(f" {'table B/row':>11} {'peak MiB':>8}")
     slopes: dict[tuple[int, str, str], list[float]] = defaultdict(list)
-    for count, regular in ((tensors, False), (tensors, True), (1, False)):
-        layout = "regular" if regular else "irregular"
+    sorts = ("irregular", "regular", "HSDP", "stages") if tensors > 2 else ("irregular", "regular")
+    for count, layout in (*((tensors, sort) for sort in sorts), (1, "irregular")):
         for world in worlds:
-            found = measured(world, count, regular, 1 + WARM_SAVES)
+            found = measured(world, count, layout, 1 + WARM_SAVES)
             table = sum(size for key, size in found["files"].items() if "parquet" in key)
             rows = world * count
             cold, *again = found["saves"]
@@ -431,7 +488,7 @@ def plan(tensors: int, largest: int) -> int:
                 print(
                     f"{world:>6} {count:>7} {layout:>9} {name:>5} {sum(cpu.values()):>8.3f} "
                     f"{planning / rows * 1e6:>11.2f} {cost['rows moved']:>10} "
-                    f"{(moved['join'] + moved['receipt']) / 1e6:>7.1f} "
+                    f"{(moved['join'] + moved['again'] + moved['receipt']) / 1e6:>7.1f} "
                     f"{(moved['go'] + moved['outcome']) / 1e6:>7.1f} {cost['messages']:>8} "
                     f"{table / rows:>11.1f} {found['peak_bytes'] >> 20:>8}"
                 )

@@ -33,6 +33,7 @@ SPLITTABLE = 3 << 10
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
 
 
@@ -179,21 +180,38 @@ def test_other_layouts_are_left_to_the_rows(change):
         assert not isinstance(found.plan, StructuralPlan)
 
 
-def planned_structure():
-    plan = perform(task_of(like_fsdp(64, uneven=True), set(probes(64)))).plan
+def planned_structure(*, stages=False):
+    columns = like_fsdp(64, uneven=True)
+    if stages:
+        own = [replace(one, names=tuple(f"x.{name}" for name in one.names)) for one in columns]
+        columns = [one for pair in zip(columns, own, strict=True) for one in pair]
+    count = len(columns)
+    plan = perform(task_of(columns, set(range(count)))).plan
+    assert len(plan.structure.meshes) == 1 + stages
     return plan.few.table, plan.structure
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def structure_of(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+        patch.setattr(structural, "MANY_ROWS", 0)
+        patch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
+        return planned_structure(stages=request.param)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(data):
-    table, structure = planned_structure()
+def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(structure_of, data):
+    table, structure = structure_of
     value = json.loads(json.dumps(structure_to(structure)))
     same(expanded(table, value), expanded(table, structure_to(structure)))
     name = data.draw(st.sampled_from(sorted(value)))
     at, inner = value, name
-    while isinstance(at[inner], list) and at[inner] and data.draw(st.integers(0, 9)):
-        at, inner = at[inner], data.draw(st.integers(0, len(at[inner]) - 1))
+    while isinstance(at[inner], list | dict) and at[inner] and data.draw(st.integers(0, 9)):
+        at = at[inner]
+        keys = sorted(at) if isinstance(at, dict) else range(len(at))
+        inner = data.draw(st.sampled_from(keys))
     wrong = st.sampled_from(
         [-1, 0, 1, 2, 63, 64, 1 << 40, 1 << 62, 1 << 70, 0.5, True, None, [], [1]]
     )
@@ -203,7 +221,7 @@ def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(data):
         table_format.check_table(found)
     except DamagedCheckpointError:
         return
-    assert found.num_chunks <= 64 * table.num_chunks
+    assert found.num_chunks <= 128 * table.num_chunks
 
 
 def test_a_short_file_can_not_claim_a_large_table():
@@ -218,3 +236,20 @@ def test_a_short_file_can_not_claim_a_large_table():
         expanded(table, [])
     with pytest.raises(DamagedCheckpointError, match="no checksums"):
         expanded(replace(table, checks=np.ones(1, np.uint64)), structure_to(structure))
+
+
+def test_meshes_and_own_names_have_to_fit_their_table():
+    table, structure = planned_structure(stages=True)
+    value = structure_to(structure)
+    same(expanded(table, value), expanded(table, structure_to(structure)))
+    meshes = [{**mesh, "lengths": [32]} for mesh in value["meshes"]]
+    for change, told in (
+        ({"meshes": meshes}, "a mesh of 64 ranks"),
+        ({"part": [0] * len(value["part"])}, "a mesh of 128 ranks"),
+        ({"part": value["part"][1:]}, "a mesh for each class"),
+        ({"own": [0]}, "by their names"),
+        ({"own": [len(table.names)]}, "by their names"),
+        ({"more": 1}, "fields of a structure"),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=told):
+            expanded(table, value | change)

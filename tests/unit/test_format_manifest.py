@@ -251,3 +251,41 @@ def test_a_manifest_of_the_first_version_is_read_and_knows_of_no_earlier_attempt
 def test_what_a_record_says_of_other_attempts_is_checked(record, decided):
     with pytest.raises(DamagedCheckpointError):
         mf.decode_record(signed({**fields_of(record), "decided": decided}))
+
+
+def with_columns(**changes):
+    names = tuple(f"__{rank}_0.a1.distcp" for rank in range(1000))
+    files = mf.FilesColumns(names, tuple(range(1000)), "0f" * 16 * 1000)
+    record = dataclasses.replace(MANIFEST, files=files, format_version=4)
+    fields = fields_of(record)
+    fields["files"] |= changes
+    return record, signed(fields)
+
+
+def test_many_files_are_columns():
+    record, data = with_columns()
+    assert mf.encode_record(record) == data
+    assert mf.decode_record(data) == record
+    assert record.files[7] == mf.FileEntry("__7_0.a1.distcp", 7, "0f" * 16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_bytes": [0] * 999},
+        {"num_bytes": [*range(999), -1]},
+        {"num_bytes": [*range(999), 1 << 63]},
+        {"num_bytes": [*range(999), True]},
+        {"num_bytes": [*range(999), 1.0]},
+        {"num_bytes": []},
+        {"num_bytes": 7},
+        {"digests": "0f" * 16 * 999},
+        {"digests": "0F" * 16 * 1000},
+        {"keys": "\n".join(["same"] * 1000)},
+        {"keys": "\n".join([*map(str, range(999)), "../x"])},
+        {"more": 1},
+    ],
+)
+def test_columns_of_files_that_do_not_fit_are_damage(changes):
+    with pytest.raises((DamagedCheckpointError, UnsafeCheckpointError)):
+        mf.decode_record(with_columns(**changes)[1])

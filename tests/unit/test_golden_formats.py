@@ -45,3 +45,21 @@ def test_a_table_of_few_rows_is_expanded():
     (table,) = path.glob("chunks.*.parquet")
     assert pyarrow.parquet.read_table(table).num_rows == 5
     assert decode_table(table.read_bytes()).num_chunks == 17
+
+
+def test_a_table_of_several_meshes_is_expanded():
+    path = GOLDEN / "format-5-stages"
+    state = {f"{stage}.w": torch.zeros(16, 5) for stage in (0, 1)}
+    state |= {f"{stage}.b": torch.zeros(8, dtype=torch.int64) for stage in (0, 1)}
+    state |= {"rep.tied": torch.zeros(6), "step": 0}
+    ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+    for stage in (0, 1):
+        expected = torch.arange(80.0).reshape(16, 5) + 100 * stage
+        assert torch.equal(state[f"{stage}.w"], expected)
+        assert torch.equal(state[f"{stage}.b"], torch.arange(8) + stage)
+    assert torch.equal(state["rep.tied"], torch.arange(6.0))
+    assert state["step"] == 7
+    assert ray_dcp.verify(path).ok
+    (table,) = path.glob("chunks.*.parquet")
+    assert pyarrow.parquet.read_table(table).num_rows == 8
+    assert decode_table(table.read_bytes()).num_chunks == 18

@@ -541,6 +541,7 @@ def test_wrong_options_are_refused(wrong):
 def small_classes(monkeypatch):
     monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0)
 
 
 def row_plan(container="torch_save", ranks=3):
@@ -671,6 +672,7 @@ def small_structural_plan():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
         patch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
+        patch.setattr(structural, "MANY_ROWS", 0)
         return structural_plan()
 
 

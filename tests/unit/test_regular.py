@@ -24,7 +24,7 @@ from ray_dcp.protocol.messages import SaveAgain, SendItems, Target
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import same_state
+from ray_dcp.testing.array_states import ArrayCapture, same_state
 from ray_dcp.testing.ranks import load_state
 from ray_dcp.transfer.opening import read_checkpoint
 from tests.warm_ranks import Warm
@@ -163,9 +163,9 @@ def test_infer_without_what_it_needs():
 def test_fingerprints_of_many_are_those_of_each():
     columns = [held_by(rank, (2, 3), [((4, 9), [0, 1])]) for rank in range(6)]
     names = Fingerprints(columns[0], world_size=6, **NAMED)
-    for own in columns:
-        assert names.of(own) == fingerprint(own, world_size=6, **NAMED)
-    assert len({names.of(own) for own in columns}) == 6
+    found = [names.of_boxes(own.offset, own.size, rank) for rank, own in enumerate(columns)]
+    assert found == [fingerprint(own, world_size=6, **NAMED) for own in columns]
+    assert len(set(found)) == 6
 
 
 # --- through the protocol -----------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_rank_that_is_not_like_the_others_sends_its_rows(job):
     for result in job.save(states):
         result.get()
     assert job.senders == {*probes(12), 7}
-    assert job.plans_made == 2
+    assert job.plans_made == 1
     for result in job.save(states):
         result.get()
     assert job.was_warm
@@ -208,6 +208,7 @@ def test_a_rank_that_is_not_like_the_others_sends_its_rows(job):
 def structural_job(job, monkeypatch):
     """A job whose plans have the rows of few ranks."""
     monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
     return job
 
@@ -264,3 +265,50 @@ def test_it_is_the_same_plan_for_whoever_begins_anew(structural_job):
         result.get()
     storage = open_storage(Target(job.url))
     assert same_state(SLABS, load_state(storage, SLABS, 3))
+
+
+# --- stages of a pipeline, HSDP in each -----------------------------------------------------------
+
+STAGES = [
+    {f"{stage}.a": np.arange(stage, 96.0 + stage).reshape(24, 4), f"{stage}.b": np.arange(32),
+     "rep.tied": np.arange(2000) + 1.5, "step": 3, f"rep.{stage}.scalar": np.array(stage)}
+    for stage in range(3)
+]  # fmt: skip
+
+
+def of_stage(state, rank, world_size):
+    """Of each 8 ranks, 4 have a quarter each, and the others the same."""
+    return ArrayCapture(state, rank % 4, 4)
+
+
+def test_a_pipeline_of_replicated_stages_is_told_by_few_rows(structural_job):
+    job = structural_job
+    job.restart(24)
+    states = [STAGES[rank // 8] for rank in range(24)]
+    for _ in range(2):
+        for result in job.save(states, capture=of_stage):
+            result.get()
+    assert job.was_warm
+    storage = open_storage(Target(job.url))
+    (key,) = [entry.key for entry in storage.list() if entry.key.endswith(".parquet")]
+    table = pyarrow.parquet.read_table(io.BytesIO(storage.read(key)))
+    assert table.schema.metadata[b"ray_dcp.format_version"] == b"3"
+    whole = STAGES[0] | STAGES[1] | STAGES[2]
+    for world_size in (1, 5):
+        assert same_state(whole, load_state(storage, whole, world_size))
+    assert ray_dcp.verify(job.url).ok
+    job.restart(24)
+    states[17] = states[17] | {"step": 4}
+    for result in job.save(states, capture=of_stage):
+        result.get()
+    assert same_state(whole, load_state(storage, whole, 2))
+
+
+def test_of_each_stage_a_few_ranks_are_asked(job):
+    job.restart(24)
+    for result in job.save([STAGES[rank // 8] for rank in range(24)], capture=of_stage):
+        result.get()
+    # Of each two that hold the same at most one, where a dimension of a mesh may begin.
+    assert {0, 1, 2, 8, 9, 10, 16, 17, 18} <= job.senders < set(range(24))
+    assert len({rank // 8 * 4 + rank % 4 for rank in job.senders}) == len(job.senders)
+    assert job.plans_made == 1

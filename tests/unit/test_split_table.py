@@ -1,5 +1,7 @@
 """Large chunk tables: what all saves of a plan share, and what is of one save, in two files."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.manifest import Manifest, decode_record, encode_record
+from ray_dcp.format.metadata_out import encode_metadata, fill_metadata, metadata_template
 from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.format.table_checks import END_MAGIC, MAGIC, encode_checks, join_checks
 from ray_dcp.options import SaveOptions
@@ -23,6 +26,7 @@ from ray_dcp.testing.ranks import load_state, save_state
 from ray_dcp.transfer import check_file
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
 from ray_dcp.view.listing import list_checkpoints
+from tests.format_cases import mixed_table
 from tests.warm_ranks import Warm
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
@@ -109,6 +113,45 @@ def test_it_loads_verifies_and_is_encoded_once(options, tmp_path, monkeypatch):
     assert [entry.key for entry in storage.list() if "manifest" not in entry.key] == []
 
 
+@pytest.mark.parametrize("at_end", [False, True])
+def test_the_metadata_of_stock_dcp_is_encoded_once(at_end, tmp_path, monkeypatch):
+    if at_end:
+        monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    made = []
+
+    def counted(table):
+        made.append(table)
+        return metadata_template(table)
+
+    monkeypatch.setattr(commit_files, "metadata_template", counted)
+    warm = Warm(2, "")
+    for step in range(4):
+        # Into another folder each time, as jobs do; in the last an object is longer.
+        state = sample_state(step, note="x" * (20 if step < 3 else 2000))
+        url = str(tmp_path / ("x" * 200 * (step % 2)) / f"step-{step}")
+        for result in warm.save(state, options=SaveOptions(num_threads=1), url=url):
+            result.get()
+        storage = open_storage(Target(url))
+        checkpoint = read_checkpoint(storage)
+        attempt = checkpoint.manifest.attempt
+        expected = encode_metadata(checkpoint.table, checkpoint_id=url, attempt=attempt)
+        assert storage.read(".metadata") == expected
+        assert len(made) == 1 + (step == 3)
+
+
+def test_an_id_that_is_a_name_as_well_is_encoded_as_ever():
+    table = replace(mixed_table(), files=tuple("{attempt}" + key for key in mixed_table().files))
+    template = metadata_template(table)
+    attempt = "0123456789abcdef"
+    files = tuple(key.replace("{attempt}", attempt) for key in table.files)
+    for url in ("file:///tmp/x", "y" * 300, ""):
+        filled = fill_metadata(template, checkpoint_id=url, attempt=attempt)
+        final = replace(table, files=files)
+        assert filled == encode_metadata(final, checkpoint_id=url, attempt=attempt)
+    assert fill_metadata(template, checkpoint_id=table.names[0], attempt=attempt) is None
+    assert fill_metadata(template, checkpoint_id="x", attempt="short") is None
+
+
 @pytest.mark.parametrize("harm", ["missing", "short", "flipped"])
 def test_a_damaged_file_of_checksums_is_told(tmp_path, harm):
     ray_dcp.save({"w": torch.arange(99.0), "o": "x"}, checkpoint_id=tmp_path, options=WITHOUT)
@@ -135,9 +178,9 @@ def test_metadata_can_be_made_of_it(tmp_path):
     assert wanted["o"] == "x"
 
 
-def test_with_metadata_it_stays_one_file(tmp_path):
+def test_with_metadata_it_is_two_files_as_well(tmp_path):
     ray_dcp.save({"w": torch.arange(99.0)}, checkpoint_id=tmp_path)
-    assert list(tmp_path.glob("chunks.*.checks")) == []
+    assert len(list(tmp_path.glob("chunks.*.checks"))) == 1
 
 
 def saved(world_size=2):

@@ -1,0 +1,350 @@
+"""Stages of pipelines, replicas, meshes of several dimensions: planned as by the rows of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.fingerprint import alike
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.regular import probes
+from ray_dcp.plan.structural_plan import StructuralPlan
+from ray_dcp.protocol.commands import Failed, Planned, RowsMissing
+from ray_dcp.runtime.perform import perform
+from tests.property.test_structure import check_plan, same
+from tests.unit.test_regular import task_of
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0)
+    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
+
+
+class Tensor:
+    """A tensor that lies on a mesh: for each dimension of that, which of its own is cut."""
+
+    def __init__(self, name, shape, placements, value=0, dtype="float32", inner_first=False):
+        """`inner_first`: it is cut along the mesh's last dimension first."""
+        self.name, self.shape, self.placements = name, shape, placements
+        self.value, self.dtype, self.inner_first = value, dtype, inner_first
+
+    def box(self, mesh, place):
+        """Where the box at a place of a mesh is; the mesh's last dimension varies fastest."""
+        at = np.unravel_index(place, mesh)
+        offset, size = [0] * len(self.shape), list(self.shape)
+        dims = list(zip(at, mesh, self.placements, strict=True))
+        for index, length, axis in reversed(dims) if self.inner_first else dims:
+            if axis is not None:
+                step = -(-size[axis] // length)
+                begin = min(int(index) * step, size[axis])
+                offset[axis] += begin
+                size[axis] = min(step, size[axis] - begin)
+        return offset, size
+
+
+class Stage:
+    """Ranks, their mesh, and what they hold beside objects."""
+
+    def __init__(self, ranks, mesh, tensors, objects=(), own=()):
+        """`own`: where among the others there is an object of each rank's own."""
+        self.ranks, self.mesh, self.tensors, self.objects = ranks, mesh, tensors, objects
+        self.own = own
+
+
+def held(stages):
+    """What each rank holds."""
+    columns = {}
+    world_size = sum(len(stage.ranks) for stage in stages)
+    for stage in stages:
+        for place, rank in enumerate(stage.ranks):
+            builder = ColumnsBuilder()
+            for index, tensor in enumerate(stage.tensors):
+                if index in stage.own:
+                    own = f"rank-{rank}-of-{world_size}"
+                    builder.object(f"own{index}.{own}", path=(f"own{index}", own))
+                offset, size = tensor.box(stage.mesh, place)
+                builder.tensor(
+                    tensor.name, tensor.dtype, tensor.shape, offset=offset, size=size,
+                    value=tensor.value, splittable=None in tensor.placements,
+                )  # fmt: skip
+            for name, value in stage.objects:
+                builder.object(name, value=value)
+            columns[rank] = builder.build()
+    return [columns[rank] for rank in sorted(columns)]
+
+
+@st.composite
+def tensors(draw, mesh, name):
+    """A tensor on a mesh: slabs, replicas along some dimensions, scalars that all hold."""
+    if draw(st.integers(0, 4)) == 0:
+        return Tensor(name, (), [None] * len(mesh), value=draw(st.integers(1, 3)))
+    ndim = draw(st.integers(1, 3))
+    placements = [draw(st.sampled_from([None, *range(ndim)])) for _ in mesh]
+    # Several MiB where it pays to cut replicas.
+    shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+    shape[-1] *= draw(st.sampled_from([1, 1, 64 << 10]))
+    for length, axis in zip(mesh, placements, strict=True):
+        if axis is not None:
+            shape[axis] *= length
+    axis = draw(st.integers(0, ndim - 1))
+    if placements.count(axis) == 1 or draw(st.integers(0, 3)) == 0:
+        shape[axis] = max(1, shape[axis] - draw(st.integers(0, 3)))
+    return Tensor(name, tuple(shape), placements, inner_first=draw(st.booleans()))
+
+
+@st.composite
+def jobs(draw):
+    """Stages of a pipeline; ranks one after another, or in turn."""
+    count = draw(st.integers(1, 4))
+    meshes = [
+        draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)) for _ in range(count)
+    ]
+    in_turn = draw(st.booleans())
+    if in_turn:
+        meshes = [meshes[0]] * count
+    sizes = [int(np.prod(mesh)) for mesh in meshes]
+    starts = np.cumsum([0, *sizes]).tolist()
+    objects = [("step", 7)] if draw(st.booleans()) else []
+    tied = draw(tensors(meshes[0], "tied")) if draw(st.booleans()) else None
+    stages = []
+    for index, mesh in enumerate(meshes):
+        ranks = range(starts[index], starts[index + 1])
+        if in_turn:
+            ranks = range(index, sizes[0] * count, count)
+        own = [draw(tensors(mesh, f"{index}.{n}")) for n in range(draw(st.integers(1, 4)))]
+        if tied is not None and index in (0, count - 1):
+            shared = replaced(tied, mesh) if len(mesh) != len(tied.placements) else tied
+            own.insert(draw(st.integers(0, len(own))), shared)
+        places = draw(st.sets(st.integers(0, 2), max_size=2))
+        stages.append(Stage(ranks, mesh, own, [*objects, (f"{index}.state", 3)], places))
+    return stages
+
+
+def replaced(tensor, mesh):
+    return Tensor(tensor.name, tensor.shape, [None] * len(mesh), tensor.value)
+
+
+def asked_of(columns):
+    """The ranks that are asked for their rows first."""
+    names = task_of(columns, set()).fingerprints
+    some = [ranks[[*probes(len(ranks))]].tolist() for ranks in alike(names)]
+    return set(probes(len(columns))).union(*some)
+
+
+def outcome(columns):
+    """What the rows of all lead to: a plan, or the text of an error."""
+    try:
+        return make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+    except CheckpointError as error:
+        return error
+
+
+def planned_of(columns):
+    """What few rows lead to, and whether more were asked for."""
+    found = perform(task_of(columns, asked_of(columns)))
+    if isinstance(found, RowsMissing):
+        assert set(found.ranks).isdisjoint(asked_of(columns))
+        return perform(task_of(columns, {*asked_of(columns), *found.ranks})), True
+    return found, False
+
+
+@settings(max_examples=200, deadline=None)
+@given(jobs(), st.booleans())
+def test_any_job_has_the_plan_of_its_rows(stages, few_classes):
+    columns = held(stages)
+    by_rows = outcome(columns)
+    least = structural.LEAST_RANKS_A_CLASS
+    structural.LEAST_RANKS_A_CLASS = 0 if few_classes else 1 << 30
+    try:
+        found, asked = planned_of(columns)
+    finally:
+        structural.LEAST_RANKS_A_CLASS = least
+    if isinstance(found, Failed):
+        event("an error")
+        assert (type(found.error), str(found.error)) == (type(by_rows), str(by_rows))
+        return
+    assert isinstance(found, Planned)
+    event(f"{type(found.plan).__name__}, asked: {asked}")
+    if isinstance(found.plan, StructuralPlan):
+        check_plan(found.plan, columns)
+    else:
+        same(found.plan, by_rows)
+
+
+def fsdp(name, shape, mesh, axis=0):
+    """Cut along the last dimension of a mesh, copied along the others."""
+    return Tensor(name, shape, [*[None] * (len(mesh) - 1), axis])
+
+
+def hsdp_stage(ranks, mesh, name, objects=(), rows=64):
+    return Stage(
+        ranks, mesh,
+        [
+            *(fsdp(f"{name}.{n}", (rows, 3 + n), mesh) for n in range(6)),
+            fsdp(f"{name}.large", (rows << 5, 128), mesh),
+            fsdp(f"{name}.norm", (3,), mesh),
+            Tensor(f"{name}.scalar", (), [None] * len(mesh), value=4),
+        ],
+        objects,
+    )  # fmt: skip
+
+
+def pipeline(objects=(("step", 7),)):
+    """Two stages of 4 times 8 ranks, and a third of 16; HSDP in each."""
+    return [
+        hsdp_stage(range(32), (4, 8), "a", objects),
+        hsdp_stage(range(32, 64), (4, 8), "b", objects),
+        hsdp_stage(range(64, 80), (2, 8), "c", objects),
+    ]
+
+
+def with_own(stages):
+    """Each rank has two objects of its own."""
+    for stage in stages:
+        stage.own = {0, 2}
+    return stages
+
+
+LAYOUTS = {
+    "HSDP": [hsdp_stage(range(64), (8, 8), "a", [("step", 7)])],
+    "replicas": [hsdp_stage(range(64), (64, 1), "a", [("step", 7)])],
+    "pipeline of HSDP": pipeline(),
+    "objects of each rank": with_own(pipeline()),
+    "stages in turn": [hsdp_stage(range(n, 64, 2), (4, 8), "ab"[n]) for n in (0, 1)],
+    "FSDP and TP, norms copied": [
+        Stage(
+            range(64), (16, 4),
+            [Tensor("w", (64, 64), [0, 1]), Tensor("v", (64, 64), [0, 0]),
+             Tensor("norm", (64,), [0, None]), Tensor("short", (5,), [0, None]),
+             Tensor("turned", (61, 3), [0, 0], inner_first=True)],
+        )
+    ],
+    "three dimensions and experts": [
+        Stage(
+            range(index * 64, index * 64 + 64), (4, 4, 4),
+            [Tensor(f"{index}.w", (64, 64), [None, 0, 1]),
+             Tensor(f"{index}.experts", (16, 8), [1, 0, 0]),
+             Tensor("tied", (64, 8), [None, 0, 0])],
+            [("step", 7), (f"{index}.rng", 9)],
+        )
+        for index in range(2)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_layouts_of_large_jobs_need_few_rows(layout):
+    columns = held(LAYOUTS[layout])
+    found, asked = planned_of(columns)
+    assert not asked
+    check_plan(found.plan, columns)
+    assert len(asked_of(columns)) < len(columns) / 1.5
+    # In each sort of layout many ranks are alike, however their shares were cut.
+    assert len(found.plan.structure.leaders) <= len(columns) * 0.6
+    again = perform(task_of(columns, set(range(len(columns)))))
+    assert again.plan.digest == found.plan.digest
+
+
+def changed(columns, rank, **arrays):
+    found = [*columns]
+    found[rank] = replace(found[rank], **arrays)
+    return found
+
+
+@pytest.mark.parametrize("change", ["overlap", "gap", "dtype", "shape", "two at once"])
+def test_what_contradicts_itself_is_told_as_by_the_rows(change):
+    stages = pipeline()
+    if change in ("dtype", "two at once"):
+        stages[0].tensors.append(Tensor("x", (4,), [None] * 2, dtype="float32"))
+        stages[1].tensors.append(Tensor("x", (4,), [None] * 2, dtype="float64"))
+    if change in ("shape", "two at once"):
+        stages[1].tensors.append(Tensor("y", (4,), [None] * 2))
+        stages[2].tensors.append(Tensor("y", (5,), [None] * 2))
+    columns = held(stages)
+    if change in ("overlap", "gap"):
+        # A stage whose slabs lie other than the length of a slab apart.
+        step = -1 if change == "overlap" else 1
+        for rank in range(32, 64):
+            offset = columns[rank].offset.copy()
+            offset[0, 0] += step * (rank % 8)
+            shape = columns[rank].shape.copy()
+            shape[0, 0] += step * 7
+            columns = changed(columns, rank, offset=offset, shape=shape)
+    found, _ = planned_of(columns)
+    expected = outcome(columns)
+    assert isinstance(found, Failed)
+    assert (type(found.error), str(found.error)) == (type(expected), str(expected))
+
+
+@pytest.mark.parametrize("change", ["value of a stage", "value of a rank", "boxes of a rank"])
+def test_who_differs_is_planned_as_by_the_rows(change):
+    columns = held(pipeline())
+    for rank in range(32, 64) if change == "value of a stage" else [40]:
+        value = columns[rank].value.copy()
+        value[-1] = 99
+        columns = changed(columns, rank, value=value)
+        if change == "boxes of a rank":
+            columns = changed(columns, rank, requires_grad=~columns[rank].requires_grad)
+    found, _ = planned_of(columns)
+    assert not isinstance(found.plan, StructuralPlan)
+    same(found.plan, outcome(columns))
+    assert bool(found.disagreements)
+
+
+def test_slabs_in_falling_order_are_planned_as_by_the_rows():
+    mesh = (8,)
+    tied = Tensor("tied", (16, 3), [0])
+    columns = held(
+        [
+            Stage(range(8), mesh, [tied, Tensor("a", (16,), [0])]),
+            Stage(range(8, 16), mesh, [Tensor("b", (16,), [0]), tied]),
+        ]
+    )
+    for rank in range(8, 16):
+        offset = columns[rank].offset.copy()
+        offset[1, 0] = 14 - offset[1, 0]
+        columns = changed(columns, rank, offset=offset)
+    found, asked = planned_of(columns)
+    assert not asked
+    same(found.plan, outcome(columns))
+    data = encode_table(found.plan.table)
+    if isinstance(found.plan, StructuralPlan):
+        data = encode_table(found.plan.few.table, found.plan.structure)
+    same(decode_table(data), outcome(columns).table)
+
+
+def test_stages_that_name_what_they_share_in_other_orders():
+    """One lets a tensor be cut and the other does not, nor do they agree on what has a gradient."""
+    mesh = (8,)
+    shared = [Tensor(name, (), [None], value=5 + index) for index, name in enumerate("xyz")]
+    large = Tensor("large", (256, 1024), [None])
+    columns = held(
+        [
+            Stage(range(8), mesh, [*shared, large, Tensor("a", (16,), [0])]),
+            Stage(range(8, 16), mesh, [Tensor("b", (16,), [0]), large, *shared[::-1]]),
+        ]
+    )
+    for rank in range(8, 16):
+        own = columns[rank]
+        columns = changed(
+            columns, rank, splittable=np.zeros(len(own), bool), requires_grad=own.ndim > 0
+        )
+    found, _ = planned_of(columns)
+    check_plan(found.plan, columns)
+    for both in (False, True):
+        for rank in range(16):
+            lets = columns[rank].ndim > (1 if both or rank >= 8 else 2)
+            columns = changed(columns, rank, splittable=lets)
+        found, _ = planned_of(columns)
+        check_plan(found.plan, columns)
+    assert found.plan.num_chunks == 16 + 3 + 16
