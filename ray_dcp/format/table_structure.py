@@ -21,7 +21,7 @@ from ray_dcp.plan.structure import (
 )
 from ray_dcp.plan.values import ChunkTable, Int64Array
 
-__all__ = ["expanded", "is_one_mesh", "structure_to"]
+__all__ = ["expanded", "is_one_mesh", "structure_from", "structure_to"]
 
 _MOST_DIMENSIONS = 32
 _MOST = 1 << 62
@@ -76,7 +76,7 @@ def expanded(table: ChunkTable, value: Any) -> ChunkTable:
     """
     if len(table.checks):
         raise damaged("no checksums beside a structure", "some")
-    structure = _structure_from(value, table)
+    structure = structure_from(value, table)
     if not is_expandable(table, structure):
         raise damaged(f"a table of at most {MOST_NUMBERS} numbers", "a larger one")
     try:
@@ -86,7 +86,16 @@ def expanded(table: ChunkTable, value: Any) -> ChunkTable:
         raise damaged(what, error.message) from error
 
 
-def _structure_from(value: Any, table: ChunkTable) -> Structure:
+def structure_from(value: Any, table: ChunkTable) -> Structure:
+    """Returns the structure of a table.
+
+    Args:
+        value: What `structure_to` gave.
+        table: The rows of the leaders, checked.
+
+    Raises:
+        DamagedCheckpointError: They do not belong together.
+    """
     if not isinstance(value, dict) or not set(value) >= _FIELDS:
         raise damaged("the fields of a structure", "others")
     runs = _numbers(value["kind"], 2, 0)
