@@ -29,7 +29,6 @@ __all__ = [
     "MIN_WRITER_BYTES",
     "digest_of",
     "make_plan",
-    "plan_digest",
     "plan_of_layout",
 ]
 

@@ -18,7 +18,7 @@ import numpy as np
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.plan import global_plan
 from ray_dcp.plan.boxes import pad, volume
-from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, plan_digest, plan_of_layout
+from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, digest_of, plan_of_layout
 from ray_dcp.plan.grouping import first_rows, offsets_of, within
 from ray_dcp.plan.holders import Holders, Part, Shared, find_holders
 from ray_dcp.plan.layout import lay_out
@@ -119,8 +119,7 @@ def _in_full(plan: StructuralPlan, *, checks_at_end: bool) -> GlobalPlan:
     table, chunk, rank = expand(plan.few.table, plan.structure)
     few = plan.few
     source = (rank.astype(np.int32), few.source_row[chunk], few.source_start[chunk])
-    choices = (plan.world_size, plan.container, checks_at_end)
-    return GlobalPlan(
+    full = GlobalPlan(
         world_size=plan.world_size,
         container=plan.container,
         table=table,
@@ -131,10 +130,11 @@ def _in_full(plan: StructuralPlan, *, checks_at_end: bool) -> GlobalPlan:
         file_bytes=plan.file_bytes,
         file_headers=plan.file_headers,
         disagreements=plan.disagreements,
-        digest=plan_digest(table, (*source, plan.file_bytes), plan.groups, choices),
+        digest=b"",
         groups=plan.groups,
         checks_at_end=checks_at_end,
     )
+    return replace(full, digest=digest_of(full))
 
 
 @dataclass(frozen=True, eq=False)

@@ -371,3 +371,13 @@ def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     batches.remove(gone)
     batches.answer(Answer(gone.key, 3, gone.step, SendItems(rows=True)))
     assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
+
+
+def test_a_message_that_comes_after_an_answer_is_answered_too():
+    batches = Batches()
+    first = batches.add(together([join(0), join(1)]))
+    batches.answer(Answer(first.key, 0, first.step, SendItems(rows=True)))
+    late = batches.add(together([join(2)]))
+    assert batches.answer(Answer(late.key, 2, late.step, SendItems(rows=True))) == set()
+    assert [ranks for ranks, _ in late.told] == [(2,)]
+    assert batches.answer(Answer(late.key, 3, late.step, SendItems(rows=True))) == {3}

@@ -168,6 +168,22 @@ def test_fingerprints_of_many_are_those_of_each():
     assert len(set(found)) == 6
 
 
+def test_a_rank_s_own_names_count_in_the_second_half_of_its_fingerprint():
+    def named(*names):
+        builder = ColumnsBuilder()
+        for name in names:
+            builder.object(name)
+        return fingerprint(builder.build(), world_size=8, **NAMED)
+
+    one, other = named("a.rank-1-of-8"), named("a.rank-2-of-8")
+    assert one[:16] == other[:16]
+    assert one != other
+    # Of another world size, or of two ranks, a number is a name like any other.
+    assert named("a.rank-1-of-4")[:16] != named("a.rank-2-of-4")[:16]
+    both = named("a.rank-1-of-8", "b.rank-2-of-8")
+    assert both[:16] != named("a.rank-1-of-8", "b.rank-3-of-8")[:16]
+
+
 # --- through the protocol -----------------------------------------------------------------------
 
 
