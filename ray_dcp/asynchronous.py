@@ -236,7 +236,7 @@ class _NativeSave(_Save):
         join = join_save(
             self._key, rank=session.rank, world_size=session.world_size, target=target,
             options=options, capture=take, staged=keeping.survives, vitals=vitals,
-            memory=session.plans,
+            memory=session.plans, node=session.node,
         )  # fmt: skip
         go, captured = drive(join, call)
         account.planned(go)

@@ -163,7 +163,8 @@ def _run_save(
         )  # fmt: skip
         save = save_rank(
             activity.next_key(), rank=rank, world_size=world_size, target=target,
-            options=options, capture=take, vitals=activity.vitals, memory=activity.plans,
+            options=options, capture=take, vitals=activity.vitals,
+            memory=activity.plans, node=activity.node,
         )  # fmt: skip
         draws = options.progress and rank == 0
         with ProgressBar(target.url, activity.vitals.written) if draws else nullcontext():

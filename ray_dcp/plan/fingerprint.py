@@ -24,7 +24,7 @@ __all__ = ["FINGERPRINT_BYTES", "Fingerprints", "fingerprint", "plan_key"]
 
 FINGERPRINT_BYTES = 32
 
-_FORM = 3
+_FORM = 4
 """To be raised by whoever changes which plan follows from the same items."""
 
 _ARRAYS = (
@@ -138,7 +138,14 @@ def _vocabulary(
     return digest
 
 
-def plan_key(fingerprints: Sequence[bytes]) -> bytes:
-    """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order."""
+def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int]) -> bytes:
+    """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order.
+
+    Args:
+        fingerprints: Of each rank.
+        nodes: Which ranks share a node, as `loads.node_numbers` tells it.
+    """
     # Why no separators: they are all of one length.
-    return blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES).digest()
+    state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)
+    state.update(np.array(nodes, dtype=np.int64).tobytes())
+    return state.digest()

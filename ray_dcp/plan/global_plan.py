@@ -55,6 +55,7 @@ def make_plan(
     min_piece_bytes: int = MIN_PIECE_BYTES,
     min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
+    nodes: Sequence[int] | None = None,
     checked: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
@@ -68,9 +69,11 @@ def make_plan(
         container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file.
         min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
-        min_writer_bytes: A rank that holds only copies of what others hold writes at least about
-            this much, or nothing, as far as there is so much.
+        min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
+            about this much in all, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
+        nodes: Number of each rank's node (`loads.node_numbers`): what its ranks write together is
+            brought to one level over the nodes. By default each rank is on one of its own.
         checked: `columns.decode` gave the columns, which has checked each.
 
     Returns:
@@ -99,6 +102,7 @@ def make_plan(
         min_piece_bytes=min_piece_bytes,
         min_writer_bytes=min_writer_bytes,
         to_lowest_rank=to_lowest_rank,
+        nodes=nodes,
     )
     layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
     groups = group_values(held, boxes, pieces.differing)

@@ -8,6 +8,7 @@ is that of the rows, as `make_plan` would make it; other layouts are left to tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, plan_of_layout
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.layout import lay_out
+from ray_dcp.plan.loads import Loads
 from ray_dcp.plan.merging import Boxes, Held, merge
 from ray_dcp.plan.regular import Regular
 from ray_dcp.plan.sharing import (
@@ -47,6 +49,7 @@ def make_structural_plan(
     part_bytes: int,
     min_writer_bytes: int,
     min_piece_bytes: int = MIN_PIECE_BYTES,
+    nodes: Sequence[int] | None = None,
 ) -> StructuralPlan | None:
     """Returns the plan of a regular layout, in the container `torch_save`.
 
@@ -57,6 +60,7 @@ def make_structural_plan(
         part_bytes: As for `make_plan`.
         min_writer_bytes: As there.
         min_piece_bytes: As there.
+        nodes: As there.
 
     Returns:
         None where the layout is not of this sort, or has few chunks; nothing is said about
@@ -79,7 +83,7 @@ def make_structural_plan(
     rows = np.arange(len(first))
     boxes = Boxes(rows, np.arange(len(first) + 1), rows)
     itemsize = itemsizes(held, boxes)
-    load = _loads(regular, sizes, stop, itemsize)
+    load = Loads(_loads(regular, sizes, stop, itemsize), nodes)
     num_bytes = volume(held.size) * itemsize
     members = np.flatnonzero(shared)
     cuttable = held.splittable & (held.kind == Kind.TENSOR) & (num_bytes >= 2 * min_piece_bytes)

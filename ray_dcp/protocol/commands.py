@@ -94,6 +94,8 @@ class MakePlan:
     contents: tuple[bytes, ...] = ()
     """`SaveJoin.contents`, which `columns` then lack, and `fingerprint`, to be checked."""
     fingerprints: tuple[bytes, ...] = ()
+    nodes: tuple[int, ...] = ()
+    """Number of each rank's node."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
 from ray_dcp.plan.fingerprint import plan_key
+from ray_dcp.plan.loads import node_numbers
 from ray_dcp.plan.rank_plan import RankPlans
 from ray_dcp.plan.regular import probes
 from ray_dcp.protocol.commands import MakePlan, Planned
@@ -45,6 +46,7 @@ class Planning:
         self._shelf = shelf
         self._joins: dict[int, SaveJoin] = {}
         self._key = b""
+        self._nodes: tuple[int, ...] = ()
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
         self._needed: set[int] | None = None
@@ -70,9 +72,10 @@ class Planning:
         To be called when all ranks have joined, and when those that were asked have answered.
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
+        self._nodes = self._nodes or node_numbers([join.node for join in joins])
         if not all(join.fingerprint for join in joins):
             return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
-        self._key = self._key or plan_key([join.fingerprint for join in joins])
+        self._key = self._key or plan_key([j.fingerprint for j in joins], self._nodes)
         planned = self._shelf.plan(self._key)
         if planned is not None:
             digest = planned.plan.digest
@@ -117,7 +120,7 @@ class Planning:
             columns, contents, fingerprints = tuple(join.columns for join in joins), (), ()
         return MakePlan(
             columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
-            contents, fingerprints,
+            contents, fingerprints, self._nodes,
         )  # fmt: skip
 
     def lacks(self, ranks: Iterable[int]) -> None:

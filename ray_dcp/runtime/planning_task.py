@@ -52,6 +52,7 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         part_bytes=task.part_bytes,
         min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
+        nodes=task.nodes,
         checked=True,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
@@ -104,7 +105,7 @@ def _structural(task: MakePlan, held: Mapping[int, Columns]) -> StructuralPlan |
     first = with_contents(regular.first, task.contents[0], 0)
     return make_structural_plan(
         replace(regular, first=first), sizes, part_bytes=task.part_bytes,
-        min_writer_bytes=MIN_WRITER_BYTES,
+        min_writer_bytes=MIN_WRITER_BYTES, nodes=task.nodes,
     )  # fmt: skip
 
 

@@ -33,5 +33,7 @@ def test_of_many_ranks_that_hold_the_same_one_sends_it(monkeypatch):
 def test_peers_limit_and_balance_are_numbers():
     assert plan.stock_row_us(2, 3) > 0
     assert plan.limit_row_us(2, 300) >= 0
-    ratio, least, writers = plan.balance(2, 1)
-    assert (1 <= ratio < 1.01, least > 16, writers) == (True, True, 2)
+    found = plan.balance(16, plan.LAYER, 1)
+    assert 1 <= found.over_writers < 1.01
+    assert (found.least_mib > 16, found.writers, found.nodes, found.files) == (True, 16, 2, 16)
+    assert plan.balance(16, plan.SMALL, 1)[2:] == (16, 4, 2, 4)
