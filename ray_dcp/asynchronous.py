@@ -335,6 +335,7 @@ class _Reserved:
     """A session whose next operations are named already: in the order of the users' calls."""
 
     def __init__(self, session: RankSession) -> None:
+        self.origin = session
         self._session = session
         self._keys = iter([session.next_key() for _ in range(RESERVED_KEYS)])
         self.rank = session.rank

@@ -75,7 +75,9 @@ class Planning:
         self._nodes = self._nodes or node_numbers([join.node for join in joins])
         if not all(join.fingerprint for join in joins):
             return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
-        self._key = self._key or plan_key([j.fingerprint for j in joins], self._nodes)
+        self._key = self._key or plan_key(
+            [join.fingerprint for join in joins], self._nodes, self._joins_files
+        )
         planned = self._shelf.plan(self._key)
         if planned is not None:
             digest = planned.plan.digest
@@ -84,6 +86,12 @@ class Planning:
                 return dict.fromkeys(lacking, SendItems(rows=False))
             self._pinned = _warm(planned, joins)
         return {} if self._pinned is not None else self._ask_all(joins)
+
+    @property
+    def _joins_files(self) -> bool:
+        """Whether the stagers of the nodes may write files of several ranks."""
+        bounded = self._options.files_per_node is not None
+        return bounded and all(join.staged for join in self._joins.values())
 
     def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
         """Returns who has to send what so that a plan can be made."""
@@ -121,6 +129,7 @@ class Planning:
         return MakePlan(
             columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
             contents, fingerprints, self._nodes,
+            options.files_per_node, self._joins_files,
         )  # fmt: skip
 
     def lacks(self, ranks: Iterable[int]) -> None:

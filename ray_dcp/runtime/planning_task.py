@@ -53,6 +53,8 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
         nodes=task.nodes,
+        files_per_node=task.files_per_node,
+        joins=task.joins,
         checked=True,
     )
     parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
@@ -87,6 +89,8 @@ def _structural(task: MakePlan, held: Mapping[int, Columns]) -> StructuralPlan |
     """
     world_size = len(task.columns)
     usual = task.container == "torch_save" and not task.to_lowest_rank and bool(task.fingerprints)
+    # Why not with a bound: files of several ranks are like no other rank's.
+    usual &= task.files_per_node is None
     if not usual or 0 not in held or len(set(task.contents)) > 1:
         return None
     if world_size * len(held[0]) < global_plan.CHECKS_AT_END_CHUNKS:
@@ -113,6 +117,7 @@ def _names(task: MakePlan, first: Columns) -> Fingerprints:
     return Fingerprints(
         first, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+        files_per_node=task.files_per_node,
     )  # fmt: skip
 
 
@@ -135,4 +140,5 @@ def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
     return fingerprint(
         columns, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+        files_per_node=task.files_per_node,
     )  # fmt: skip
