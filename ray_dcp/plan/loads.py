@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.plan.values import BoolArray, Int64Array
 
 __all__ = ["Loads", "level_shares", "node_numbers"]
+
+Ranks = npt.NDArray[np.integer]
 
 
 def node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
@@ -47,11 +50,11 @@ class Loads:
             nodes = range(len(rank_bytes))
         self._node = np.array(nodes, dtype=np.int64)
 
-    def add(self, ranks: Int64Array, num_bytes: Int64Array) -> None:
+    def add(self, ranks: Ranks, num_bytes: Int64Array) -> None:
         """Takes that ranks write more; a rank may come several times."""
         np.add.at(self._bytes, ranks, num_bytes)
 
-    def writers(self, holders: Int64Array, total: int, min_bytes: int) -> Int64Array:
+    def writers(self, holders: Ranks, total: int, min_bytes: int) -> Int64Array:
         """Returns which holders are to write: their positions, ascending.
 
         Nodes first, then ranks of each: as many as leave every one of them with `min_bytes` at
@@ -60,7 +63,7 @@ class Loads:
         distances.
 
         Args:
-            holders: int64[k], ranks, ascending.
+            holders: int[k], ranks, ascending.
             total: What they have to share, in bytes.
             min_bytes: What a writer should have at least; all write where it is 0.
 
@@ -91,7 +94,7 @@ class Loads:
             writes[own] = _chosen(load[own], load[own] > 0, int(share[index]), min_bytes)
         return np.flatnonzero(writes)
 
-    def shares(self, ranks: Int64Array, total: int) -> Int64Array:
+    def shares(self, ranks: Ranks, total: int) -> Int64Array:
         """Returns how much each of some ranks is to get of `total` bytes.
 
         Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,13 @@ SIZES = [
     [2 * MIB, 70_001, 0, 4 * MIB],
 ]
 OBJECTS = [[b"pickled", b""], [os.urandom(3 * MIB)], [b"of a rank without tensors"], []]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Lets go of memory that only cycles hold, of which other tests count the descriptors."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
