@@ -52,6 +52,7 @@ def save_staged_rank(
     )  # fmt: skip
     committed = False
     try:
+        vitals.enter("staging")
         # What goes wrong here is told to all by `finish`.
         keeping.stage(key, go, captured, target, options, vitals)
         outcome = yield from keeping.finish()

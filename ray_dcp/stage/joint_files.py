@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ray_dcp.errors import CheckpointError, ParticipantError, SaveCancelledError
 from ray_dcp.plan.values import FilePlan
@@ -66,6 +67,9 @@ class JointFiles:
         lock: Of the spool.
         turn: Held by a writing thread.
         opener: What opens a storage.
+
+    Attributes:
+        lines: For the ledgers of the spool: in which order windows are granted.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class JointFiles:
         self._lock = lock
         self._turn = turn
         self._opener = opener
+        self.lines: dict[Any, dict[int, Any]] = {}
         self._files: dict[tuple[str, str], _Joint] = {}
 
     def enter(self, job: Job) -> None:

@@ -77,6 +77,9 @@ class SlotLedger(Generic[J]):
     Args:
         num_slots: How many there are.
 
+    Attributes:
+        lines: The jobs of each line; shared by ledgers whose jobs may be of one.
+
     Example:
         >>> ledger = SlotLedger(2)
         >>> ledger.begin("a", "rank 0", [{0}, {0}, {0}])
@@ -96,7 +99,7 @@ class SlotLedger(Generic[J]):
         self._generation = [0] * num_slots
         self._last_owner: list[str | None] = [None] * num_slots
         self._warm: set[int] = set()
-        self._lines: dict[Hashable, dict[int, _Job | None]] = {}
+        self.lines: dict[Hashable, dict[int, _Job | None]] = {}
 
     @property
     def num_used(self) -> int:
@@ -132,7 +135,7 @@ class SlotLedger(Generic[J]):
         made = [_Window(frozenset(files), set(files), set(files)) for files in windows]
         self._jobs[job] = _Job(owner, made, is_kept=keep, line=line)
         if line is not None:
-            self._lines.setdefault(line.name, {})[line.place] = self._jobs[job]
+            self.lines.setdefault(line.name, {})[line.place] = self._jobs[job]
         if made:
             self._waiting.append(job)
 
@@ -213,11 +216,11 @@ class SlotLedger(Generic[J]):
         for window in found.windows if found else ():
             self._give_back(window)
         if found is not None and found.line is not None:
-            line = self._lines.get(found.line.name, {})
+            line = self.lines.get(found.line.name, {})
             if line.get(found.line.place) is found:
                 line[found.line.place] = None
             if not any(line.values()):
-                self._lines.pop(found.line.name, None)
+                self.lines.pop(found.line.name, None)
 
     def expect(self, owner: str, count: int) -> list[int]:
         """Returns the slots to warm up for a rank: free or its own, at most `count`."""
@@ -250,9 +253,9 @@ class SlotLedger(Generic[J]):
         for place in range(own.length if is_late else own.place):
             if place == own.place:
                 continue
-            if place not in self._lines[own.name]:
+            if place not in self.lines[own.name]:
                 return False
-            other = self._lines[own.name][place]
+            other = self.lines[own.name][place]
             if other is None or other.line is None:
                 continue  # it is over
             is_before = place < own.place and is_late
@@ -263,7 +266,7 @@ class SlotLedger(Generic[J]):
     def _all_granted(self, line: Line | None) -> bool:
         if line is None:
             return True
-        jobs = self._lines[line.name]
+        jobs = self.lines[line.name]
         return len(jobs) == line.length and all(
             job is None or job.num_granted == len(job.windows) for job in jobs.values()
         )

@@ -35,9 +35,6 @@ from ray_dcp.transfer.threads import run_tasks
 
 __all__ = ["Spool"]
 
-_JOBS_KEPT = 64
-"""Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
-
 
 class Spool(SpoolState):
     """Holds and writes what ranks hand over.
@@ -67,6 +64,8 @@ class Spool(SpoolState):
         self._turn = threading.BoundedSemaphore(options.num_writers)
         self._known = KnownPlans()
         self._joint = JointFiles(self._lock, self._turn, opener)
+        for channel in channels.values():
+            channel.ledger.lines = self._joint.lines
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
         """Takes an order, and returns the first windows' slots; may be none as yet.
@@ -260,17 +259,6 @@ class Spool(SpoolState):
 
     # With the lock held
 
-    def _new(self) -> threading.Condition:
-        return threading.Condition(self._lock)
-
-    def _add(self, job: Job) -> Job:
-        self._jobs[job.order.key] = job
-        jobs = self._jobs.values()
-        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
-        for old in over[:-_JOBS_KEPT]:
-            del self._jobs[old.order.key]
-        return job
-
     def _grant(self, job: Job, have: int) -> Grant:
         freed = job.channel.ledger.freed(job.order.key) if job.channel else ()
         return Grant(tuple(job.slots[have:]), freed)
@@ -281,11 +269,16 @@ class Spool(SpoolState):
             if channel is not None and channel.arena is not None:
                 channel.arena.mark(grant.slot)
             self._jobs[grant.job].slots.append(grant.slot)
+        names = dict.fromkeys(grant.job for grant in granted)
+        jobs = [self._jobs[name] for name in names if name in self._jobs]
+        jobs += [other for job in jobs for other in self._joint.beside(job)]
+        # Those that write the same file may stage in memory of another kind.
+        for other in self._channels.values() if len(jobs) > len(names) else ():
+            self._pump(other)
         # Why afterwards: what is answered may lead to further grants, which come behind these.
-        for name in dict.fromkeys(grant.job for grant in granted):
-            if name in self._jobs:
-                for job in (self._jobs[name], *self._joint.beside(self._jobs[name])):
-                    self._settle(job)
+        for job in jobs:
+            if job.order.key in self._jobs:
+                self._settle(job)
 
     def _settle(self, job: Job) -> None:
         """Answers what can be answered of `more` and `seal`."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
+from ray_dcp.errors import LimitError, NonFiniteError, ParticipantError, SaveCancelledError
 from ray_dcp.runtime.workers import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
@@ -77,6 +77,16 @@ def test_ranks_of_a_node_share_files_in_saves_of_both_kinds(ranks, tmp_path):
     ray_dcp.load(loaded, checkpoint_id=path, no_dist=True)
     assert torch.equal(loaded["sharded"], state["sharded"])
     assert loaded["log"] == [2] * 3
+
+
+def test_who_shares_a_file_does_not_wait_for_one_that_failed(ranks, tmp_path):
+    path = tmp_path / "c"
+    came = ranks.run(
+        partial(programs.save_where_one_can_not_stage, str(path), 1, files_per_node=1)
+    )  # fmt: skip
+    error = one_error(came, LimitError, "no room at all")
+    assert error.rank == 1
+    assert data_files(path) == []
 
 
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1)], ids=["rank 1", "rank 0", "all ranks"])

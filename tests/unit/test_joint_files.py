@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,13 @@ import pytest
 from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
+from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.filling import HostFiller, fill_window
+from ray_dcp.stage.jobs import Channel
+from ray_dcp.stage.layout import lay_out_windows
 from ray_dcp.stage.slots import Line, SlotLedger
-from ray_dcp.stage.values import StageKey
+from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.values import StageKey, StagerOptions
 from ray_dcp.store.opening import open_storage
 from tests.polling import eventually
 from tests.staged import MIB, Rank, same_files, shares, written_together
@@ -222,11 +228,44 @@ def test_windows_of_a_line_are_granted_in_the_order_of_the_file():
 
 
 def test_fixed_and_deferred_items_of_a_joint_file_are_in_windows_of_their_own():
-    from ray_dcp.stage.layout import lay_out_windows
-
     one, _ = shares([[100, 3 * MIB], [5]], [[b"x", b"yy"], []])
     layout = lay_out_windows(one.plan, [[1, 2]], SLOT)
     assert layout.num_fixed_windows == layout.num_windows - 1
     late = layout.window[layout.is_deferred]
     assert np.unique(late).tolist() == [layout.num_windows - 1]
     assert not np.isin(layout.window[~layout.is_deferred], late).any()
+
+
+def test_ranks_share_a_file_also_where_one_of_them_can_not_map_the_memory(places):
+    """Its bytes come as objects of the store, which have a ledger of their own."""
+    found = shares([[6 * MIB], [6 * MIB]], [[], [b"x"]])
+    written_together(found, places[1])
+    arena = Arena.create(4, SLOT)
+    channels = {
+        "arena": Channel(SLOT, SlotLedger(4), arena), "store": Channel(SLOT, SlotLedger(4))
+    }  # fmt: skip
+    reports = []
+    spool = Spool(channels, StagerOptions(), lambda _, report: reports.append(report))
+    one, two = (
+        Rank(spool, channels["arena"], share, share.order(StageKey("s", n, "a1"), places[0], SLOT))
+        for n, share in enumerate(found)
+    )
+    order = replace(two.order, channel="store")
+    assert spool.begin(order, None).slots == ()
+    one.begin()
+    layout = lay_out_windows(two.share.plan, order.deferred_bytes, SLOT)
+    slots = list(spool.more(order.key, 0).result(30).slots)
+    items = two.share.items
+    for window in range(layout.num_windows):
+        while window >= len(slots):
+            slots += spool.more(order.key, len(slots)).result(30).slots
+        into = np.zeros(layout.used_bytes[window], np.uint8)
+        fill_window(layout, window, into, HostFiller(items.source), items.deferred)
+        spool.deliver(order.key, window, memoryview(into))
+    for _ in range(one.num_windows):
+        one.fill()
+    assert spool.seal(order.key).result(30) is True
+    assert spool.seal(one.order.key).result(30) is True
+    assert eventually(lambda: reports, 20)
+    assert reports[0].error is None
+    assert same_files(*places)
