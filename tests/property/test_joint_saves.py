@@ -65,7 +65,9 @@ def test_a_node_writes_few_files_which_load_on_any_number_of_ranks(
 def test_ranks_that_write_themselves_have_as_many_files_each():
     storage = MemoryStorage("joint-alone")
     options = SaveOptions(num_threads=1, files_per_node=2, part_bytes=1000)
-    for result in run_ranks(save_ranks(sample_state(1), 3, storage.url, options=options)):
+    nodes = ["x", "x", "x"]
+    ranks = save_ranks(sample_state(1), 3, storage.url, options=options, nodes=nodes)
+    for result in run_ranks(ranks):
         result.get()
     counts = {}
     for key in data_files(storage):

@@ -15,13 +15,14 @@ import pytest
 from ray_dcp.errors import CheckpointError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
+from ray_dcp.stage import joint_files
 from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.filling import HostFiller, fill_window
 from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.layout import lay_out_windows
 from ray_dcp.stage.slots import Line, SlotLedger
 from ray_dcp.stage.spool import Spool
-from ray_dcp.stage.values import StageKey, StagerOptions
+from ray_dcp.stage.values import StageKey, StageReport, StagerOptions
 from ray_dcp.store.opening import open_storage
 from tests.polling import eventually
 from tests.staged import MIB, Rank, same_files, shares, written_together
@@ -36,7 +37,7 @@ SIZES = [
 OBJECTS = [[b"pickled", b""], [os.urandom(3 * MIB)], [b"of a rank without tensors"], []]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def nothing_left():
     """Lets go of memory that only cycles hold, of which other tests count the descriptors."""
     yield
@@ -84,6 +85,16 @@ def test_several_ranks_write_into_few_files(num_slots, files_per_node, places):
     assert [told[r.file].deferred for r in expected] == [r.deferred for r in expected]
     for rank in ranks:
         assert node.spool.progress(rank.order.key).reports[0].receipt is not None
+
+
+def test_many_ranks_with_little_go_through_few_slots(places):
+    # What is joined with bytes of the next rank must not keep the memory of the one before.
+    found = shares([[100]] * 10, [[b"object"]] * 10)
+    written_together(found, places[1])
+    node = Node(4)
+    stage_all(ranks_of(node, found, places[0]))
+    assert node.idle()
+    assert same_files(*places)
 
 
 def test_a_rank_goes_on_only_when_there_is_room_for_all(places):
@@ -202,6 +213,17 @@ def test_what_is_kept_is_found_in_the_joint_file(places):
             assert at == data[place : place + length]
             looked_at += len(at)
     assert looked_at == sum(map(sum, SIZES))
+    for place in node.reports[0].receipt.deferred:
+        # Where objects end up is not known to those who staged them.
+        assert place.item_bytes == 0 or file.find(place.item_offset, place.item_bytes) is None
+
+
+def test_nobody_lets_go_of_bytes_that_are_still_being_written():
+    joint = joint_files._Joint((0, 1), threading.Condition(), is_writing=True, is_told=True)
+    joint.end(StageReport(StageKey("s", 1, "a1"), 0, None, CheckpointError("rank 1 gave up")))
+    assert not joint.is_known()
+    joint.is_writing = False
+    assert joint.is_known()
 
 
 def test_windows_of_a_line_are_granted_in_the_order_of_the_file():
