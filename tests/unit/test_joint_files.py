@@ -220,7 +220,8 @@ def test_what_is_kept_is_found_in_the_joint_file(places):
 
 def test_nobody_lets_go_of_bytes_that_are_still_being_written():
     joint = joint_files._Joint((0, 1), threading.Condition(), is_writing=True, is_told=True)
-    joint.end(StageReport(StageKey("s", 1, "a1"), 0, None, CheckpointError("rank 1 gave up")))
+    with joint.changed:
+        joint.end(StageReport(StageKey("s", 1, "a1"), 0, None, CheckpointError("gave up")))
     assert not joint.is_known()
     joint.is_writing = False
     assert joint.is_known()
