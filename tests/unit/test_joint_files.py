@@ -148,6 +148,18 @@ def test_a_rank_that_never_comes_is_named(places):
     assert "ranks 1 did not" in str(error)
 
 
+def test_a_rank_that_dies_while_it_waits_for_others_is_given_up(places):
+    found = shares([[6 * MIB], [1]], [[], []])
+    node = Node(40)
+    one = ranks_of(node, found, places[0])[0]
+    one.begin()
+    for _ in range(one.num_windows):
+        one.fill()
+    node.spool.process_died("p0")
+    assert node.idle()
+    assert isinstance(node.reports[0].error, ParticipantError)
+
+
 def test_a_cancelled_rank_takes_the_others_along(places):
     gate = threading.Event()
 
@@ -213,9 +225,8 @@ def test_what_is_kept_is_found_in_the_joint_file(places):
             assert at == data[place : place + length]
             looked_at += len(at)
     assert looked_at == sum(map(sum, SIZES))
-    for place in node.reports[0].receipt.deferred:
-        # Where objects end up is not known to those who staged them.
-        assert place.item_bytes == 0 or file.find(place.item_offset, place.item_bytes) is None
+    # Where objects end up is not known to those who staged them.
+    assert file.num_bytes.sum() == sum(map(sum, SIZES))
 
 
 def test_nobody_lets_go_of_bytes_that_are_still_being_written():
