@@ -132,6 +132,7 @@ class _Save:
             staging=self._staging,
             rank=self._session.rank,
             attempt=self._account.attempt,
+            plan=self._account.plan,
             seconds=dict(self._account.seconds),
             bytes_staged=self._account.bytes.get("stage", 0),
             bytes_written=self._account.bytes_written,

@@ -54,6 +54,8 @@ class Event:
     """`"native"`, `"planner hooks"` or `"foreign storage"`."""
     attempt: str | None = None
     """Id of the attempt of a save, once it is planned."""
+    plan: str | None = None
+    """Where the plan of a save is from, once it is planned; see `SaveReport.plan`."""
     seconds: float = 0.0
     """How long the phase took; of an end, how long all of it took."""
     stall_s: float | None = None

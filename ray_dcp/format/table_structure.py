@@ -12,7 +12,7 @@ from ray_dcp.format.table_columns import damaged
 from ray_dcp.plan.structure import MOST_NUMBERS, MOST_RANKS, Structure, expand, is_expandable
 from ray_dcp.plan.values import ChunkTable, Int64Array
 
-__all__ = ["expanded", "structure_to"]
+__all__ = ["expanded", "structure_from", "structure_to"]
 
 _MOST_DIMENSIONS = 32
 _MOST = 1 << 62
@@ -46,7 +46,7 @@ def expanded(table: ChunkTable, value: Any) -> ChunkTable:
     """
     if len(table.checks):
         raise damaged("no checksums beside a structure", "some")
-    structure = _structure_from(value, table)
+    structure = structure_from(value, table)
     if not is_expandable(table, structure):
         raise damaged(f"a table of at most {MOST_NUMBERS} numbers", "a larger one")
     try:
@@ -55,7 +55,16 @@ def expanded(table: ChunkTable, value: Any) -> ChunkTable:
         raise damaged("files named after their leaders", str(error.key)) from error
 
 
-def _structure_from(value: Any, table: ChunkTable) -> Structure:
+def structure_from(value: Any, table: ChunkTable) -> Structure:
+    """Returns the structure of a table.
+
+    Args:
+        value: What `structure_to` gave.
+        table: The rows of the leaders, checked.
+
+    Raises:
+        DamagedCheckpointError: They do not belong together.
+    """
     if not isinstance(value, dict) or set(value) != _FIELDS:
         raise damaged("the fields of a structure", "others")
     strides, lengths = (_numbers(value[name], 1, 1) for name in ("strides", "lengths"))

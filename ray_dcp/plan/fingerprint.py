@@ -141,7 +141,9 @@ def _vocabulary(
     return digest
 
 
-def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int], joins: bool = False) -> bytes:
+def plan_key(
+    fingerprints: Sequence[bytes], nodes: Sequence[int] = (), joins: bool = False
+) -> bytes:
     """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order.
 
     Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "CHECKS_AT_END_CHUNKS",
     "MIN_PIECE_BYTES",
     "MIN_WRITER_BYTES",
+    "digest_of",
     "make_plan",
     "plan_of_layout",
 ]
@@ -201,7 +203,7 @@ def plan_of_layout(
         checks=np.zeros(0, dtype=np.uint64),
     )
     source = (held.rank[row], held.row[row], pieces.start[layout.piece])
-    return GlobalPlan(
+    plan = GlobalPlan(
         world_size=world_size,
         container=container,
         table=table,
@@ -212,33 +214,32 @@ def plan_of_layout(
         file_bytes=layout.file_bytes,
         file_headers=layout.file_headers,
         disagreements=pieces.disagreements,
-        digest=_digest(
-            table, (*source, layout.file_bytes), groups, (world_size, container, checks_at_end)
-        ),
+        digest=b"",
         groups=groups,
         checks_at_end=checks_at_end,
     )
+    return replace(plan, digest=digest_of(plan))
 
 
-def _digest(
-    table: ChunkTable,
-    arrays: tuple[npt.NDArray[Any], ...],
-    groups: ValueGroups,
-    choices: tuple[int | str | bool, ...],
-) -> bytes:
+def digest_of(plan: GlobalPlan) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
+
+    Args:
+        plan: All but its digest; with the rows of all that it plans.
     """
+    table, groups = plan.table, plan.groups
     words = [
-        *choices, table.names, table.paths, table.dtypes, table.files, groups.told,
+        plan.world_size, plan.container, plan.checks_at_end, table.names, table.paths,
+        table.dtypes, table.files, groups.told,
     ]  # fmt: skip
     state = blake2b(json.dumps(words).encode(), digest_size=32)
     columns: tuple[npt.NDArray[Any], ...] = (
         table.kind, table.dtype, table.ndim, table.shape, table.requires_grad, table.tensor,
         table.offset, table.size, table.file, table.item_offset, table.item_bytes,
         table.payload_offset, table.payload_bytes, table.block_bytes, groups.rank, groups.place,
-        groups.group, *arrays,
+        groups.group, plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes,
     )  # fmt: skip
     for array in columns:
         state.update(str((array.dtype.str, array.shape)).encode())

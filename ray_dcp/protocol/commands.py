@@ -35,6 +35,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )  # fmt: skip
 from ray_dcp.protocol.receipts import FileReceipts
+from ray_dcp.protocol.template_tasks import KeepTemplate, ReadTemplate, TemplateRead
 
 __all__ = [
     "Answer",
@@ -50,6 +51,7 @@ __all__ = [
     "Disarm",
     "Failed",
     "Finished",
+    "KeepTemplate",
     "MakeMetadata",
     "MakePlan",
     "Overtaken",
@@ -60,6 +62,7 @@ __all__ = [
     "ReadCheckpoint",
     "ReadRecord",
     "ReadRecords",
+    "ReadTemplate",
     "ReadsShared",
     "RecordCreated",
     "RecordsRead",
@@ -69,6 +72,7 @@ __all__ = [
     "SlotFree",
     "SlotTaken",
     "Task",
+    "TemplateRead",
     "WriteTable",
     "step_of",
 ]
@@ -195,8 +199,9 @@ class CollectReplaced:
 
 
 Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | MakeMetadata
-Reading = ReadCheckpoint | ShareReads
-Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | CollectReplaced | Reading | Writing
+Reading = ReadCheckpoint | ShareReads | ReadTemplate
+Keeping = CollectReplaced | KeepTemplate
+Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | Keeping
 
 
 @dataclass(frozen=True)
@@ -326,7 +331,9 @@ class Failed:
     error: CheckpointError
 
 
-Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared
+Seen = (
+    RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared | TemplateRead
+)
 Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 

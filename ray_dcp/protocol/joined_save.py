@@ -14,13 +14,15 @@ from ray_dcp.protocol.commands import (
     Planned,
     ReadRecords,
     RecordsRead,
+    Result,
     RowsMissing,
+    TemplateRead,
     step_of,
 )
 from ray_dcp.protocol.messages import Reply, SaveJoin
 from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import Planning
-from ray_dcp.protocol.save_errors import no_overwrite
+from ray_dcp.protocol.save_errors import no_overwrite, slow
 from ray_dcp.protocol.shelf import Shelf
 from ray_dcp.protocol.verdict import combine, identity, name_ranks
 
@@ -36,6 +38,9 @@ MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
 all that a new one needs: few ranks first, where their rows may tell those of the others."""
 
+RECALL_S = 30.0
+"""How long a plan of an earlier job may take to be read, in seconds; then a new one is made."""
+
 
 class JoinedSave(Operation):
     """A save until it has a plan.
@@ -48,7 +53,7 @@ class JoinedSave(Operation):
         super().__init__(first)
         self._target = first.target
         self._options = first.options
-        self._planning = Planning(first.world_size, first.options, Shelf())
+        self._planning = Planning(first.world_size, first.options, Shelf(), first.target)
         self._seen = RecordsRead(0, None, None, ())
         self._error: CheckpointError | None = None
         self._warnings: list[str] = []
@@ -57,7 +62,7 @@ class JoinedSave(Operation):
 
     def use(self, shelf: Shelf) -> None:
         """Takes what the coordinator knows from earlier saves. To be called first."""
-        self._planning = Planning(self.world_size, self._options, shelf)
+        self._planning = Planning(self.world_size, self._options, shelf, self._target)
 
     @abstractmethod
     def _on_plan(self, planned: Planned) -> Commands:
@@ -113,6 +118,10 @@ class JoinedSave(Operation):
         return self._ask_or_look()
 
     def _ask_or_look(self) -> Commands:
+        template = self._planning.look()
+        if template is not None:
+            timeout_s = min(RECALL_S, self._options.plan_timeout_s)
+            return self._step("recalling", template, timeout_s)
         asked = self._planning.ask()
         if not asked:
             return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
@@ -125,6 +134,12 @@ class JoinedSave(Operation):
                 self._roll.note(rank, None)
         answers = [self._ask(rank, reply) for rank, reply in asked.items()]
         return (*answers, *self._wait(self._options.plan_timeout_s))
+
+    def _recalled(self, result: Result | None) -> Commands:
+        """Takes what came of looking for a plan of an earlier job; whatever it is, it goes on."""
+        self._abandon()
+        self._planning.found(result.plan if isinstance(result, TemplateRead) else None)
+        return self._ask_or_look()
 
     def _ask(self, rank: int, reply: Reply) -> Answer:
         step = step_of(self._planning.last_of(rank))
@@ -149,6 +164,13 @@ class JoinedSave(Operation):
             return self._on_plan(plan)
         return self._step("planning", plan, self._options.plan_timeout_s)
 
+    def _is_refused(self, planned: Planned) -> bool:
+        """Whether the values of ranks differ, and may not; where they may, a warning says so."""
+        if planned.disagreements and self._options.replicas != "check":
+            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
+            return False
+        return bool(planned.disagreements)
+
     def _lacks(self, missing: RowsMissing) -> Commands:
         self._planning.lacks(missing.ranks)
         return self._ask_or_look()
@@ -156,3 +178,12 @@ class JoinedSave(Operation):
     def _made(self, planned: Planned) -> Commands:
         self._planning.made(planned)
         return self._on_plan(planned)
+
+    def _overdue_ranks(self, what: str, option: str) -> Commands:
+        after_s: float = getattr(self._options, option)
+        self._overdue(what, after_s, f"raise SaveOptions.{option}")
+        return self._fail(combine(self._roll.errors, self._target.url))
+
+    def _too_slow(self, option: str) -> Commands:
+        after_s: float = getattr(self._options, option)
+        return self._fail(slow(self.phase, option, after_s, self._target.url))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
@@ -19,9 +19,14 @@ from ray_dcp.plan.values import Int32Array, RankPlan, UInt64Array
 __all__ = [
     "DeferredPlace", "Exchange", "Exchanged", "Fenceable", "FileReceipt", "LoadDone", "LoadGo",
     "LoadJoin", "LoadOutcome", "LoadProceed", "LoadReady", "Noted", "OpKey", "PartsHeld",
-    "PartsWritten", "Refused", "Reply", "Request", "SaveAgain", "SaveGo", "SaveJoin", "SaveOutcome",
-    "SaveReceipt", "SaveStaged", "SendItems", "TakeOver", "Target",
+    "PartsWritten", "PlanOrigin", "Refused", "Reply", "Request", "SaveAgain", "SaveGo", "SaveJoin",
+    "SaveOutcome", "SaveReceipt", "SaveStaged", "SendItems", "TakeOver", "Target",
 ]  # fmt: skip
+
+
+PlanOrigin = Literal["cold", "warm", "template"]
+"""Where the plan of a save is from: made for it; of an earlier save of the job; read beside the
+checkpoints, where another job had left it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class SaveGo:
     """Of the global plan, by which this part may be used again; empty when it may not."""
     groups: tuple[Int32Array, ...] = ()
     """`ray_dcp.plan.agreement.groups_of` this rank."""
+    origin: PlanOrigin = "cold"
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,7 @@ class SaveAgain:
     digest: bytes
     """`SaveJoin.known`."""
     warnings: tuple[str, ...] = ()
+    origin: PlanOrigin = "warm"
 
 
 @dataclass(frozen=True)

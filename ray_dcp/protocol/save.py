@@ -2,7 +2,8 @@
 
 | phase | waits for | then |
 |---|---|---|
-| joining | `SaveJoin` of every rank | ask some for what is not known, or look what stands there |
+| joining | `SaveJoin` of every rank | look for a plan of an earlier job, or as in the next |
+| recalling | `TemplateRead` | ask some ranks for what is not known, or look what stands there |
 | gathering | `SaveJoin` of those, again | look at what stands there |
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
@@ -12,7 +13,7 @@
 | record | the vote | *committed*: publish `.metadata` |
 | publishing | `Published` | delete what other attempts left, and their records |
 | collecting | `Finished` | `SaveOutcome` to every rank: done |
-| projecting | `Finished` | all ranks were told; `.metadata` is made `"later"`: done |
+| projecting | `Finished` | all were told; `.metadata` made `"later"`, the plan is kept: done |
 | aborting | the vote | `Refused` to every rank: delete what was written |
 | cleaning | `Finished` | failed |
 
@@ -38,7 +39,6 @@ from ray_dcp.protocol.commands import (
     CommitBuilt,
     Failed,
     Finished,
-    MakeMetadata,
     Planned,
     Published,
     PublishMetadata,
@@ -48,6 +48,8 @@ from ray_dcp.protocol.commands import (
     RowsMissing,
     SlotFree,
     SlotTaken,
+    Task,
+    TemplateRead,
     WriteTable,
     step_of,
 )
@@ -71,7 +73,6 @@ from ray_dcp.protocol.save_errors import (
     lost_race,
     other_attempt,
     overtaken,
-    slow,
     undecided,
     warning,
 )
@@ -104,6 +105,7 @@ class SaveMachine(JoinedSave):
         self._built: CommitBuilt | None = None
         self._vote = Vote(first.target, "", 1)
         self._won: Won | None = None
+        self._later: list[Task] = []
         self.is_cancelled = False
 
     def cancel(self, reason: str) -> Commands:
@@ -156,6 +158,8 @@ class SaveMachine(JoinedSave):
 
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
+            case "recalling", (TemplateRead() | Failed()):
+                return self._recalled(result)
             case "reading", RecordsRead():
                 return self._read(result)
             case "planning", Planned():
@@ -191,8 +195,8 @@ class SaveMachine(JoinedSave):
                 what = "files that it replaced could not all be deleted (the next save does it)"
                 self._warnings.append(warning(what, result))
                 return self._done()
-            case (("cleaning" | "projecting"), (Finished() | Failed())):
-                return tuple(self._finish())
+            case (("projecting" | "cleaning"), (Finished() | Failed())):
+                return self._go_on()
             case _, Failed():
                 return self._fail(located(result.error, self._target.url))
         raise self._contradiction(f"result {type(result).__name__}")
@@ -203,6 +207,8 @@ class SaveMachine(JoinedSave):
                 return self._overdue_ranks("join the save", "plan_timeout_s")
             case "gathering":
                 return self._overdue_ranks("say what it holds", "plan_timeout_s")
+            case "recalling":
+                return self._recalled(None)
             case "writing":
                 return self._overdue_ranks("write its part", "write_timeout_s")
             case "reading" | "planning":
@@ -217,6 +223,8 @@ class SaveMachine(JoinedSave):
                     f"SaveOptions.commit_timeout_s={self._options.commit_timeout_s:g} s"
                 )
                 return tuple(self._conclude(self._success()))
+            case "projecting":
+                return tuple(self._finish())
         return ()
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
@@ -227,7 +235,7 @@ class SaveMachine(JoinedSave):
             case "gathering":
                 self._roll.blame(errors)
                 return self._gathered()
-            case "reading" | "planning":
+            case "recalling" | "reading" | "planning":
                 return self._fail(combine(errors, self._target.url))
             case "writing":
                 # A rank whose receipt is here has done its share: its files are durable.
@@ -238,10 +246,8 @@ class SaveMachine(JoinedSave):
     # Planning
 
     def _on_plan(self, planned: Planned) -> Commands:
-        if planned.disagreements and self._options.replicas == "check":
+        if self._is_refused(planned):
             return self._fail(disagreeing_values(planned.disagreements, self._target.url))
-        if planned.disagreements:
-            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
         self._plan = planned.plan
         self._attempt = self._new_attempt()
         self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
@@ -316,11 +322,14 @@ class SaveMachine(JoinedSave):
 
     def _done(self) -> Commands:
         told = self._conclude(self._success())
-        later = self._options.stock_metadata == "later" and REPLACED_SINCE not in self._warnings
-        if not later or self._options.container != "torch_save":
-            return (*told, *self._finish())
-        self._to("projecting")
-        return (*told, self._perform(MakeMetadata(self._target)))
+        self._later = self._planning.later(self._plan, REPLACED_SINCE not in self._warnings)
+        return (*told, *self._go_on())
+
+    def _go_on(self) -> Commands:
+        """Does what is left to be done when all were told."""
+        if not self._later:
+            return tuple(self._finish())
+        return self._step("projecting", self._later.pop(0), self._options.commit_timeout_s)
 
     def _success(self) -> Reply:
         if self._won is None:
@@ -334,15 +343,6 @@ class SaveMachine(JoinedSave):
         if self._plan is None:
             return self._refuse_all(error)
         return self._abort(error)
-
-    def _overdue_ranks(self, what: str, option: str) -> Commands:
-        after_s: float = getattr(self._options, option)
-        self._overdue(what, after_s, f"raise SaveOptions.{option}")
-        return self._fail(combine(self._roll.errors, self._target.url))
-
-    def _too_slow(self, option: str) -> Commands:
-        after_s: float = getattr(self._options, option)
-        return self._fail(slow(self.phase, option, after_s, self._target.url))
 
     def _abort(self, error: CheckpointError) -> Commands:
         """Fences the attempt off before anybody is told that it failed."""

@@ -52,6 +52,7 @@ class Account:
         seconds: How long each phase took so far.
         bytes: Bytes that each phase moved, of those that move some.
         attempt: Of a save, once it is planned.
+        plan: Of a save, once it is planned: see `SaveReport.plan`.
 
     Example:
         >>> now = iter([0.0, 2.0, 5.0])
@@ -74,6 +75,7 @@ class Account:
         self.seconds: dict[str, float] = {}
         self.bytes: dict[str, int] = {}
         self.attempt: str | None = None
+        self.plan: str | None = None
         self.takeovers = 0
         self._mode = mode
         self._kind = "load" if mode == "load" else "save"
@@ -184,6 +186,7 @@ class Account:
         match reply:
             case SaveGo() | SaveAgain():
                 self.attempt = reply.attempt
+                self.plan = reply.origin
                 self.done("plan")
             case SaveOutcome() if "write" in self.seconds:
                 self.done("commit")
@@ -200,7 +203,7 @@ class Account:
             event = Event(
                 name=f"{self._kind}.{outcome}", checkpoint_id=self._checkpoint_id,
                 rank=self._rank, world_size=self._world_size, mode=self._mode, path=self._path,
-                attempt=self.attempt, seconds=seconds, num_bytes=num_bytes,
+                attempt=self.attempt, plan=self.plan, seconds=seconds, num_bytes=num_bytes,
                 **more,  # type: ignore[arg-type]
             )  # fmt: skip
             events.emit(event)

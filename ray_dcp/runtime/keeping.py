@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,11 +34,12 @@ from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
-from ray_dcp.stage.filling import copy_threads, device_filler_of, fill_rows
+from ray_dcp.stage.copying import copy_all
+from ray_dcp.stage.filling import device_filler_of, fill_rows
 from ray_dcp.stage.private_memory import Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.sources import ManySource, Source
-from ray_dcp.transfer.threads import run_tasks, run_within
+from ray_dcp.transfer.threads import run_within
 from ray_dcp.transfer.writer import write_part
 
 __all__ = ["Keeping", "ProcessKeeping", "keeping_of", "warm_process"]
@@ -233,14 +233,9 @@ class ProcessKeeping:
         starts = (ends - lengths).tolist()
         places = dict(zip(rows, zip(starts, ends.tolist(), strict=True), strict=True))
 
-        def copy(part: tuple[int, int]) -> None:
-            for index in range(*part):
-                target = memory[starts[index] : ends[index]]
-                np.copyto(target, np.frombuffer(views[index], dtype=np.uint8))
-
         if device is None:
-            num_threads = copy_threads()
-            run_tasks(_shares(ends, num_threads), copy, num_threads)
+            cuts = zip(views, starts, ends.tolist(), strict=True)
+            copy_all((memory[low:high], np.frombuffer(view, np.uint8)) for view, low, high in cuts)
         else:
             fill_rows(device, rows, lengths, memory)
         check_unchanged(captured)
@@ -267,14 +262,3 @@ def _views(source: Source, rows: Sequence[int]) -> list[memoryview]:
     if isinstance(source, ManySource):
         return list(source.many(rows))
     return [source(row) for row in rows]
-
-
-def _shares(ends: np.ndarray, num_threads: int) -> list[tuple[int, int]]:
-    """Returns ranges of items of about equal bytes, one for each thread that copies."""
-    if not len(ends):
-        return []
-    bounds = [0]
-    for share in range(1, num_threads):
-        bounds.append(int(np.searchsorted(ends, int(ends[-1]) * share // num_threads)))
-    bounds.append(len(ends))
-    return [(low, high) for low, high in pairwise(bounds) if low < high]

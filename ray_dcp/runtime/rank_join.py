@@ -22,6 +22,7 @@ from ray_dcp.protocol.messages import (
     SendItems,
     Target,
 )
+from ray_dcp.protocol.template_place import expects_template
 from ray_dcp.runtime.plan_memory import PlanMemory, Remembered
 from ray_dcp.runtime.rank_captured import Captured
 from ray_dcp.runtime.telling import attempt, naming, refusal
@@ -86,7 +87,8 @@ def join_save(
             join = answer or replace(join, error=error, asked=join.asked + 1)
             reply = yield join
         if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
-            reply = SaveGo(reply.attempt, reply.epoch, known.plan, reply.warnings)
+            told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
+            reply = SaveGo(*told, origin=reply.origin)
         elif isinstance(reply, SaveAgain):
             raise InternalError(
                 f"expected the coordinator to send rank {rank} its part of the plan, but it named "
@@ -114,7 +116,10 @@ def _first(
     if known is not None:
         values = known.values(contents_of(columns))
         return replace(join, fingerprint=name, known=known.digest, values=values), known
-    rows = encode(without_contents(columns)) if join.world_size <= ROWS_AT_ONCE else b""
+    few = join.world_size <= ROWS_AT_ONCE
+    # Why: rows that an earlier job has planned already need not move.
+    few = few and not expects_template(join.target, options, join.world_size * len(columns))
+    rows = encode(without_contents(columns)) if few else b""
     return replace(join, fingerprint=name, columns=rows, contents=contents_of(columns)), None
 
 

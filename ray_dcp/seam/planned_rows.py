@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
+from ray_dcp.errors import StateDictError
 from ray_dcp.plan.values import Columns, Kind, Path
 
-__all__ = ["Row", "columns_of"]
+__all__ = ["Row", "columns_of", "tensor_data_of"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,32 @@ def columns_of(rows: Sequence[Row], paths: Mapping[str, Path]) -> Columns:
         splittable=np.array([row.splittable for row in rows], dtype=np.bool_),
         value=np.array([row.value for row in rows], dtype=np.uint64),
     )
+
+
+def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
+    """Returns the `TensorWriteData` of an item, which must describe a box.
+
+    Args:
+        item: Of a tensor.
+        planner: Its class, for the error.
+        rank: For the error.
+
+    Raises:
+        StateDictError: It describes none.
+    """
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        raise StateDictError(
+            f"{planner} planned {item.index.fqn!r} as {item.type.name} without tensor_data",
+            rank=rank,
+            key=item.index.fqn,
+        )
+    if not len(data.size) == len(data.chunk.offsets) == len(data.chunk.sizes):
+        raise StateDictError(
+            f"{planner} planned {item.index.fqn!r} with a chunk at "
+            f"{tuple(data.chunk.offsets)} of {tuple(data.chunk.sizes)}, but the tensor has "
+            f"{len(data.size)} dimensions: {tuple(data.size)}",
+            rank=rank,
+            key=item.index.fqn,
+        )
+    return data

@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -38,8 +37,9 @@ from ray_dcp.seam.foreign import set_up_save_planner
 from ray_dcp.seam.objects import dump_object, is_simple, load_object, simple_digest
 from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planned_metadata import is_path, metadata_problems
-from ray_dcp.seam.planned_rows import Row, columns_of
-from ray_dcp.seam.rounds import Group, Steps, reduce_scatter, reserve
+from ray_dcp.seam.planned_rows import Row, columns_of, tensor_data_of
+from ray_dcp.seam.pure_planners import PurePlans, is_declared_pure
+from ray_dcp.seam.rounds import Group, Steps, all_reduce, reduce_scatter, reserve
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.seam.tensors import content_digest, dtype_name, host_bytes, is_plain, refusal
 
@@ -71,8 +71,9 @@ def capture_with_planner(
     `set_up_planner` and `create_local_plan` run on every rank. Only where the planner plans
     globally in its own way (`plans_globally`) are plans exchanged, and `create_global_plan` runs
     on the coordinator rank, `finish_plan` on all; else the plan of ray_dcp shares out replicas.
-    `resolve_data` runs for each item, to check it, and where much was resolved again when its
-    bytes are read.
+    Where the planner is declared pure (`pure_planners`) and nothing has changed, these hooks do
+    not run. `resolve_data` runs for each item, to check it, and where much was resolved again
+    when its bytes are read.
 
     Args:
         next_key: Names the next operation of the session (`Session.next_key`). Called now, not
@@ -95,17 +96,26 @@ def capture_with_planner(
             can't be told by a native checkpoint; or the state dict has a `PerRank`.
     """
     refuse_per_rank(state_dict, f"the planner {type(planner).__name__}")
+    pure = None
+    if is_declared_pure(planner):
+        pure = PurePlans(
+            planner, rank=rank, world_size=world_size, coordinator_rank=coordinator_rank
+        )
+    num_steps = (1 if pure is None else 2) if plans_globally(planner) else 0
+    next_of_save = reserve(next_key, num_steps=num_steps, world_size=world_size)
     group = Group(
-        reserve(next_key, num_steps=int(plans_globally(planner)), world_size=world_size),
-        rank, world_size, options.plan_timeout_s, "save", checkpoint_id, coordinator_rank,
+        next_of_save, rank, world_size, options.plan_timeout_s, "save", checkpoint_id,
+        coordinator_rank,
     )  # fmt: skip
     hooks = _Hooks(planner, group, options)
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
+        if pure is not None:
+            pure.look(state)
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
 
-    return hooks.steps(set_up)
+    return hooks.steps(set_up, pure)
 
 
 def plans_globally(planner: SavePlanner) -> bool:
@@ -148,20 +158,55 @@ class _Hooks:
         """Returns what `code` returns; errors of the planner come as `CheckpointError`."""
         return call_user_code(f"{self.name}.{hook}", code, rank=self.group.rank)
 
-    def steps(self, set_up: Callable[[], None]) -> Steps[Capture]:
-        planner = self.planner
+    def steps(self, set_up: Callable[[], None], pure: PurePlans | None) -> Steps[Capture]:
+        if plans_globally(self.planner):
+            return (yield from self.steps_of_all(set_up, pure))
+        self.guard("set_up_planner", set_up)
+        roll, is_known = (b"", False) if pure is None else pure.agree([pure.offer()])
+        known = pure.plan_for(roll) if pure is not None and is_known else None
+        if known is not None:
+            return self.capture(*known, is_shared=True)
+        plan = self.guard("create_local_plan", self.whole_local_plan)
+        paths = self.paths_of(plan.planner_data)
+        return self.made(plan, paths, roll, pure, is_shared=True)
+
+    def steps_of_all(self, set_up: Callable[[], None], pure: PurePlans | None) -> Steps[Capture]:
+        """As `steps`, for a planner that decides between ranks."""
+        roll = b""
+        if pure is not None:
+
+            def offer() -> tuple[bytes, tuple[bytes, ...]]:
+                set_up()
+                return pure.offer()
+
+            agreed = yield from all_reduce(self.group, "settings", offer, pure.agree)
+            roll, is_known = self.guard("plan_settings", agreed)
+            known = pure.plan_for(roll) if is_known else None
+            if known is not None:
+                return self.capture(*known, is_shared=False)
 
         def local_plan() -> SavePlan:
-            set_up()
-            return planner.create_local_plan()
+            if pure is None:
+                set_up()
+            return self.planner.create_local_plan()
 
-        if plans_globally(planner):
-            part = yield from reduce_scatter(self.group, "plan", local_plan, self.global_plan)
-            plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
-            return self.capture(plan.items, paths, is_shared=False)
-        self.guard("set_up_planner", set_up)
-        plan = self.guard("create_local_plan", self.whole_local_plan)
-        return self.capture(plan.items, self.paths_of(plan.planner_data), is_shared=True)
+        part = yield from reduce_scatter(self.group, "plan", local_plan, self.global_plan)
+        plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
+        return self.made(plan, paths, roll, pure, is_shared=False)
+
+    def made(
+        self,
+        plan: SavePlan,
+        paths: dict[str, Path],
+        roll: bytes,
+        pure: PurePlans | None,
+        *,
+        is_shared: bool,
+    ) -> Capture:
+        """Captures what the hooks planned just now."""
+        told = [] if pure is None else pure.made(roll, plan.items, paths)
+        found = self.capture(plan.items, paths, is_shared=is_shared)
+        return replace(found, warnings=(*found.warnings, *told))
 
     def whole_local_plan(self) -> SavePlan:
         """Returns the local plan, never "as last time": that only spares DCP its gather."""
@@ -235,7 +280,7 @@ class _Hooks:
             if not isinstance(data, io.BytesIO):
                 raise self.lie(item, "an io.BytesIO", type(data).__name__)
             return data
-        planned = _tensor_data(self, item)
+        planned = tensor_data_of(item, self.name, self.group.rank)
         wanted = f"a tensor {planned.properties.dtype} of shape {tuple(planned.chunk.sizes)}"
         if not isinstance(data, torch.Tensor):
             raise self.lie(item, wanted, type(data).__name__)
@@ -320,7 +365,7 @@ class _Resolved:
     def _add_tensor(
         self, row: int, item: WriteItem, tensor: torch.Tensor, *, is_shared: bool
     ) -> Row:
-        planned = _tensor_data(self.hooks, item)
+        planned = tensor_data_of(item, self.hooks.name, self.hooks.group.rank)
         kind = Kind.TENSOR if is_plain(tensor) else Kind.OPAQUE
         if kind is Kind.TENSOR and (why := refusal(tensor)):
             raise UnsupportedValueError(
@@ -352,23 +397,3 @@ class _Resolved:
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
-
-
-def _tensor_data(hooks: _Hooks, item: WriteItem) -> Any:
-    """Returns the item's `TensorWriteData`, which must describe a box."""
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        raise StateDictError(
-            f"{hooks.name} planned {item.index.fqn!r} as {item.type.name} without tensor_data",
-            rank=hooks.group.rank,
-            key=item.index.fqn,
-        )
-    if not len(data.size) == len(data.chunk.offsets) == len(data.chunk.sizes):
-        raise StateDictError(
-            f"{hooks.name} planned {item.index.fqn!r} with a chunk at "
-            f"{tuple(data.chunk.offsets)} of {tuple(data.chunk.sizes)}, but the tensor has "
-            f"{len(data.size)} dimensions: {tuple(data.size)}",
-            rank=hooks.group.rank,
-            key=item.index.fqn,
-        )
-    return data

@@ -6,23 +6,21 @@ into slots that are registered with the device's driver.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from ray_dcp.errors import InternalError
+from ray_dcp.stage.copying import copy_all
 from ray_dcp.stage.layout import StagingLayout
 from ray_dcp.transfer.sources import ManySource, Source
-from ray_dcp.transfer.threads import run_tasks
 
 __all__ = [
     "DeviceSource",
     "Filler",
     "HostFiller",
     "Pin",
-    "copy_threads",
     "device_filler_of",
     "fill_rows",
     "fill_window",
@@ -32,10 +30,7 @@ __all__ = [
 _SMALL_BYTES = 64 << 10
 _MOST_JOINED = 4096
 """Small items that are asked for at once."""
-_COPY_BYTES = 4 << 20
-"""Longer items are cut for the threads that copy."""
 _MOST_BEGUN_BYTES = 64 << 20
-_MOST_COPY_THREADS = 4
 
 
 Pin = Callable[[np.ndarray], Callable[[], None] | None]
@@ -78,13 +73,6 @@ class DeviceSource(Protocol):
         ...
 
 
-def copy_threads() -> int:
-    """Returns how many threads of a process copy at a time."""
-    asked = getattr(os, "sched_getaffinity", None)
-    processors = len(asked(0)) if asked is not None else os.cpu_count() or 1
-    return min(processors, _MOST_COPY_THREADS)
-
-
 def filler_of(source: Source) -> Filler:
     """Returns what copies from a source, wherever its bytes are."""
     return device_filler_of(source) or HostFiller(source)
@@ -97,19 +85,16 @@ def device_filler_of(source: Source) -> Filler | None:
 
 
 class HostFiller:
-    """Copies from memory of this process, large items on several threads.
+    """Copies from memory of this process, large items on several threads: see `copying`.
 
     Args:
         source: As for `ray_dcp.transfer.writer.write_part`; called by one thread.
-        num_threads: That copy; by default as many as have a processor, up to four. Why several:
-            one gets half of what the memory of a small machine gives, and a tenth of a large one's.
     """
 
     pin: Pin | None = None
 
-    def __init__(self, source: Source, num_threads: int | None = None) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._num_threads = num_threads or copy_threads()
         self._row = -1
         self._item = memoryview(b"")
         self._begun: list[tuple[np.ndarray, np.ndarray]] = []
@@ -126,11 +111,7 @@ class HostFiller:
                 f"expected bytes [{start}, {start + len(target)}) of row {row}, found an item of "
                 f"{len(self._item)} bytes; please report this"
             )
-        found = np.frombuffer(part, dtype=np.uint8)
-        self._begun += [
-            (target[low : low + _COPY_BYTES], found[low : low + _COPY_BYTES])
-            for low in range(0, len(target), _COPY_BYTES)
-        ]
+        self._begun.append((target, np.frombuffer(part, dtype=np.uint8)))
         self._begun_bytes += len(target)
         # Why: tensors that are not contiguous are there a second time until they are copied.
         if self._begun_bytes >= _MOST_BEGUN_BYTES:
@@ -160,8 +141,7 @@ class HostFiller:
     def finish(self) -> None:
         """See `Filler.finish`."""
         begun, self._begun, self._begun_bytes = self._begun, [], 0
-        # Why numpy: unlike an assignment to a memoryview it lets other threads run meanwhile.
-        run_tasks(begun, lambda one: np.copyto(*one), min(self._num_threads, len(begun)))
+        copy_all(begun)
 
 
 def fill_window(

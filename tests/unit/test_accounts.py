@@ -301,7 +301,7 @@ def test_an_event_is_a_record_that_json_takes_and_names_everything():
     found = json.loads(json.dumps(event.as_dict()))
     assert found["rank"] == 3
     known = {field.name for field in fields(Event)}
-    assert known - set(found) == {"checkpoint_id", "attempt", "stall_s", "error"}
+    assert known - set(found) == {"checkpoint_id", "attempt", "plan", "stall_s", "error"}
 
 
 def test_one_line_for_a_save_at_level_info_and_the_rest_below(told, tmp_path):

@@ -175,16 +175,6 @@ def test_not_all_of_very_many_items_are_asked_for_at_once():
     assert [one for one in filler.asked if one != "finish"] == [4096, 4096, 808]
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_large_items_are_copied_in_slices_by_any_number_of_threads(num_threads):
-    data = np.random.default_rng(5).integers(0, 256, 9 * MIB + 5, dtype=np.uint8)
-    filler = HostFiller(lambda row: data.data, num_threads)
-    into = np.zeros(len(data) - 3, np.uint8)
-    filler.fill(0, 3, into)
-    filler.finish()
-    assert np.array_equal(into, data[3:])
-
-
 def test_not_all_large_items_wait_for_the_end_of_a_window(monkeypatch):
     monkeypatch.setattr("ray_dcp.stage.filling._MOST_BEGUN_BYTES", 2 * MIB)
     filler = HostFiller(lambda row: memoryview(bytes([row]) * MIB))
