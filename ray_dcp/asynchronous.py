@@ -237,7 +237,7 @@ class _NativeSave(_Save):
         join = join_save(
             self._key, rank=session.rank, world_size=session.world_size, target=target,
             options=options, capture=take, staged=keeping.survives, vitals=vitals,
-            memory=session.plans,
+            memory=session.plans, node=session.node,
         )  # fmt: skip
         go, captured = drive(join, call)
         account.planned(go)
@@ -336,6 +336,7 @@ class _Reserved:
     """A session whose next operations are named already: in the order of the users' calls."""
 
     def __init__(self, session: RankSession) -> None:
+        self.origin = session
         self._session = session
         self._keys = iter([session.next_key() for _ in range(RESERVED_KEYS)])
         self.rank = session.rank

@@ -154,23 +154,37 @@ def write(
     known = {tensor.fqn: tensor for tensor in case.tensors}
     files: dict[str, bytearray] = {}
     receipts: dict[int, FileReceipt] = {}
+    extents: dict[int, list[tuple[Columns, FilePlan]]] = {}
     for rank in range(plan.world_size):
         for file_plan in rank_plan(plan, rank).files:
-            key = file_plan.key.replace("{attempt}", attempt)
-            assert key not in files
-            receipts[file_plan.file] = _write_file(known, columns[rank], file_plan, key, files)
+            own = extents.setdefault(file_plan.file, [])
+            own.append((columns[rank], file_plan))
+            assert file_plan.company.tolist()[len(own) - 1 : len(own)] in ([rank], [])
+    for file, own in extents.items():
+        first = own[0][1]
+        assert len(own) == max(len(first.company), 1)
+        key = first.key.replace("{attempt}", attempt)
+        assert key not in files
+        data = files[key] = bytearray(first.header)
+        checks = [_write_fixed(known, each, one, key, data) for each, one in own]
+        ends = [len(data)]
+        places = []
+        for each, one in own:
+            told, more = _write_deferred(each, one, data)
+            places += told
+            checks.append(more)
+        assert ends == [plan.file_bytes[file]]
+        joined = np.concatenate([np.zeros(0, np.uint64), *checks])
+        receipts[file] = FileReceipt(file, key, len(data), digest(joined), joined, tuple(places))
     return files, receipts
 
 
-def _write_file(
-    known: dict[str, Tensor],
-    columns: Columns,
-    plan: FilePlan,
-    key: str,
-    files: dict[str, bytearray],
-) -> FileReceipt:
-    data = files[key] = bytearray(plan.header)
-    checks: list[np.ndarray] = []
+def _write_fixed(
+    known: dict[str, Tensor], columns: Columns, plan: FilePlan, key: str, data: bytearray
+) -> np.ndarray:
+    checks: list[np.ndarray] = [np.zeros(0, np.uint64)]
+    assert len(data) - len(plan.header) <= plan.start or not len(plan.row)
+    assert plan.start % 4096 == 0
     for index, row in enumerate(plan.row.tolist()):
         payload = item_bytes(known, columns, row)[plan.source_start[index] :]
         payload = payload[: plan.payload_bytes[index]]
@@ -186,15 +200,21 @@ def _write_file(
         data += payload.tobytes() + footer
         assert len(data) == plan.item_offset[index] + plan.item_bytes[index]
         checks.append(block_checks(payload.data, int(plan.block_bytes[index])))
-    assert len(data) == plan.num_bytes
-    places = []
+    assert len(data) == plan.num_bytes or len(plan.company)
+    assert len(data) == plan.num_bytes or not len(plan.row)
+    return np.concatenate(checks)
+
+
+def _write_deferred(
+    columns: Columns, plan: FilePlan, data: bytearray
+) -> tuple[list[DeferredPlace], np.ndarray]:
+    checks, places = [np.zeros(0, np.uint64)], []
     for row in plan.deferred.tolist():
         item = f"deferred {columns.names[columns.name[row]]}".encode() * 3
         places.append(DeferredPlace(row, len(data), len(item), block_bytes_for(len(item))))
         checks.append(block_checks(item, places[-1].block_bytes))
         data += item
-    joined = np.concatenate([np.zeros(0, np.uint64), *checks])
-    return FileReceipt(plan.file, key, len(data), digest(joined), joined, tuple(places))
+    return places, np.concatenate(checks)
 
 
 def item_bytes(known: dict[str, Tensor], columns: Columns, row: int) -> np.ndarray:

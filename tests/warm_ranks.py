@@ -24,6 +24,7 @@ class Warm:
         joins: Of the last save.
         replies: To them.
         plans_made: In the last save.
+        nodes: Names of the nodes that the ranks are on.
     """
 
     def __init__(self, world_size: int, url: str) -> None:
@@ -36,6 +37,7 @@ class Warm:
         """Begins with other processes."""
         self.world_size = world_size
         self.memories = [PlanMemory() for _ in range(world_size)]
+        self.nodes = [""] * world_size
 
     def restart_coordinator(self) -> None:
         self.coordination = Coordination(epoch=next(self.numbers) + 1, new_attempt=new_attempt)
@@ -51,6 +53,7 @@ class Warm:
                     key, rank=rank, world_size=self.world_size, target=Target(url or self.url),
                     options=options or SaveOptions(num_threads=1), memory=self.memories[rank],
                     capture=partial(capture, states[rank], rank, self.world_size),
+                    node=self.nodes[rank],
                 )
             )
             for rank in range(self.world_size)

@@ -32,7 +32,7 @@ FINGERPRINT_BYTES = 32
 
 _ITEMS_BYTES = 16
 """Of the first half."""
-_FORM = 4
+_FORM = 5
 """To be raised by whoever changes which plan follows from the same items."""
 
 _ARRAYS = (
@@ -48,6 +48,7 @@ def fingerprint(
     container: str,
     part_bytes: int,
     to_lowest_rank: bool = False,
+    files_per_node: int | None = None,
 ) -> bytes:
     """Returns 32 bytes that change with everything that the plan depends on.
 
@@ -57,6 +58,7 @@ def fingerprint(
         container: As for `make_plan`.
         part_bytes: As there.
         to_lowest_rank: As there.
+        files_per_node: As there.
 
     Complexity:
         O(rows), about 0.3 us a row.
@@ -72,7 +74,7 @@ def fingerprint(
         >>> of("float32", 1) == of("float32", 2), of("float32", 1) == of("bfloat16", 1)
         (True, False)
     """
-    options = (world_size, container, part_bytes, to_lowest_rank)
+    options = (world_size, container, part_bytes, to_lowest_rank, files_per_node)
     items, number = _items_of(columns, options), number_in(columns.names, world_size)
     return _named(items, {key: getattr(columns, key) for key in _BOXES}, number)
 
@@ -86,13 +88,14 @@ class Fingerprints:
         container: As there.
         part_bytes: As there.
         to_lowest_rank: As there.
+        files_per_node: As there.
     """
 
     def __init__(
         self, columns: Columns, *, world_size: int, container: str, part_bytes: int,
-        to_lowest_rank: bool = False,
+        to_lowest_rank: bool = False, files_per_node: int | None = None,
     ) -> None:  # fmt: skip
-        options = (world_size, container, part_bytes, to_lowest_rank)
+        options = (world_size, container, part_bytes, to_lowest_rank, files_per_node)
         self._items = _items_of(columns, options)
         names = without_rank(columns, world_size).names
         self._has_own = any(is_own(name, world_size) for name in names)
@@ -120,10 +123,10 @@ def alike(fingerprints: Sequence[bytes]) -> list[Int64Array]:
     return [np.array(ranks, dtype=np.int64) for ranks in found.values()]
 
 
-def _items_of(columns: Columns, options: tuple[int | str | bool, ...]) -> bytes:
+def _items_of(columns: Columns, options: tuple[int | str | bool | None, ...]) -> bytes:
     words = [__version__, _FORM, *options]
     state = blake2b(json.dumps(words).encode(), digest_size=_ITEMS_BYTES)
-    own = without_rank(columns, int(options[0]))
+    own = without_rank(columns, int(options[0] or 0))
     state.update(_vocabulary(own.names, own.paths, own.dtypes))
     for key in _ARRAYS:
         _add(state, key, getattr(columns, key))
@@ -163,7 +166,18 @@ def _vocabulary(
     return digest
 
 
-def plan_key(fingerprints: Sequence[bytes]) -> bytes:
-    """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order."""
+def plan_key(
+    fingerprints: Sequence[bytes], nodes: Sequence[int] = (), joins: bool = False
+) -> bytes:
+    """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order.
+
+    Args:
+        fingerprints: Of each rank.
+        nodes: Which ranks share a node, as `loads.node_numbers` tells it.
+        joins: Whether ranks of a node may write into one file.
+    """
     # Why no separators: they are all of one length.
-    return blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES).digest()
+    state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)
+    state.update(bytes([joins]))
+    state.update(np.array(nodes, dtype=np.int64).tobytes())
+    return state.digest()

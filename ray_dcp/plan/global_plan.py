@@ -57,6 +57,9 @@ def make_plan(
     min_piece_bytes: int = MIN_PIECE_BYTES,
     min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
+    nodes: Sequence[int] | None = None,
+    files_per_node: int | None = None,
+    joins: bool = True,
     checked: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
@@ -70,9 +73,14 @@ def make_plan(
         container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file.
         min_piece_bytes: Replicated boxes are not cut into smaller pieces than this.
-        min_writer_bytes: A rank that holds only copies of what others hold writes at least about
-            this much, or nothing, as far as there is so much.
+        min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
+            about this much in all, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
+        nodes: Number of each rank's node (`loads.node_numbers`): what its ranks write together is
+            brought to one level over the nodes. By default each rank is on one of its own.
+        files_per_node: Most files that the ranks of a node write together; then some write into
+            one (`joint`). Only in the container `"torch_save"`.
+        joins: False: no file is of several ranks, and each counts as a node for `files_per_node`.
         checked: `columns.decode` gave the columns, which has checked each.
 
     Returns:
@@ -91,6 +99,12 @@ def make_plan(
         1000 shards each (2 shared cores).
     """
     _check_request(columns, container, part_bytes, min_piece_bytes, checked)
+    if files_per_node is not None and container != "torch_save":
+        raise InvalidRequestError(
+            "expected container 'torch_save' with files_per_node, found 'safetensors': a file of "
+            "it begins with one header for all its tensors, so that files can't be joined",
+            key="files_per_node",
+        )
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -101,8 +115,16 @@ def make_plan(
         min_piece_bytes=min_piece_bytes,
         min_writer_bytes=min_writer_bytes,
         to_lowest_rank=to_lowest_rank,
+        nodes=nodes,
     )
-    layout = lay_out(held, pieces, container=container, part_bytes=part_bytes)
+    layout = lay_out(
+        held,
+        pieces,
+        container=container,
+        part_bytes=part_bytes,
+        nodes=(nodes if joins else None) or range(len(columns)),
+        files_per_node=files_per_node,
+    )
     groups = group_values(held, boxes, pieces.differing)
     at_end = container == "torch_save" and len(layout.piece) >= CHECKS_AT_END_CHUNKS
     return plan_of_layout(

@@ -5,7 +5,7 @@ Where the pieces go in which file is decided in `layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.grouping import group_rows, offsets_of, within
+from ray_dcp.plan.loads import Loads
 from ray_dcp.plan.merging import Boxes, Held, ranks_text
 from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, Kind
 
@@ -69,6 +70,7 @@ def share_out(
     min_piece_bytes: int,
     min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
+    nodes: Sequence[int] | None = None,
 ) -> Pieces:
     """Decides which holder writes which piece of which box.
 
@@ -83,9 +85,9 @@ def share_out(
         boxes: Their distinct boxes.
         world_size: Number of ranks.
         min_piece_bytes: Don't cut into smaller pieces than this.
-        min_writer_bytes: Rather than give ranks less than this each, let fewer of them write;
-            those that have to write something of their own count as writers anyway.
+        min_writer_bytes: Rather than let ranks write less than this each, let fewer of them share.
         to_lowest_rank: The lowest holder writes every box, whole.
+        nodes: Number of each rank's node; None where nothing is known of it.
 
     Raises:
         UnsupportedValueError: A dtype is unknown; all FQNs concerned are named.
@@ -95,16 +97,16 @@ def share_out(
     differing, disagreements = _disagreements(held, boxes)
     free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
     cuttable = free & _splittable(held, boxes) & (num_bytes >= 2 * min_piece_bytes)
-    load = np.zeros(world_size, dtype=np.int64)
+    loads = Loads(np.zeros(world_size, dtype=np.int64), nodes)
     fixed = np.flatnonzero(~free)
     writer = boxes.holder[boxes.start[:-1][fixed]]
-    np.add.at(load, held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
+    loads.add(held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
     parts = [Cuts(fixed, np.zeros_like(fixed), lead_lengths(held, boxes, fixed), writer)]
     for members in _by_holders(held, boxes, np.flatnonzero(free)):
         start, stop = boxes.start[members[0] : members[0] + 2].tolist()
         shared = share_alike(
             members, num_bytes[members], lead_lengths(held, boxes, members), cuttable[members],
-            held.rank[boxes.holder[start:stop]], load, min_piece_bytes, min_writer_bytes,
+            held.rank[boxes.holder[start:stop]], loads, min_piece_bytes, min_writer_bytes,
         )  # fmt: skip
         parts += [cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared]
     box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -119,7 +121,7 @@ def share_alike(
     rows: Int64Array,
     cuttable: BoolArray,
     holders: Int32Array,
-    load: Int64Array,
+    loads: Loads,
     min_piece_bytes: int,
     min_writer_bytes: int,
 ) -> list[Cuts]:
@@ -131,22 +133,23 @@ def share_alike(
         rows: int64[k], how many leading rows each has.
         cuttable: bool[k].
         holders: Their ranks, ascending.
-        load: int64[world size], what each rank writes anyway; grows.
+        loads: What each rank writes anyway; grows.
         min_piece_bytes: As for `share_out`.
         min_writer_bytes: As there.
 
     Returns:
         Pieces, with the position of the holder as `row`.
     """
-    chosen = _writers(load[holders], int((num_bytes + ITEM_COST_BYTES).sum()), min_writer_bytes)
+    total = int((num_bytes + ITEM_COST_BYTES).sum())
+    chosen = loads.writers(holders, total, min_writer_bytes)
     ranks, parts = holders[chosen], []
     whole, line = np.flatnonzero(~cuttable), np.flatnonzero(cuttable)
     if len(whole):
-        place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks, load)
+        place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks, loads)
         parts.append(Cuts(members[whole], np.zeros_like(whole), rows[whole], chosen[place]))
     if len(line):
         index, first, count, place = _cut_line(
-            num_bytes[line], rows[line], ranks, load, min_piece_bytes
+            num_bytes[line], rows[line], ranks, loads, min_piece_bytes
         )
         parts.append(Cuts(members[line[index]], first, count, chosen[place]))
     return parts
@@ -252,44 +255,19 @@ def _by_holders(held: Held, boxes: Boxes, free: Int64Array) -> Iterator[Int64Arr
     yield from np.split(free[order], np.flatnonzero(np.diff(group[order])) + 1)
 
 
-def _writers(load: Int64Array, total: int, min_bytes: int) -> Int64Array:
-    """Returns which holders are to write: those that do anyway, and as many more as are worth it.
-
-    The others are taken at equal distances, so that they are on different nodes.
-
-    Args:
-        load: What each holder writes anyway.
-        total: What they have to share.
-        min_bytes: What a writer more should get at least.
-
-    Example:
-        >>> _writers(np.array([0, 0, 0, 0]), 20, 10).tolist()
-        [0, 2]
-        >>> _writers(np.array([0, 7, 0, 0]), 5, 10).tolist()
-        [1]
-    """
-    idle = np.flatnonzero(load == 0)
-    busy = len(load) - len(idle)
-    more = len(idle) if min_bytes <= 0 else total // min_bytes - busy
-    more = min(max(more, 0 if busy else 1), len(idle))
-    chosen = load > 0
-    chosen[idle[np.arange(more) * len(idle) // max(more, 1)]] = True
-    return np.flatnonzero(chosen)
-
-
-def _whole(weight: Int64Array, ranks: Int32Array, load: Int64Array) -> Int64Array:
+def _whole(weight: Int64Array, ranks: Int32Array, loads: Loads) -> Int64Array:
     """Returns which of the ranks gets each box, off by at most a box at each cut.
 
     Args:
         weight: int64[k], above 0.
         ranks: Who shares the boxes.
-        load: int64[world size], what each rank writes anyway; grows.
+        loads: What each rank writes anyway; grows.
     """
     line = np.cumsum(weight)
-    shares = np.cumsum(_shares(load[ranks], int(line[-1])))
+    shares = np.cumsum(loads.shares(ranks, int(line[-1])))
     chosen = np.searchsorted(shares, line - weight // 2, side="left")
     chosen = np.minimum(chosen, len(ranks) - 1)
-    np.add.at(load, ranks[chosen], weight)
+    loads.add(ranks[chosen], weight)
     return np.asarray(chosen)
 
 
@@ -297,7 +275,7 @@ def _cut_line(
     num_bytes: Int64Array,
     rows: Int64Array,
     ranks: Int32Array,
-    load: Int64Array,
+    loads: Loads,
     min_piece_bytes: int,
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Cuts boxes that lie on a line where each rank has its share, at the nearest whole row.
@@ -306,14 +284,14 @@ def _cut_line(
         num_bytes: int64[k], at least two pieces each.
         rows: int64[k], how many leading rows each box has.
         ranks: Who shares the boxes.
-        load: int64[world size], what each rank writes anyway; grows.
+        loads: What each rank writes anyway; grows.
         min_piece_bytes: A cut that would leave less than this at an end of a box goes to that end.
 
     Returns:
         `(box, first row, rows, which of the ranks)` of each piece.
     """
     ends = np.cumsum(num_bytes)
-    cuts = np.cumsum(_shares(load[ranks], int(ends[-1])))[:-1]
+    cuts = np.cumsum(loads.shares(ranks, int(ends[-1])))[:-1]
     box = np.minimum(np.searchsorted(ends, cuts, side="right"), len(ends) - 1)
     height = num_bytes[box] // rows[box]
     row = (cuts - (ends - num_bytes)[box] + height // 2) // height
@@ -327,7 +305,7 @@ def _cut_line(
     owner = np.searchsorted(cut, begin, side="right")
     piece_box = np.searchsorted(before, begin, side="right") - 1
     count = np.diff(np.append(begin, before[-1]))
-    np.add.at(load, ranks[owner], count * (num_bytes // rows)[piece_box] + ITEM_COST_BYTES)
+    loads.add(ranks[owner], count * (num_bytes // rows)[piece_box] + ITEM_COST_BYTES)
     return piece_box, begin - before[piece_box], count, owner
 
 
@@ -344,16 +322,3 @@ def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:
         return group
     # The sums of different ranks were equal: balance each box by itself.
     return np.arange(len(counts), dtype=np.int64)
-
-
-def _shares(load: Int64Array, total: int) -> Int64Array:
-    """Returns how much each gets so that all come to one level, as far as `total` reaches.
-
-    Example:
-        >>> _shares(np.array([5, 0, 9]), 9).tolist()
-        [2, 7, 0]
-    """
-    ordered = np.sort(load)
-    levels = (total + np.cumsum(ordered)) // np.arange(1, len(load) + 1)
-    reached = np.flatnonzero(levels >= ordered)
-    return np.asarray(np.maximum(levels[reached[-1]] - load, 0))

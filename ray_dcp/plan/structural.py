@@ -22,6 +22,7 @@ from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, digest_of, plan_of_layout
 from ray_dcp.plan.grouping import first_rows, offsets_of, within
 from ray_dcp.plan.holders import Holders, Part, Shared, find_holders
 from ray_dcp.plan.layout import lay_out
+from ray_dcp.plan.loads import Loads
 from ray_dcp.plan.merging import Boxes, Held, merge
 from ray_dcp.plan.sharing import (
     ITEM_COST_BYTES,
@@ -50,6 +51,7 @@ def make_structural_plan(
     part_bytes: int,
     min_writer_bytes: int,
     min_piece_bytes: int = MIN_PIECE_BYTES,
+    nodes: Sequence[int] | None = None,
 ) -> GlobalPlan | None:
     """Returns the plan of a regular layout, in the container `torch_save`.
 
@@ -59,6 +61,7 @@ def make_structural_plan(
         part_bytes: As for `make_plan`.
         min_writer_bytes: As there.
         min_piece_bytes: As there.
+        nodes: As there.
 
     Returns:
         A `StructuralPlan` where there are many chunks and few classes. None where the layout is not
@@ -72,7 +75,7 @@ def make_structural_plan(
     holders = find_holders(parts, base)
     if holders is None or not (known[base.dtype] | (base.kind != Kind.TENSOR)).all():
         return None
-    job = _Job(parts, base, holders)
+    job = _Job(parts, base, holders, nodes)
     job.share(min_piece_bytes, min_writer_bytes)
     leaders, kind = job.classes()
     held, pieces = job.pieces(leaders)
@@ -159,7 +162,13 @@ class _Job:
         place: int64[w], of each rank in its part.
     """
 
-    def __init__(self, parts: Sequence[Part], base: Held, holders: Holders) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        base: Held,
+        holders: Holders,
+        nodes: Sequence[int] | None,
+    ) -> None:
         self.parts, self.base, self.holders = parts, base, holders
         starts = offsets_of(np.array([len(part.regular.first) for part in parts])).tolist()
         self.rows = [slice(low, high) for low, high in pairwise(starts)]
@@ -170,6 +179,7 @@ class _Job:
             self.place[part.ranks] = np.arange(len(part.ranks))
         every = np.arange(len(base.rank))
         self._itemsize = itemsizes(base, Boxes(every, np.arange(len(every) + 1), every))
+        self._nodes = nodes
         self._own: dict[tuple[int, int], tuple[Int64Array, Int64Array]] = {}
         self._given: list[_Given] = []
         self._numbers: dict[bytes, int] = {}
@@ -177,7 +187,7 @@ class _Job:
 
     def share(self, min_piece_bytes: int, min_writer_bytes: int) -> None:
         """Decides who writes what, as `share_out` does."""
-        load = self._loads()
+        loads = Loads(self._loads(), self._nodes)
         several = []
         for shared in self.holders.shared:
             if len(shared.ranks) > 1:
@@ -188,18 +198,22 @@ class _Job:
             lead = leads_of(size)
             given = _Given(self.base.tensor[shared.rows], np.zeros_like(lead), lead)
             self._of_rank[rank].append(self._number(given))
-            load[rank] += (volume(size) * self._itemsize[shared.rows] + ITEM_COST_BYTES).sum()
+            weight = volume(size) * self._itemsize[shared.rows] + ITEM_COST_BYTES
+            loads.add(shared.ranks, weight.sum(keepdims=True))
         # Why kept: the ranks of most meshes are alike, and so is what becomes of their boxes.
         done: dict[tuple[bytes, int, int, bytes], tuple[list[tuple[int, int]], Int64Array]] = {}
         for shared in several:
             lowest = int(shared.ranks[0])
             part = int(self.part[lowest])
             like = int(self.parts[part].sizes[self.place[lowest]])
-            name = shared.rows.tobytes(), part, like, load[shared.ranks].tobytes()
-            if name not in done:
-                cuts = self._cuts(shared, load, min_piece_bytes, min_writer_bytes)
-                done[name] = cuts, load[shared.ranks]
-            cuts, load[shared.ranks] = done[name]
+            name = shared.rows.tobytes(), part, like, loads.of(shared.ranks)
+            if name in done:
+                cuts, more = done[name]
+                loads.add(shared.ranks, more)
+            else:
+                before = loads.bytes_of(shared.ranks)
+                cuts = self._cuts(shared, loads, min_piece_bytes, min_writer_bytes)
+                done[name] = cuts, loads.bytes_of(shared.ranks) - before
             for place, number in cuts:
                 self._of_rank[int(shared.ranks[place])].append(number)
 
@@ -301,16 +315,16 @@ class _Job:
         return np.asarray(size[shared.rows - self.rows[part].start])
 
     def _cuts(
-        self, shared: Shared, load: Int64Array, min_piece_bytes: int, min_writer_bytes: int
+        self, shared: Shared, loads: Loads, min_piece_bytes: int, min_writer_bytes: int
     ) -> list[tuple[int, int]]:
-        """Returns `(holder, number of what it is given)`; `load` grows."""
+        """Returns `(holder, number of what it is given)`; the loads grow."""
         size, rows = self._sizes(shared), shared.rows
         num_bytes = volume(size) * self._itemsize[rows]
         cuttable = self.holders.splittable[rows] & (self.base.kind[rows] == Kind.TENSOR)
         cuttable &= num_bytes >= 2 * min_piece_bytes
         found = share_alike(
             np.arange(len(rows)), num_bytes, leads_of(size), cuttable,
-            shared.ranks.astype(np.int32), load, min_piece_bytes, min_writer_bytes,
+            shared.ranks.astype(np.int32), loads, min_piece_bytes, min_writer_bytes,
         )  # fmt: skip
         box, first, count, holder = map(np.concatenate, zip(*found, strict=True))
         order = np.argsort(holder, kind="stable")

@@ -85,6 +85,8 @@ class SaveJoin:
     """`ray_dcp.format.tensor_stats.encode_parts`, with `SaveOptions.stats`."""
     capture_s: float = 0.0
     """Seconds until it had seen what it holds: for the trace."""
+    node: str = ""
+    """Names the node that this rank is on, for sharing out; empty when it is not known."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
 from ray_dcp.plan.fingerprint import alike, plan_key
+from ray_dcp.plan.loads import node_numbers
 from ray_dcp.plan.rank_plan import RankPlans
 from ray_dcp.plan.regular import probes
 from ray_dcp.plan.values import GlobalPlan
@@ -57,6 +58,7 @@ class Planning:
         self._shelf = shelf
         self._joins: dict[int, SaveJoin] = {}
         self._key = b""
+        self._nodes: tuple[int, ...] = ()
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
         self._needed: set[int] | None = None
@@ -90,6 +92,7 @@ class Planning:
         To be called when all ranks have joined, and when those that were asked have answered.
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
+        self._nodes = self._nodes or node_numbers([join.node for join in joins])
         if not all(join.fingerprint for join in joins):
             return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
         self._key = self._key_of(joins)
@@ -102,8 +105,18 @@ class Planning:
             self._pinned = _warm(planned, joins)
         return {} if self._pinned is not None else self._ask_all(joins)
 
+    @property
+    def _joins_files(self) -> bool:
+        """Whether the stagers of the nodes may write files of several ranks."""
+        bounded = self._options.files_per_node is not None
+        return bounded and all(join.staged for join in self._joins.values())
+
     def _key_of(self, joins: Sequence[SaveJoin]) -> bytes:
-        return self._key or plan_key([join.fingerprint for join in joins])
+        if not self._key:
+            self._nodes = node_numbers([join.node for join in joins])
+            names = [join.fingerprint for join in joins]
+            self._key = plan_key(names, self._nodes, self._joins_files)
+        return self._key
 
     def look(self) -> ReadTemplate | None:
         """Returns the task of looking for a plan beside the checkpoints, once, before rows move.
@@ -150,7 +163,8 @@ class Planning:
         """Returns the task of keeping a plan for other jobs; None if it is unwanted, or done."""
         if self._place is None or not self._key:
             return None
-        unwanted = not is_worth_keeping(self._options, plan.num_chunks)
+        # A template is of files that one rank writes.
+        unwanted = self._joins_files or not is_worth_keeping(self._options, plan.num_chunks)
         if unwanted or self._shelf.is_kept(self._place.url, self._key):
             return None
         # Why noted now: where it can't be written it is not tried with each save.
@@ -196,7 +210,8 @@ class Planning:
             columns, contents, fingerprints = tuple(join.columns for join in joins), (), ()
         return MakePlan(
             columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
-            contents, fingerprints,
+            contents, fingerprints, self._nodes,
+            options.files_per_node, self._joins_files,
         )  # fmt: skip
 
     def lacks(self, ranks: Iterable[int]) -> None:

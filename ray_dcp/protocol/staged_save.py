@@ -17,6 +17,9 @@ the epoch in which it was planned count there too.
 Before it plans it waits in the phase "queued" until `Coordination` lets it in, which counts the
 asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
 
+Ranks that share a file (`SaveOptions.files_per_node`) have it in common: one receipt counts for
+all of them, and they hand over together, to the same stager.
+
 *Invariant*: a file is what its first receipt says; a second writer of it writes the same bytes.
 """
 
@@ -29,7 +32,6 @@ from ray_dcp.errors import (
     CheckpointError,
     InternalError,
 )
-from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import Answer, Command, Planned, step_of
 from ray_dcp.protocol.lagging import Pace, laggards
 from ray_dcp.protocol.messages import (
@@ -44,9 +46,9 @@ from ray_dcp.protocol.messages import (
     TakeOver,
 )
 from ray_dcp.protocol.operation import Commands
-from ray_dcp.protocol.save import SaveMachine
+from ray_dcp.protocol.queued_save import QueuedSave
 from ray_dcp.protocol.save_errors import both_gone, undecided
-from ray_dcp.protocol.staged_plan import StagedPlan
+from ray_dcp.protocol.staged_plan import StagedPlan, company_of
 from ray_dcp.protocol.strays import went_ahead
 from ray_dcp.protocol.verdict import combine
 from ray_dcp.protocol.vote import Vote
@@ -54,7 +56,7 @@ from ray_dcp.protocol.vote import Vote
 __all__ = ["StagedSaveMachine"]
 
 
-class StagedSaveMachine(SaveMachine):
+class StagedSaveMachine(QueuedSave):
     """One asynchronous save of all ranks of a session.
 
     Args:
@@ -77,6 +79,8 @@ class StagedSaveMachine(SaveMachine):
         self._done_s: dict[int, float] = {}
         self._began_s: float | None = None
         self._helped: set[int] = set()
+        self._company: dict[int, tuple[int, ...]] = {}
+        self._chosen: dict[int, str] = {}
 
     def staged_plan(self) -> StagedPlan | None:
         """Returns what another coordinator needs to end this save; None when it is not planned."""
@@ -143,10 +147,11 @@ class StagedSaveMachine(SaveMachine):
         Returns:
             What to do now; nothing when the rank is dead: its slow stager has the only copy.
         """
-        ready = self.phase == "writing" and rank in self._staged and rank not in self._dead
-        if not ready or not self._left[rank] or rank in self._unheld:
+        kin = self._kin(rank)
+        ready = self.phase == "writing" and kin <= self._staged.keys() - self._dead.keys()
+        if not ready or not self._left[rank] or not kin.isdisjoint(self._unheld):
             return ()
-        return self._hand_over([rank], reason, lost=False)
+        return self._hand_over(sorted(kin), reason, lost=False)
 
     def heard(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
         """Takes how far stagers are, and helps those that are much slower than the others.
@@ -165,16 +170,13 @@ class StagedSaveMachine(SaveMachine):
             if not left:
                 self._done_s.setdefault(rank, elapsed_s)
         found = laggards(
-            {
-                rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank))
-                for rank in self._left
-            },
+            {rank: Pace(*self._pace_of(rank), self._done_s.get(rank)) for rank in self._left},
             elapsed_s,
         )
         commands: Commands = ()
         for rank, reason in found.items():
             if rank not in self._helped:
-                self._helped.add(rank)
+                self._helped |= self._kin(rank)
                 commands += self.lags(rank, reason)
         return commands
 
@@ -184,47 +186,6 @@ class StagedSaveMachine(SaveMachine):
         if self.phase != "writing":
             return frozenset()
         return frozenset(held.stager for rank, held in self._held.items() if self._left[rank])
-
-    # The queue
-
-    @property
-    def is_queued(self) -> bool:
-        """Every rank has joined, and nothing else has happened."""
-        return self.phase == "queued"
-
-    @property
-    def is_under_way(self) -> bool:
-        """It was let in and has not ended: it may hold a copy of the state."""
-        return not self.over and self.phase not in ("joining", "queued", "projecting")
-
-    @property
-    def is_replaceable(self) -> bool:
-        """Nothing of it is known to be written, and nothing of it can be committed."""
-        begun = bool(self._receipts) or self._error is not None or self._outcome is not None
-        phases = ("recalling", "gathering", "reading", "planning", "writing")
-        return self.phase in phases and not begun
-
-    @property
-    def options(self) -> SaveOptions:
-        """How it is to be saved."""
-        return self._options
-
-    @property
-    def url(self) -> str:
-        """Where it is saved."""
-        return self._target.url
-
-    def let_in(self) -> Commands:
-        """Takes that it may begin."""
-        return super()._joined()
-
-    def refuse(self, error: CheckpointError) -> Commands:
-        """Takes that it may not begin.
-
-        Args:
-            error: Why, for all ranks.
-        """
-        return self._refuse_all(error)
 
     # Events
 
@@ -267,6 +228,7 @@ class StagedSaveMachine(SaveMachine):
     def _plan_files(self, files: tuple[frozenset[int], ...]) -> None:
         self._files = files
         self._left = {rank: set(own) for rank, own in enumerate(files)}
+        self._company = company_of(files)
 
     def _undecided(self) -> Refused:
         # Why: a coordinator that comes after this one may take it up, and commit it.
@@ -275,12 +237,6 @@ class StagedSaveMachine(SaveMachine):
     def _leave_open(self, error: CheckpointError) -> Commands:
         self._error = self._error or error
         return (*self._conclude(self._undecided()), *self._finish())
-
-    def _joined(self) -> Commands:
-        if not self._roll.is_complete or self._roll.errors:
-            return super()._joined()
-        self._to("queued")
-        return ()
 
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
         if self.phase == "queued":
@@ -313,7 +269,8 @@ class StagedSaveMachine(SaveMachine):
             return (*self._noted(written), *self._received())
         for receipt in written.files:
             if receipt.file in self._left[rank]:
-                self._left[rank].discard(receipt.file)
+                for sharer in self._company.get(receipt.file, (rank,)):
+                    self._left[sharer].discard(receipt.file)
                 self._digests[receipt.file] = receipt.digest
                 self._receipts.append(receipt)
             elif self._digests.get(receipt.file) != receipt.digest:
@@ -324,7 +281,7 @@ class StagedSaveMachine(SaveMachine):
                     rank=rank,
                 )
                 self._roll.note(rank, error)
-        return (*self._noted(written), *self._check_done(rank))
+        return (*self._noted(written), *self._check_done(*sorted(self._kin(rank))))
 
     def _take_staged(self, staged: SaveStaged) -> Commands:
         rank = staged.rank
@@ -341,14 +298,26 @@ class StagedSaveMachine(SaveMachine):
             del self._unheld[rank]  # nobody could help a slow stager: it goes on alone
         return self._check_done(rank)
 
-    def _check_done(self, rank: int) -> Commands:
-        """Goes on when nothing of a rank is missing any more."""
-        known = rank in self._held or rank in self._staged
-        if not self._left[rank] and known and rank not in self._roll.came:
-            self._tell(f"part of rank {rank} is written")
-            self._roll.note(rank, None)
-            return self._received()
-        return self._received() if self._roll.errors else ()
+    def _check_done(self, *ranks: int) -> Commands:
+        """Goes on when nothing of some ranks is missing any more."""
+        done = False
+        for rank in ranks:
+            known = rank in self._held or rank in self._staged
+            if not self._left[rank] and known and rank not in self._roll.came:
+                self._tell(f"part of rank {rank} is written")
+                self._roll.note(rank, None)
+                done = True
+        return self._received() if done or self._roll.errors else ()
+
+    def _pace_of(self, rank: int) -> tuple[int, int]:
+        """Returns bytes written and in all, of all that share a file: one comes after another."""
+        paces = [self._paces.get(one, (0, 0)) for one in self._kin(rank)]
+        return sum(written for written, _ in paces), sum(total for _, total in paces)
+
+    def _kin(self, rank: int) -> frozenset[int]:
+        """Returns a rank and those with which it shares a file."""
+        shared = (self._company.get(file, ()) for file in self._files[rank])
+        return frozenset({rank}.union(*shared))
 
     def _hand_over(self, ranks: list[int], reason: str, *, lost: bool) -> Commands:
         gone: dict[int, CheckpointError] = {}
@@ -371,16 +340,23 @@ class StagedSaveMachine(SaveMachine):
         reason, lost = self._unheld[rank]
         files = tuple(sorted(self._left[rank]))
         del self._waiting[at]
-        helpers = () if lost else self._helpers()
+        helpers = () if lost else self._helpers(rank)
         reply = self._given[at] = TakeOver(
             self._incarnation(rank) + 1, files, reason, lost, helpers
         )
         return (Answer(self.key, rank, at[1], reply),)
 
-    def _helpers(self) -> tuple[str, ...]:
-        """The stagers that have nothing of this save left to write."""
+    def _helpers(self, rank: int) -> tuple[str, ...]:
+        """The stagers that have nothing of this save left to write; one for those that share."""
         busy = self.holders
-        return tuple(dict.fromkeys(h.stager for h in self._held.values() if h.stager not in busy))
+        free = dict.fromkeys(h.stager for h in self._held.values() if h.stager not in busy)
+        kin = self._kin(rank)
+        if len(kin) == 1 or not free:
+            return tuple(free)
+        lead = min(kin)
+        if lead not in self._chosen or self._chosen[lead] not in free:
+            self._chosen[lead] = tuple(free)[lead % len(free)]
+        return (self._chosen[lead],)
 
     def _incarnation(self, rank: int) -> int:
         held = self._held.get(rank)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ray_dcp.plan.fingerprint import FINGERPRINT_BYTES
 from ray_dcp.protocol.commands import Answer, Answers, step_of
 from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveJoin, SaveReceipt
@@ -29,10 +31,15 @@ class JoinedTogether:
     """32 bytes for each rank."""
     values: tuple[bytes, ...]
     capture_s: tuple[float, ...]
+    nodes: tuple[str, ...] = ()
+    """The names of their nodes, each once."""
+    node: bytes = b""
+    """Which of them each rank is on: int32."""
 
     def requests(self) -> list[SaveJoin]:
         """Returns what the ranks sent."""
         shared = vars(self.first)
+        on = np.frombuffer(self.node, np.int32).tolist()
         found = []
         for index, (rank, values) in enumerate(zip(self.ranks, self.values, strict=True)):
             # Why not `replace`: it takes as long as all else that becomes of a join.
@@ -41,6 +48,7 @@ class JoinedTogether:
             name = self.fingerprints[start : start + FINGERPRINT_BYTES]
             vars(join).update(shared, rank=rank, fingerprint=name, values=values)
             vars(join)["capture_s"] = self.capture_s[index]
+            vars(join)["node"] = self.nodes[on[index]]
             found.append(join)
         return found
 
@@ -111,7 +119,7 @@ def together(requests: Iterable[Request]) -> Together:
     )
 
 
-_OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s"})
+_OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s", "node"})
 _OF_RECEIPTS = frozenset({"rank", "files", "staged_s"})
 """What is said for each rank; all else has to be the same, whatever there is."""
 
@@ -138,7 +146,10 @@ def _joined(requests: Sequence[Request], ranks: tuple[int, ...]) -> JoinedTogeth
         return None
     names = b"".join([join.fingerprint for join in joins])
     values = tuple([join.values for join in joins])
-    return JoinedTogether(first, ranks, names, values, tuple([join.capture_s for join in joins]))
+    nodes = {node: index for index, node in enumerate(dict.fromkeys(j.node for j in joins))}
+    on = np.array([nodes[join.node] for join in joins], dtype=np.int32).tobytes()
+    capture_s = tuple([join.capture_s for join in joins])
+    return JoinedTogether(first, ranks, names, values, capture_s, tuple(nodes), on)
 
 
 def _written(

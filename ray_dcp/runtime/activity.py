@@ -28,6 +28,7 @@ class ActiveSession(Protocol):
     rank: int
     world_size: int
     plans: PlanMemory
+    node: str
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""
@@ -97,6 +98,11 @@ class Activity:
     def plans(self) -> PlanMemory:
         """Plans of this rank's earlier saves."""
         return self._session.plans
+
+    @property
+    def node(self) -> str:
+        """Names the node of this rank; empty for a process that is alone."""
+        return self._session.node
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""

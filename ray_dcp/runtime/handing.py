@@ -15,6 +15,7 @@ from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.staging_link import Link, StagerGone
 from ray_dcp.stage.layout import StagingLayout, lay_out_windows
 from ray_dcp.stage.values import Grant, Slot, StageOrder, Unknown
+from ray_dcp.transfer.threads import Stop
 
 __all__ = ["Handed", "ask", "hand_in"]
 
@@ -45,6 +46,7 @@ def hand_in(
     fill: Fill,
     *,
     timeout_s: float,
+    stop: Stop | None = None,
 ) -> Handed:
     """Returns when the stager holds every byte.
 
@@ -55,6 +57,7 @@ def hand_in(
         reporter: Who gets the reports.
         fill: Gives the bytes; called in this thread, once a window.
         timeout_s: How long to wait each time that the stager has no room, in seconds.
+        stop: Ends it early, with its error.
 
     Raises:
         StagerGone: It died; everything is to be handed to another one.
@@ -63,9 +66,11 @@ def hand_in(
     grant = ask(link, "begin", order, plan, reporter, timeout_s=timeout_s)
     handed = Handed(lay_out_windows(plan, order.deferred_bytes, order.window_bytes))
     try:
-        _hand_windows(link, order, plan, handed, grant, fill, timeout_s)
+        _hand_windows(link, order, plan, handed, grant, fill, timeout_s, stop)
         silence_s = order.options.heartbeat_timeout_s
-        sealed = link.call("seal", order.key, timeout_s=timeout_s, silence_s=silence_s)
+        sealed = link.call(
+            "seal", order.key, timeout_s=timeout_s, silence_s=silence_s, stop=stop
+        )  # fmt: skip
         _known(link, sealed)
     except BaseException:
         # Why: until the rank says so, its memory is given to nobody else.
@@ -99,6 +104,7 @@ def _hand_windows(
     grant: Grant,
     fill: Fill,
     timeout_s: float,
+    stop: Stop | None,
 ) -> None:
     layout, slots = handed.layout, handed.slots
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
@@ -112,7 +118,7 @@ def _hand_windows(
                 link.post("deliver", order.key, window - 1)
             more = link.call(
                 "more", order.key, len(slots),
-                timeout_s=timeout_s, silence_s=order.options.heartbeat_timeout_s,
+                timeout_s=timeout_s, silence_s=order.options.heartbeat_timeout_s, stop=stop,
             )  # fmt: skip
             grant = _known(link, more)
             slots.extend(grant.slots)

@@ -229,7 +229,7 @@ class _Beating:
         watched = {watch.stop for watch in self._watches.values()}
         for vitals in active:
             new = vitals.stop not in watched and vitals.stop not in self._told
-            if new and vitals.is_working and vitals.key is not None:
+            if new and vitals.waits_for_others and vitals.key is not None:
                 actor = self._heart._reach(False)
                 ref = actor.watch.remote(vitals.key, self._heart._rank)
                 self._watches[ref] = _Watch(vitals, vitals.stop)

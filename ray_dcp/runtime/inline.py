@@ -80,6 +80,7 @@ class InlineSession:
 
     rank = 0
     world_size = 1
+    node = ""
 
     def __init__(self, name: str = "inline", *, performer: Performer = perform) -> None:
         self.name = name

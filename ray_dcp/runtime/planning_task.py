@@ -67,6 +67,9 @@ def _by_rows(
         part_bytes=task.part_bytes,
         min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
+        nodes=task.nodes,
+        files_per_node=task.files_per_node,
+        joins=task.joins,
         checked=True,
     )
 
@@ -170,6 +173,8 @@ def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
     Whether the rows were sent or follow makes no difference: the same ranks have the same plan.
     """
     usual = task.container == "torch_save" and not task.to_lowest_rank
+    # Why not with a bound: files of several ranks are like no other rank's.
+    usual &= task.files_per_node is None
     parts = follows.parts
     if (
         not usual
@@ -188,7 +193,7 @@ def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
         first = with_contents(part.regular.first, contents.pop(), int(part.ranks[0]))
         valued.append(replace(part, regular=replace(part.regular, first=first)))
     return structural.make_structural_plan(
-        valued, part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES
+        valued, part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES, nodes=task.nodes
     )
 
 
@@ -196,6 +201,7 @@ def _names(task: MakePlan, first: Columns) -> Fingerprints:
     return Fingerprints(
         first, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+        files_per_node=task.files_per_node,
     )  # fmt: skip
 
 
@@ -204,4 +210,5 @@ def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
     return fingerprint(
         columns, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+        files_per_node=task.files_per_node,
     )  # fmt: skip

@@ -46,6 +46,7 @@ def join_save(
     staged: bool = False,
     vitals: Vitals | None = None,
     memory: PlanMemory | None = None,
+    node: str = "",
 ) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
     """Returns the first half of a rank's save: what it is to write, and what it captured.
 
@@ -59,6 +60,7 @@ def join_save(
         staged: Whether stagers write the bytes.
         vitals: Where it notes how far it is.
         memory: Plans of earlier saves of this rank's session; this one's is added.
+        node: Names the node of this rank, where that is known.
 
     Raises:
         CheckpointError: The save failed, on this rank or on another: the same error on all.
@@ -68,7 +70,7 @@ def join_save(
     vitals.begin(key)
     vitals.enter("capturing")
     captured, error = attempt(capture, "capturing the state dict", rank)
-    join = SaveJoin(key, rank, world_size, target, options, b"", error, staged)
+    join = SaveJoin(key, rank, world_size, target, options, b"", error, staged, node=node)
     known: Remembered | None = None
     if captured is not None:
         first = partial(_first, join, captured.columns, plans)
@@ -108,6 +110,7 @@ def _first(
     name = fingerprint(
         columns, world_size=join.world_size, container=options.container,
         part_bytes=options.part_bytes, to_lowest_rank=options.dedup_save_to_lowest_rank,
+        files_per_node=options.files_per_node,
     )  # fmt: skip
     known = memory.get(name)
     if known is not None:

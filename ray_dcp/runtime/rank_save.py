@@ -58,6 +58,7 @@ def save_rank(
     opener: Opener = open_storage,
     vitals: Vitals | None = None,
     memory: PlanMemory | None = None,
+    node: str = "",
 ) -> Generator[Request, Reply, SaveOutcome]:
     """Returns the part of one rank in a save.
 
@@ -71,6 +72,7 @@ def save_rank(
         opener: What opens the storage.
         vitals: Where it notes how far it is, and is told to stop.
         memory: Plans of earlier saves of this rank's session.
+        node: Names the node of this rank, where that is known.
 
     Returns:
         A generator that ends with the outcome; its warnings are those of this rank as well.
@@ -82,7 +84,7 @@ def save_rank(
     vitals = vitals or Vitals()
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        vitals=vitals, memory=memory,
+        vitals=vitals, memory=memory, node=node,
     )  # fmt: skip
 
     def write() -> tuple[FileReceipt, ...]:

@@ -80,6 +80,7 @@ class Session:
         from ray_dcp.runtime import hooks
 
         self._caller = hooks.this_caller(os.getpid())
+        self.node, _ = hooks.this_connection() or ("", "")
         from ray_dcp.runtime.connection import Connection
         from ray_dcp.runtime.heart import Heart
 

@@ -16,6 +16,7 @@ from ray_dcp.runtime.telling import attempt
 from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.stage.values import StageKey
+from ray_dcp.transfer.threads import Stop
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.keeping import Finish
@@ -81,8 +82,10 @@ class StagerKeeping:
         """See `Keeping.stage`."""
         rank = self._session.rank
         error: CheckpointError | None = None
+        if any(len(file.company) for file in go.plan.files):
+            vitals.enter("staging")
         if go.plan.files:
-            hand_in = partial(self._hand_in, key, go, captured, target, options)
+            hand_in = partial(self._hand_in, key, go, captured, target, options, vitals.stop)
             _, error = attempt(hand_in, "staging", rank)
         self._target = target
         self._commit_timeout_s = options.commit_timeout_s
@@ -112,13 +115,19 @@ class StagerKeeping:
             self._staged.release(committed=committed)
 
     def _hand_in(
-        self, key: OpKey, go: SaveGo, captured: Captured, target: Target, options: SaveOptions
+        self,
+        key: OpKey,
+        go: SaveGo,
+        captured: Captured,
+        target: Target,
+        options: SaveOptions,
+        stop: Stop,
     ) -> None:
         session = self._session
         staged = self._staged = session.staging().stage(
             StageKey(name_of(key, go.epoch), session.rank, go.attempt),
             go.plan, captured, target=target, options=options,
-            reporter=Reporter(session.coordinator(), REPORT_METHOD),
+            reporter=Reporter(session.coordinator(), REPORT_METHOD), stop=stop,
         )  # fmt: skip
         try:
             check_unchanged(captured)

@@ -35,6 +35,7 @@ from ray_dcp.stage.jobs import lost_memory
 from ray_dcp.stage.layout import StagingLayout, plan_digest
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.values import StageKey, StageOrder, StageProgress, StagerOptions
+from ray_dcp.transfer.threads import Stop
 
 __all__ = ["RankStaging", "Reporter", "Staged"]
 
@@ -146,6 +147,7 @@ class RankStaging:
         target: Target,
         options: SaveOptions,
         reporter: Reporter | None = None,
+        stop: Stop | None = None,
     ) -> Staged:
         """Returns when the stager holds every byte: from then on the state may change.
 
@@ -159,6 +161,7 @@ class RankStaging:
             target: Where to write.
             options: How; `write_timeout_s` bounds each wait for room.
             reporter: Who is told what became of each file.
+            stop: Ends it early, with its error: where ranks share a file one waits for the others.
 
         Raises:
             LimitError: The node's budget is too small for one window.
@@ -185,7 +188,7 @@ class RankStaging:
             )  # fmt: skip
             try:
                 handed = hand_in(
-                    link, order, plan, reporter, fill, timeout_s=options.write_timeout_s
+                    link, order, plan, reporter, fill, timeout_s=options.write_timeout_s, stop=stop
                 )
             except StagerGone:
                 self.replace(link)

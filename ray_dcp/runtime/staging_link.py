@@ -13,12 +13,13 @@ from typing import Any, Literal, NoReturn
 
 from ray.exceptions import RayError
 
-from ray_dcp.errors import LimitError, ParticipantError
+from ray_dcp.errors import CheckpointError, LimitError, ParticipantError
 from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.call import call_actor, check_ray
 from ray_dcp.runtime.place import Place
 from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.priority import step_behind
+from ray_dcp.transfer.threads import Stop
 
 __all__ = ["Link", "StagerGone", "link_to", "map_behind"]
 
@@ -53,7 +54,12 @@ class Link:
         self._pidfd = pidfd
 
     def call(
-        self, method: str, *arguments: Any, timeout_s: float, silence_s: float | None = None
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float,
+        silence_s: float | None = None,
+        stop: Stop | None = None,
     ) -> Any:
         """Returns what the stager answers.
 
@@ -62,6 +68,7 @@ class Link:
             *arguments: Of the method.
             timeout_s: For the answer, in seconds.
             silence_s: How long it may take to answer whether it lives, in seconds; None for ever.
+            stop: Ends the wait early, with its error.
 
         Raises:
             StagerGone: It is dead, or as good as dead: it does not answer.
@@ -72,7 +79,7 @@ class Link:
             lambda fresh: _gone(self.stager) if fresh else self.handle,
             lambda actor: getattr(actor, method).remote(*arguments),
             timeout_s=timeout_s,
-            given_up=(lambda _: None) if silence_s is None else _Pulse(self, silence_s),
+            given_up=(lambda _: None) if silence_s is None else _Pulse(self, silence_s, stop),
         )
 
     def post(self, method: str, *arguments: Any) -> None:
@@ -115,13 +122,17 @@ class Link:
 class _Pulse:
     """Feels whether a stager answers while a call to it waits."""
 
-    def __init__(self, link: Link, silence_s: float) -> None:
+    def __init__(self, link: Link, silence_s: float, stop: Stop | None) -> None:
         self._link = link
+        self._stop = stop
         self._silence_s = silence_s
         self._heard_s = time.monotonic()
         self._asked: Any = None
 
-    def __call__(self, failed: bool) -> None:
+    def __call__(self, failed: bool) -> CheckpointError | None:
+        if self._stop is not None and self._stop.asked:
+            error = self._stop.error
+            return error if isinstance(error, CheckpointError) else CheckpointError(str(error))
         now_s = time.monotonic()
         silent_s = now_s - self._heard_s
         if self._asked is not None:
@@ -134,6 +145,7 @@ class _Pulse:
             # Suppressed: that the stager is gone is found by the call itself.
             with suppress(RayError):
                 self._asked = self._link.handle.ping.remote()
+        return None
 
 
 def link_to(

@@ -116,6 +116,11 @@ class Vitals:
         return self._phase in ("writing", "reading")
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether it may wait for another rank, of whose failure it hears only by being told."""
+        return self.is_working or self._phase == "staging"
+
+    @property
     def doing(self) -> Doing:
         """What it does now."""
         with self._lock:

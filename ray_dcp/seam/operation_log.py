@@ -22,6 +22,7 @@ _PHASES = {
     "capturing": "local_step",
     "planning": "local_step",
     "opening": "read_metadata",
+    "staging": "write_data",
     "writing": "write_data",
     "reading": "read_data",
 }

@@ -130,6 +130,7 @@ class Job:
                 self.layout,
                 file,
                 self.slots,
+                only_fixed=len(self.plan.files[file].company) > 0,
             )
             for file in self.files
         )

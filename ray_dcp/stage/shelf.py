@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_dcp.stage.jobs import Job
-from ray_dcp.stage.kept import Kept, too_many
+from ray_dcp.stage.kept import Kept, merged, too_many
 from ray_dcp.stage.values import InFlight, StageKey
 
 __all__ = ["Shelf"]
@@ -57,7 +57,7 @@ class Shelf:
         jobs = [
             job for job in self._jobs.values() if job.is_kept and job.order.key.attempt == attempt
         ]
-        files = tuple(file for job in jobs if self.takes(job) for file in job.kept_files())
+        files = merged([file for job in jobs if self.takes(job) for file in job.kept_files()])
         arena = jobs[0].arena if jobs else None
         return Kept(arena.address, files) if files and arena is not None else None
 

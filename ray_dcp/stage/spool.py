@@ -16,6 +16,7 @@ from ray_dcp.errors import CheckpointError, LimitError, SaveCancelledError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.jobs import Channel, Job, answer, died, lost_memory, write_staged
+from ray_dcp.stage.joint_files import JointFiles, line_of
 from ray_dcp.stage.known_plans import KnownPlans
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.spool_state import SpoolState
@@ -33,9 +34,6 @@ from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.threads import run_tasks
 
 __all__ = ["Spool"]
-
-_JOBS_KEPT = 64
-"""Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
 
 
 class Spool(SpoolState):
@@ -65,6 +63,9 @@ class Spool(SpoolState):
         self._opener = opener
         self._turn = threading.BoundedSemaphore(options.num_writers)
         self._known = KnownPlans()
+        self._joint = JointFiles(self._lock, self._turn, opener)
+        for channel in channels.values():
+            channel.ledger.lines = self._joint.lines
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
         """Takes an order, and returns the first windows' slots; may be none as yet.
@@ -101,8 +102,11 @@ class Spool(SpoolState):
             wanted = set(job.files)
             windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
             keep = channel.arena is not None and order.options.keep_in_memory > 0
-            channel.ledger.begin(order.key, order.owner, windows, keep=keep)
+            channel.ledger.begin(order.key, order.owner, windows, keep=keep, line=line_of(job))
+            self._joint.enter(job)
             self._pump(channel)
+            for other in self._joint.beside(job):
+                self._settle(other)
             return self._grant(job, 0)
 
     def more(self, key: StageKey, have: int) -> Future[Grant | Unknown]:
@@ -200,6 +204,7 @@ class Spool(SpoolState):
             job.windows = {w: arena.slot(slot.index) for w, slot in enumerate(slots)}
             if len(slots) != layout.num_windows:
                 job.error = lost_memory(order.key.rank)
+            self._joint.enter(job)
             self._start(job)
             return True
 
@@ -246,22 +251,13 @@ class Spool(SpoolState):
             for job in list(self._jobs.values()):
                 if job.order.process == process and job.channel is not None:
                     job.rank_is_done = True
-                    if len(job.windows) < job.layout.num_windows:
+                    # A file of several ranks is not written before all of them are sealed.
+                    lacks_others = line_of(job) is not None and not job.is_sealed
+                    if len(job.windows) < job.layout.num_windows or lacks_others:
                         self._fail(job, died(job.order.key.rank))
                     self._tidy(job)
 
     # With the lock held
-
-    def _new(self) -> threading.Condition:
-        return threading.Condition(self._lock)
-
-    def _add(self, job: Job) -> Job:
-        self._jobs[job.order.key] = job
-        jobs = self._jobs.values()
-        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
-        for old in over[:-_JOBS_KEPT]:
-            del self._jobs[old.order.key]
-        return job
 
     def _grant(self, job: Job, have: int) -> Grant:
         freed = job.channel.ledger.freed(job.order.key) if job.channel else ()
@@ -273,10 +269,16 @@ class Spool(SpoolState):
             if channel is not None and channel.arena is not None:
                 channel.arena.mark(grant.slot)
             self._jobs[grant.job].slots.append(grant.slot)
+        names = dict.fromkeys(grant.job for grant in granted)
+        jobs = [self._jobs[name] for name in names if name in self._jobs]
+        jobs += [other for job in jobs for other in self._joint.beside(job)]
+        # Those that write the same file may stage in memory of another kind.
+        for other in self._channels.values() if len(jobs) > len(names) else ():
+            self._pump(other)
         # Why afterwards: what is answered may lead to further grants, which come behind these.
-        for name in dict.fromkeys(grant.job for grant in granted):
-            if name in self._jobs:
-                self._settle(self._jobs[name])
+        for job in jobs:
+            if job.order.key in self._jobs:
+                self._settle(job)
 
     def _settle(self, job: Job) -> None:
         """Answers what can be answered of `more` and `seal`."""
@@ -302,8 +304,12 @@ class Spool(SpoolState):
             job.error = error
             if job.tells_error:
                 self._start(job)
+            for other in self._joint.fail(job, error):
+                other.tells_error = other.tells_error and job.tells_error
+                self._fail(other, error)
         if not job.is_working:
             job.is_over = True
+            self._joint.leave(job)
         job.changed.notify_all()
         self._settle(job)
 
@@ -345,31 +351,40 @@ class Spool(SpoolState):
             run_tasks(job.files, lambda file: self._write(job, file), threads)
         with self._lock:
             job.is_working, job.is_over = False, True
+            self._joint.leave(job)
             self._settle(job)
 
     def _write(self, job: Job, file: int) -> None:
         step_behind(self._options.nice, self._options.io_priority)
-        key = job.order.key
+        tells = True
+        if len(job.plan.files[file].company):
+            report, tells = self._joint.write(job, file, self._passed)
+        else:
+            with self._turn:
+                passed = self._passed(job, file)
+                report = write_staged(job, file, self._turn, passed, self._opener)
+        self._tell(job, file, report, tells=tells)
 
+    def _passed(self, job: Job, file: int) -> Callable[[int | None, int], None]:
         def passed(window: int | None, num_bytes: int) -> None:
             with self._lock:
                 job.written_bytes += num_bytes
                 if window is not None and job.channel is not None:
-                    job.channel.ledger.read(key, window, file)
+                    job.channel.ledger.read(job.order.key, window, file)
                     self._pump(job.channel)
                     self._forget_freed(job)
 
-        with self._turn:
-            report = write_staged(job, file, self._turn, passed, self._opener)
-        self._tell(job, file, report)
+        return passed
 
-    def _tell(self, job: Job, file: int, report: StageReport) -> None:
+    def _tell(self, job: Job, file: int, report: StageReport, *, tells: bool) -> None:
         with self._lock:
             job.reports[file] = report
-            silent = job.error is not None and not job.tells_error
+            silent = not tells or (job.error is not None and not job.tells_error)
         if not silent:
             self._report(job.reporter, report)
         with self._lock:
+            if tells:
+                self._joint.told(job, file)
             if job.channel is not None:
                 job.channel.ledger.finished(job.order.key, file)
                 self._forget_freed(job)

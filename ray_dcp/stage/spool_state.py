@@ -14,6 +14,9 @@ from ray_dcp.stage.values import InFlight, StagedCopy, StageKey, StageProgress
 
 __all__ = ["SpoolState"]
 
+_JOBS_KEPT = 64
+"""Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
+
 
 class SpoolState:
     """The jobs of a node and its staging memory, to be looked at from any thread.
@@ -129,3 +132,16 @@ class SpoolState:
         channel.arena.touch(index)
         with self._lock:
             channel.ledger.warmed(index)
+
+    # With the lock held
+
+    def _new(self) -> threading.Condition:
+        return threading.Condition(self._lock)
+
+    def _add(self, job: Job) -> Job:
+        self._jobs[job.order.key] = job
+        jobs = self._jobs.values()
+        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
+        for old in over[:-_JOBS_KEPT]:
+            del self._jobs[old.order.key]
+        return job

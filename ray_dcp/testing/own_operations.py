@@ -138,7 +138,9 @@ def _save_new(place: Place) -> str:
 
 
 def _staged_new(place: Place) -> str:
-    return place.save(NEW, 2, staged=True)
+    # Two of the ranks share a node, and a file.
+    options = SaveOptions(num_threads=1, files_per_node=1)
+    return place.save(NEW, 3, staged=True, nodes=("x", "x", "y"), options=options)
 
 
 def _safe_new(place: Place) -> str:

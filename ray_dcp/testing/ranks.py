@@ -7,7 +7,7 @@ is in `one_outcome`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError
 from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.plan.values import FilePlan
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -36,10 +37,13 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.testing.array_states import ArrayCapture, ArrayWork, State, same_value
 from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.writer import write_part
+from ray_dcp.transfer.sources import ItemPieces
+from ray_dcp.transfer.writer import write_joint, write_part
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
 
+Extent = tuple[int, FilePlan, ItemPieces]
+"""Rank, what it has of a file, and its bytes."""
 Opener = Callable[[Target], Storage]
 Capturing = Callable[[State, int, int], Captured]
 
@@ -56,6 +60,7 @@ def save_ranks(
     capture: Capturing = ArrayCapture,
     opener: Opener = open_storage,
     staged: bool = False,
+    nodes: Sequence[str] = (),
 ) -> list[Generator[Request, Reply, SaveOutcome]]:
     """Returns the generators of a save, for `run_ranks`.
 
@@ -70,13 +75,16 @@ def save_ranks(
         capture: From state, rank and world size to what a rank captures.
         opener: What opens the storage.
         staged: As `async_save` does: a stager tells of each file, which here is the rank itself.
+        nodes: Names the node of each rank; ranks of one may share files when `staged`.
     """
-    save = _save_staged if staged else save_rank
+    handed: dict[int, list[Extent]] = {}
+    save = partial(_save_staged, handed=handed) if staged else save_rank
     return [
         save(
             OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
             options=options or SaveOptions(), opener=opener,
             capture=partial(capture, states[rank] if states else state, rank, world_size),
+            node=nodes[rank] if nodes else "",
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -91,18 +99,36 @@ def _save_staged(
     options: SaveOptions,
     opener: Opener,
     capture: Callable[[], Captured],
+    node: str,
+    handed: dict[int, list[Extent]],
 ) -> Generator[Request, Reply, SaveOutcome]:
-    """What a rank and its stager say and do in an asynchronous save, one after the other."""
+    """What a rank and its stager say and do in an asynchronous save, one after the other.
+
+    A file that it shares is written when the last rank has handed over its extent of it.
+    """
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        staged=True,
+        staged=True, node=node,
     )  # fmt: skip
 
     def write() -> tuple[FileReceipt, ...]:
-        return write_part(
-            opener(target), go.plan, go.attempt,
+        alone = [file for file in go.plan.files if not len(file.company)]
+        receipts = write_part(
+            opener(target), replace(go.plan, files=tuple(alone)), go.attempt,
             source=captured.source, deferred=captured.deferred, options=options,
         )  # fmt: skip
+        for file in go.plan.files:
+            extents = handed.setdefault(file.file, [])
+            pieces = ItemPieces(file, file.key, captured.source, captured.deferred)
+            extents += [(rank, file, pieces)] * (len(file.company) > 0)
+            if len(extents) == len(file.company) > 0:
+                extents.sort(key=lambda extent: extent[0])
+                written = write_joint(
+                    opener(target), [one for _, one, _ in extents], go.attempt,
+                    [source for _, _, source in extents], options=options,
+                )  # fmt: skip
+                receipts = (*receipts, written)
+        return receipts
 
     yield PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
     files, error = attempt(write, "writing", rank)
@@ -168,6 +194,7 @@ def save_state(
     states: Sequence[State] | None = None,
     capture: Capturing = ArrayCapture,
     staged: bool = False,
+    nodes: Sequence[str] = (),
 ) -> SaveOutcome:
     """Saves a state to a storage, by several ranks in this thread.
 
@@ -180,6 +207,7 @@ def save_state(
         states: Gives each rank a state of its own.
         capture: From state, rank and world size to what a rank captures.
         staged: As for `save_ranks`.
+        nodes: As there.
 
     Raises:
         CheckpointError: What the ranks were told.
@@ -189,7 +217,7 @@ def save_state(
     options = options or SaveOptions(num_threads=1)  # so that all calls come in one order
     ranks = save_ranks(
         state, world_size, storage.url, session=session, options=options, states=states,
-        capture=capture, opener=opener, staged=staged,
+        capture=capture, opener=opener, staged=staged, nodes=nodes,
     )  # fmt: skip
     return one_outcome(run_ranks(ranks, performer=partial(perform, opener=opener)))
 

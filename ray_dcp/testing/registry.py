@@ -61,6 +61,7 @@ class Place:
         states: Sequence[State] | None = None,
         capture: Capturing = ArrayCapture,
         staged: bool = False,
+        nodes: Sequence[str] = (),
     ) -> str:
         """Saves a state by several ranks in this thread; returns the attempt.
 
@@ -72,13 +73,14 @@ class Place:
             states: Gives each rank a state of its own.
             capture: From state, rank and world size to what a rank captures.
             staged: As an asynchronous save is done.
+            nodes: Names the node of each rank.
 
         Raises:
             CheckpointError: What the ranks were told.
         """
         saved = save_state(
             self.storage, state, world_size, session=session, options=options, states=states,
-            capture=capture, staged=staged,
+            capture=capture, staged=staged, nodes=nodes,
         )  # fmt: skip
         return saved.attempt
 

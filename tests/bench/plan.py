@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -306,6 +306,7 @@ def save(counted: Counted, seq: int, world_size: int, held: Callable[[int], Colu
         joins[rank] = join_save(
             key, rank=rank, world_size=world_size, target=TARGET, options=options,
             capture=partial(Held, held(rank)), memory=memories[rank],
+            node=f"node {rank // RANKS_A_NODE}",
         )  # fmt: skip
         sending[rank] = next(joins[rank])
     gc.freeze()
@@ -444,21 +445,43 @@ LAYER = {
     "q": (8192, 8192), "kv": (2048, 8192), "o": (8192, 8192), "up": (57344, 8192),
     "down": (8192, 28672), "norm": (8192,),
 }  # fmt: skip
+SMALL = {"weight": (4096, 4096)}
+RANKS_A_NODE = 8
 
 
-def balance(world_size: int, layers: int) -> tuple[float, float, int]:
-    """Returns max/mean bytes over the writers, the least of one in MiB, and the number of writers.
+class Balance(NamedTuple):
+    """How the bytes of a state that all ranks hold are shared out."""
 
-    Every rank holds the same state of a transformer, in float32.
-    """
+    over_writers: float
+    """Max/mean bytes of those that write."""
+    over_nodes: float
+    """Max/mean bytes of the nodes that write."""
+    least_mib: float
+    """Of a writer."""
+    writers: int
+    nodes: int
+    files: int
+    files_if_one_a_node: int
+    """With `SaveOptions(files_per_node=1)`."""
+
+
+def balance(world_size: int, shapes: dict[str, tuple[int, ...]], layers: int) -> Balance:
+    """Returns how a replicated state in float32 is shared out over nodes of 8 ranks."""
     builder = ColumnsBuilder()
     for layer in range(layers):
-        for name, shape in LAYER.items():
+        for name, shape in shapes.items():
             builder.tensor(f"{layer}.{name}", "float32", shape, splittable=len(shape) > 1)
-    plan = make_plan([builder.build()] * world_size, min_writer_bytes=MIN_WRITER_BYTES)
+    nodes = [rank // RANKS_A_NODE for rank in range(world_size)]
+    columns = [builder.build()] * world_size
+    plan = make_plan(columns, min_writer_bytes=MIN_WRITER_BYTES, nodes=nodes)
+    few = make_plan(columns, min_writer_bytes=MIN_WRITER_BYTES, nodes=nodes, files_per_node=1)
     written = np.bincount(plan.source_rank, plan.table.payload_bytes, world_size)
-    writers = written[written > 0]
-    return writers.max() / writers.mean(), writers.min() / (1 << 20), len(writers)
+    on_nodes = np.bincount(nodes, written)
+    writers, busy = written[written > 0], on_nodes[on_nodes > 0]
+    return Balance(
+        writers.max() / writers.mean(), busy.max() / busy.mean(), writers.min() / (1 << 20),
+        len(writers), len(busy), len(plan.files), len(few.files),
+    )  # fmt: skip
 
 
 def plan(tensors: int, largest: int) -> int:
@@ -500,10 +523,12 @@ def plan(tensors: int, largest: int) -> int:
             f"{worlds[-1] // worlds[0]} (steps {', '.join(f'{step:.1f}' for step in steps)})"
         )
     plan_templates.print_table(((tensors, True), (tensors, False), (1, False)), worlds[-2:])
-    for world, layers in ((256, 16), (10_000, 80)):
-        ratio, least, writers = balance(world, layers)
+    for world, shapes, layers in ((256, LAYER, 16), (10_000, LAYER, 80), (10_000, SMALL, 1)):
+        found = balance(world, shapes, layers)
         print(
-            f"replicated state on {world} ranks: max/mean {ratio:.4f} over {writers} writers, "
-            f"each {least:.0f} MiB or more"
+            f"replicated state on {world} ranks, {RANKS_A_NODE} a node: max/mean "
+            f"{found.over_writers:.4f} over {found.writers} writers, each {found.least_mib:.0f} "
+            f"MiB or more, and {found.over_nodes:.4f} over {found.nodes} nodes; {found.files} "
+            f"files, or {found.files_if_one_a_node} with one a node"
         )
     return 0

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
+from ray_dcp.errors import LimitError, NonFiniteError, ParticipantError, SaveCancelledError
 from ray_dcp.runtime.workers import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
@@ -48,12 +49,44 @@ def test_a_state_that_changes_right_after_staging_is_saved_as_it_was(ranks, tmp_
 def test_stock_dcp_reads_an_asynchronous_save(ranks, tmp_path):
     path = str(tmp_path / "c")
     assert [one.error for one in ranks.run(programs.save_and_change, path, 3)] == [None, None]
-    import torch
-
     state = {"sharded": torch.zeros(6, 4), "step": 0, "bf16": torch.zeros(3, dtype=torch.bfloat16)}
     stock.load(state, checkpoint_id=path)
     assert state["step"] == 3
     assert torch.equal(state["sharded"], torch.arange(24.0).reshape(6, 4) + 3)
+
+
+def data_files(path) -> list[Path]:
+    return sorted(Path(path).glob("__*.distcp"))
+
+
+def test_ranks_of_a_node_share_files_in_saves_of_both_kinds(ranks, tmp_path):
+    ranks.resize(4)
+    path = str(tmp_path / "c")
+    for step, save in ((1, programs.save_and_change), (2, programs.save_at_once)):
+        came = ranks.run(partial(save, path, step, files_per_node=2))
+        assert [one.error for one in came] == [None] * 4
+        assert len(data_files(path)) == 2
+        assert ranks.run(programs.mixed_is, path, step) == [True] * 4
+    assert ray_dcp.verify(path).ok
+    state = {"sharded": torch.zeros(6, 4), "step": 0, "own": {"rank3": torch.zeros(7).int()}}
+    stock.load(state, checkpoint_id=path)
+    assert state["step"] == 2
+    assert torch.equal(state["sharded"], torch.arange(24.0).reshape(6, 4) + 2)
+    assert state["own"]["rank3"].tolist() == [2] * 7
+    loaded = {"sharded": torch.zeros(6, 4), "log": []}
+    ray_dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    assert torch.equal(loaded["sharded"], state["sharded"])
+    assert loaded["log"] == [2] * 3
+
+
+def test_who_shares_a_file_does_not_wait_for_one_that_failed(ranks, tmp_path):
+    path = tmp_path / "c"
+    came = ranks.run(
+        partial(programs.save_where_one_can_not_stage, str(path), 1, files_per_node=1)
+    )  # fmt: skip
+    error = one_error(came, LimitError, "no room at all")
+    assert error.rank == 1
+    assert data_files(path) == []
 
 
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1)], ids=["rank 1", "rank 0", "all ranks"])
@@ -92,9 +125,16 @@ def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_pat
     for number in range(4):
         path = tmp_path / f"c{number}"
         before = ranks.run(programs.stager_facts)[0]
-        came = ranks.run(programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL))
+        # One file of both ranks: both hand it over, to the same stager.
+        came = ranks.run(
+            partial(
+                programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL),
+                files_per_node=1,
+            )
+        )  # fmt: skip
         assert [one.error for one in came] == [None, None]
         assert programs.large_is(str(path), 6, 2)
+        assert len(data_files(path)) == 1
         after = ranks.run(programs.stager_facts)[0]
         assert after["pid"] != before["pid"]
         assert not lives(before["pid"])

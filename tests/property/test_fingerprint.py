@@ -90,7 +90,7 @@ def test_a_change_on_one_rank_changes_its_name_and_no_other(state, rank, field, 
     before = [named(build(state, r)) for r in range(WORLD)]
     after = [named(build(other if r == rank else state, r)) for r in range(WORLD)]
     assert [a != b for a, b in zip(before, after, strict=True)] == [r == rank for r in range(WORLD)]
-    assert plan_key(before) != plan_key(after)
+    assert plan_key(before, ()) != plan_key(after, ())
 
 
 @given(states, st.lists(st.integers(4, 9), min_size=5 * WORLD, max_size=5 * WORLD))

@@ -15,9 +15,11 @@ from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.fingerprint import alike
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.loads import node_numbers
 from ray_dcp.plan.regular import probes
 from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.protocol.commands import Failed, Planned, RowsMissing
+from ray_dcp.runtime import planning_task
 from ray_dcp.runtime.perform import perform
 from tests.property.test_structure import check_plan, same
 from tests.unit.test_regular import task_of
@@ -141,34 +143,41 @@ def asked_of(columns):
     return set(probes(len(columns))).union(*some)
 
 
-def outcome(columns):
+def outcome(columns, nodes=(), min_writer_bytes=MIN_WRITER_BYTES):
     """What the rows of all lead to: a plan, or the text of an error."""
+    how = {"part_bytes": 1 << 20, "min_writer_bytes": min_writer_bytes}
     try:
-        return make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+        return make_plan(columns, **how, nodes=nodes)
     except CheckpointError as error:
         return error
 
 
-def planned_of(columns):
+def planned_of(columns, nodes=()):
     """What few rows lead to, and whether more were asked for."""
-    found = perform(task_of(columns, asked_of(columns)))
+    found = perform(replace(task_of(columns, asked_of(columns)), nodes=nodes))
     if isinstance(found, RowsMissing):
         assert set(found.ranks).isdisjoint(asked_of(columns))
-        return perform(task_of(columns, {*asked_of(columns), *found.ranks})), True
+        sent = {*asked_of(columns), *found.ranks}
+        return perform(replace(task_of(columns, sent), nodes=nodes)), True
     return found, False
 
 
 @settings(max_examples=200, deadline=None)
-@given(jobs(), st.booleans())
-def test_any_job_has_the_plan_of_its_rows(stages, few_classes):
+@given(
+    jobs(),
+    st.booleans(),
+    st.lists(st.integers(0, 3), min_size=64, max_size=64),
+    st.sampled_from([0, 1 << 10, MIN_WRITER_BYTES]),
+)
+def test_any_job_has_the_plan_of_its_rows(stages, few_classes, places, least_bytes):
     columns = held(stages)
-    by_rows = outcome(columns)
-    least = structural.LEAST_RANKS_A_CLASS
-    structural.LEAST_RANKS_A_CLASS = 0 if few_classes else 1 << 30
-    try:
-        found, asked = planned_of(columns)
-    finally:
-        structural.LEAST_RANKS_A_CLASS = least
+    nodes = node_numbers([f"node {place}" for place in (places * len(columns))[: len(columns)]])
+    by_rows = outcome(columns, nodes, least_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        least = 0 if few_classes else 1 << 30
+        patch.setattr(structural, "LEAST_RANKS_A_CLASS", least)
+        patch.setattr(planning_task, "MIN_WRITER_BYTES", least_bytes)
+        found, asked = planned_of(columns, nodes)
     if isinstance(found, Failed):
         event("an error")
         assert (type(found.error), str(found.error)) == (type(by_rows), str(by_rows))
@@ -176,7 +185,7 @@ def test_any_job_has_the_plan_of_its_rows(stages, few_classes):
     assert isinstance(found, Planned)
     event(f"{type(found.plan).__name__}, asked: {asked}")
     if isinstance(found.plan, StructuralPlan):
-        check_plan(found.plan, columns)
+        check_plan(found.plan, columns, nodes=nodes, min_writer_bytes=least_bytes)
     else:
         same(found.plan, by_rows)
 
@@ -327,7 +336,7 @@ def test_stages_that_name_what_they_share_in_other_orders():
     """One lets a tensor be cut and the other does not, nor do they agree on what has a gradient."""
     mesh = (8,)
     shared = [Tensor(name, (), [None], value=5 + index) for index, name in enumerate("xyz")]
-    large = Tensor("large", (256, 1024), [None])
+    large = Tensor("large", (1 << 17, 1024), [None])
     columns = held(
         [
             Stage(range(8), mesh, [*shared, large, Tensor("a", (16,), [0])]),

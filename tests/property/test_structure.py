@@ -55,9 +55,10 @@ def same(one, other, *, skipped=()):
             assert mine == theirs, name
 
 
-def check_plan(plan, columns, part_bytes=1 << 20):
+def check_plan(plan, columns, part_bytes=1 << 20, nodes=None, min_writer_bytes=MIN_WRITER_BYTES):
     """Checks a plan against that of the rows; returns how many rows it did without."""
-    by_rows = make_plan(columns, part_bytes=part_bytes, min_writer_bytes=MIN_WRITER_BYTES)
+    how = {"part_bytes": part_bytes, "min_writer_bytes": min_writer_bytes, "nodes": nodes}
+    by_rows = make_plan(columns, **how)
     assert isinstance(plan, StructuralPlan)
     assert "_expanded" not in vars(plan)
     assert (plan.num_chunks, plan.num_tensors) == (by_rows.num_chunks, by_rows.num_tensors)
@@ -95,24 +96,27 @@ def layouts(draw):
 
 
 @settings(max_examples=120, deadline=None)
-@given(layouts(), st.booleans())
-def test_the_plan_is_that_of_the_rows(layout, objects):
+@given(layouts(), st.booleans(), st.sampled_from([1, 2, 4]))
+def test_the_plan_is_that_of_the_rows(layout, objects, a_node):
     mesh, tensors = layout
     world_size = int(np.prod(mesh))
     columns = [held_by(rank, mesh, tensors, objects) for rank in range(world_size)]
-    planned = perform(task_of(columns, set(probes(world_size))))
+    nodes = tuple(rank // a_node for rank in range(world_size))
+    task = replace(task_of(columns, set(probes(world_size))), nodes=nodes)
+    planned = perform(task)
     if isinstance(planned, RowsMissing):
         assert any(0 in own.size for own in columns) or any(s[0] % mesh[0] for s, _ in tensors)
         return
-    by_rows = make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+    how = {"min_writer_bytes": MIN_WRITER_BYTES, "nodes": nodes}
+    by_rows = make_plan(columns, part_bytes=1 << 20, **how)
     event(type(planned.plan).__name__)
     # Where every rank has something everywhere, or the mesh is a line, no row is needed.
     if len(mesh) == 1 or not any((own.size == 0).any() for own in columns):
         assert isinstance(planned.plan, StructuralPlan)
     if isinstance(planned.plan, StructuralPlan):
-        check_plan(planned.plan, columns)
+        check_plan(planned.plan, columns, nodes=nodes)
         # Who sent all rows has the same plan, under the same name.
-        again = perform(task_of(columns, set(range(world_size))))
+        again = perform(replace(task_of(columns, set(range(world_size))), nodes=nodes))
         assert again.plan.digest == planned.plan.digest
     else:
         assert planned.plan.digest == by_rows.digest

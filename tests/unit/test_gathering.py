@@ -222,11 +222,11 @@ def receipt_of(file, key=None, places=()):
 
 
 def test_joins_together_mean_the_same():
-    joins = [join(rank) for rank in (2, 0, 1)]
+    joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
     message = together(joins)
     assert isinstance(message.said, JoinedTogether)
     assert message.requests() == sorted(joins, key=lambda one: one.rank)
-    assert message.only({1}).requests() == [join(1)]
+    assert message.only({1}).requests() == [join(1, node="node 0")]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def test_columns_are_handed_to_the_plan_in_the_order_of_ranks():
     play.join(1, columns=b"one")
     play.join(0, columns=b"zero")
     play.done(NOTHING)
-    assert play.task == MakePlan((b"zero", b"one"), "torch_save", SaveOptions().part_bytes)
+    part_bytes = SaveOptions().part_bytes
+    rows = (b"zero", b"one")
+    assert play.task == MakePlan(rows, "torch_save", part_bytes, nodes=(0, 1))
 
 
 @pytest.mark.parametrize("step", ["SaveJoin", "SaveReceipt"])

@@ -63,6 +63,18 @@ def test_warm_and_cold_saves_write_the_same_bytes(warm, tmp_path):
     assert files(warm.url) == files(cold.url) != {}
 
 
+def test_ranks_that_moved_to_other_nodes_are_shared_out_anew(warm):
+    warm.nodes = ["x", "x", "y"]
+    committed(warm.save(sample_state(0)))
+    warm.nodes = ["p", "p", "q"]  # a job that was started anew, on as many nodes
+    committed(warm.save(sample_state(1)))
+    assert warm.was_warm
+    warm.nodes = ["p", "q", "q"]
+    committed(warm.save(sample_state(2)))
+    assert (warm.plans_made, warm.senders) == (1, set())
+    assert loads(warm, sample_state(2))
+
+
 def test_two_layouts_in_turn_are_both_warm(warm, tmp_path):
     other = {"ema": np.arange(30.0), "step": 1}
     for _ in range(2):

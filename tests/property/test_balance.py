@@ -1,0 +1,155 @@
+"""Replicated bytes are shared out so that nodes, and the ranks of each, write equally much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ray_dcp.plan.columns import ColumnsBuilder
+from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.plan.loads import Loads, level_shares, node_numbers
+
+MIB = 1 << 20
+ROW_BYTES = MIB
+
+
+def shared(world_size, rows, nodes, own_rows=None, holders=None):
+    """Returns the plan of a tensor that all (or some) hold, beside what some hold alone."""
+    columns = []
+    own_rows = own_rows or [0] * world_size
+    for rank in range(world_size):
+        builder = ColumnsBuilder()
+        if rank == 0 or holders is None or rank in holders:
+            builder.tensor("shared", "uint8", (rows, ROW_BYTES), splittable=True)
+        if own_rows[rank]:
+            builder.tensor(f"own.{rank}", "uint8", (own_rows[rank], ROW_BYTES))
+        columns.append(builder.build())
+    return make_plan(columns, nodes=nodes, min_writer_bytes=MIN_WRITER_BYTES)
+
+
+def check_whole(plan, rows):
+    """Each row of the shared tensor is in one piece."""
+    table = plan.table
+    own = np.flatnonzero(table.tensor == table.names.index("shared"))
+    own = own[np.argsort(table.offset[own, 0])]
+    starts, sizes = table.offset[own, 0], table.size[own, 0]
+    np.testing.assert_array_equal(starts, np.append(0, np.cumsum(sizes))[:-1])
+    assert sizes.sum() == rows
+
+
+def written_by(plan):
+    return np.bincount(plan.source_rank, plan.table.payload_bytes, plan.world_size).astype(int)
+
+
+@given(
+    world_size=st.integers(1, 48),
+    a_node=st.integers(1, 9),
+    rows=st.integers(1, 3000),
+)
+@settings(max_examples=120, deadline=None)
+def test_what_all_hold_is_written_by_equals_of_16_mib_or_more(world_size, a_node, rows):
+    nodes = [rank // a_node for rank in range(world_size)]
+    plan = shared(world_size, rows, nodes)
+    check_whole(plan, rows)
+    written = written_by(plan)
+    writers = written[written > 0]
+    event(f"{len(writers) == world_size=}")
+    # A cut is at a whole row: off by half of one at most, at both ends.
+    assert writers.min() >= min(16 * MIB, rows * ROW_BYTES) - ROW_BYTES - 64 * 1024
+    on_nodes = np.bincount(nodes, written)
+    busy = on_nodes[on_nodes > 0]
+    assert busy.max() - busy.min() <= 2 * ROW_BYTES
+    if world_size % a_node == 0 and rows >= 200 * world_size:
+        assert writers.max() / writers.mean() <= 1.05
+    assert len(busy) == min(max(rows // 16, 1), len(on_nodes))
+
+
+@given(
+    nodes=st.lists(st.integers(0, 5), min_size=2, max_size=24),
+    rows=st.integers(100, 2000),
+    data=st.data(),
+)
+@settings(max_examples=120, deadline=None)
+def test_what_ranks_write_of_their_own_counts(nodes, rows, data):
+    world_size = len(nodes)
+    own = data.draw(st.lists(st.integers(0, 300), min_size=world_size, max_size=world_size))
+    some = data.draw(st.sets(st.integers(0, world_size - 1)))
+    plan = shared(world_size, rows, nodes, own, {0, *some})
+    check_whole(plan, rows)
+    written = written_by(plan)
+    given_bytes = written - np.array(own) * ROW_BYTES
+    takers = np.flatnonzero(given_bytes)
+    assert set(takers.tolist()) <= {0, *some}
+    assert written[takers].min() >= 15 * MIB - 64 * 1024
+    # Nobody is given a byte while another node with holders that write is much lower.
+    on_nodes = np.bincount(nodes, written)
+    taking = np.unique(np.array(nodes)[takers])
+    assert np.ptp(on_nodes[taking]) <= 2 * ROW_BYTES
+    holding = {nodes[rank] for rank in {0, *some} if written[rank]}
+    assert min(on_nodes[list(holding)]) >= min(on_nodes[taking]) - 2 * ROW_BYTES
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_small_state_of_10_000_ranks_is_written_by_few_on_different_nodes(own):
+    # What each rank writes anyway is little: that does not make all share in the rest.
+    columns = [_with_own(rank if own else None) for rank in range(10_000)]
+    nodes = [rank // 8 for rank in range(10_000)]
+    plan = make_plan(columns, nodes=nodes, min_writer_bytes=MIN_WRITER_BYTES)
+    written = written_by(plan)
+    assert np.sort(written)[-5:].tolist() == [8 * own, *[16 * MIB + 8 * own] * 4]
+    assert len({nodes[rank] for rank in np.argsort(written)[-4:]}) == 4
+    assert len(plan.files) == (10_000 if own else 4)
+
+
+def _with_own(rank):
+    builder = ColumnsBuilder()
+    builder.tensor("w", "float32", (4096, 4096), splittable=True)
+    if rank is not None:
+        builder.tensor(f"own.{rank}", "int64", ())
+    return builder.build()
+
+
+loads = st.lists(st.integers(0, 1 << 40), min_size=1, max_size=30)
+
+
+@given(load=loads, total=st.integers(0, 1 << 44))
+@settings(max_examples=200, deadline=None)
+def test_shares_raise_the_lowest_to_one_level(load, total):
+    found = level_shares(np.array(load), total)
+    assert total - len(load) <= found.sum() <= total
+    after = np.array(load) + found
+    assert (found >= 0).all()
+    assert np.ptp(after[found > 0]) <= 0 if (found > 0).any() else total < len(load)
+    if (found > 0).any():
+        assert (after[found == 0] >= after[found > 0].max()).all()
+
+
+@given(nodes=st.lists(st.integers(0, 4), min_size=1, max_size=20), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_writers_are_never_none_and_have_enough(nodes, data):
+    world_size = len(nodes)
+    load = np.array(data.draw(st.lists(st.integers(0, 99), min_size=world_size,
+                                       max_size=world_size)))  # fmt: skip
+    holders = np.array(sorted(data.draw(
+        st.sets(st.integers(0, world_size - 1), min_size=1))))  # fmt: skip
+    total = data.draw(st.integers(1, 500))
+    known = Loads(load.copy(), nodes)
+    chosen = holders[known.writers(holders, total, 20)]
+    assert len(chosen)
+    assert set(chosen) <= set(holders)
+    share = known.shares(chosen, total)
+    assert total - 2 * world_size <= share.sum() <= total
+    fresh = (load[chosen] == 0) & (share > 0)
+    if fresh.any() and (load[holders] > 0).any():
+        # A file more is worth it.
+        assert share[fresh].min() >= 20 - 2
+    # As nobody can write more than all there is, one who has nothing else may have less.
+    assert len(chosen) == 1 or (load[chosen] + share).min() >= 20 - 2
+
+
+def test_nodes_count_by_who_shares_them_and_not_by_name():
+    assert node_numbers(["x", "x", "y"]) == node_numbers(["p", "p", "q"]) == (0, 0, 1)
+    assert node_numbers(["x", "y", "y"]) != node_numbers(["x", "x", "y"])
+    assert node_numbers(["", "", ""]) == (0, 1, 2)
