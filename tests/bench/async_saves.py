@@ -285,7 +285,7 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
     lost: dict[str, list[float]] = {}
     with session_of("training"):
         warm_up(state)
-        contestants.insert(0, peers.Ours(state))
+        contestants[:0] = [peers.Ours(state), peers.Limit(state)]
         for number in range(options.rounds + 1):
             alone = training.lap()
             for contestant in contestants:
@@ -305,7 +305,8 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
         median[name] = table.fact(f"lost to {name}", values)
         table.fact(f"  stall of {name}", [lap.stall_s for lap in laps[name]])
         table.fact(f"  until it stands, {name}", [lap.durable_s for lap in laps[name]])
-    ours = median.pop("ray_dcp")
+    ours, limit = median.pop("ray_dcp"), median.pop(peers.Limit.name)
+    table.note(f"the limit / better peer's: {limit / max(min(median.values()), 1e-3):.2f}")
     # Why at least: where the disk is quick, a peer may lose no more than the noise of training.
     table.row("lost", ours / max(min(median.values()), 1e-3))
 
