@@ -113,11 +113,12 @@ class SaveOptions:
     """Keep the plan of a save for restarted jobs and for others with the same layout: in
     `.manager/plans`, in the folder that the checkpoint's own folder lies in, so that all steps of a
     run share it. Their first save then moves no rows and makes no plan. It is written after the
-    commit, in the background; whatever is wrong with it, a new plan is made. `auto`: where planning
-    takes long (from 100,000 chunks on), for folders whose names end in a number, as those of steps
-    do. True: always."""
+    commit, in the background where there is Ray; whatever is wrong with it, a new plan is made.
+    `auto`: where planning takes long (from 100,000 chunks on), for folders whose names end in a
+    number, as those of steps do. True: always."""
     plan_templates_in: str | None = None
-    """Another folder for them, as an absolute path or URL: several runs can share one."""
+    """Another folder for them, as an absolute path or URL: several runs can share one. Who can
+    write there decides what is saved as what: trust it as the checkpoints themselves."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0

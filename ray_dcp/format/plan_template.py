@@ -48,6 +48,8 @@ MOST_BYTES = 64 << 20
 """Longest template. Of rows that hardly compress it holds two million."""
 MOST_RAW_BYTES = 1 << 30
 """Most that one becomes in memory."""
+MOST_HEAD_BYTES = 256 << 20
+"""Of these its words, which take ten times as much when they are read."""
 MOST_ROWS = 4_000_000
 """Plans of more rows have no template: to encode them would take the coordinator a gigabyte."""
 INDEX_KEY = "used.json"
@@ -134,7 +136,7 @@ def encode_plan(plan: GlobalPlan, key: bytes) -> bytes | None:
     }
     words = json.dumps(head).encode()
     raw = b"".join([len(words).to_bytes(8, "little"), words, *parts])
-    if len(raw) > MOST_RAW_BYTES:
+    if len(raw) > MOST_RAW_BYTES or len(words) > MOST_HEAD_BYTES:
         return None
     packed = bytes(pa.compress(raw, codec="zstd", asbytes=True))
     digest = blake2b(packed, digest_size=_DIGEST_BYTES).digest()
@@ -215,6 +217,8 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], memoryview]:
     length = int.from_bytes(raw[:8], "little")
     if length > len(raw) - 8:
         raise _damaged("a head", "a longer one than there are bytes")
+    if length > MOST_HEAD_BYTES:
+        raise _damaged(f"a head of at most {MOST_HEAD_BYTES} bytes", f"one of {length}")
     head = json.loads(bytes(raw[8 : 8 + length]))
     if not isinstance(head, dict):
         raise _damaged("a head", type(head).__name__)
@@ -279,7 +283,8 @@ def _plan_of(head: Mapping[str, Any], data: memoryview) -> GlobalPlan:
     if not is_structural:
         return few
     structure = structure_from(head["structure"], table)
-    if structure.world_size != world_size or not is_expandable(table, structure):
+    fits = structure.world_size == world_size and is_expandable(table, structure)
+    if not fits or not np.array_equal(structure.leaders[structure.file_kind], few.file_rank):
         raise _damaged("a structure of these ranks", "another one")
     return StructuralPlan(few, structure, groups)
 

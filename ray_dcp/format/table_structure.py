@@ -164,8 +164,13 @@ def _mesh_from(value: Any, table: ChunkTable) -> Mesh:
     if not 1 <= dimensions == len(strides) <= _MOST_DIMENSIONS:
         raise damaged(f"1 to {_MOST_DIMENSIONS} dimensions", f"{dimensions} and {len(strides)}")
     tensors = _numbers(value["tensors"], 1, 0)
-    offset, steps = _numbers(value["offset"], 2, 0), _numbers(value["steps"], 3, 0)
     shape = (len(tensors), table.shape.shape[1])
+    if len(tensors):
+        offset, steps = _numbers(value["offset"], 2, 0), _numbers(value["steps"], 3, 0)
+    else:
+        # Lists without numbers do not tell how wide they are: these ranks save nothing.
+        offset = np.zeros(shape, dtype=np.int64)
+        steps = np.zeros((dimensions, *shape), dtype=np.int64)
     reach = np.abs(steps).max(axis=(1, 2), initial=0).astype(float) @ lengths.astype(float)
     fits = (
         (not len(tensors) or int(tensors.max()) < table.num_tensors)

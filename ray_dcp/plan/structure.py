@@ -217,6 +217,8 @@ def is_expandable(table: ChunkTable, structure: Structure) -> bool:
     """Whether the chunks of all ranks are as many as are made of a table of any length."""
     numbers = num_chunks_of(table, structure) * (8 + 2 * table.shape.shape[1])
     numbers += structure.world_size * len(structure.own) * (8 + table.shape.shape[1])
+    files = np.bincount(structure.file_kind, minlength=len(structure.leaders))
+    numbers += int(files[structure.kind].sum())
     return numbers <= MOST_NUMBERS and structure.world_size <= MOST_RANKS
 
 

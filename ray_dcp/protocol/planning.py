@@ -59,6 +59,7 @@ class Planning:
         self._joins: dict[int, SaveJoin] = {}
         self._key = b""
         self._nodes: tuple[int, ...] = ()
+        self._joins_files = False
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
         self._needed: set[int] | None = None
@@ -92,7 +93,7 @@ class Planning:
         To be called when all ranks have joined, and when those that were asked have answered.
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
-        self._nodes = self._nodes or node_numbers([join.node for join in joins])
+        self._note_nodes(joins)
         if not all(join.fingerprint for join in joins):
             return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
         self._key = self._key_of(joins)
@@ -105,18 +106,21 @@ class Planning:
             self._pinned = _warm(planned, joins)
         return {} if self._pinned is not None else self._ask_all(joins)
 
-    @property
-    def _joins_files(self) -> bool:
-        """Whether the stagers of the nodes may write files of several ranks."""
-        bounded = self._options.files_per_node is not None
-        return bounded and all(join.staged for join in self._joins.values())
-
     def _key_of(self, joins: Sequence[SaveJoin]) -> bytes:
         if not self._key:
-            self._nodes = node_numbers([join.node for join in joins])
             names = [join.fingerprint for join in joins]
             self._key = plan_key(names, self._nodes, self._joins_files)
         return self._key
+
+    def _note_nodes(self, joins: Sequence[SaveJoin]) -> None:
+        """Notes who shares a node, and whether its stager may write files of several ranks.
+
+        Noted once: in a later call of theirs ranks do not say it, and none is left in the end.
+        """
+        if not self._nodes:
+            self._nodes = node_numbers([join.node for join in joins])
+            bounded = self._options.files_per_node is not None
+            self._joins_files = bounded and all(join.staged for join in joins)
 
     def look(self) -> ReadTemplate | None:
         """Returns the task of looking for a plan beside the checkpoints, once, before rows move.
@@ -126,7 +130,9 @@ class Planning:
         if self._place is None or self._has_looked:
             return None
         joins = [self._joins[rank] for rank in range(self._world_size)]
-        if not all(join.fingerprint for join in joins):
+        self._note_nodes(joins)
+        # A template is of files that one rank writes.
+        if self._joins_files or not all(join.fingerprint for join in joins):
             return None
         self._key = self._key_of(joins)
         sent = {join.fingerprint for join in joins if join.columns}
@@ -163,7 +169,6 @@ class Planning:
         """Returns the task of keeping a plan for other jobs; None if it is unwanted, or done."""
         if self._place is None or not self._key:
             return None
-        # A template is of files that one rank writes.
         unwanted = self._joins_files or not is_worth_keeping(self._options, plan.num_chunks)
         if unwanted or self._shelf.is_kept(self._place.url, self._key):
             return None

@@ -246,8 +246,12 @@ class StagedSaveMachine(QueuedSave):
         needed: dict[int, CheckpointError] = {}
         for rank, error in errors.items():
             self._dead[rank] = error
-            if rank not in self._held or rank in self._unheld:
+            _, lost = self._unheld.get(rank, ("", False))
+            if rank not in self._held or lost:
                 needed[rank] = error
+            else:
+                # Its stager has all its bytes, however slow it is.
+                self._unheld.pop(rank, None)
         return super()._on_lost(needed)
 
     # Writing
@@ -257,7 +261,7 @@ class StagedSaveMachine(QueuedSave):
         if known is None or held.incarnation > known.incarnation:
             self._held[held.rank] = held
             self._unheld.pop(held.rank, None)
-        return self._noted(held)
+        return (*self._noted(held), *self._check_done(held.rank))
 
     def _take_written(self, written: PartsWritten) -> Commands:
         rank = written.rank

@@ -103,7 +103,9 @@ def _unused(storage: Storage, keep: Collection[str]) -> list[str]:
     tell: Callable[[], Sequence[Entry]] = getattr(storage, "unpublished", tuple)
     found = [entry.key for entry in storage.list() if entry.key not in keep]
     templates = [key for key in found if is_template(key)]
-    return templates + [entry.key for entry in tell() if entry.key.endswith((".plan", INDEX_KEY))]
+    begun = [entry.key for entry in tell() if entry.key.endswith((".plan", INDEX_KEY))]
+    # Why not in folders below: another run's place may lie in one.
+    return templates + [key for key in begun if "/" not in key]
 
 
 def _used(storage: Storage) -> list[str]:

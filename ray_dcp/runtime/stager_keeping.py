@@ -143,7 +143,8 @@ class StagerKeeping:
         if self._staged is None or self._finish is None:
             raise CheckpointError("nothing is staged that could be handed over")
         helper = None if asked.lost else self._helper(asked.helpers)
-        self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation)
+        stop = None if self._vitals is None else self._vitals.stop
+        self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
         self.takeovers += 1
         last = self._finish
         self._tell(last.key, last.attempt, last.epoch, asked.incarnation)

@@ -299,6 +299,7 @@ class Staged:
         files: Collection[int] | None = None,
         incarnation: int | None = None,
         timeout_s: float = ENTER_S,
+        stop: Stop | None = None,
     ) -> None:
         """Hands the bytes to another stager, without the state.
 
@@ -308,10 +309,12 @@ class Staged:
             files: `FilePlan.file` of those that nobody has a receipt for; all by default.
             incarnation: Of the new holder; one more than before by default.
             timeout_s: For ending the old one and starting the new one, in seconds.
+            stop: Ends it early, with its error.
 
         Raises:
             ParticipantError: The bytes are gone, or no stager takes them.
         """
+        dead = self._link
         number = self.key.incarnation + 1 if incarnation is None else incarnation
         wanted = tuple(
             index for index, f in enumerate(self._plan.files) if files is None or f.file in files
@@ -319,13 +322,13 @@ class Staged:
         order = replace(self._order, key=replace(self.key, incarnation=number), files=wanted)
         for _ in range(MOST_STAGERS):
             if stager is None:
-                link = self._staging.replace(self._link, timeout_s)
+                link = self._staging.replace(dead, timeout_s)
             else:
                 link = self._staging.link_elsewhere(stager, timeout_s)
             try:
-                self._hand_over(link, order, timeout_s, here=stager is None)
+                self._hand_over(link, order, timeout_s, stop, here=stager is None)
             except StagerGone:
-                self._link = link
+                dead = link
                 continue
             self._link, self._order = link, order
             return
@@ -357,7 +360,9 @@ class Staged:
         self._link.post("release", self.key, committed)
         self._handed.refs.clear()
 
-    def _hand_over(self, link: Link, order: StageOrder, timeout_s: float, *, here: bool) -> None:
+    def _hand_over(
+        self, link: Link, order: StageOrder, timeout_s: float, stop: Stop | None, *, here: bool
+    ) -> None:
         if here and self._arena is not None:
             slots = tuple(self._handed.slots)
             # Suppressed: it can't open our memory, so the bytes go through the store.
@@ -368,7 +373,7 @@ class Staged:
                 return
         handed = hand_in(
             link, replace(order, channel="store"), self._plan, self._reporter, self._fill,
-            timeout_s=order.options.write_timeout_s,
+            timeout_s=order.options.write_timeout_s, stop=stop,
         )  # fmt: skip
         self._handed.refs.update(handed.refs)
 

@@ -38,7 +38,7 @@ from ray_dcp.seam.objects import dump_object, is_simple, load_object, simple_dig
 from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planned_metadata import is_path, metadata_problems
 from ray_dcp.seam.planned_rows import Row, columns_of, tensor_data_of
-from ray_dcp.seam.pure_planners import PurePlans, is_declared_pure
+from ray_dcp.seam.pure_planners import PurePlans, is_declared_pure, structure_digest
 from ray_dcp.seam.rounds import Group, Steps, all_reduce, reduce_scatter, reserve
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.seam.tensors import content_digest, dtype_name, host_bytes, is_plain, refusal
@@ -71,9 +71,8 @@ def capture_with_planner(
     `set_up_planner` and `create_local_plan` run on every rank. Only where the planner plans
     globally in its own way (`plans_globally`) are plans exchanged, and `create_global_plan` runs
     on the coordinator rank, `finish_plan` on all; else the plan of ray_dcp shares out replicas.
-    Where the planner is declared pure (`pure_planners`) and nothing has changed, these hooks do
-    not run. `resolve_data` runs for each item, to check it, and where much was resolved again
-    when its bytes are read.
+    Where it is declared pure (`pure_planners`) and nothing changed, these hooks do not run.
+    `resolve_data` runs to check each item, and where much was resolved again when bytes are read.
 
     Args:
         next_key: Names the next operation of the session (`Session.next_key`). Called now, not
@@ -111,9 +110,11 @@ def capture_with_planner(
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
-        if pure is not None:
-            pure.look(state)
+        # Why before: the planner may change it. Its settings it may only compute now.
+        structure = b"" if pure is None else structure_digest(state)
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
+        if pure is not None:
+            pure.look(structure)
 
     return hooks.steps(set_up, pure)
 

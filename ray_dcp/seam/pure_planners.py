@@ -48,6 +48,11 @@ _HOOKS = (
     "lookup_object", "transform_object", "plan_settings",
 )  # fmt: skip
 
+_PLAIN: tuple[Any, ...] = (type(None), bool, int, float, str, bytes, torch.dtype)
+
+_WRITES_ITSELF = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+"""What torch asks objects for that stand for tensors."""
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _MOST_DEPTH = 200
 
@@ -132,14 +137,17 @@ class PurePlans:
         self._planner = planner
         self._who = (type(planner), rank, world_size, coordinator_rank)
         self._digest = b""
+        self._usable: dict[bytes, _Known] = {}
 
-    def look(self, state_dict: Mapping[str, Any]) -> None:
-        """Looks at what is to be saved. To be called first.
+    def look(self, structure: bytes) -> None:
+        """Takes what is to be saved, and asks for the settings. To be called first.
+
+        Args:
+            structure: `structure_digest` of the state, from before the planner was set up.
 
         Raises:
             InvalidRequestError: As `settings_digest`.
         """
-        structure = structure_digest(state_dict)
         if structure and type(self._planner) not in _liars:
             self._digest = blake2b(
                 settings_digest(self._planner) + structure, digest_size=32
@@ -147,7 +155,9 @@ class PurePlans:
 
     def offer(self) -> tuple[bytes, tuple[bytes, ...]]:
         """Returns what names this rank's input, and for which inputs of all its plan is known."""
-        return self._digest, tuple(_memory.usable(self._who, self._digest))
+        # Why kept: other saves of this process may have them forgotten before they are used.
+        self._usable = _memory.usable(self._who, self._digest)
+        return self._digest, tuple(self._usable)
 
     @staticmethod
     def agree(offers: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> tuple[bytes, bool]:
@@ -164,7 +174,11 @@ class PurePlans:
 
     def plan_for(self, roll: bytes) -> tuple[Items, dict[str, Path]] | None:
         """Returns this rank's final plan, and notes that it is used."""
-        return _memory.use(self._who, self._digest, roll)
+        known = self._usable.get(roll)
+        if known is None:
+            return None
+        _memory.use((self._who, self._digest, roll), known)
+        return known.items, known.paths
 
     def made(self, roll: bytes, items: Sequence[WriteItem], paths: Mapping[str, Path]) -> list[str]:
         """Takes what the hooks gave; returns a warning if they gave something else before."""
@@ -199,24 +213,19 @@ class _Memory:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Any, ...], _Known] = OrderedDict()
 
-    def usable(self, who: tuple[Any, ...], digest: bytes) -> list[bytes]:
+    def usable(self, who: tuple[Any, ...], digest: bytes) -> dict[bytes, _Known]:
         with self._lock:
-            return [
-                key[2]
+            return {
+                key[2]: known
                 for key, known in self._known.items()
                 if key[:2] == (who, digest) and known.is_usable
-            ]
+            }
 
-    def use(
-        self, who: tuple[Any, ...], digest: bytes, roll: bytes
-    ) -> tuple[Items, dict[str, Path]] | None:
+    def use(self, key: tuple[Any, ...], known: _Known) -> None:
         with self._lock:
-            known = self._known.get((who, digest, roll))
-            if known is None:
-                return None
             known.uses += 1
-            self._known.move_to_end((who, digest, roll))
-            return known.items, known.paths
+            self._known[key] = known
+            self._known.move_to_end(key)
 
     def note(
         self, who: tuple[Any, ...], digest: bytes, roll: bytes, items: Items, paths: dict[str, Path]
@@ -240,10 +249,15 @@ _liars: WeakSet[type] = WeakSet()
 def _plain(value: Any, name: str, depth: int) -> str:
     """Returns a plain value as a text that tells it from all others."""
     if depth < _MOST_DEPTH:
-        if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, Enum)):
-            return f"{type(value).__qualname__}:{value!r}"
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, Enum):
+            return f"{kind}.{value.name}"
+        for base in _PLAIN:
+            if isinstance(value, base):
+                # Why of the base: a class of somebody's own may call all its values the same.
+                return f"{kind}:{base.__repr__(value)}"
         if isinstance(value, (list, tuple)):
-            return f"[{','.join(_plain(one, name, depth + 1) for one in value)}]"
+            return f"{kind}[{','.join(_plain(one, name, depth + 1) for one in value)}]"
         if isinstance(value, (set, frozenset)):
             return f"{{{','.join(sorted(_plain(one, name, depth + 1) for one in value))}}}"
         if isinstance(value, Mapping):
@@ -278,7 +292,7 @@ def _describe(value: Any, words: list[str], meshes: dict[int, str], depth: int) 
         local = [(shard.metadata, _tensor(shard.tensor)) for shard in value.local_shards()]
         words.append(f"S {value.metadata()} {local}")
         return True
-    if isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__"):
+    if isinstance(value, torch.Tensor) or any(hasattr(value, name) for name in _WRITES_ITSELF):
         return False
     words.append(f"{kind.__module__}.{kind.__qualname__}")
     if isinstance(value, Mapping):
@@ -297,5 +311,5 @@ def _tensor(tensor: torch.Tensor) -> str:
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return (
         f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)} {strides} "
-        f"{tensor.requires_grad} {tensor.device.type} {tensor.layout}"
+        f"{tensor.requires_grad} {tensor.device.type} {tensor.layout} {tensor.is_pinned()}"
     )

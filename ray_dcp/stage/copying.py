@@ -47,12 +47,19 @@ def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
     """
     batch = _Batch(pairs)
     threads = min(num_threads or _processors(), _MOST_THREADS, len(batch))
-    # Suppressed: the interpreter ends, and starts no threads any more.
-    with suppress(RuntimeError):
-        for _ in range(threads - 1):
-            _helpers.submit(batch.work)
-    batch.work()
-    batch.join()
+    try:
+        # Suppressed: the interpreter ends, and starts no threads any more.
+        with suppress(RuntimeError):
+            for _ in range(threads - 1):
+                _helpers.submit(batch.work)
+        batch.work()
+    except BaseException:
+        # Why: the caller was interrupted, and may use the memory for something else.
+        batch.give_up()
+        raise
+    finally:
+        batch.join()
+    batch.check()
 
 
 class _Batch:
@@ -83,15 +90,23 @@ class _Batch:
             pass
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error
-            self._left.clear()
-        with self._changed:
-            self._working -= 1
-            self._changed.notify_all()
+            self.give_up()
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Takes that nothing more is to be copied."""
+        self._left.clear()
 
     def join(self) -> None:
-        """Returns when nobody works any more; raises what went wrong."""
+        """Returns when nobody works any more."""
         with self._changed:
             self._changed.wait_for(lambda: not self._working)
+
+    def check(self) -> None:
+        """Raises what went wrong."""
         if self._error is not None:
             raise self._error
 

@@ -180,6 +180,7 @@ class StagedPieces:
         turn: threading.Semaphore,
         passed: Callable[[int | None, int], None],
     ) -> None:
+        self.before_wait: Callable[[], None] = lambda: None
         layout = job.layout
         low, high = layout.file_first[file : file + 2].tolist()
         own = slice(low, high)
@@ -242,6 +243,8 @@ class StagedPieces:
         with job.changed:
             if job.error is None and window in job.windows:
                 return job.windows[window]
+        # Why: what is packed lies in windows that others may wait for, and this one for them.
+        self.before_wait()
         self._turn.release()
         try:
             with job.changed:

@@ -82,10 +82,30 @@ class JointFiles:
         self._turn = turn
         self._opener = opener
         self.lines: dict[Any, dict[int, Any]] = {}
+        self._adopted: dict[Any, set[int]] = {}
         self._files: dict[tuple[str, str], _Joint] = {}
+
+    def leads(self, job: Job) -> bool:
+        """Returns whether it is the thread of a job that writes a file of several."""
+        rank = job.order.key.rank
+        return any(job.plan.files[file].company[0] == rank for file in _joint_files(job))
+
+    def adopt(self, line: Line | None) -> None:
+        """Takes that a job's windows all lie in the memory of another stager; none waits for it."""
+        if line is not None:
+            self._adopted.setdefault(line.name, set()).add(line.place)
+            self._remember(line)
+
+    def _remember(self, line: Line | None) -> None:
+        """Puts those that were adopted into a line, which may be made anew."""
+        places = self._adopted.get(line.name) if line is not None else None
+        if line is not None and places:
+            known = self.lines.setdefault(line.name, {})
+            known.update(dict.fromkeys(places - known.keys()))
 
     def enter(self, job: Job) -> None:
         """Takes a new job, with the lock held."""
+        self._remember(line_of(job))
         for file in _joint_files(job):
             plan = job.plan.files[file]
             joint = self._files.get(_name(job, file))
@@ -123,7 +143,12 @@ class JointFiles:
         """
         timeout_s = job.order.options.write_timeout_s
         with self._lock:
-            joint = self._files[_name(job, file)]
+            joint = self._files.get(_name(job, file))
+            entered = joint.extents.get(job.order.key.rank) if joint is not None else None
+            if joint is None or entered is None or entered[0] is not job:
+                # It failed, and others have begun anew.
+                error = job.failure() or SaveCancelledError("this share was handed over anew")
+                return StageReport(job.order.key, job.plan.files[file].file, None, error), True
             leads = job.order.key.rank == joint.company[0] and not joint.is_begun
             joint.is_begun = joint.is_begun or leads
         if leads:
@@ -147,7 +172,11 @@ class JointFiles:
         for file in _joint_files(job):
             joint = self._files.get(_name(job, file))
             if joint is not None and all(other.is_over for other, _ in joint.extents.values()):
-                del self._files[_name(job, file)]
+                name = _name(job, file)
+                del self._files[name]
+                self._adopted.pop(name, None)
+                if not any(self.lines.get(name, {}).values()):
+                    self.lines.pop(name, None)
 
     def _lead(self, joint: _Joint, job: Job, file: int, timeout_s: float, passed: Passed) -> None:
         with self._lock:

@@ -57,7 +57,17 @@ class Shelf:
         jobs = [
             job for job in self._jobs.values() if job.is_kept and job.order.key.attempt == attempt
         ]
-        files = merged([file for job in jobs if self.takes(job) for file in job.kept_files()])
+        jobs = [job for job in jobs if self.takes(job)]
+        ranks = {job.order.key.rank for job in jobs}
+        # Why whole: what is missing between what two ranks have of a file would pass for frames.
+        files = merged(
+            [
+                file
+                for job in jobs
+                for index, file in zip(job.files, job.kept_files(), strict=True)
+                if ranks.issuperset(job.plan.files[index].company.tolist())
+            ]
+        )
         arena = jobs[0].arena if jobs else None
         return Kept(arena.address, files) if files and arena is not None else None
 

@@ -104,9 +104,9 @@ class Spool(SpoolState):
             keep = channel.arena is not None and order.options.keep_in_memory > 0
             channel.ledger.begin(order.key, order.owner, windows, keep=keep, line=line_of(job))
             self._joint.enter(job)
-            self._pump(channel)
-            for other in self._joint.beside(job):
-                self._settle(other)
+            if self._joint.leads(job):
+                self._start(job)  # what it holds may come last, and only writing makes room
+            self._go_on_beside(job)
             return self._grant(job, 0)
 
     def more(self, key: StageKey, have: int) -> Future[Grant | Unknown]:
@@ -204,8 +204,10 @@ class Spool(SpoolState):
             job.windows = {w: arena.slot(slot.index) for w, slot in enumerate(slots)}
             if len(slots) != layout.num_windows:
                 job.error = lost_memory(order.key.rank)
+            self._joint.adopt(line_of(job))
             self._joint.enter(job)
             self._start(job)
+            self._go_on_beside(job)
             return True
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
@@ -279,6 +281,12 @@ class Spool(SpoolState):
         for job in jobs:
             if job.order.key in self._jobs:
                 self._settle(job)
+
+    def _go_on_beside(self, job: Job) -> None:
+        for channel in self._channels.values():
+            self._pump(channel)
+        for other in self._joint.beside(job):
+            self._settle(other)
 
     def _settle(self, job: Job) -> None:
         """Answers what can be answered of `more` and `seal`."""

@@ -83,6 +83,7 @@ class PartFile:
             # Why: what is packed lies in memory of the one before.
             self.flush()
         self._plan, self._source = self._plans[index], self._sources[index]
+        self._source.before_wait = self.flush
         # Why: an upload sends a tensor from where it lies, if that stays as it is.
         lend = getattr(self._writer, "lend", None) if self._source.keeps else None
         self._give: Callable[[BytesLike], None] = lend or self._writer.write
@@ -132,7 +133,7 @@ class PartFile:
         if self._pack:
             # Why one part: a join would copy a deferred item once more.
             whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
-            self._pack = []
+            self._pack.clear()
             if len(whole):
                 self._give(whole)
         self._flushed = self._end

@@ -41,6 +41,10 @@ class PieceSource(Protocol):
     Pieces are numbered as in the `FilePlan`, deferred items after the fixed ones.
     """
 
+    before_wait: Callable[[], None]
+    """Set by whoever takes the bytes; called before this waits for more of them, which may come
+    only when those that were given are written."""
+
     @property
     def keeps(self) -> bool:
         """What `parts` gives stays as it is until the file is committed, so that it may be lent."""
@@ -79,6 +83,7 @@ class ItemPieces:
     keeps = True
 
     def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
+        self.before_wait = _nothing
         self._key = key
         self._source = source
         self._deferred = deferred
@@ -151,3 +156,7 @@ class ItemPieces:
                 self._key,
             )
         return view
+
+
+def _nothing() -> None:
+    """Is called where nobody has to wait."""

@@ -251,6 +251,19 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def test_a_table_tells_of_ranks_that_save_nothing():
+    """A checkpoint with such a table could be written and not be read."""
+    columns = held([hsdp_stage(range(60), (60,), "a"), Stage(range(60, 64), (4,), [])])
+    plan = planned_of(columns)[0].plan
+    check_plan(plan, columns)
+    data = encode_table(plan.few.table, plan.structure)
+    same(decode_table(data), outcome(columns).table)
+    empty = held([Stage(range(63), (63,), [Tensor("w", (63, 8), [0])]), Stage([63], (1,), [])])
+    found = planned_of(empty)[0].plan
+    again = decode_table(encode_table(found.few.table, found.structure))
+    same(again, outcome(empty).table)
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_layouts_of_large_jobs_need_few_rows(layout):
     columns = held(LAYOUTS[layout])

@@ -303,3 +303,79 @@ def test_ranks_share_a_file_also_where_one_of_them_can_not_map_the_memory(places
     assert eventually(lambda: reports, 20)
     assert reports[0].error is None
     assert same_files(*places)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "objects"),
+    [([[], [SLOT * 10]], [[b"object"], []]), ([[0], [SLOT * 10]], [[], []])],
+)
+def test_room_is_made_even_if_what_the_first_rank_has_comes_last(sizes, objects, places):
+    found = shares(sizes, objects)
+    written_together(found, places[1])
+    node = Node(4)
+    stage_all(ranks_of(node, found, places[0]))
+    assert node.idle()
+    assert same_files(*places)
+
+
+@pytest.mark.parametrize("together", [0, 1])
+def test_ranks_with_many_small_tensors_do_not_wait_in_a_circle(together, places):
+    # What is packed and not yet written lies in windows for whose slots the others wait.
+    found = shares([[2000] * 5000] * 4, [[]] * 4, files_per_node=2 if together else 4)
+    written_together(found, places[1])
+    node = Node(4)
+    stage_all(ranks_of(node, found, places[0]))
+    assert node.idle()
+    assert [report.error for report in node.reports if report.error] == []
+    assert same_files(*places)
+
+
+@pytest.mark.parametrize("sealed", [0, 1])
+def test_one_is_adopted_and_the_other_hands_over_anew(sealed, places):
+    """The stager dies when one of two ranks was told to go on, and the other still copies."""
+    found = shares([[3 * MIB], [3 * MIB]], [[], []])
+    written_together(found, places[1])
+    gate = threading.Event()
+
+    def frozen(target):
+        assert gate.wait(60)
+        return open_storage(Target(f"{target.url}-late"))
+
+    first, second = Node(40, frozen), Node(40)
+    ranks = ranks_of(first, found, places[0])
+    for rank in ranks:
+        rank.begin()
+    done = ranks[sealed]
+    for _ in range(done.num_windows):
+        done.fill()
+    assert first.spool.seal(done.order.key).result(30) is True
+    anew = [replace(rank.order, key=replace(rank.order.key, incarnation=1)) for rank in ranks]
+    assert second.spool.adopt(anew[sealed], None, first.arena, tuple(done.slots)) is True
+    other = Rank(second.spool, second.channel, found[1 - sealed], anew[1 - sealed])
+    staged = threading.Thread(target=other.stage, daemon=True)
+    staged.start()
+    staged.join(30)
+    assert not staged.is_alive()
+    assert eventually(lambda: second.reports, 30)
+    assert [report.error for report in second.reports if report.error] == []
+    assert same_files(*places)
+    assert second.spool._joint.lines == {}
+    assert second.spool._joint._adopted == {}
+    gate.set()
+    for rank in ranks:
+        first.spool.cancel(rank.order.key, by_rank=True)
+
+
+def test_what_is_kept_of_a_file_is_kept_whole_or_not_at_all(places):
+    # What is missing between what two ranks have of it would pass for frames.
+    found = shares([[100_000]] * 3, [[]] * 3)
+    node = Node(40)
+    ranks = ranks_of(node, found, places[0], keep_in_memory=1)
+    stage_all(ranks)
+    assert eventually(lambda: node.reports and not node.spool.num_active(), 30)
+    for rank in ranks:
+        node.spool.release(rank.order.key, committed=True)
+    assert node.spool.kept("a1") is not None
+    job = node.spool._jobs[ranks[1].order.key]
+    job.is_kept = False
+    assert node.spool.kept("a1") is None

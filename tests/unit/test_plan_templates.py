@@ -467,6 +467,16 @@ def test_small_saves_leave_nothing_beside_them_and_ask_for_nothing(job, monkeypa
     assert {"ReadTemplate", "KeepTemplate"}.isdisjoint(tasks)
 
 
+def test_a_bound_on_files_that_joins_none_leaves_templates_as_they_are(job):
+    # Here nobody stages, so each file is of one rank.
+    bounded = replace(KEPT, files_per_node=2)
+    job.step(0, options=bounded)
+    only_template(job)
+    job.restart_job()
+    job.step(1, options=bounded)
+    assert job.origins == {"template"}
+
+
 def test_nobody_takes_the_folder_for_a_checkpoint(job):
     from ray_dcp.runtime.collecting import collect
     from ray_dcp.view.runs import list_run

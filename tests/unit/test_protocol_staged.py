@@ -194,6 +194,23 @@ def test_a_rank_that_dies_after_its_bytes_are_held_does_not_matter(play):
     assert play.coordination.active == ()
 
 
+def test_a_rank_whose_receipts_came_first_and_that_dies_when_it_is_held_does_not_matter(play):
+    play.to_writing()
+    play.write_all()
+    for rank in (0, 1):
+        play.held(rank)
+    play.lose(0, 1)
+    commit(play)
+
+
+def test_a_rank_that_dies_while_it_copies_for_a_helper_does_not_matter(play):
+    play.to_staged()
+    play.lag(0)  # it is asked to hand over to another one
+    play.lose(0)  # its slow stager has all that it had
+    play.write_all()
+    assert commit(play).attempt == "a1"
+
+
 def test_a_rank_that_dies_before_its_bytes_are_held_fails_the_save(play):
     play.to_writing()
     play.held(0)

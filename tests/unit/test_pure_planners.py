@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter, OrderedDict
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -197,10 +198,23 @@ def test_settings_and_flags_count():
     assert ran["create_local_plan"] == before + 1
 
 
+class Sized(int):
+    def __repr__(self) -> str:
+        return "a size"
+
+
+class Sort(Enum):
+    SAME = 1
+    OTHER = 2
+
+    def __repr__(self) -> str:
+        return "a sort"
+
+
 def test_settings_are_told_apart_by_value_and_type():
     values = [
-        0, False, 0.0, "0", b"0", None, (), (0,), [0, 0], [[0], 0], {"a": 0}, {"a": "0"}, {0},
-        torch.float32, torch.int32,
+        0, False, 0.0, "0", b"0", None, (), (0,), [0], [0, 0], [[0], 0], {"a": 0}, {"a": "0"}, {0},
+        torch.float32, torch.int32, Sort.SAME, Sort.OTHER, Sized(1), Sized(2),
     ]  # fmt: skip
     planner = Local()
     names = set()
@@ -314,6 +328,61 @@ def capture_alone(fill):
 
 class Mine(torch.Tensor):
     pass
+
+
+class WritesItself:
+    """Torch would ask it for its items; nobody else knows where they lie."""
+
+    def __init__(self, name: str) -> None:
+        setattr(self, name, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "name", ["__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"]
+)
+def test_objects_that_stand_for_tensors_have_the_hooks_run_each_time(name):
+    assert structure_digest({"w": WritesItself(name)}) == b""
+    assert structure_digest({"w": WritesItself("other")}) != b""
+
+
+class Computing(Local):
+    """Knows what it skips only when it is set up: what the state says."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.skipped = "w" if float(state_dict["b"][0]) > 2 else "-"
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def test_settings_count_as_they_are_when_the_planner_is_set_up():
+    planner = Computing()
+    found = []
+    for fill in (1.0, 1.0, 1.0, 3.0, 1.0):
+        found.append("w" in contents(captures([planner], [state(fill)])[0].get()))
+    assert found == [True, True, True, False, True]
+
+
+def test_a_plan_that_was_offered_is_there_even_if_others_push_it_out(monkeypatch):
+    saved(Global, range(2), world=2)
+    offer, offers = pure_planners.PurePlans.offer, []
+
+    def offered(pure: Any) -> Any:
+        offers.append(offer(pure))
+        if len(offers) == 2:
+            pure_planners._memory._known.clear()
+        return offers[-1]
+
+    monkeypatch.setattr(pure_planners.PurePlans, "offer", offered)
+    before = ran["create_local_plan"]
+    assert all(one for one in saved(Global, [7], world=2)[0])
+    assert ran["create_local_plan"] == before
+
+
+def test_tensors_that_are_pinned_are_others(monkeypatch):
+    plain = structure_digest(state())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    assert structure_digest(state()) != plain
 
 
 def test_tensors_of_unknown_classes_have_the_hooks_run_each_time():

@@ -89,3 +89,30 @@ def test_lengths_that_differ_are_an_error(num_threads):
     into, found = np.zeros(9 * MIB, np.uint8), np.ones(9 * MIB - 1, np.uint8)
     with pytest.raises(ValueError, match="broadcast"):
         copy_all([(into, found)], num_threads)
+
+
+def test_who_is_interrupted_leaves_nobody_who_goes_on_copying(monkeypatch):
+    """The caller may use the memory for something else then."""
+    real, begun = np.copyto, threading.Event()
+
+    def copyto(*pair):
+        if threading.get_ident() != caller:
+            begun.set()
+            real(*pair)
+            return
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    caller = threading.get_ident()
+    monkeypatch.setattr(copying.np, "copyto", copyto)
+    batches, made = [], copying._Batch.__init__
+
+    def noted(batch, given):
+        made(batch, given)
+        batches.append(batch)
+
+    monkeypatch.setattr(copying._Batch, "__init__", noted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_all(pairs(400 * MIB), 2)
+    assert len(batches[0]) == 0
+    assert batches[0]._working == 0
