@@ -321,10 +321,21 @@ def test_room_is_made_even_if_what_the_first_rank_has_comes_last(sizes, objects,
 @pytest.mark.parametrize("together", [0, 1])
 def test_ranks_with_many_small_tensors_do_not_wait_in_a_circle(together, places):
     # What is packed and not yet written lies in windows for whose slots the others wait.
-    found = shares([[2000] * 5000] * 4, [[]] * 4, files_per_node=2 if together else 4)
+    count = 8 if together else 4
+    found = shares([[2000] * (3000 if together else 6000)] * count, [[]] * count, files_per_node=4)
     written_together(found, places[1])
     node = Node(4)
-    stage_all(ranks_of(node, found, places[0]))
+    ranks = ranks_of(node, found, places[0])
+    for rank in ranks:
+        rank.begin()
+
+    def hand_over(rank):
+        for _ in range(rank.num_windows):
+            rank.fill()
+        return node.spool.seal(rank.order.key).result(60)
+
+    with ThreadPoolExecutor(count) as pool:
+        assert all(pool.map(hand_over, ranks))
     assert node.idle()
     assert [report.error for report in node.reports if report.error] == []
     assert same_files(*places)

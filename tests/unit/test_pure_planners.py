@@ -358,9 +358,10 @@ class Computing(Local):
 def test_settings_count_as_they_are_when_the_planner_is_set_up():
     planner = Computing()
     found = []
-    for fill in (1.0, 1.0, 1.0, 3.0, 1.0):
+    # Without the change the third save would be one that runs no hooks.
+    for fill in (1.0, 1.0, 3.0, 1.0):
         found.append("w" in contents(captures([planner], [state(fill)])[0].get()))
-    assert found == [True, True, True, False, True]
+    assert found == [True, True, False, True]
 
 
 def test_a_plan_that_was_offered_is_there_even_if_others_push_it_out(monkeypatch):
