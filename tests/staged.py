@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,36 +79,32 @@ def share(
     seed: int = 0,
 ) -> Share:
     """Returns a share of uint8 tensors of these lengths and objects of these bytes."""
+    items = _items(sizes, deferred, seed)
+    plan = make_plan([items.columns], container=container, part_bytes=part_bytes)
+    return Share(items, rank_plan(plan, 0), sum(sizes) + sum(map(len, deferred)))
+
+
+def _items(sizes: list[int], deferred: Sequence[bytes], seed: int, prefix: str = "") -> Items:
     generator = np.random.default_rng(seed)
     builder = ColumnsBuilder()
     values: list[Any] = []
     for index, size in enumerate(sizes):
         values.append(generator.integers(0, 256, size, dtype=np.uint8))
-        builder.tensor(f"t{index:05d}", "uint8", (size,))
+        builder.tensor(f"{prefix}t{index:05d}", "uint8", (size,))
     for index, data in enumerate(deferred):
         values.append(data)
-        builder.object(f"o{index}")
-    columns = builder.build()
-    plan = make_plan([columns], container=container, part_bytes=part_bytes)
-    return Share(Items(columns, values), rank_plan(plan, 0), sum(sizes) + sum(map(len, deferred)))
+        builder.object(f"{prefix}o{index}")
+    return Items(builder.build(), values)
 
 
 def shares(
     sizes: list[list[int]], deferred: list[list[bytes]], *, files_per_node: int = 1
 ) -> list[Share]:
     """Returns the shares of ranks of one node, with few files for all of them."""
-    items = []
-    for rank, (own, objects) in enumerate(zip(sizes, deferred, strict=True)):
-        generator = np.random.default_rng(rank)
-        builder = ColumnsBuilder()
-        values: list[Any] = []
-        for index, size in enumerate(own):
-            values.append(generator.integers(0, 256, size, dtype=np.uint8))
-            builder.tensor(f"rank{rank}.t{index:05d}", "uint8", (size,))
-        for index, data in enumerate(objects):
-            values.append(data)
-            builder.object(f"rank{rank}.o{index}")
-        items.append(Items(builder.build(), values))
+    items = [
+        _items(own, objects, rank, f"rank{rank}.")
+        for rank, (own, objects) in enumerate(zip(sizes, deferred, strict=True))
+    ]
     plan = make_plan(
         [one.columns for one in items], nodes=[0] * len(items), files_per_node=files_per_node
     )

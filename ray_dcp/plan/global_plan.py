@@ -222,32 +222,16 @@ def plan_of_layout(
 
 
 def digest_of(plan: GlobalPlan) -> bytes:
-    """Returns `plan_digest` of a plan with the rows of all that it plans.
-
-    Args:
-        plan: All but its digest.
-    """
-    arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
-    choices = (plan.world_size, plan.container, plan.checks_at_end)
-    return plan_digest(plan.table, arrays, plan.groups, choices)
-
-
-def plan_digest(
-    table: ChunkTable,
-    arrays: tuple[npt.NDArray[Any], ...],
-    groups: ValueGroups,
-    choices: tuple[int | str | bool, ...],
-) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
 
     Args:
-        table: Planned.
-        arrays: Rank, row and start of each chunk's source, and the length of each file.
-        groups: Of the plan.
-        choices: Its number of ranks, its container, and whether its files end with checksums.
+        plan: All but its digest; with the rows of all that it plans.
     """
+    table, groups = plan.table, plan.groups
+    choices = (plan.world_size, plan.container, plan.checks_at_end)
+    arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
     words = [
         *choices, table.names, table.paths, table.dtypes, table.files, groups.told,
     ]  # fmt: skip

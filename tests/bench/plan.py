@@ -368,15 +368,15 @@ def measure(
     return {"saves": found, "peak_bytes": (peak - before) << 10, "files": sizes}
 
 
-def _in_child(queue: Any, arguments: tuple[Any, ...]) -> None:
+def _in_child(queue: Any, measure: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     queue.put(measure(*arguments))
 
 
-def measured(*arguments: Any) -> dict[str, Any]:
+def measured(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Measures in a process of its own, so that peaks do not add up."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    child = context.Process(target=_in_child, args=(queue, arguments))
+    child = context.Process(target=_in_child, args=(queue, measure, arguments))
     child.start()
     found: dict[str, Any] = queue.get()
     child.join()
@@ -499,7 +499,7 @@ def plan(tensors: int, largest: int) -> int:
     sorts = ("irregular", "regular", "HSDP", "stages") if tensors > 2 else ("irregular", "regular")
     for count, layout in (*((tensors, sort) for sort in sorts), (1, "irregular")):
         for world in worlds:
-            found = measured(world, count, layout, 1 + WARM_SAVES)
+            found = measured(measure, world, count, layout, 1 + WARM_SAVES)
             table = sum(size for key, size in found["files"].items() if "parquet" in key)
             rows = world * count
             cold, *again = found["saves"]

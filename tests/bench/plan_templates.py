@@ -5,7 +5,6 @@ As in `plan`: simulated ranks, the coordinator's real code, CPU seconds of the c
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,21 +34,6 @@ def measure(world_size: int, tensors: int, regular: bool) -> dict[str, Any]:
     return {**found, "template_bytes": sum(sizes)}
 
 
-def _in_child(queue: Any, arguments: tuple[Any, ...]) -> None:
-    queue.put(measure(*arguments))
-
-
-def measured(*arguments: Any) -> dict[str, Any]:
-    """Measures in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=_in_child, args=(queue, arguments))
-    child.start()
-    found: dict[str, Any] = queue.get()
-    child.join()
-    return found
-
-
 def print_table(layouts: Sequence[tuple[int, bool]], worlds: Sequence[int]) -> None:
     """Prints what the first save of a job costs, without a template and by one.
 
@@ -59,9 +43,11 @@ def print_table(layouts: Sequence[tuple[int, bool]], worlds: Sequence[int]) -> N
     """
     print("\nthe first save of a restarted job, from the template of the one before:")
     print(f"{'ranks':>6} {'tensors':>7} {'layout':>9} {'job':>8} {'CPU s':>8} {'rows moved':>10}")
+    from tests.bench import plan
+
     for count, regular in layouts:
         for world in worlds:
-            found = measured(world, count, regular)
+            found = plan.measured(measure, world, count, regular)
             for job in ("cold", "template"):
                 cpu = dict(found[job]["cpu_s"])
                 later = cpu.pop("KeepTemplate", 0.0)
