@@ -210,7 +210,7 @@ def _load_steps(
             )  # fmt: skip
         else:
             work = plan_targets(
-                state_dict, checkpoint.table, options=options,
+                state_dict, checkpoint.tensors, narrow=checkpoint.narrow, options=options,
                 flatten_state_dict=decision.flags.flatten_state_dict,
                 flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
                 stateful=stateful, rank=rank, world_size=world_size,

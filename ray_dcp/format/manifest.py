@@ -17,12 +17,20 @@ from typing import Any
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.file_entries import (
-    MANY_FILES,
     FileEntry,
     FilesColumns,
     entry,
     files_from,
     files_to,
+)
+from ray_dcp.format.manifest_versions import (
+    CHECKS_VERSION,
+    COLUMNS_VERSION,
+    END_CHECKS_VERSION,
+    FORMAT_VERSION,
+    SINCE,
+    USUAL_VERSION,
+    version_for,
 )
 from ray_dcp.format.record_fields import (
     attempt,
@@ -57,16 +65,6 @@ __all__ = [
     "version_for",
 ]
 
-FORMAT_VERSION = 5
-"""Newest that can be read. Version 1 had no `DeleteRecord` and no `Manifest.decided`."""
-USUAL_VERSION = 2
-"""What is written where nothing newer is needed, so that older ray_dcp can read it."""
-CHECKS_VERSION = 3
-"""From which on a manifest may have `checks`."""
-COLUMNS_VERSION = 4
-"""From which on a manifest may list its files as columns."""
-END_CHECKS_VERSION = 5
-"""From which on the file `checks` may leave the checksums to the ends of the data files."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
@@ -118,6 +116,8 @@ class Manifest:
     """What became of the attempts that were there at planning, as far as is remembered."""
     checks: FileEntry | None = None
     """The rest of a large chunk table (`ray_dcp.format.table_checks`)."""
+    table_end: FileEntry | None = None
+    """The last bytes of `table`, where its rows are in groups (`ray_dcp.format.table_groups`)."""
     format_version: int = USUAL_VERSION
 
     @property
@@ -280,15 +280,6 @@ def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecor
     return found
 
 
-def version_for(num_files: int, checks: FileEntry | None, *, checks_at_end: bool = False) -> int:
-    """Returns the oldest format version that can say this."""
-    if checks_at_end:
-        return END_CHECKS_VERSION
-    if num_files >= MANY_FILES:
-        return COLUMNS_VERSION
-    return USUAL_VERSION if checks is None else CHECKS_VERSION
-
-
 def _fields_of(kind: str, record: Record) -> dict[str, Any]:
     if isinstance(record, Manifest):
         # Why apart: dataclasses would copy the columns, item by item.
@@ -299,8 +290,9 @@ def _fields_of(kind: str, record: Record) -> dict[str, Any]:
         }
     else:
         fields = {"kind": kind, **asdict(record)}
-    if record.format_version < CHECKS_VERSION and fields.get("checks", 0) is None:
-        del fields["checks"]
+    for name, since in SINCE.items():
+        if record.format_version < since and fields.get(name, 0) is None:
+            del fields[name]
     return fields
 
 
@@ -337,7 +329,7 @@ def _record_of(fields: Any) -> Record:
     cls, readers = _KINDS.get(kind if isinstance(kind, str) else "", (None, {}))
     if cls is Manifest:
         version = fields.get("format_version")
-        later = {"decided": 2, "checks": CHECKS_VERSION}
+        later = {"decided": 2, **SINCE}
         readers = {n: read for n, read in readers.items() if later.get(n, 0) <= (version or 0)}
         if isinstance(fields.get("files"), dict) and (version or 0) < COLUMNS_VERSION:
             raise damaged("a list of files", "columns, in a record of an older version")
@@ -376,6 +368,7 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "previous_slot": integer,
     "decided": _verdicts,
     "checks": optional(entry),
+    "table_end": optional(entry),
     "format_version": integer,
 }
 _ABORT_FIELDS: dict[str, Any] = {

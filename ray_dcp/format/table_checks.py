@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,12 +31,14 @@ __all__ = [
     "END_MAGIC",
     "MAGIC",
     "ChecksHead",
+    "DeferredRows",
     "MoreOfHead",
     "decode_head",
     "encode_checks",
     "encode_index",
     "join_checks",
     "join_head",
+    "starts_of_files",
 ]
 
 MAGIC = b"RDCPCHK1"
@@ -92,7 +95,7 @@ def join_checks(table: ChunkTable, data: bytes, attempt: str) -> ChunkTable:
     """
     head = decode_head(data, len(data))
     if head.at_end:
-        return join_head(table, head, attempt, np.zeros(head.num_checks, np.uint64))
+        return join_head(table, head, attempt)
     checks = np.frombuffer(data, "<u8", head.num_checks, head.num_bytes).astype(np.uint64)
     return join_head(table, head, attempt, checks)
 
@@ -160,37 +163,64 @@ def decode_head(data: bytes, file_bytes: int) -> ChecksHead:
     return ChecksHead(file_start, found.reshape(-1, 3), end, at_end)
 
 
+class DeferredRows(NamedTuple):
+    """Which of all deferred chunks a part of a table has."""
+
+    rows: Int64Array
+    """int64[k], their numbers, in the order of the part."""
+    total: int
+    """How many there are in the whole table."""
+
+
 def join_head(
-    table: ChunkTable, head: ChecksHead, attempt: str, checks: UInt64Array
-) -> ChunkTable:  # fmt: skip
-    """Returns the chunk table of one attempt, with checksums that may be filled in later.
+    table: ChunkTable,
+    head: ChecksHead,
+    attempt: str,
+    checks: UInt64Array | None = None,
+    deferred: DeferredRows | None = None,
+) -> ChunkTable:
+    """Returns the chunk table of one attempt, or a part of it.
 
     Args:
-        table: The part that all saves of the plan share.
+        table: The part that all saves of the plan share; of each file all chunks or none.
         head: Of the attempt's file of checksums.
         attempt: Which.
-        checks: uint64[n], kept as it is.
+        checks: uint64[n], kept as it is; None: zeros, to be filled in later.
+        deferred: Which deferred chunks are in `table`; None: all.
 
     Raises:
         DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
     """
-    file_start, places = head.file_start, head.places
-    deferred = np.flatnonzero(table.payload_offset < 0)
-    if len(places) != len(deferred) or len(file_start) != len(table.files) + 1:
+    late = np.flatnonzero(table.payload_offset < 0)
+    rows, total = (np.arange(len(late)), len(late)) if deferred is None else deferred
+    if len(head.places) != total or len(head.file_start) != len(table.files) + 1:
         raise damaged(
-            f"{len(deferred)} places and {len(table.files)} files in the file of checksums",
-            f"{len(places)} and {len(file_start) - 1}",
+            f"{total} places and {len(table.files)} files in the file of checksums",
+            f"{len(head.places)} and {len(head.file_start) - 1}",
         )
+    if len(rows) != len(late):
+        raise damaged(f"{len(rows)} deferred items in a part of the table", f"{len(late)}")
+    places = head.places[rows]
     found = np.stack([table.item_offset, table.item_bytes, table.block_bytes])
-    found[:, deferred] = places.T
-    if (found < 0).any() or (found[2, deferred] == 0).any():
+    found[:, late] = places.T
+    if (found < 0).any() or (found[2, late] == 0).any():
         raise damaged("a place for each deferred item", "a negative number or no block length")
     payload_offset, payload_bytes = table.payload_offset.copy(), table.payload_bytes.copy()
-    payload_offset[deferred], payload_bytes[deferred] = places[:, 0], places[:, 1]
+    payload_offset[late], payload_bytes[late] = places[:, 0], places[:, 1]
     check_start = offsets_of(num_blocks_many(payload_bytes, found[2]))
-    by_file = check_start[np.searchsorted(table.file, np.arange(len(table.files) + 1))]
-    if len(checks) != check_start[-1] or not np.array_equal(by_file, file_start):
-        raise damaged(f"{check_start[-1]} checksums, file by file", f"{len(checks)}")
+    counts = np.diff(check_start[starts_of_files(table)])
+    there = np.ones(len(table.files), dtype=bool)
+    if deferred is not None:
+        there[:] = False
+        there[table.file] = True
+    told = np.diff(head.file_start)
+    if int(head.file_start[0]) != 0 or not np.array_equal(counts[there], told[there]):
+        raise damaged(f"{check_start[-1]} checksums, file by file", "others")
+    if checks is None:
+        # Why zeros: memory that is never touched is never taken.
+        checks = np.zeros(int(check_start[-1]), np.uint64)
+    if len(checks) != check_start[-1]:
+        raise damaged(f"{check_start[-1]} checksums", f"{len(checks)}")
     whole = replace(
         table,
         files=tuple(key.replace("{attempt}", attempt) for key in table.files),
@@ -204,3 +234,12 @@ def join_head(
     )
     check_table(whole)
     return whole
+
+
+def starts_of_files(table: ChunkTable) -> Int64Array:
+    """Returns where the chunks of each file begin, and how many there are: int64[f + 1].
+
+    Args:
+        table: Its chunks in the order of their files.
+    """
+    return np.searchsorted(table.file, np.arange(len(table.files) + 1)).astype(np.int64)

@@ -64,23 +64,23 @@ def _mesh_to(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def expanded(table: ChunkTable, value: Any) -> ChunkTable:
-    """Returns the chunk table of all ranks.
+def expanded(
+    table: ChunkTable, structure: Structure, ranks: Int64Array | None = None
+) -> ChunkTable:  # fmt: skip
+    """Returns the chunk table of all ranks, or the chunks of some.
 
     Args:
         table: The rows of the leaders, checked.
-        value: What `structure_to` gave.
+        structure: What tells those of the others.
+        ranks: As for `expand`.
 
     Raises:
         DamagedCheckpointError: They do not belong together, or the table would be larger.
     """
-    if len(table.checks):
-        raise damaged("no checksums beside a structure", "some")
-    structure = structure_from(value, table)
     if not is_expandable(table, structure):
         raise damaged(f"a table of at most {MOST_NUMBERS} numbers", "a larger one")
     try:
-        return expand(table, structure).table
+        return expand(table, structure, ranks).table
     except InternalError as error:
         what = "files named after their leaders, with tensors of their part"
         raise damaged(what, error.message) from error
@@ -96,6 +96,8 @@ def structure_from(value: Any, table: ChunkTable) -> Structure:
     Raises:
         DamagedCheckpointError: They do not belong together.
     """
+    if len(table.checks):
+        raise damaged("no checksums beside a structure", "some")
     if not isinstance(value, dict) or not set(value) >= _FIELDS:
         raise damaged("the fields of a structure", "others")
     runs = _numbers(value["kind"], 2, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ray_dcp.plan.grouping import offsets_of, within
 from ray_dcp.plan.values import BoolArray, ChunkTable, Int32Array, Int64Array
 
 __all__ = [
+    "Boxes",
     "PairBytes",
     "ReadPlan",
     "Slab",
@@ -33,6 +35,7 @@ __all__ = [
     "block_ranges",
     "byte_runs",
     "coalesce",
+    "meetings",
     "needed_blocks",
     "pair_bytes",
     "plan_reads",
@@ -119,6 +122,18 @@ class PairBytes:
     read_high: Int64Array
 
 
+class Boxes(NamedTuple):
+    """Boxes of tensors, as those of chunks."""
+
+    tensor: Int32Array
+    """int32[n]."""
+    offset: Int64Array
+    """int64[n, D]."""
+    size: Int64Array
+    """int64[n, D]."""
+    num_tensors: int
+
+
 def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
     """Returns which part of which chunk goes to which target.
 
@@ -140,7 +155,9 @@ def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
     _check(table, wanted)
     width = max(1, table.offset.shape[1], wanted.offset.shape[1])
     box = widen(wanted.offset, wanted.size, width)
-    chunk, row, offset, size = _meetings(table, wanted.tensor, box, width)
+    chunk_box = widen(table.offset, table.size, width)
+    by_tensor = Boxes(table.tensor, *chunk_box, table.num_tensors)
+    chunk, row, offset, size = meetings(by_tensor, wanted.tensor, box)
     elements = volume(box[1])
     missing = missing_volumes(row, offset, size, *box)
     place = np.where(table.payload_offset < 0, table.item_offset, table.payload_offset)
@@ -203,23 +220,31 @@ def _check(table: ChunkTable, wanted: Wanted) -> None:
         )
 
 
-def _meetings(
-    table: ChunkTable, tensor: Int32Array, box: tuple[Int64Array, Int64Array], width: int
+def meetings(
+    boxes: Boxes, tensor: Int32Array, wanted: tuple[Int64Array, Int64Array]
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Returns `(chunk, wanted row, offset, size)` of all pairs that have a common part."""
-    chunk_box = widen(table.offset, table.size, width)
-    by_tensor = np.argsort(table.tensor, kind="stable")
-    starts = offsets_of(np.bincount(table.tensor, minlength=table.num_tensors))
+    """Returns all pairs of a box and a wanted box of the same tensor that have a common part.
+
+    Args:
+        boxes: What there is.
+        tensor: int32[w], of the wanted boxes.
+        wanted: Their offsets and sizes, int64[w, D] as those of `boxes`.
+
+    Returns:
+        `(box, wanted row, offset, size)`, the last two of the common part.
+    """
+    order = np.argsort(boxes.tensor, kind="stable")
+    starts = offsets_of(np.bincount(boxes.tensor, minlength=boxes.num_tensors))
     counts = (starts[1:] - starts[:-1])[tensor]
     found = []
     for low, high in _batches(counts):
         rows = np.repeat(np.arange(low, high), counts[low:high])
-        chunk = by_tensor[starts[tensor[rows]] + within(counts[low:high])]
-        pair = (chunk_box[0][chunk], chunk_box[1][chunk], box[0][rows], box[1][rows])
+        box = order[starts[tensor[rows]] + within(counts[low:high])]
+        pair = (boxes.offset[box], boxes.size[box], wanted[0][rows], wanted[1][rows])
         offset, size, meets = intersect(*pair)
-        found.append((chunk[meets], rows[meets], offset[meets], size[meets]))
-    chunk, rows, offset, size = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return chunk, rows, offset, size
+        found.append((box[meets], rows[meets], offset[meets], size[meets]))
+    box, rows, offset, size = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return box, rows, offset, size
 
 
 def _batches(counts: Int64Array) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata_out import encode_metadata, fill_metadata, metadata_template
 from ray_dcp.format.table import encode_table
 from ray_dcp.format.table_checks import encode_checks, encode_index
+from ray_dcp.format.table_groups import end_of
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.plan.finish import checked_receipts, finish_table, num_checks
 from ray_dcp.plan.grouping import offsets_of
@@ -42,6 +43,7 @@ class _Files(NamedTuple):
     checks: FileEntry | None = None
     checks_bytes: bytes | tuple[memoryview, ...] = ()
     metadata: bytes | None = None
+    table_end: FileEntry | None = None
 
 
 def build_commit(task: BuildCommit) -> CommitBuilt:
@@ -78,8 +80,12 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         previous_slot=task.previous_slot,
         decided=task.decided,
         checks=files.checks,
+        table_end=files.table_end,
         format_version=version_for(
-            len(receipts), files.checks, checks_at_end=task.plan.checks_at_end
+            len(receipts),
+            files.checks,
+            checks_at_end=task.plan.checks_at_end,
+            table_end=files.table_end,
         ),
     )
     record = encode_record(manifest)
@@ -109,7 +115,7 @@ def _whole(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _
 def _split(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _Files:
     plan, key = task.plan, f"chunks.{task.attempt}.checks"
     places, receipts = checked_receipts(plan, task.attempt, receipts)
-    data, digest = _encoded(plan)
+    data, digest, end = _encoded(plan)
     checks_bytes: bytes | tuple[memoryview, ...]
     if plan.checks_at_end:
         checks_bytes = encode_index(offsets_of(num_checks(plan, receipts)), places)
@@ -119,7 +125,9 @@ def _split(task: BuildCommit, receipts: FileReceipts, wants_metadata: bool) -> _
         checks = FileEntry(key, sum(map(len, checks_bytes)), digest_parts(checks_bytes).hex())
     metadata = _shared_metadata(task, places, receipts) if wants_metadata else None
     table = FileEntry(_table_key(task), len(data), digest)
-    return _Files(table, data, checks, checks_bytes, metadata)
+    if end is not None:
+        end = replace(end, key=table.key)
+    return _Files(table, data, checks, checks_bytes, metadata, end)
 
 
 def _metadata(task: BuildCommit, table: ChunkTable) -> bytes:
@@ -142,18 +150,28 @@ def _shared_metadata(task: BuildCommit, places: Int64Array, receipts: FileReceip
     return filled or _metadata(task, finish_table(plan, task.attempt, receipts))
 
 
-_encoded_plans: WeakKeyDictionary[GlobalPlan, tuple[bytes, str]] = WeakKeyDictionary()
+class _Encoded(NamedTuple):
+    """What all saves of a plan share of their chunk tables."""
+
+    data: bytes
+    digest: str
+    end: FileEntry | None
+    """Its last bytes, where its rows are in groups."""
 
 
-def _encoded(plan: GlobalPlan) -> tuple[bytes, str]:
-    """Returns what all saves of a plan share of their chunk tables, and its digest."""
+_encoded_plans: WeakKeyDictionary[GlobalPlan, _Encoded] = WeakKeyDictionary()
+
+
+def _encoded(plan: GlobalPlan) -> _Encoded:
     found = _encoded_plans.get(plan)
     if found is None:
         if isinstance(plan, StructuralPlan):
             data = encode_table(plan.few.table, plan.structure)
         else:
             data = encode_table(plan.table)
-        found = _encoded_plans[plan] = (data, digest_bytes(data).hex())
+        start = end_of(data)
+        end = None if start is None else _entry("", data[start:])
+        found = _encoded_plans[plan] = _Encoded(data, digest_bytes(data).hex(), end)
     return found
 
 

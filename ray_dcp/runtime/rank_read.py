@@ -177,6 +177,7 @@ class Reading:
         storage = self._storage or self.open()
         read = partial(checkpoint_from, storage, go.kind, go.slot, go.record, checks_later=True)
         found = self._in_time(read, "read what is stored")
+        found.in_time = partial(self._in_time, what="read which chunks are stored")
         if self._opened is not None:
             self._memory.ask(self._opened, found.attempt)
         return found

@@ -45,11 +45,11 @@ class Placing:
     """Where everything goes, in the making; `check` before it is used.
 
     Attributes:
-        table: What the checkpoint holds.
+        table: What the checkpoint holds; its chunks are not looked at before `take_chunks`.
         options: How to load.
         raw: Boxes of raw tensor bytes.
         opaque: Boxes of tensors whose chunks only `torch.load` understands.
-        objects: `(chunk, FQN, place)` of Python objects; chunk -1 when none is stored.
+        objects: `(number in the table, FQN, place)` of Python objects.
         loaded: FQNs that take part.
         cast: `(FQN, stored dtype, target dtype)` where they differ.
         resizing: Targets of other shapes than what is saved.
@@ -78,6 +78,15 @@ class Placing:
         self._shapes = _shapes(table)
         self._dtype_codes = table.dtype.tolist()
         self._dtypes: dict[int, torch.dtype] = {}
+        self._first_chunk = np.zeros(0, np.int64)
+
+    def take_chunks(self, table: ChunkTable) -> None:
+        """Takes where the chunks are.
+
+        Args:
+            table: As before, with all chunks of what found a place.
+        """
+        self.table = table
         self._first_chunk = _first_chunks(table)
 
     def fill(self, flat: Flat, index: Mapping[str, int]) -> None:
@@ -167,8 +176,8 @@ class Placing:
 
     def object_takers(self) -> Iterator[tuple[int, ObjectTaker]]:
         """Yields the chunk of each object and what takes its bytes."""
-        for number, (chunk, fqn, _) in enumerate(self.objects):
-            yield chunk, self._object_taker(number, fqn)
+        for place, (number, fqn, _) in enumerate(self.objects):
+            yield int(self._first_chunk[number]), self._object_taker(place, fqn)
 
     def finish(self) -> None:
         """Puts new tensors and the objects into their containers.
@@ -211,7 +220,7 @@ class Placing:
 
     def _object(self, fqn: str, place: Place, number: int) -> None:
         _check_replaceable(fqn, place)
-        self.objects.append((int(self._first_chunk[number]), fqn, place))
+        self.objects.append((number, fqn, place))
 
     def _plain(self, fqn: str, tensor: torch.Tensor, place: Place, number: int) -> None:
         shape = tuple(tensor.shape)

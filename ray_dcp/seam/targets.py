@@ -73,6 +73,7 @@ def plan_targets(
     state_dict: MutableMapping[str, Any],
     table: ChunkTable,
     *,
+    narrow: Callable[[Sequence[Wanted], Sequence[int]], ChunkTable] | None = None,
     options: LoadOptions | None = None,
     flatten_state_dict: bool = True,
     flatten_sharded_tensors: bool = True,
@@ -86,7 +87,9 @@ def plan_targets(
         state_dict: What to load into, in place; tensors keep their identity. Top-level `Stateful`
             values are asked for their `state_dict()` now and given it back by `finish`. Otherwise
             not changed before the first byte arrives.
-        table: What the checkpoint holds.
+        table: What the checkpoint holds; with `narrow`, its chunks are not looked at.
+        narrow: Returns the same table with all chunks of boxes and of whole tensors or objects,
+            by their numbers; see `Checkpoint.narrow`.
         options: `allow_partial_load`, `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
             `resize` are used.
         flatten_state_dict: As in DCP's `DefaultLoadPlanner`.
@@ -120,6 +123,11 @@ def plan_targets(
         missing, unexpected = _compared(own, index, table.names, options)
         placing.fill(own.rest, index)
         placing.check()
+    whole = [number for number, _, _ in placing.objects]
+    whole += [number for number, _ in own.numbers]
+    boxes = (placing.raw.wanted(), placing.opaque.wanted())
+    placing.take_chunks(table if narrow is None else narrow(boxes, whole))
+    with collector_paused():
         return _targets(placing, own, state_dict, loaded, missing, unexpected)
 
 
@@ -202,7 +210,7 @@ def _targets(
             (placing.table.names[opaque.tensor[row]], missing_bytes)
             for row, missing_bytes in opaque_plan.uncovered
         ]
-        holes += [(fqn, 0) for chunk, fqn, _ in placing.objects if chunk < 0]
+        holes += [(fqn, 0) for number, fqn, _ in placing.objects if not placing.has_chunk(number)]
         holes += [(fqn, 0) for number, fqn in own.numbers if not placing.has_chunk(number)]
         if holes:
             raise _coverage_error(holes)

@@ -14,10 +14,18 @@ from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.end_checks import CHECK_BYTES, end_checks
 from ray_dcp.format.manifest import FileEntry, Manifest
-from ray_dcp.format.table_checks import ChecksHead, MoreOfHead, decode_head, join_head
+from ray_dcp.format.table_checks import (
+    ChecksHead,
+    DeferredRows,
+    MoreOfHead,
+    decode_head,
+    join_head,
+    starts_of_files,
+)
 from ray_dcp.plan.values import ChunkTable
-from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.threads import run_tasks
+from ray_dcp.transfer.verified import verified_bytes
 
 __all__ = ["CheckFile", "check_against"]
 
@@ -35,7 +43,8 @@ class CheckFile:
     Args:
         storage: Where it is.
         manifest: Of a checkpoint with such a file.
-        table: The part of the chunk table that all saves of the plan share.
+        table: What all saves of the plan share of the chunk table, or a part of it.
+        deferred: Of a part: which deferred chunks it has.
 
     Attributes:
         table: The chunk table; checksums are 0 until `read` was called for their file.
@@ -47,7 +56,13 @@ class CheckFile:
         StorageError: It can't be read.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, table: ChunkTable) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        table: ChunkTable,
+        deferred: DeferredRows | None = None,
+    ) -> None:
         if manifest.checks is None:
             raise DamagedCheckpointError("expected a manifest with a file of checksums")
         self.bytes_read = 0
@@ -57,22 +72,23 @@ class CheckFile:
         self._entries = {entry.key: entry for entry in manifest.files}
         self._head = self._read_head()
         self.at_end = self._head.at_end
-        # Why zeros: memory that is never touched is never taken.
-        checks = np.zeros(self._head.num_checks, np.uint64)
-        self.table = join_head(table, self._head, manifest.attempt, checks)
+        self.table = join_head(table, self._head, manifest.attempt, deferred=deferred)
+        # Where those of each file are in `table.checks`.
+        self._place = self.table.check_start[starts_of_files(self.table)]
+        self._there = None if deferred is None else {*np.unique(self.table.file).tolist()}
         self._known: set[int] = set()
 
     def read(self, files: Iterable[int]) -> None:
         """Fills in the checksums of some files; those that are there already cost nothing.
 
         Args:
-            files: Indices into the table's `files`.
+            files: Indices into the table's `files`; of a part, others than its own have none.
 
         Raises:
             DamagedCheckpointError: They are not those of which the manifest has the digest.
             StorageError: They can't be read.
         """
-        todo = sorted(set(files) - self._known)
+        todo = sorted((set(files) if self._there is None else self._there & {*files}) - self._known)
         if self.at_end:
             threads = min(_THREADS, max(1, len(todo) // _FILES_A_THREAD))
             run_tasks(todo, self._read_end, threads)
@@ -97,7 +113,7 @@ class CheckFile:
             except DamagedCheckpointError as error:
                 found[number] = error.message
                 return
-            low, high = self._head.file_start[number : number + 2].tolist()
+            low, high = self._place[number : number + 2].tolist()
             found[number] = end_checks(0, self.table.checks[low:high])
 
         if self.at_end:
@@ -116,7 +132,8 @@ class CheckFile:
             )
         data = self._bytes(key, entry.num_bytes - length, length)
         self._check_digest(entry, data, key)
-        self.table.checks[low:high] = np.frombuffer(data, "<u8")
+        place = int(self._place[number])
+        self.table.checks[place : place + high - low] = np.frombuffer(data, "<u8")
 
     def _read_run(self, first: int, stop: int) -> None:
         starts = self._head.file_start
@@ -126,7 +143,8 @@ class CheckFile:
             a, b = 8 * (int(starts[number]) - low), 8 * (int(starts[number + 1]) - low)
             entry = self._entries.get(self.table.files[number])
             self._check_digest(entry, data[a:b], self.table.files[number])
-        self.table.checks[low:high] = np.frombuffer(data, "<u8")
+        place = int(self._place[first])
+        self.table.checks[place : place + high - low] = np.frombuffer(data, "<u8")
 
     def _check_digest(self, entry: FileEntry | None, data: bytes, of: str) -> None:
         if entry is None or digest_bytes(data).hex() != entry.digest:
@@ -146,31 +164,27 @@ class CheckFile:
             return decode_head(self._bytes(self._key, 0, more.num_bytes), self._file_bytes)
 
     def _bytes(self, key: str, start: int, num_bytes: int) -> bytes:
-        try:
-            data = self._storage.read(key, start, num_bytes) if num_bytes else b""
-        except KeyMissingError as exc:
-            raise DamagedCheckpointError(
-                f"the manifest names {key}, but there is no such file; load an earlier step",
-                key=key,
-            ) from exc
-        if len(data) != num_bytes:
-            raise DamagedCheckpointError(
-                f"expected bytes [{start}, {start + num_bytes}) in {key}, but it was cut "
-                f"off; load an earlier step",
-                key=key,
-            )
+        data = verified_bytes(self._storage, key, start, num_bytes)
         self.bytes_read += num_bytes
         return data
 
 
-def check_against(table: ChunkTable, manifest: Manifest) -> None:
+def check_against(
+    manifest: Manifest, num_tensors: int, num_chunks: int, files: Iterable[str]
+) -> None:
     """Checks that a chunk table is the one that a manifest speaks of.
+
+    Args:
+        manifest: Of the checkpoint.
+        num_tensors: Of the table.
+        num_chunks: Of the whole table.
+        files: Of the table.
 
     Raises:
         DamagedCheckpointError: It is not.
     """
-    found = (table.num_tensors, table.num_chunks)
-    unknown = sorted(set(table.files) - {entry.key for entry in manifest.files})
+    unknown = sorted(set(files) - {entry.key for entry in manifest.files})
+    found = (num_tensors, num_chunks)
     if found != (manifest.num_tensors, manifest.num_chunks) or unknown:
         raise DamagedCheckpointError(
             f"expected {manifest.num_tensors} tensors in {manifest.num_chunks} chunks of the "

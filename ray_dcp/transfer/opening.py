@@ -18,7 +18,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import (
     DeleteRecord,
-    FileEntry,
     Manifest,
     Record,
     decode_record,
@@ -27,7 +26,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
-from ray_dcp.format.table import MAX_TABLE_BYTES, decode_table
+from ray_dcp.format.table import decode_table
 from ray_dcp.format.table_checks import END_MAGIC, join_checks
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -37,6 +36,8 @@ from ray_dcp.transfer.lookaround import not_found
 from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
 from ray_dcp.transfer.plain_files import plain_files, plain_table
 from ray_dcp.transfer.slots import Deciding, Slots, read_slots
+from ray_dcp.transfer.table_parts import TableParts, table_parts
+from ray_dcp.transfer.verified import verified
 
 __all__ = [
     "METADATA_KEY",
@@ -167,7 +168,7 @@ def checkpoint_from(
         slot: `Checkpoint.slot`.
         record: `Checkpoint.record`.
         checkpoint_id: Path or URL for messages; the storage's own by default.
-        checks_later: Leave the checksums of a large table to `Checkpoint.check_file`.
+        checks_later: Leave chunks and checksums of a large table for when they are needed.
 
     Raises:
         DamagedCheckpointError: The record, the chunk table or a header is damaged or missing.
@@ -294,8 +295,8 @@ def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) ->
 
 def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
     slot, data, manifest = committed
-    table = _verified(storage, manifest.table)
-    checks = b"" if manifest.checks is None else _verified(storage, manifest.checks)
+    table = verified(storage, manifest.table)
+    checks = b"" if manifest.checks is None else verified(storage, manifest.checks)
     return Found("native", slot, data, manifest, table, metadata_is_stale, checks)
 
 
@@ -306,10 +307,10 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
         with collector_paused():
             check_file = CheckFile(storage, manifest, decode_table(found.table))
         table = check_file.table
-        check_against(table, manifest)
+        check_against(manifest, table.num_tensors, table.num_chunks, table.files)
     elif manifest is not None:
         table = found.decoded()
-        check_against(table, manifest)
+        check_against(manifest, table.num_tensors, table.num_chunks, table.files)
     elif found.kind == "stock":
         foreign = decode_foreign(found.record)
         table = foreign.table
@@ -320,7 +321,7 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
         checkpoint_id=name,
         slot=found.slot,
         record=found.record,
-        table=table,
+        chunks=table,
         attempt=None if manifest is None else manifest.attempt,
         manifest=manifest,
         foreign=foreign,
@@ -335,33 +336,14 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
 def _opened_in_part(storage: Storage, name: str, committed: Committed) -> Checkpoint:
     slot, data, manifest = committed
     with collector_paused():
-        shared = decode_table(_verified(storage, manifest.table))
-        check_file = CheckFile(storage, manifest, shared)
-        check_against(check_file.table, manifest)
+        found = table_parts(storage, manifest)
     return Checkpoint(
         kind="native",
         checkpoint_id=name,
         slot=slot,
         record=data,
-        table=check_file.table,
+        chunks=found if isinstance(found, TableParts) else found.table,
         attempt=manifest.attempt,
         manifest=manifest,
-        check_file=check_file,
+        check_file=None if isinstance(found, TableParts) else found,
     )
-
-
-def _verified(storage: Storage, entry: FileEntry) -> bytes:
-    data = _read_or_none(storage, entry.key, min(entry.num_bytes, MAX_TABLE_BYTES))
-    if data is None:
-        raise DamagedCheckpointError(
-            f"the manifest names {entry.key}, but there is no such file; load an earlier step",
-            key=entry.key,
-        )
-    if len(data) != entry.num_bytes or digest_bytes(data).hex() != entry.digest:
-        raise DamagedCheckpointError(
-            f"expected the {entry.num_bytes} bytes of digest {entry.digest} that the manifest "
-            f"names, found {len(data)} bytes of digest {digest_bytes(data).hex()}; load an "
-            f"earlier step",
-            key=entry.key,
-        )
-    return data

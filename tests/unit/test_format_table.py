@@ -9,6 +9,7 @@ import pytest
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format import table as tb
+from ray_dcp.format import table_parquet as parquet
 from ray_dcp.format.checksums import digest
 from ray_dcp.format.table_check import check_table
 from ray_dcp.plan.values import Kind
@@ -159,7 +160,9 @@ def rewritten(edit=lambda rows: rows, metadata=None, schema=None, extra=None):
     table = pq.read_table(io.BytesIO(tb.encode_table(mixed_table())))
     found = dict(table.schema.metadata)
     if extra:
-        found[tb._EXTRA_KEY] = json.dumps(json.loads(found[tb._EXTRA_KEY]) | extra).encode()
+        found[parquet._EXTRA_KEY] = json.dumps(
+            json.loads(found[parquet._EXTRA_KEY]) | extra
+        ).encode()
     found.update(metadata or {})
     table = edit(table)
     table = table.cast(schema or table.schema).replace_schema_metadata(found)
@@ -214,11 +217,11 @@ STORED_WRONG = {
     "files of nonsense": {"extra": {"files": [1, 2]}},
     "no dtypes": {"extra": {"dtypes": None}},
     "too many dtypes": {"extra": {"dtypes": [str(n) for n in range(500)]}},
-    "no vocabularies": {"metadata": {tb._EXTRA_KEY: b"[]"}},
-    "vocabularies of nonsense": {"metadata": {tb._EXTRA_KEY: b"["}},
-    "deep vocabularies": {"metadata": {tb._EXTRA_KEY: b"[" * 200_000}},
-    "no version": {"metadata": {tb._VERSION_KEY: b""}},
-    "version of nonsense": {"metadata": {tb._VERSION_KEY: b"9" * 5000}},
+    "no vocabularies": {"metadata": {parquet._EXTRA_KEY: b"[]"}},
+    "vocabularies of nonsense": {"metadata": {parquet._EXTRA_KEY: b"["}},
+    "deep vocabularies": {"metadata": {parquet._EXTRA_KEY: b"[" * 200_000}},
+    "no version": {"metadata": {parquet._VERSION_KEY: b""}},
+    "version of nonsense": {"metadata": {parquet._VERSION_KEY: b"9" * 5000}},
 }
 
 
@@ -232,7 +235,7 @@ def test_a_stored_table_that_contradicts_itself_is_damage(name):
 def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
     newer = str(tb.FORMAT_VERSION + 1).encode()
     with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
-        tb.decode_table(rewritten(metadata={tb._VERSION_KEY: newer}))
+        tb.decode_table(rewritten(metadata={parquet._VERSION_KEY: newer}))
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
@@ -243,9 +246,9 @@ def test_a_table_that_claims_too_much_is_refused_before_it_is_read(limit, monkey
     # The longest column is that of the checksums; no row lacks one.
     most = {"MAX_ROWS": 300, "MAX_VALUES": len(table.checks), "MAX_TABLE_BYTES": len(data)}
     claimed = most[limit]
-    monkeypatch.setattr(tb, limit, claimed)
+    monkeypatch.setattr(parquet, limit, claimed)
     tb.decode_table(data)
-    monkeypatch.setattr(tb, limit, claimed - 1)
+    monkeypatch.setattr(parquet, limit, claimed - 1)
     with pytest.raises(DamagedCheckpointError, match="at most"):
         tb.decode_table(data)
 

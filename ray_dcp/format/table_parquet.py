@@ -1,0 +1,186 @@
+"""The Parquet file of a chunk table: how it is written, and what is believed of it when read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.format.parquet_footer import read_footer
+from ray_dcp.format.table_columns import damaged
+from ray_dcp.format.table_rows import READ_SCHEMA, SCHEMA, TEXTS, ArrowTable
+from ray_dcp.plan.arrow_arrays import to_numpy
+
+__all__ = [
+    "FORMAT_VERSION",
+    "GROUPS_VERSION",
+    "INDEX_KEY",
+    "MAX_ROWS",
+    "MAX_TABLE_BYTES",
+    "SAYS_CORRUPT",
+    "WRITING",
+    "TableFile",
+    "most_values",
+    "own_metadata",
+]
+
+pa: Any = pyarrow
+pc: Any = pyarrow.compute
+pq: Any = pyarrow.parquet
+
+FORMAT_VERSION = 4
+"""Newest that can be read. From 2 on the rows of a table may be those of few ranks, from 3 on those
+of several meshes."""
+GROUPS_VERSION = 4
+"""From which on rows may be in groups with an index (`table_groups`)."""
+MAX_TABLE_BYTES = 8 << 30
+MAX_ROWS = 1 << 26
+MAX_VALUES = 1 << 29
+VALUES_A_BYTE = 16
+FREE_VALUES = 1 << 24
+"""A table holds at most this many values, and `VALUES_A_BYTE` for each of its bytes. Equal values
+are stored as one: so many block checksums are those of 16 TiB of zeros."""
+
+WRITING: dict[str, Any] = {
+    "compression": "zstd", "store_schema": True, "use_dictionary": list(TEXTS),
+    "write_statistics": ["fqn"], "write_page_checksum": True,
+}  # fmt: skip
+"""As `pyarrow.parquet` is told to write."""
+
+SAYS_CORRUPT = (
+    pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError,
+)  # fmt: skip
+"""What Arrow and Python raise on bytes that are no chunk table."""
+
+INDEX_KEY = b"ray_dcp.index"
+
+_FREE_TEXT_BYTES = 64 << 20
+_VERSION_KEY = b"ray_dcp.format_version"
+_EXTRA_KEY = b"ray_dcp.table"
+
+
+def own_metadata(version: int, extra: Mapping[str, Any]) -> dict[bytes, bytes]:
+    """Returns what the file says of itself.
+
+    Args:
+        version: Of its format.
+        extra: Vocabularies and counts.
+    """
+    return {_VERSION_KEY: str(version).encode(), _EXTRA_KEY: json.dumps(extra).encode()}
+
+
+def most_values(num_bytes: int) -> int:
+    """Returns how many values a file of so many bytes may hold."""
+    return FREE_VALUES + VALUES_A_BYTE * num_bytes
+
+
+class TableFile:
+    """A chunk table's Parquet file, whose claims are checked before anything is made of them.
+
+    Args:
+        data: Its bytes. Those of groups that are not read may be any.
+
+    Attributes:
+        version: Of its format.
+        extra: Vocabularies and counts.
+        index: What `table_index` reads; empty where rows are in one group.
+        num_groups: Groups of rows.
+
+    Raises:
+        DamagedCheckpointError: It claims more than it can hold, or has other columns.
+        CheckpointError: A newer ray_dcp wrote it.
+        SAYS_CORRUPT: It is no Parquet file.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._num_bytes = len(data)
+        _check_claims(data)
+        # Why as dictionaries: of a text that a file holds once, a million copies would be made.
+        self._file = pq.ParquetFile(
+            pa.BufferReader(data), read_dictionary=[*TEXTS, "path.list.element"],
+            page_checksum_verification=True, thrift_string_size_limit=MAX_VALUES,
+            thrift_container_size_limit=1 << 20,
+        )  # fmt: skip
+        # Of the file, and of its schema: what is known only at the end of writing is not in that.
+        metadata = {
+            **(self._file.metadata.metadata or {}), **(self._file.schema_arrow.metadata or {}),
+        }  # fmt: skip
+        self.version = _version(metadata)
+        if not self._file.schema_arrow.equals(READ_SCHEMA):
+            raise damaged("the columns of a chunk table", "other columns")
+        extra = json.loads(metadata.get(_EXTRA_KEY, b"null"))
+        if not isinstance(extra, dict):
+            raise damaged("vocabularies in the table's metadata", "none")
+        self.extra: Mapping[str, Any] = extra
+        self.index: bytes = metadata.get(INDEX_KEY, b"")
+        self.num_groups: int = self._file.num_row_groups
+        if self.num_groups > 1 and not (self.index and self.version >= GROUPS_VERSION):
+            raise damaged("rows in one group", f"{self.num_groups} groups")
+
+    @property
+    def max_values(self) -> int:
+        """How many values may be made of it."""
+        return most_values(self._num_bytes)
+
+    def rows(self, group: int | None = None) -> ArrowTable:
+        """Returns the rows of a group, or all rows.
+
+        Raises:
+            DamagedCheckpointError: Their texts are too long.
+            SAYS_CORRUPT: They are none.
+        """
+        if group is None:
+            arrow = self._file.read(use_threads=False)
+        else:
+            arrow = self._file.read_row_group(group, use_threads=False)
+        arrow.validate(full=True)
+        arrow = arrow.combine_chunks()
+        _check_texts(arrow, _FREE_TEXT_BYTES + VALUES_A_BYTE * self._num_bytes)
+        return arrow.cast(SCHEMA)
+
+
+def _check_texts(arrow: Any, most_bytes: int) -> None:
+    """Checks how long names and paths are together, before each is made."""
+    for name in (*TEXTS, "path"):
+        for chunk in arrow.column(name).chunks:
+            words = chunk.flatten() if name == "path" else chunk
+            lengths = to_numpy(pc.binary_length(words.dictionary), blank=0)
+            total = int(lengths[to_numpy(words.indices.drop_null())].sum(dtype=np.int64))
+            if total > most_bytes:
+                raise damaged(f"texts of at most {most_bytes} bytes as {name}", f"{total} bytes")
+
+
+def _version(metadata: Mapping[bytes, bytes]) -> int:
+    version = metadata.get(_VERSION_KEY, b"")
+    if not version.isdigit() or len(version) > 9:
+        raise damaged("a format version in the table's metadata", "none")
+    if int(version) > FORMAT_VERSION:
+        raise CheckpointError(
+            f"Expected a chunk table of format version {FORMAT_VERSION} or older, found version "
+            f"{int(version)}: a newer ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
+        )
+    return int(version)
+
+
+def _check_claims(data: Any) -> None:
+    """Why: a run-length or zstd bomb says in the footer how large it will get."""
+    if len(data) > MAX_TABLE_BYTES:
+        raise damaged(f"a table of at most {MAX_TABLE_BYTES >> 30} GiB", f"{len(data)} bytes")
+    footer = read_footer(data)
+    if footer.num_rows > MAX_ROWS:
+        raise damaged(f"at most {MAX_ROWS} rows", f"{footer.num_rows}")
+    total = sum(column.num_values for column in footer.columns)
+    if total > most_values(len(data)):
+        raise damaged(f"values that fit {len(data)} bytes", f"{total} values")
+    for column in footer.columns:
+        if column.num_values > MAX_VALUES or column.num_bytes > MAX_TABLE_BYTES:
+            raise damaged(
+                f"at most {MAX_VALUES} values and {MAX_TABLE_BYTES >> 30} GiB a column",
+                f"{column.num_values} values in {column.num_bytes} bytes",
+            )
