@@ -6,6 +6,8 @@ import numpy as np
 
 from ray_dcp.format.checksums import block_bytes_for_many, num_blocks_many
 from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.table_groups import encode_groups
+from ray_dcp.format.table_index import group_bounds
 from ray_dcp.plan.values import ChunkTable, Kind
 
 
@@ -86,6 +88,44 @@ def many_table(count):
         ],
         files=("__0_0.a1.distcp", "__1_0.a1.distcp", "__2_0.a1.distcp"),
     )  # fmt: skip
+
+
+def slabs(world_size, shapes, objects=()):
+    """A table of tensors in slabs, of which every rank has one; and objects, each on one rank."""
+    files = [f"__{rank}_0.a1.distcp" for rank in range(world_size)]
+    cuts = {
+        shape: np.linspace(0, shape[0], world_size + 1).astype(int).tolist() for shape in shapes
+    }
+    tensors = [
+        (f"t{i}", ("t", i), Kind.TENSOR, "float32", shape, False,
+         [((low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]), rank)
+          for rank, (low, high) in enumerate(zip(cuts[shape], cuts[shape][1:], strict=False))])
+        for i, shape in enumerate(shapes)
+    ]  # fmt: skip
+    tensors += [
+        (f"o{i}", ("o", i), Kind.OBJECT, None, (), False, [((), (), rank)])
+        for i, rank in enumerate(objects)
+    ]
+    tensors.append(("nowhere", None, Kind.TENSOR, "int8", (0,), False, []))
+    table = table_of(tensors, files=files, checks=False)
+    order = np.argsort(table.file, kind="stable")
+    columns = {
+        name: getattr(table, name)[order]
+        for name in (
+            "tensor", "offset", "size", "file", "item_offset", "item_bytes", "payload_offset",
+            "payload_bytes", "block_bytes",
+        )
+    }  # fmt: skip
+    late = np.isin(columns["tensor"], np.flatnonzero(table.kind == Kind.OBJECT))
+    for name in ("item_offset", "payload_offset"):
+        columns[name] = np.where(late, -1, columns[name])
+    return dataclasses.replace(table, **columns)
+
+
+def grouped_table():
+    """A table on storage whose rows are in groups."""
+    table = slabs(4, [(9, 2), (8, 1)], objects=[2])
+    return encode_groups(table, group_bounds(table, 3))
 
 
 def difference(left, right):

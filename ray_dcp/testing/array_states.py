@@ -149,7 +149,7 @@ class ArrayWork:
     """
 
     def __init__(self, checkpoint: Checkpoint, like: State, rank: int, world_size: int) -> None:
-        table = checkpoint.table
+        table = checkpoint.tensors
         index = {name: row for row, name in enumerate(table.names)}
         missing = [name for name in like if name not in index]
         if missing:
@@ -173,8 +173,10 @@ class ArrayWork:
             np.array([value.dtype.itemsize for value in arrays.values()], np.int64),
         )  # fmt: skip
         self.sink = self
+        rows = [index[name] for name in like if name not in arrays]
+        chunks = checkpoint.narrow([self.wanted], rows).tensor
         self.objects: Sequence[tuple[int, Callable[[bytes], None]]] = [
-            (int(np.flatnonzero(table.tensor == index[name])[0]), partial(self._place, name))
+            (int(np.flatnonzero(chunks == index[name])[0]), partial(self._place, name))
             for name in like
             if name not in arrays
         ]

@@ -26,6 +26,7 @@ from ray_dcp.store.storage import LOCAL_DISK
 from ray_dcp.transfer.reader import prepare_reads
 from ray_dcp.transfer.relay import bytes_asked
 from tests import layout_cases, layouts
+from tests.bench import table_parts
 from tests.bench.measure import drop_cache, interleaved, show, warm_cache
 from tests.bench.single import raw_read, raw_write
 from tests.s3_server import fresh_place, server_on_memory_disk
@@ -45,6 +46,9 @@ def load(rounds: int, directory: str | None, megabytes: int, most_ranks: int) ->
         wrong = _same_layout(root, rounds, megabytes)
         wrong += _small(root, rounds)
         _planned_pairs()
+        table_parts.print_table(
+            ((1024, 1000, "irregular"), (10240, 300, "regular"), (10240, 300, "stages"))
+        )
         return wrong + (_pairs(root, most_ranks) if most_ranks else 0)
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -34,13 +34,14 @@ from ray_dcp.format.safetensors_frame import (
 )
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.format.table_groups import GroupedTable, end_of
 from ray_dcp.format.torch_items import parse_torch_save
 from ray_dcp.seam.objects import load_object
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.transfer.opening import read_checkpoint
 from ray_dcp.view.verify import verify_checkpoint
 from tests import damage
-from tests.format_cases import mixed_table
+from tests.format_cases import grouped_table, mixed_table
 from tests.fuzz.mutation import NUMBERS, TEXTS, spoiled, spoiled_json, spoiled_pickle
 
 Spoil = Callable[[bytes, random.Random], bytes]
@@ -113,6 +114,20 @@ def _tensors() -> list[bytes]:
 
 def _tables() -> list[bytes]:
     return [encode_table(mixed_table())]
+
+
+def _ends() -> list[bytes]:
+    data = grouped_table()
+    return [data, data[end_of(data) :]]
+
+
+def _read_end(data: bytes) -> None:
+    """Reads a table in groups whole, and by its end alone."""
+    try:
+        decode_table(data)
+    except ray_dcp.CheckpointError:
+        found = GroupedTable.from_end(data, 4 * len(data))
+        found.index.around([], range(found.tensors.num_tensors))
 
 
 def _spoiled_table(data: bytes, source: random.Random) -> bytes:
@@ -323,6 +338,7 @@ TARGETS: dict[str, Target] = {
         spoiled, decode_metadata,
     ),
     "chunk table": Target(_tables, _spoiled_table, decode_table),
+    "chunk table in groups": Target(_ends, spoiled, _read_end),
     "parquet footer": Target(_tables, spoiled, read_footer),
     "record": Target(_record_seeds, _spoiled_record, records.decode_record),
     "tensor item": Target(

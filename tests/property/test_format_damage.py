@@ -17,13 +17,16 @@ from ray_dcp.format.frames import parse_torch_save, torch_save_frame
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import encode_metadata
 from ray_dcp.format.table import decode_table, encode_table
-from tests.format_cases import difference, many_table, mixed_table
+from ray_dcp.format.table_groups import GroupedTable, end_of
+from tests.format_cases import difference, grouped_table, many_table, mixed_table
 
 TABLE = mixed_table()
 OURS = encode_metadata(TABLE, checkpoint_id="/x", attempt="a1")
 STOCK = pickle.dumps(pickle.loads(OURS))
 STOCK_2 = pickle.dumps(pickle.loads(OURS), 2)
 PARQUET = encode_table(TABLE)
+GROUPED = grouped_table()
+END = GROUPED[end_of(GROUPED) :]
 MANIFEST = mf.encode_record(mf.AbortRecord(attempt="a1", reason="late", rank=3))
 FRAME = torch_save_frame("float32", (3, 4)).header
 
@@ -44,6 +47,8 @@ DECODERS = {
     "stock .metadata": (STOCK, decode_metadata),
     "stock .metadata of protocol 2": (STOCK_2, decode_metadata),
     "chunk table": (PARQUET, decode_table),
+    "chunk table in groups": (GROUPED, decode_table),
+    "end of a chunk table": (END, lambda data: GroupedTable.from_end(data, len(GROUPED))),
     "manifest": (MANIFEST, mf.decode_record),
     "our frame": (FRAME, lambda data: parse_torch_save(data, len(FRAME) + 48 + 300)),
     "stock item": (ITEM, lambda data: parse_torch_save(data, len(ITEM))),

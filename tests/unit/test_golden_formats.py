@@ -16,7 +16,7 @@ from ray_dcp.transfer.opening import newest_record
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-@pytest.mark.parametrize("version", [2, 3, 5])
+@pytest.mark.parametrize("version", [2, 3, 5, 6])
 def test_it_loads_and_is_whole(version):
     path = GOLDEN / f"format-{version}"
     assert newest_record(open_storage(str(path))).manifest.format_version == version

@@ -44,8 +44,9 @@ def load_on_ranks(
     def planner(rank: int, state: dict[str, Any]) -> Any:
         def plan(checkpoint: Any) -> Targets:
             works[rank] = plan_targets(
-                state, checkpoint.table, options=options, rank=rank, world_size=world_size
-            )
+                state, checkpoint.tensors, narrow=checkpoint.narrow, options=options, rank=rank,
+                world_size=world_size,
+            )  # fmt: skip
             return works[rank]
 
         return plan

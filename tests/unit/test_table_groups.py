@@ -1,0 +1,421 @@
+"""Chunk tables in groups: a load takes those that it needs, and believes nothing unseen."""
+
+from __future__ import annotations
+
+import base64
+import io
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ray_dcp
+from ray_dcp.dcp.default_planner import DefaultLoadPlanner
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.format import table as table_format
+from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format.manifest import decode_record, encode_record
+from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.format.table_groups import GroupedTable, end_of
+from ray_dcp.format.table_index import decode_index, encode_index
+from ray_dcp.options import SaveOptions
+from ray_dcp.plan import global_plan
+from ray_dcp.plan.reading import Wanted, plan_reads
+from ray_dcp.plan.values import Kind
+from ray_dcp.runtime import commit_files
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.testing.array_states import same_state, sample_state
+from ray_dcp.testing.ranks import load_state, save_state
+from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
+from tests.format_cases import difference, slabs
+
+WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr(table_format, "GROUP_ROWS", 3)
+    monkeypatch.setattr(commit_files, "SPLIT_CHUNKS", 0)
+
+
+tables = st.builds(
+    slabs,
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=4),
+    st.lists(st.just(0), max_size=2),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables, st.integers(1, 12))
+def test_a_table_in_groups_is_read_back_whole(table, least):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table_format, "GROUP_ROWS", least)
+        data = encode_table(table)
+    assert difference(decode_table(data), table) == []
+    grouped = end_of(data) is not None
+    # Groups have whole files.
+    assert grouped == (len(table.files) > 1 and table.num_chunks > least and several(table, least))
+
+
+def several(table, least):
+    first = np.searchsorted(table.file, np.arange(len(table.files)))
+    return len(np.unique(first[first < table.num_chunks] // least)) > 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables, st.data())
+def test_what_is_taken_is_all_that_meets_what_is_wanted(table, data):
+    stored = encode_table(table)
+    start = end_of(stored)
+    if start is None:
+        return
+    found = GroupedTable.from_end(stored[start:], len(stored))
+    assert found.tensors.names == table.names
+    assert (found.num_chunks, found.tensors.num_chunks) == (table.num_chunks, 0)
+    wanted = drawn_boxes(table, data)
+    objects = [n for n in range(table.num_tensors) if table.kind[n] == Kind.OBJECT]
+    groups = found.index.around([wanted], objects).tolist()
+    for group in groups:
+        low, high = found.span(group)
+        found.take(group, stored[low:high])
+    part = found.chunks(groups)
+    same_reads(part, table, wanted)
+    for number in objects:
+        assert (part.tensor == number).sum() == (table.tensor == number).sum()
+
+
+def drawn_boxes(table, data):
+    tensors = np.flatnonzero(table.kind == Kind.TENSOR)
+    rows = data.draw(st.lists(st.sampled_from(tensors.tolist()), max_size=5))
+    offset, size = [], []
+    for row in rows:
+        low = [data.draw(st.integers(0, max(0, length - 1))) for length in table.shape[row]]
+        offset.append(low)
+        size.append(
+            [data.draw(st.integers(0, length - at)) if length else 0
+             for at, length in zip(low, table.shape[row].tolist(), strict=True)]
+        )  # fmt: skip
+    width = table.shape.shape[1]
+    return Wanted(
+        np.array(rows, np.int32), np.array(offset, np.int64).reshape(-1, width),
+        np.array(size, np.int64).reshape(-1, width), np.full(len(rows), 4),
+    )  # fmt: skip
+
+
+def same_reads(part, whole, wanted):
+    """Checks that a part of a table leads to the same reads as all of it."""
+    mine, theirs = plan_reads(part, wanted), plan_reads(whole, wanted)
+    assert mine.uncovered == theirs.uncovered
+    for name in ("wanted", "offset", "size"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+    for name in ("file", "item_offset", "payload_offset", "payload_bytes", "tensor"):
+        np.testing.assert_array_equal(
+            getattr(part, name)[mine.chunk], getattr(whole, name)[theirs.chunk]
+        )
+
+
+def test_who_wants_its_own_slabs_takes_its_own_group():
+    table = slabs(8, [(64, 4)] * 5, objects=[0])
+    data = encode_table(table)
+    found = GroupedTable.from_end(data[end_of(data) :], len(data))
+    rows = np.arange(5, dtype=np.int32)
+    offset = np.tile([24, 0], (5, 1))
+    wanted = Wanted(rows, offset, np.tile([8, 4], (5, 1)), np.full(5, 4))
+    assert found.index.num_groups == 8
+    assert found.index.around([wanted], []).tolist() == [3]
+    assert found.index.around([], [5]).tolist() == [0]
+    assert found.index.around([wanted], [5]).tolist() == [0, 3]
+    assert found.index.around([], []).tolist() == []
+    assert found.chunks([]).num_chunks == 0
+
+
+def test_other_tools_see_a_row_a_chunk_and_one_of_each_tensor():
+    table = slabs(4, [(9, 2), (8, 1)])
+    rows = pq.read_table(io.BytesIO(encode_table(table))).to_pylist()
+    assert len(rows) == table.num_chunks + table.num_tensors
+    assert [row["fqn"] for row in rows[-3:]] == ["t0", "t1", "nowhere"]
+    assert all(row["file"] is None for row in rows[-3:])
+    first = rows[0]
+    assert (first["fqn"], first["file"], first["sizes"]) == ("t0", "__0_0.a1.distcp", [2, 2])
+
+
+def index_of(table):
+    data = encode_table(table)
+    return GroupedTable.from_end(data[end_of(data) :], len(data)).index
+
+
+def test_an_index_is_what_the_documentation_says(monkeypatch):
+    monkeypatch.setattr(table_format, "GROUP_ROWS", 1)
+    table = slabs(2, [(4, 2)])
+    index = replace(index_of(table), digests=(b"\x01" * 16, b"\x02" * 16))
+    words = np.frombuffer(zlib.decompress(base64.b64decode(encode_index(index))), "<i8")
+    start = index.start.tolist()
+    head = [2, 2, 2, 0, 1, 2, 0, 0, 0, *start]
+    assert words[:12].tolist() == head
+    assert words[12:16].tobytes() == b"\x01" * 16 + b"\x02" * 16
+    # Group, tensor, offsets and sizes, as steps.
+    assert words[16:].tolist() == [0, 1, 0, 0, 0, 2, 0, 0, 2, 0, 2, 0]
+    again = decode_index(encode_index(index), table, start[-1])
+    assert again.digests == index.digests
+    np.testing.assert_array_equal(again.boxes.offset, index.boxes.offset)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_an_index_that_does_not_fit_is_damage_and_nothing_worse(data):
+    table = slabs(3, [(9, 2), (5, 1)], objects=[1])
+    index = index_of(table)
+    words = np.frombuffer(zlib.decompress(base64.b64decode(encode_index(index))), "<i8").copy()
+    most = (1 << 63) - 1
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(words) - 1))
+        near = st.integers(-2, 2).map(lambda step, at=at: int(words[at]) + step)
+        value = data.draw(st.one_of(near, st.sampled_from([-1, 0, most, -most - 1, 1 << 40])))
+        words[at] = min(max(value, -most - 1), most)
+    packed = zlib.compress(words.tobytes()[: data.draw(st.sampled_from([None, -8, 24]))])
+    try:
+        found = decode_index(base64.b64encode(packed), table, int(index.start[-1]))
+    except DamagedCheckpointError:
+        return
+    every = Wanted(np.array([0], np.int32), np.array([[0, 0]]), np.array([[9, 2]]), np.array([4]))
+    groups = found.around([every], [2])
+    assert ((groups >= 0) & (groups < found.num_groups)).all()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"!", base64.b64encode(b"x"), base64.b64encode(zlib.compress(b""))]
+)
+def test_other_bytes_are_no_index(data):
+    with pytest.raises(DamagedCheckpointError):
+        decode_index(data, slabs(1, [(2, 1)]), 100)
+
+
+def test_an_index_that_would_grow_without_end_is_refused(monkeypatch):
+    head = np.array([1, 1 << 28, 2], "<i8").tobytes()
+    packed = base64.b64encode(zlib.compress(head + bytes(1 << 20)))
+    with pytest.raises(DamagedCheckpointError, match="MiB"):
+        decode_index(packed, slabs(1, [(2, 1)]), 100)
+
+
+# --- whole checkpoints ---------------------------------------------------------------------------
+
+
+class Counting(MemoryStorage):
+    """Tells how many bytes of which file were read."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.reads = []
+
+    def read(self, key, start=0, num_bytes=None):
+        data = super().read(key, start, num_bytes)
+        self.reads.append((key, len(data)))
+        return data
+
+    def of_table(self):
+        return sum(length for key, length in self.reads if key.endswith(".parquet"))
+
+
+def manifest_of(storage):
+    key = max(entry.key for entry in storage.list() if entry.key.startswith("manifest-"))
+    return key, decode_record(storage.read(key))
+
+
+@pytest.fixture(params=["torch_save", "safetensors", "at end"])
+def saved(request, monkeypatch):
+    """A checkpoint of 8 ranks with a table in groups, in each way that checksums are kept."""
+    container = request.param
+    if container == "at end":
+        monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+        container = "torch_save"
+    storage = Counting("table-groups")
+    storage.delete([entry.key for entry in storage.list()])
+    options = replace(WITHOUT, container=container)
+    save_state(storage, sample_state(3), 8, options=options)
+    storage.reads.clear()
+    return storage
+
+
+def opened(storage):
+    key, _ = manifest_of(storage)
+    slot = int(key.split("-")[1].split(".")[0])
+    return checkpoint_from(storage, "native", slot, storage.read(key), checks_later=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8, 11])
+def test_it_loads_on_any_number_of_ranks(saved, world_size):
+    _, manifest = manifest_of(saved)
+    assert manifest.format_version == 6
+    assert manifest.table_end.num_bytes < manifest.table.num_bytes
+    assert same_state(sample_state(3), load_state(saved, sample_state(3), world_size))
+
+
+def test_a_rank_reads_its_part_of_the_table_alone(saved):
+    whole = read_checkpoint(saved).table
+    saved.reads.clear()
+    checkpoint = opened(saved)
+    assert checkpoint.tensors.names == whole.names
+    assert checkpoint.tensors.num_chunks == 0
+    end = manifest_of(saved)[1].table_end.num_bytes
+    assert saved.of_table() == end
+    number = whole.names.index("big")
+    # A few columns of it, which one rank had.
+    wanted = Wanted(
+        np.array([number], np.int32), np.array([[0, 1]]), np.array([[67, 2]]), np.array([8])
+    )
+    part = checkpoint.narrow([wanted], [])
+    assert checkpoint.table is part
+    assert 0 < part.num_chunks < whole.num_chunks / 2
+    assert saved.of_table() < manifest_of(saved)[1].table.num_bytes
+    same_reads(part, whole, wanted)
+    # Checksums of the files that it has, and of no other.
+    checkpoint.know_checks()
+    for row in range(part.num_chunks):
+        alike = ("file", "item_offset", "tensor")
+        (same,) = np.flatnonzero(
+            np.all([getattr(whole, name) == getattr(part, name)[row] for name in alike], axis=0)
+        )
+        low, high = whole.check_start[same : same + 2]
+        mine = part.checks[part.check_start[row] : part.check_start[row + 1]]
+        np.testing.assert_array_equal(mine, whole.checks[low:high])
+        assert mine.any() or not high > low
+    # Narrowed once, it stays so.
+    assert checkpoint.narrow([], []) is part
+
+
+def test_who_asks_for_all_gets_all(saved):
+    whole = read_checkpoint(saved).table
+    checkpoint = opened(saved)
+    assert difference(replace(checkpoint.table, checks=whole.checks), whole) == []
+    checkpoint.know_checks()
+    assert difference(checkpoint.table, whole) == []
+
+
+def flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_a_damaged_group_is_told_by_who_needs_it(saved):
+    _, manifest = manifest_of(saved)
+    key, data = manifest.table.key, saved.read(manifest.table.key)
+    checkpoint = opened(saved)
+    index = checkpoint.chunks._rows._table.index
+    last = index.num_groups - 1
+    saved.write(key, flipped(data, int(index.start[last]) + 5))
+    whole_names = checkpoint.tensors.names
+    first = Wanted(
+        np.array([whole_names.index("big")], np.int32), np.array([[0, 0]]), np.array([[67, 1]]),
+        np.array([8]),
+    )  # fmt: skip
+    assert index.around([first], []).max() < last
+    assert opened(saved).narrow([first], []).num_chunks
+    with pytest.raises(DamagedCheckpointError, match="other bytes"):
+        _ = opened(saved).table
+    with pytest.raises(DamagedCheckpointError):
+        load_state(saved, sample_state(3), 2)
+    with pytest.raises(DamagedCheckpointError, match="digest"):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize("harm", ["end", "short", "missing", "cut later"])
+def test_a_damaged_end_is_told_by_everybody(saved, harm):
+    _, manifest = manifest_of(saved)
+    key, data = manifest.table.key, saved.read(manifest.table.key)
+    if harm == "cut later":
+        checkpoint = opened(saved)
+        saved.write(key, data[: len(data) // 8])
+        with pytest.raises(DamagedCheckpointError, match="cut off"):
+            _ = checkpoint.table
+        return
+    if harm == "missing":
+        saved.delete([key])
+    else:
+        saved.write(key, data[:-1] if harm == "short" else flipped(data, len(data) - 60))
+    with pytest.raises(DamagedCheckpointError, match=r"no such file|last"):
+        opened(saved)
+
+
+def resigned(storage, change):
+    """Writes another manifest, with a good digest."""
+    key, manifest = manifest_of(storage)
+    storage.write(key, encode_record(change(manifest)))
+
+
+def test_an_end_that_lies_is_damage(saved):
+    _, manifest = manifest_of(saved)
+    data = saved.read(manifest.table.key)
+
+    def end(num_bytes):
+        part = data[len(data) - num_bytes :]
+        entry = replace(manifest.table_end, num_bytes=num_bytes, digest=digest_bytes(part).hex())
+        return lambda one: replace(one, table_end=entry)
+
+    true = manifest.table_end.num_bytes
+    # Shorter: its tensors' rows are not in it. Longer: a group is. None: all of it is.
+    for num_bytes in (true - 100, true + 1, len(data), 0):
+        resigned(saved, end(num_bytes))
+        with pytest.raises(DamagedCheckpointError):
+            _ = opened(saved).table
+    resigned(
+        saved, lambda one: replace(one, table_end=replace(manifest.table_end, num_bytes=1 << 40))
+    )
+    with pytest.raises(DamagedCheckpointError):
+        opened(saved)
+    resigned(saved, lambda one: replace(manifest, num_chunks=one.num_chunks + 1))
+    with pytest.raises(DamagedCheckpointError, match="chunks"):
+        opened(saved)
+
+
+def test_a_manifest_of_version_5_has_no_end(saved):
+    _, manifest = manifest_of(saved)
+    fields = {**vars(manifest), "table_end": None, "format_version": 5}
+    older = encode_record(type(manifest)(**fields))
+    assert b"table_end" not in older
+    assert decode_record(older).table_end is None
+    with pytest.raises(CheckpointError):
+        encode_record(type(manifest)(**{**vars(manifest), "format_version": 5}))
+
+
+def test_a_folder_of_it_can_be_looked_at_verified_loaded_and_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_format, "GROUP_ROWS", 1)
+    state = {f"w{i}": torch.arange(30.0) + i for i in range(6)} | {"step": 7, "o": {"lr": 0.5}}
+    options = SaveOptions(part_bytes=1, num_threads=3)
+    ray_dcp.save(state, checkpoint_id=tmp_path, options=options)
+    (table,) = tmp_path.glob("chunks.*.parquet")
+    assert end_of(table.read_bytes()) is not None
+    wanted = {f"w{i}": torch.zeros(30) for i in range(6)} | {"step": 0, "o": {"lr": 0.0}}
+    ray_dcp.load(wanted, checkpoint_id=tmp_path)
+    assert all(torch.equal(wanted[name], state[name]) for name in state if name[0] == "w")
+    assert (wanted["step"], wanted["o"]) == (7, {"lr": 0.5})
+    some = {"w3": torch.zeros(30)}
+    ray_dcp.load(some, checkpoint_id=tmp_path)
+    assert torch.equal(some["w3"], state["w3"])
+    assert ray_dcp.verify(tmp_path).ok
+    assert list(ray_dcp.open(tmp_path)["w5"][:2]) == [5, 6]
+    with pytest.warns(UserWarning, match="disabled"):
+        torch.distributed.checkpoint.load(wanted, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match="'nothing'"):
+        ray_dcp.load({"nothing": torch.zeros(1)}, checkpoint_id=tmp_path)
+    assert ray_dcp.delete(tmp_path).kept == ()
+
+
+def test_planner_hooks_are_given_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_format, "GROUP_ROWS", 1)
+    state = {f"w{i}": torch.arange(30.0) + i for i in range(6)}
+    ray_dcp.save(state, checkpoint_id=tmp_path, options=SaveOptions(part_bytes=1, num_threads=3))
+
+    class Mine(DefaultLoadPlanner):
+        def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+            chunks = [one.chunks for one in metadata.state_dict_metadata.values()]
+            assert [len(one) for one in chunks] == [1] * 6
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    wanted = {name: torch.zeros(30) for name in state}
+    ray_dcp.load(wanted, checkpoint_id=tmp_path, planner=Mine())
+    assert all(torch.equal(wanted[name], state[name]) for name in state)
