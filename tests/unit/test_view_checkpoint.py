@@ -284,7 +284,7 @@ def test_elements_that_are_in_no_chunk_are_refused_and_the_others_come_back():
     view = ray_dcp.open("memory://view-gap")
     without_last = {name: getattr(view.table, name)[:-1] for name in CHUNK_COLUMNS}
     table = dataclasses.replace(view.table, **without_last)
-    checkpoint = dataclasses.replace(view.checkpoint, table=table)
+    checkpoint = dataclasses.replace(view.checkpoint, chunks=table)
     handle = CheckpointView(view.storage, checkpoint)["w"]
     assert np.array_equal(handle[2:10], expected[2:10])
     with pytest.raises(CoverageError, match=r"'w'.*but 16 bytes") as caught:

@@ -116,7 +116,7 @@ def test_a_checkpoint_with_holes_says_what_a_load_would_miss(tmp_path: Path):
     table = view.table
     size = table.size.copy()
     size[table.tensor == table.names.index("w"), 0] = 999
-    holes = replace(view, checkpoint=replace(view.checkpoint, table=replace(table, size=size)))
+    holes = replace(view, checkpoint=replace(view.checkpoint, chunks=replace(table, size=size)))
     assert preview_reshard(holes, 2).uncovered == ("w",)
 
 
