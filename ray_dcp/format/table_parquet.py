@@ -47,8 +47,13 @@ FREE_VALUES = 1 << 24
 """A table holds at most this many values, and `VALUES_A_BYTE` for each of its bytes. Equal values
 are stored as one: so many block checksums are those of 16 TiB of zeros."""
 
+_OFTEN_EQUAL = (
+    "shape.list.element", "sizes.list.element", "block_bytes", "payload_bytes", "item_bytes",
+)  # fmt: skip
+"""Numbers of which a table has few different ones: as a vocabulary they take a fifth less."""
+
 WRITING: dict[str, Any] = {
-    "compression": "zstd", "store_schema": True, "use_dictionary": list(TEXTS),
+    "compression": "zstd", "store_schema": True, "use_dictionary": [*TEXTS, *_OFTEN_EQUAL],
     "write_statistics": ["fqn"], "write_page_checksum": True,
 }  # fmt: skip
 """As `pyarrow.parquet` is told to write."""

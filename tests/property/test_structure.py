@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_structure import expanded, structure_to
+from ray_dcp.format.table_structure import expanded, structure_from, structure_to
 from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.finish import _shape_of
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.plan.reading import Wanted
 from ray_dcp.plan.regular import probes
 from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.structure import MOST_RANKS
+from ray_dcp.plan.structure import MOST_RANKS, expand
+from ray_dcp.plan.structure_part import ranks_around
+from ray_dcp.plan.values import Kind
 from ray_dcp.protocol.commands import Planned, RowsMissing
 from ray_dcp.runtime.perform import perform
 from tests.unit.test_regular import held_by, task_of
@@ -184,6 +187,22 @@ def test_other_layouts_are_left_to_the_rows(change):
         assert not isinstance(found.plan, StructuralPlan)
 
 
+def read(table, value):
+    """Reads a structure, and makes all chunks, or those of a load."""
+    structure = structure_from(value, table)
+    whole = expanded(table, structure)
+    ranks = ranks_around(table, structure, [everything(whole)], range(whole.num_tensors))
+    np.testing.assert_array_equal(ranks, np.unique(expand(table, structure).rank))
+    return whole
+
+
+def everything(table):
+    """Wants each tensor whole."""
+    tensors = np.flatnonzero(table.kind == Kind.TENSOR)
+    shape = table.shape[tensors]
+    return Wanted(tensors.astype(np.int32), np.zeros_like(shape), shape, np.full(len(tensors), 4))
+
+
 def planned_structure(*, stages=False):
     columns = like_fsdp(64, uneven=True)
     if stages:
@@ -209,7 +228,7 @@ def structure_of(request):
 def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(structure_of, data):
     table, structure = structure_of
     value = json.loads(json.dumps(structure_to(structure)))
-    same(expanded(table, value), expanded(table, structure_to(structure)))
+    same(read(table, value), read(table, structure_to(structure)))
     name = data.draw(st.sampled_from(sorted(value)))
     at, inner = value, name
     while isinstance(at[inner], list | dict) and at[inner] and data.draw(st.integers(0, 9)):
@@ -221,7 +240,7 @@ def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(structure_of,
     )
     at[inner] = data.draw(wrong)
     try:
-        found = expanded(table, value)
+        found = read(table, value)
         table_format.check_table(found)
     except DamagedCheckpointError:
         return
@@ -235,17 +254,17 @@ def test_a_short_file_can_not_claim_a_large_table():
         value |= {"lengths": [ranks], "kind": [*value["kind"][:-1], [value["kind"][-1][0], 1]]}
         value["kind"][0][1] += ranks - sum(count for _, count in value["kind"])
         with pytest.raises(DamagedCheckpointError):
-            expanded(table, value)
+            read(table, value)
     with pytest.raises(DamagedCheckpointError, match="fields"):
-        expanded(table, [])
+        read(table, [])
     with pytest.raises(DamagedCheckpointError, match="no checksums"):
-        expanded(replace(table, checks=np.ones(1, np.uint64)), structure_to(structure))
+        read(replace(table, checks=np.ones(1, np.uint64)), structure_to(structure))
 
 
 def test_meshes_and_own_names_have_to_fit_their_table():
     table, structure = planned_structure(stages=True)
     value = structure_to(structure)
-    same(expanded(table, value), expanded(table, structure_to(structure)))
+    same(read(table, value), read(table, structure_to(structure)))
     meshes = [{**mesh, "lengths": [32]} for mesh in value["meshes"]]
     for change, told in (
         ({"meshes": meshes}, "a mesh of 64 ranks"),
@@ -256,4 +275,4 @@ def test_meshes_and_own_names_have_to_fit_their_table():
         ({"more": 1}, "fields of a structure"),
     ):
         with pytest.raises(DamagedCheckpointError, match=told):
-            expanded(table, value | change)
+            read(table, value | change)
