@@ -200,6 +200,11 @@ class GroupedTable:
             low, high = self.index.first_row[group : group + 2].tolist()
             if part.num_chunks != high - low or len(part.checks):
                 raise damaged(f"{high - low} chunks without checksums in group {group}", "others")
+            low, high = self.index.first_deferred[group : group + 2].tolist()
+            late = int((part.payload_offset < 0).sum())
+            if late != high - low:
+                # Why here: of several groups the sum may be right, and places would be mixed up.
+                raise damaged(f"{high - low} deferred chunks in group {group}", str(late))
             found.append(part)
         if not found:
             return self.tensors

@@ -159,9 +159,11 @@ def decode_index(data: bytes, table: ChunkTable, end: int) -> TableIndex:
     offset, size = columns[2 : 2 + width].T, columns[2 + width :].T
     fits = (
         (bounds[:, 0] >= 0).all()
-        and (np.diff(bounds) >= 0).all()
+        # Why not by differences: they may overflow.
+        and (bounds[:, 1:] >= bounds[:, :-1]).all()
         and int(bounds[0, 0]) == int(bounds[1, 0]) == 0
         and (np.diff(bounds[0]) > 0).all()
+        and (np.diff(bounds[1]) <= np.diff(bounds[0])).all()
         and int(bounds[2, -1]) <= end
         and ((group >= 0) & (group < groups)).all()
         and ((tensor >= 0) & (tensor < table.num_tensors)).all()

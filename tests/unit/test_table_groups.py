@@ -18,6 +18,7 @@ import ray_dcp
 from ray_dcp.dcp.default_planner import DefaultLoadPlanner
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
+from ray_dcp.format import table_groups
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
@@ -186,6 +187,41 @@ def test_an_index_that_does_not_fit_is_damage_and_nothing_worse(data):
     every = Wanted(np.array([0], np.int32), np.array([[0, 0]]), np.array([[9, 2]]), np.array([4]))
     groups = found.around([every], [2])
     assert ((groups >= 0) & (groups < found.num_groups)).all()
+
+
+MOST = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("first_deferred", [1 << 40] * 3), ("first_deferred", [0, 0, 4]),
+        ("first_deferred", [MOST, -2, 1]), ("start", [4, MOST, -2, 20]),
+        ("first_row", [MOST, -2, 7]),
+    ],
+)  # fmt: skip
+def test_bounds_that_no_rows_have_are_damage(field, values, monkeypatch):
+    monkeypatch.setattr(table_format, "GROUP_ROWS", 1)
+    table = slabs(3, [(9, 2), (5, 1)], objects=[1])
+    index = index_of(table)
+    bounds = np.array([0, *values][-4:], np.int64)
+    assert bounds.shape == getattr(index, field).shape
+    with pytest.raises(DamagedCheckpointError):
+        decode_index(encode_index(replace(index, **{field: bounds})), table, int(index.start[-1]))
+
+
+def test_deferred_chunks_of_another_group_are_damage(monkeypatch):
+    monkeypatch.setattr(table_format, "GROUP_ROWS", 1)
+    table = slabs(3, [(9, 2), (5, 1)], objects=[0, 2])
+    real = encode_index
+
+    def moved(index):
+        assert index.first_deferred.tolist() == [0, 1, 1, 2]
+        return real(replace(index, first_deferred=np.array([0, 0, 1, 2])))
+
+    monkeypatch.setattr(table_groups, "encode_index", moved)
+    with pytest.raises(DamagedCheckpointError, match="deferred"):
+        decode_table(encode_table(table))
 
 
 @pytest.mark.parametrize(
