@@ -158,7 +158,8 @@ def decode_head(data: bytes, file_bytes: int) -> ChecksHead:
         raise MoreOfHead(end)
     file_start = np.frombuffer(data, "<i8", words[0], _HEAD).astype(np.int64)
     found = np.frombuffer(data, "<i8", words[1], _HEAD + 8 * words[0]).astype(np.int64)
-    if file_start[-1] != checks:
+    # Why in order: of a part of the files the checksums would else be more than of all.
+    if file_start[-1] != checks or (file_start[1:] < file_start[:-1]).any():
         raise damaged(f"{checks} checksums, file by file", f"{file_start[-1]}")
     return ChecksHead(file_start, found.reshape(-1, 3), end, at_end)
 

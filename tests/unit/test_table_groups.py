@@ -22,6 +22,8 @@ from ray_dcp.format import table_groups
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.format.table_checks import decode_head
+from ray_dcp.format.table_checks import encode_index as encode_places
 from ray_dcp.format.table_groups import GroupedTable, end_of
 from ray_dcp.format.table_index import decode_index, encode_index
 from ray_dcp.options import SaveOptions
@@ -406,6 +408,29 @@ def test_an_end_that_lies_is_damage(saved):
     resigned(saved, lambda one: replace(manifest, num_chunks=one.num_chunks + 1))
     with pytest.raises(DamagedCheckpointError, match="chunks"):
         opened(saved)
+
+
+def test_places_that_claim_more_checksums_than_there_are_are_damage(monkeypatch):
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    storage = MemoryStorage("table-groups-places")
+    save_state(storage, sample_state(3), 8, options=WITHOUT)
+    checks = manifest_of(storage)[1].checks
+    data = storage.read(checks.key)
+    head = decode_head(data, len(data))
+    whole = read_checkpoint(storage).table
+    late = np.flatnonzero(np.isin(whole.tensor, np.flatnonzero(whole.kind == Kind.OBJECT)))
+    row = int(late[0])
+    file = int(whole.file[row])
+    head.places[0] = [0, 1 << 44, 1]
+    more = (1 << 44) - int(whole.check_start[row + 1] - whole.check_start[row])
+    # The next file has fewer than none, so that there are as many in all.
+    head.file_start[file + 1] += more
+    other = encode_places(head.file_start, head.places)
+    storage.write(checks.key, other)
+    entry = replace(checks, num_bytes=len(other), digest=digest_bytes(other).hex())
+    resigned(storage, lambda one: replace(one, checks=entry))
+    with pytest.raises(DamagedCheckpointError, match="checksums"):
+        opened(storage).narrow([], [int(whole.tensor[row])])
 
 
 def test_a_manifest_of_version_5_has_no_end(saved):
