@@ -10,6 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.end_checks import CHECK_BYTES, end_checks
@@ -72,7 +73,8 @@ class CheckFile:
         self._entries = {entry.key: entry for entry in manifest.files}
         self._head = self._read_head()
         self.at_end = self._head.at_end
-        self.table = join_head(table, self._head, manifest.attempt, deferred=deferred)
+        with collector_paused():
+            self.table = join_head(table, self._head, manifest.attempt, deferred=deferred)
         # Where those of each file are in `table.checks`.
         self._place = self.table.check_start[starts_of_files(self.table)]
         self._there = None if deferred is None else {*np.unique(self.table.file).tolist()}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ray_dcp.collector import collector_paused
 from ray_dcp.format.manifest import Manifest
 from ray_dcp.format.metadata_in import ForeignMetadata
 from ray_dcp.plan.reading import Wanted
@@ -102,10 +101,6 @@ class Checkpoint:
             self.check_file.read(table.file[[*chunks]].tolist())
 
     def _take(self, read: Callable[[], CheckFile]) -> ChunkTable:
-        def undisturbed() -> CheckFile:
-            with collector_paused():
-                return read()
-
-        self.check_file = self.in_time(undisturbed)
+        self.check_file = self.in_time(read)
         self.chunks = self.check_file.table
         return self.chunks

@@ -305,7 +305,8 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
     manifest, foreign, check_file = found.manifest, None, None
     if manifest is not None and found.checks.startswith(END_MAGIC):
         with collector_paused():
-            check_file = CheckFile(storage, manifest, decode_table(found.table))
+            table = decode_table(found.table)
+        check_file = CheckFile(storage, manifest, table)
         table = check_file.table
         check_against(manifest, table.num_tensors, table.num_chunks, table.files)
     elif manifest is not None:
@@ -335,8 +336,7 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
 
 def _opened_in_part(storage: Storage, name: str, committed: Committed) -> Checkpoint:
     slot, data, manifest = committed
-    with collector_paused():
-        found = table_parts(storage, manifest)
+    found = table_parts(storage, manifest)
     return Checkpoint(
         kind="native",
         checkpoint_id=name,

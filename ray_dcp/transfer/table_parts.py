@@ -1,7 +1,8 @@
 """A large chunk table of which a load takes only the chunks that it needs.
 
 Of a table in groups these are read (`format.table_groups`); of one that has the rows of few ranks,
-those of the other ranks that are needed are made (`plan.structure_part`).
+those of the other ranks that are needed are made (`plan.structure_part`). Python's collector is
+paused where much is made, never while storage is waited for: that may hang.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ray_dcp.collector import collector_paused
 from ray_dcp.format.manifest import Manifest
 from ray_dcp.format.table import decode_few
 from ray_dcp.format.table_checks import DeferredRows
@@ -105,7 +107,9 @@ def table_parts(storage: Storage, manifest: Manifest) -> TableParts | CheckFile:
     """
     if manifest.table_end is not None:
         return TableParts(storage, manifest, _Grouped(storage, manifest))
-    table, structure = decode_few(verified(storage, manifest.table))
+    data = verified(storage, manifest.table)
+    with collector_paused():
+        table, structure = decode_few(data)
     if structure is not None:
         return TableParts(storage, manifest, _Structured(table, structure))
     found = CheckFile(storage, manifest, table)
@@ -120,7 +124,8 @@ class _Grouped:
         self._storage = storage
         self._key = manifest.table.key
         end = verified_end(storage, manifest)
-        self._table = GroupedTable.from_end(end, manifest.table.num_bytes)
+        with collector_paused():
+            self._table = GroupedTable.from_end(end, manifest.table.num_bytes)
         self.tensors = self._table.tensors
         self.num_chunks = self._table.num_chunks
 
@@ -147,7 +152,8 @@ class _Grouped:
             for number in numbers:
                 begin, end = self._table.span(number)
                 self._table.take(number, data[begin - low : end - low])
-        return self._table.chunks(groups.tolist())
+        with collector_paused():
+            return self._table.chunks(groups.tolist())
 
 
 class _Structured:
@@ -156,7 +162,8 @@ class _Structured:
     def __init__(self, table: ChunkTable, structure: Structure) -> None:
         self._table = table
         self._structure = structure
-        self.tensors = expanded(table, structure, np.zeros(0, dtype=np.int64))
+        with collector_paused():
+            self.tensors = expanded(table, structure, np.zeros(0, dtype=np.int64))
         self.num_chunks = num_chunks_of(table, structure)
 
     def around(
@@ -169,7 +176,10 @@ class _Structured:
         first = offsets_of(of_class[structure.kind])
         counts = of_class[structure.kind[ranks]]
         rows = np.repeat(first[ranks], counts) + within(counts)
-        return expanded(self._table, structure, ranks), DeferredRows(rows, int(first[-1]))
+        with collector_paused():
+            table = expanded(self._table, structure, ranks)
+        return table, DeferredRows(rows, int(first[-1]))
 
     def whole(self) -> ChunkTable:
-        return expanded(self._table, self._structure)
+        with collector_paused():
+            return expanded(self._table, self._structure)

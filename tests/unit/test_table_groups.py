@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import zlib
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ray_dcp.format.table_checks import encode_index as encode_places
 from ray_dcp.format.table_groups import GroupedTable, end_of
 from ray_dcp.format.table_index import decode_index, encode_index
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan import global_plan
+from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import Kind
 from ray_dcp.runtime import commit_files
@@ -325,6 +326,31 @@ def test_a_rank_reads_its_part_of_the_table_alone(saved):
         assert mine.any() or not high > low
     # Narrowed once, it stays so.
     assert checkpoint.narrow([], []) is part
+
+
+@pytest.mark.parametrize("structural_plan", [False, True])
+def test_the_collector_is_not_paused_while_storage_is_waited_for(structural_plan, monkeypatch):
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0 if structural_plan else 1 << 60)
+    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
+    enabled = []
+
+    class Watching(MemoryStorage):
+        def read(self, key, start=0, num_bytes=None):
+            enabled.append(gc.isenabled())
+            return super().read(key, start, num_bytes)
+
+    storage = Watching(f"table-groups-collector-{structural_plan}")
+    state = {"w": np.arange(384.0).reshape(64, 6), "o": {"step": 1}}
+    save_state(storage, state, 8, options=WITHOUT)
+    read_checkpoint(storage)
+    assert (manifest_of(storage)[1].table_end is None) == structural_plan
+    first = opened(storage)
+    first.narrow([], [0])
+    first.know_checks()
+    assert opened(storage).table.num_chunks
+    assert enabled
+    assert all(enabled)
 
 
 def test_who_asks_for_all_gets_all(saved):
