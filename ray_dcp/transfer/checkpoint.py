@@ -19,6 +19,11 @@ __all__ = ["Checkpoint", "CheckpointKind"]
 CheckpointKind = Literal["native", "stock", "safetensors"]
 
 
+def _at_once(read: Callable[[], CheckFile]) -> CheckFile:
+    # Why no lambda: views are pickled, and Checkpoints with them.
+    return read()
+
+
 @dataclass(eq=False)
 class Checkpoint:
     """A checkpoint that stands, and where all its chunks are."""
@@ -43,9 +48,7 @@ class Checkpoint:
     """`.metadata` should project this manifest, but is missing or older: publish it again."""
     check_file: CheckFile | None = None
     """Where checksums that the table lacks are read from, file by file; None: it has them all."""
-    in_time: Callable[[Callable[[], CheckFile]], CheckFile] = field(
-        default=lambda read: read(), repr=False
-    )
+    in_time: Callable[[Callable[[], CheckFile]], CheckFile] = field(default=_at_once, repr=False)
     """Calls what reads chunks, under a deadline."""
 
     @property

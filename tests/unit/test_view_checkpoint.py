@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,14 @@ def test_opening_a_view_reads_no_tensor_and_a_row_reads_its_blocks_only(ours: Ch
     assert np.array_equal(row, TENSORS["model.large"][17].numpy())
     block_bytes = int(view.table.block_bytes.max())
     assert row.nbytes <= counting.bytes_read <= row.nbytes + 2 * block_bytes
+
+
+def test_a_view_and_its_handles_can_be_pickled(tmp_path: Path):
+    # As for a worker of a DataLoader, or a task of Ray.
+    ray_dcp.save({"a": torch.arange(9.0)}, checkpoint_id=tmp_path, no_dist=True)
+    view = ray_dcp.open(tmp_path)
+    again, handle = pickle.loads(pickle.dumps((view, view["a"])))
+    assert again["a"][2:4].tolist() == handle[2:4].tolist() == [2.0, 3.0]
 
 
 def test_objects_come_back(view: CheckpointView):
