@@ -96,8 +96,9 @@ def _mark(
     place[mesh.tensors] = np.arange(len(mesh.tensors))
     at = place[tensor]
     # Most tensors of a model lie alike: they are looked at once.
+    # The row of zeros: tensors may have no dimension at all.
     alike = [
-        *table.shape[tensor].T, *mesh.offset[at].T, *np.concatenate(mesh.steps[:, at], axis=1).T,
+        np.zeros(len(tensor), np.int64), *table.shape[tensor].T, *mesh.offset[at].T, *np.concatenate(mesh.steps[:, at], axis=1).T,
         *extents[0][row].T, *extents[1][row].T, *low.T, *high.T,
     ]  # fmt: skip
     first, group = group_rows([np.ascontiguousarray(column) for column in alike])

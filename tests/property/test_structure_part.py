@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
@@ -16,7 +18,7 @@ from ray_dcp.plan.structure import expand
 from ray_dcp.plan.structure_part import ranks_around
 from ray_dcp.plan.values import Kind
 from ray_dcp.protocol.commands import Planned
-from tests.property.test_stages import LAYOUTS, held, jobs, planned_of
+from tests.property.test_stages import LAYOUTS, Stage, Tensor, held, jobs, planned_of
 from tests.unit.test_table_groups import same_reads
 
 
@@ -105,6 +107,21 @@ def test_who_has_the_same_layout_needs_few_ranks(layout):
             # Those that hold copies of a slab, at most.
             assert check(few, structure, own, []) <= 16
         assert check(few, structure, wanted, objects) <= len(columns)
+
+
+def test_tensors_may_have_no_dimension_at_all():
+    scalars = [Tensor("a", (), [None]), Tensor("b", (), [None])]
+    plan = planned_of(held([Stage(range(8), (8,), scalars, [("o", 1)])]))[0].plan
+    table, structure = plan.few.table, plan.structure
+    (mesh,) = structure.meshes
+    table = replace(
+        table, shape=table.shape[:, :0], offset=table.offset[:, :0], size=table.size[:, :0]
+    )
+    mesh = replace(mesh, offset=mesh.offset[:, :0], steps=mesh.steps[:, :, :0])
+    few, structure = decode_few(encode_table(table, replace(structure, meshes=(mesh,))))
+    none = np.zeros((2, 0), np.int64)
+    wanted = Wanted(np.array([0, 1], np.int32), none, none, np.full(2, 4))
+    assert check(few, structure, wanted, [2]) <= 2
 
 
 def test_without_ranks_it_tells_of_all_tensors():
