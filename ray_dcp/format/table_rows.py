@@ -210,7 +210,13 @@ def _tensor_columns(
     table: ChunkTable, tensor: npt.NDArray[np.int32], part: bool
 ) -> dict[str, ArrowArray]:
     rows = from_numpy(tensor)
-    paths, is_index = paths_to_arrow(table.paths)
+    places, own_paths = rows, table.paths
+    if part:
+        # Why: there may be many parts, and a million tensors of which each has a few.
+        used, place = np.unique(tensor, return_inverse=True)
+        own_paths = tuple(map(table.paths.__getitem__, used.tolist()))
+        places = from_numpy(place.astype(np.int32))
+    paths, is_index = paths_to_arrow(own_paths)
     kinds = [_KINDS[Kind(kind)] for kind in range(len(_KINDS))]
     dtype = table.dtype[tensor]
     return {
@@ -218,8 +224,8 @@ def _tensor_columns(
         "kind": _text_column(table.kind[tensor].astype(np.int32), kinds),
         "dtype": _text_column(dtype.astype(np.int32), table.dtypes, dtype < 0),
         "shape": ragged(table.shape[tensor], table.ndim[tensor]),
-        "path": paths.take(rows),
-        "path_is_index": is_index.take(rows),
+        "path": paths.take(places),
+        "path_is_index": is_index.take(places),
         "requires_grad": from_numpy(table.requires_grad[tensor]),
         "tensor_index": rows,
     }

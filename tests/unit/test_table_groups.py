@@ -19,7 +19,7 @@ import ray_dcp
 from ray_dcp.dcp.default_planner import DefaultLoadPlanner
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
-from ray_dcp.format import table_groups
+from ray_dcp.format import table_groups, table_rows
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
@@ -147,6 +147,22 @@ def test_other_tools_see_a_row_a_chunk_and_one_of_each_tensor():
     assert all(row["file"] is None for row in rows[-3:])
     first = rows[0]
     assert (first["fqn"], first["file"], first["sizes"]) == ("t0", "__0_0.a1.distcp", [2, 2])
+
+
+def test_a_group_costs_as_much_as_its_own_tensors(monkeypatch):
+    paths = []
+    real = table_rows.paths_to_arrow
+    monkeypatch.setattr(
+        table_rows, "paths_to_arrow", lambda found: paths.extend(found) or real(found)
+    )
+    table = slabs(20, [(20, 1)], objects=range(20))
+    data = encode_table(table)
+    assert index_of(table).num_groups > 5
+    assert difference(decode_table(data), table) == []
+    paths.clear()
+    encode_table(table)
+    # Each where its chunks are, and once among all.
+    assert len(paths) < 3 * table.num_tensors
 
 
 def index_of(table):
