@@ -41,6 +41,11 @@ class FooterClaim:
     columns: tuple[ColumnClaim, ...]
     """Of all row groups, one after the other."""
 
+    def of_group(self, group: int) -> tuple[ColumnClaim, ...]:
+        """Returns those of a row group, where all have as many."""
+        count = len(self.columns) // max(1, self.num_row_groups)
+        return self.columns[group * count : (group + 1) * count]
+
 
 def read_footer(data: bytes) -> FooterClaim:
     """Returns what the footer of a Parquet file claims.

@@ -112,6 +112,7 @@ class GroupedTable:
     Args:
         data: The file, of as many bytes as it has; those of the groups may come later (`take`).
         file: The same, opened.
+        there: How many bytes of its end there are; by default all.
 
     Attributes:
         tensors: The table without chunks.
@@ -122,11 +123,12 @@ class GroupedTable:
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
     """
 
-    def __init__(self, data: Any, file: TableFile) -> None:
+    def __init__(self, data: Any, file: TableFile, there: int | None = None) -> None:
         self._data = data
+        self._there = len(data) if there is None else there
         self._file = file
         last = file.num_groups - 1
-        self._tensors = tensors_of_rows(file.rows(last), file.extra, file.max_values)
+        self._tensors = tensors_of_rows(file.rows(last, self._there), file.extra, file.max_values)
         self.tensors = self._tensors.table
         check_table(self.tensors)
         self.index = decode_index(file.index, self.tensors, len(data))
@@ -154,7 +156,7 @@ class GroupedTable:
         data[:4] = np.frombuffer(b"PAR1", np.uint8)
         view = data.data
         try:
-            found = cls(view, TableFile(view))
+            found = cls(view, TableFile(view), len(end))
         except SAYS_CORRUPT as exc:
             raise _no_table(exc) from exc
         if int(found.index.start[-1]) > num_bytes - len(end):
@@ -194,7 +196,9 @@ class GroupedTable:
         found = []
         for group in groups:
             try:
-                part = chunks_of_rows(self._file.rows(group), self._tensors)
+                low, high = self.span(group)
+                rows = self._file.rows(group, self._there + high - low)
+                part = chunks_of_rows(rows, self._tensors)
             except SAYS_CORRUPT as exc:
                 raise _no_table(exc) from exc
             low, high = self.index.first_row[group : group + 2].tolist()

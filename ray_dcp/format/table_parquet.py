@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.format.parquet_footer import read_footer
+from ray_dcp.format.parquet_footer import ColumnClaim, FooterClaim, read_footer
 from ray_dcp.format.table_columns import damaged
 from ray_dcp.format.table_rows import READ_SCHEMA, SCHEMA, TEXTS, ArrowTable
 from ray_dcp.plan.arrow_arrays import to_numpy
@@ -105,7 +105,7 @@ class TableFile:
 
     def __init__(self, data: Any) -> None:
         self._num_bytes = len(data)
-        _check_claims(data)
+        self._footer = _check_claims(data)
         # Why as dictionaries: of a text that a file holds once, a million copies would be made.
         self._file = pq.ParquetFile(
             pa.BufferReader(data), read_dictionary=[*TEXTS, "path.list.element"],
@@ -133,8 +133,12 @@ class TableFile:
         """How many values may be made of it."""
         return most_values(self._num_bytes)
 
-    def rows(self, group: int | None = None) -> ArrowTable:
+    def rows(self, group: int | None = None, there: int | None = None) -> ArrowTable:
         """Returns the rows of a group, or all rows.
+
+        Args:
+            group: None: all rows.
+            there: Of how many bytes the group may be made; by default those of the file.
 
         Raises:
             DamagedCheckpointError: Their texts are too long.
@@ -143,6 +147,8 @@ class TableFile:
         if group is None:
             arrow = self._file.read(use_threads=False)
         else:
+            # Why: how long the whole file is may be a lie where only parts of it were read.
+            _check_values(self._footer.of_group(group), self._num_bytes if there is None else there)
             arrow = self._file.read_row_group(group, use_threads=False)
         arrow.validate(full=True)
         arrow = arrow.combine_chunks()
@@ -173,19 +179,24 @@ def _version(metadata: Mapping[bytes, bytes]) -> int:
     return int(version)
 
 
-def _check_claims(data: Any) -> None:
+def _check_claims(data: Any) -> FooterClaim:
     """Why: a run-length or zstd bomb says in the footer how large it will get."""
     if len(data) > MAX_TABLE_BYTES:
         raise damaged(f"a table of at most {MAX_TABLE_BYTES >> 30} GiB", f"{len(data)} bytes")
     footer = read_footer(data)
     if footer.num_rows > MAX_ROWS:
         raise damaged(f"at most {MAX_ROWS} rows", f"{footer.num_rows}")
-    total = sum(column.num_values for column in footer.columns)
-    if total > most_values(len(data)):
-        raise damaged(f"values that fit {len(data)} bytes", f"{total} values")
+    _check_values(footer.columns, len(data))
     for column in footer.columns:
         if column.num_values > MAX_VALUES or column.num_bytes > MAX_TABLE_BYTES:
             raise damaged(
                 f"at most {MAX_VALUES} values and {MAX_TABLE_BYTES >> 30} GiB a column",
                 f"{column.num_values} values in {column.num_bytes} bytes",
             )
+    return footer
+
+
+def _check_values(columns: Sequence[ColumnClaim], num_bytes: int) -> None:
+    total = sum(column.num_values for column in columns)
+    if total > most_values(num_bytes):
+        raise damaged(f"values that fit {num_bytes} bytes", f"{total} values")

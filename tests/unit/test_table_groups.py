@@ -19,7 +19,7 @@ import ray_dcp
 from ray_dcp.dcp.default_planner import DefaultLoadPlanner
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
-from ray_dcp.format import table_groups, table_rows
+from ray_dcp.format import table_groups, table_parquet, table_rows
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
@@ -163,6 +163,19 @@ def test_a_group_costs_as_much_as_its_own_tensors(monkeypatch):
     encode_table(table)
     # Each where its chunks are, and once among all.
     assert len(paths) < 3 * table.num_tensors
+
+
+def test_an_end_has_no_more_values_than_fit_its_own_bytes(monkeypatch):
+    monkeypatch.setattr(table_parquet, "FREE_VALUES", 0)
+    monkeypatch.setattr(table_parquet, "VALUES_A_BYTE", 4)
+    table = slabs(2, [(4, 2)] * 2000)
+    data = encode_table(table)
+    end = data[end_of(data) :]
+    assert GroupedTable.from_end(end, len(data)).num_chunks == 4000
+    monkeypatch.setattr(table_parquet, "VALUES_A_BYTE", 1)
+    # A sparse file may be as long as it likes.
+    with pytest.raises(DamagedCheckpointError, match=f"values that fit {len(end)} bytes"):
+        GroupedTable.from_end(end, 1 << 32)
 
 
 def index_of(table):
