@@ -98,7 +98,8 @@ def _mark(
     # Most tensors of a model lie alike: they are looked at once.
     # The row of zeros: tensors may have no dimension at all.
     alike = [
-        np.zeros(len(tensor), np.int64), *table.shape[tensor].T, *mesh.offset[at].T, *np.concatenate(mesh.steps[:, at], axis=1).T,
+        np.zeros(len(tensor), np.int64), *table.shape[tensor].T,
+        *mesh.offset[at].T, *np.concatenate(mesh.steps[:, at], axis=1).T,
         *extents[0][row].T, *extents[1][row].T, *low.T, *high.T,
     ]  # fmt: skip
     first, group = group_rows([np.ascontiguousarray(column) for column in alike])
