@@ -135,12 +135,13 @@ def _save_staged(
                 receipts = (*receipts, written)
         return receipts
 
-    yield PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
+    held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
+    yield held
     files, error = attempt(write, "writing", rank)
     yield PartsWritten(
         key, rank, go.attempt, go.epoch, f"stager {rank}", 0, files or (), error
     )  # fmt: skip
-    told = SaveStaged(key, rank, go.attempt, go.epoch)
+    told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
     return (yield from await_outcome(told, target, opener, timeout_s=options.commit_timeout_s))
 
 
