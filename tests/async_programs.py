@@ -300,12 +300,14 @@ def warm(num_bytes: int) -> int:
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
 
 
-def begin_large_and_kill_coordinator(path: str, step: int, *victims: int) -> Attempt:
+def begin_large_and_kill_coordinator(
+    path: str, step: int, *victims: int, **options: Any
+) -> Attempt:
     """Begins a large save; when all is staged rank 0 kills the coordinator, victims die with it."""
 
     def save() -> Any:
         pid = current_session().coordinator_info()["pid"]
-        found = begin_large(path, step)
+        found = begin_large(path, step, **options)
         Path(f"{path}.attempt").write_text(found)
         dist.barrier()
         if dist.get_rank() == 0:

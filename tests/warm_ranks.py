@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import count
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import MakePlan
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, SaveAgain, SaveGo, SaveJoin, SendItems, Target
+from ray_dcp.protocol.messages import SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.rank import save_rank
 from ray_dcp.testing.array_states import ArrayCapture
+from ray_dcp.testing.ranks import save_ranks
 
 
 class Warm:
@@ -25,10 +24,12 @@ class Warm:
         replies: To them.
         plans_made: In the last save.
         nodes: Names of the nodes that the ranks are on.
+        staged: Whether stagers write what they save.
     """
 
     def __init__(self, world_size: int, url: str) -> None:
         self.url = url
+        self.staged = False
         self.numbers = count()
         self.restart(world_size)
         self.restart_coordinator()
@@ -46,18 +47,12 @@ class Warm:
         """Saves; returns what each rank was told. `states`: one of all ranks, or one each."""
         states = states if isinstance(states, list) else [states] * self.world_size
         self.joins, self.replies, self.plans_made = [], [], 0
-        key = OpKey("warm", next(self.numbers))
-        ranks = [
-            self.listened(
-                save_rank(
-                    key, rank=rank, world_size=self.world_size, target=Target(url or self.url),
-                    options=options or SaveOptions(num_threads=1), memory=self.memories[rank],
-                    capture=partial(capture, states[rank], rank, self.world_size),
-                    node=self.nodes[rank],
-                )
-            )
-            for rank in range(self.world_size)
-        ]  # fmt: skip
+        ranks = save_ranks(
+            {}, self.world_size, url or self.url, session="warm", seq=next(self.numbers),
+            options=options or SaveOptions(num_threads=1), states=states, capture=capture,
+            staged=self.staged, nodes=self.nodes, memories=self.memories,
+        )  # fmt: skip
+        ranks = [self.listened(rank) for rank in ranks]
         return run_ranks(
             ranks, performer=self.perform, coordination=self.coordination, choose=choose, fate=fate
         )

@@ -24,6 +24,7 @@ from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_structure import structure_from, structure_to
 from ray_dcp.plan.columns import int_keys
 from ray_dcp.plan.global_plan import digest_of
+from ray_dcp.plan.joint import have_their_places
 from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.structure import is_expandable
 from ray_dcp.plan.values import NO_GROUPS, ChunkTable, GlobalPlan, IntKey, Path, ValueGroups
@@ -352,7 +353,7 @@ def _check_sources(plan: GlobalPlan) -> None:
         and bool((np.diff(ranks) >= 0).all())
         and (not len(ranks) or 0 <= int(ranks[0]) <= int(ranks[-1]) < plan.world_size)
         and bool((np.diff(table.file) >= 0).all())
-        and np.array_equal(plan.source_rank, ranks[table.file])
+        and have_their_places(plan)
         and bool((plan.source_row >= 0).all() and (plan.source_start >= 0).all())
         and bool((plan.file_bytes >= 0).all())
         and np.array_equal(table.block_bytes, np.where(fixed, blocks, 0))

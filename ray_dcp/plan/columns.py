@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 from ray_dcp.plan.arrow_arrays import from_numpy, to_numpy
-from ray_dcp.plan.grouping import group_rows
 from ray_dcp.plan.values import Columns, Int64Array, IntKey, Kind, Path
 
 __all__ = [
@@ -190,7 +189,8 @@ class ColumnsBuilder:
 def check(columns: Columns) -> list[str]:
     """Returns what is wrong with one rank's columns, one sentence each; empty when nothing is.
 
-    Boxes out of bounds are told with all ranks' conflicts, by `make_plan`.
+    Boxes out of bounds, and items that are listed twice, are told with all ranks' conflicts, by
+    `make_plan`.
     """
     wrong = _check_lengths(columns)
     if wrong:
@@ -200,7 +200,7 @@ def check(columns: Columns) -> list[str]:
     wrong += _check_codes(columns)
     if wrong:
         return wrong
-    return _check_boxes(columns) + _check_twice(columns)
+    return _check_boxes(columns)
 
 
 def encode(columns: Columns) -> bytes:
@@ -366,30 +366,16 @@ def _check_codes(columns: Columns) -> list[str]:
 def _check_boxes(columns: Columns) -> list[str]:
     padding = np.arange(columns.shape.shape[1]) >= columns.ndim[:, None]
     filled = (columns.shape == 1) & (columns.offset == 0) & (columns.size == 1)
-    negative = (columns.shape < 0) | (columns.offset < 0) | (columns.size < 0)
+    negative = (columns.shape < 0) | (columns.size < 0)
     # Why 16: no dtype is longer, and a product that overflows must not look small.
     spans = np.maximum(np.maximum(columns.shape, columns.size), 1).astype(np.float64)
     huge = np.prod(spans, axis=1) * 16 > _MAX_BYTES
-    far = columns.offset >= 1 << 61
+    far = (columns.offset >= 1 << 61) | (columns.offset <= -(1 << 61))
     return (
         _told(columns, np.any(padding & ~filled, axis=1), "is not padded with offset 0 and size 1")
-        + _told(columns, np.any(negative, axis=1), "has a negative shape, offset or size")
+        + _told(columns, np.any(negative, axis=1), "has a negative shape or size")
         + _told(columns, huge | np.any(far, axis=1), "is beyond 2**62 bytes")
     )
-
-
-def _check_twice(columns: Columns) -> list[str]:
-    if (np.diff(columns.name) > 0).all():
-        return []  # each name once, as most ranks have it
-    rows = np.flatnonzero((columns.size > 0).all(axis=1))
-    if len(rows) == 0:
-        return []
-    keys = [columns.name[rows], *columns.offset[rows].T, *columns.size[rows].T]
-    first, _ = group_rows(keys)
-    twice = np.ones(len(columns), dtype=np.bool_)
-    twice[rows[first]] = False
-    twice[np.flatnonzero((columns.size <= 0).any(axis=1))] = False
-    return _told(columns, twice, "is listed twice with the same box")
 
 
 def _told(columns: Columns, bad: Any, what: str) -> list[str]:

@@ -15,7 +15,16 @@ import numpy as np
 from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import GlobalPlan, Int32Array, Int64Array
 
-__all__ = ["EXTENT_ALIGNMENT", "Extents", "Joined", "extents_of", "join_files", "most_files"]
+__all__ = [
+    "EXTENT_ALIGNMENT",
+    "Extents",
+    "Joined",
+    "extents_of",
+    "have_their_places",
+    "join_files",
+    "may_share",
+    "most_files",
+]
 
 EXTENT_ALIGNMENT = 4096
 """Where the first item of an extent is put as in a file of its own."""
@@ -125,3 +134,50 @@ def extents_of(plan: GlobalPlan) -> Extents | None:
     ranks = (pairs % plan.world_size).astype(np.int32)
     cuts = np.searchsorted(pairs // plan.world_size, np.arange(1, len(plan.files)))
     return Extents(order, first, np.split(ranks, cuts))
+
+
+def have_their_places(plan: GlobalPlan) -> bool:
+    """Whether each file's items lie in it as its writers put them there, one after another.
+
+    First the fixed items of its ranks, whose extents begin on pages and do not meet, then the
+    deferred ones, in both lots the lowest rank first, which is the one that the file is of.
+
+    Args:
+        plan: With the rows of all that it plans, in the order of their files.
+    """
+    table, writer = plan.table, plan.source_rank
+    if not plan.num_chunks:
+        return True
+    late = table.payload_offset < 0
+    place = table.file.astype(np.int64) * 2 + late
+    first = np.flatnonzero(np.diff(table.file, prepend=-1))
+    lowest = np.minimum.reduceat(writer, first)
+    within = (np.diff(place) == 0) & ~late[1:]
+    end = table.item_offset + table.item_bytes
+    fresh = np.diff(writer) != 0
+    begins = table.item_offset[1:]
+    begins = np.where(fresh, begins // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT, begins)
+    in_turn = (np.diff(place) > 0) | ((np.diff(place) == 0) & (np.diff(writer) >= 0))
+    return bool(
+        np.array_equal(late, table.item_offset < 0)
+        and (lowest >= 0).all()
+        and int(writer.max()) < plan.world_size
+        and np.array_equal(lowest, plan.file_rank[table.file[first]])
+        and in_turn.all()
+        and (~within | (begins >= end[:-1])).all()
+        and (late | (end <= plan.file_bytes[table.file])).all()
+    )
+
+
+def may_share(plan: GlobalPlan, nodes: Sequence[int]) -> bool:
+    """Whether each file is of one rank, or of ranks of one node.
+
+    Args:
+        plan: With the rows of all that it plans.
+        nodes: Number of each rank's node; empty where ranks may share no file.
+    """
+    owner = plan.file_rank[plan.table.file]
+    if not nodes:
+        return np.array_equal(plan.source_rank, owner)
+    node = np.array(nodes, dtype=np.int64)
+    return np.array_equal(node[plan.source_rank], node[owner])

@@ -6,7 +6,7 @@ The plan proper starts from this: who writes is decided in `sharing`, where in `
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -80,11 +80,14 @@ class Boxes:
         row: int64[g], the first row of `Held` that holds it.
         start: int64[g + 1], where its holders start in `holder`.
         holder: int64[m], rows of `Held`, ranks ascending within a box, each rank once.
+        again: int64[k], rows of `Held` that repeat a box with elements, or an object, of the same
+            rank: a conflict, told by `check_held`.
     """
 
     row: Int64Array
     start: Int64Array
     holder: Int64Array
+    again: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 def merge(columns: Sequence[Columns]) -> Held:
@@ -168,7 +171,8 @@ def distinct_boxes(held: Held) -> Boxes:
     ranks, groups = held.rank[rows[order]], group[order]
     fresh[1:] = (ranks[1:] != ranks[:-1]) | (groups[1:] != groups[:-1])
     counts = np.bincount(groups[fresh], minlength=len(first))
-    return Boxes(rows[first], offsets_of(counts), rows[order[fresh]])
+    again = rows[order[~fresh]]
+    return Boxes(rows[first], offsets_of(counts), rows[order[fresh]], np.sort(again[~empty[again]]))
 
 
 def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
@@ -188,7 +192,8 @@ def check_held(held: Held, boxes: Boxes) -> None:
 
     Raises:
         PlanConflictError: They do not: other shape, dtype or kind under one FQN, boxes out of
-            bounds or overlapping. The message tells everything that is wrong.
+            bounds, overlapping, or listed twice by a rank. The message tells everything that is
+            wrong.
         CoverageError: The only fault is that some elements are held by no rank.
     """
     differs = differing(held)
@@ -221,6 +226,7 @@ def check_held(held: Held, boxes: Boxes) -> None:
         f"{name(a)}: {text(a)} on {ranks(a)} overlaps {text(b)} on {ranks(b)}"
         for a, b in found.overlaps
     ]
+    wrong += _repeated_texts(held, boxes)
     gaps = [
         f"{held.names[index]!r}: no rank holds {missing} of {int(np.prod(shape[index]))} elements, "
         f"first {box_text(offset, size, int(held.ndim[held.first[index]]))}; the rest is on "
@@ -230,7 +236,8 @@ def check_held(held: Held, boxes: Boxes) -> None:
     if wrong or gaps:
         raise (PlanConflictError if wrong else CoverageError)(
             "the ranks' items do not make one checkpoint; expected one shape, dtype and kind for "
-            "each FQN, and every element held by one box:\n" + _listed(wrong + gaps)
+            "each FQN, every element held by one box, and each item listed once by a rank:\n"
+            + _listed(wrong + gaps)
         )
 
 
@@ -258,6 +265,20 @@ def _definitions_text(held: Held, index: np.int64) -> str:
         seen.setdefault(what, []).append(int(held.rank[row]))
     told = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in seen.items())
     return f"{held.names[index]!r}: {told}"
+
+
+def _repeated_texts(held: Held, boxes: Boxes) -> list[str]:
+    """Returns which items are listed again by a rank that has them already, item by item."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for row in boxes.again.tolist():
+        box = box_text(held.offset[row], held.size[row], int(held.ndim[row]))
+        bare = "the object" if held.kind[row] == Kind.OBJECT else "the scalar"
+        what = box if held.ndim[row] else bare
+        found.setdefault((int(held.tensor[row]), what), []).append(int(held.rank[row]))
+    return [
+        f"{held.names[name]!r}: {what} is listed more than once by {ranks_text(ranks)}"
+        for (name, what), ranks in found.items()
+    ]
 
 
 def _shape_text(held: Held, row: int) -> str:

@@ -182,6 +182,8 @@ class PartsHeld:
     """Name of this stager, different for each process that ever was one."""
     incarnation: int = 0
     """How many stagers held these bytes before."""
+    helps: bool = False
+    """It helps one that lags: another stager than that of the rank's node."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +216,10 @@ class SaveStaged:
     attempt: str
     epoch: int
     incarnation: int = 0
-    """Of the stager that holds the bytes now."""
+    """Of the stager that holds the bytes now, or was to hold them but could not."""
     error: CheckpointError | None = None
+    held: PartsHeld | None = None
+    """What was told last of who holds the bytes: another coordinator may not have heard it."""
 
 
 @dataclass(frozen=True)

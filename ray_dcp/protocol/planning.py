@@ -131,8 +131,7 @@ class Planning:
             return None
         joins = [self._joins[rank] for rank in range(self._world_size)]
         self._note_nodes(joins)
-        # A template is of files that one rank writes.
-        if self._joins_files or not all(join.fingerprint for join in joins):
+        if not all(join.fingerprint for join in joins):
             return None
         self._key = self._key_of(joins)
         sent = {join.fingerprint for join in joins if join.columns}
@@ -140,7 +139,8 @@ class Planning:
         if self._shelf.plan(self._key) or all(self._shelf.rows(name) for name in names):
             return None
         self._has_looked = True
-        return ReadTemplate(self._place, self._key, self._world_size)
+        sharing = self._nodes if self._joins_files else ()
+        return ReadTemplate(self._place, self._key, self._world_size, sharing)
 
     def found(self, plan: GlobalPlan | None) -> None:
         """Takes what came of looking."""
@@ -169,8 +169,8 @@ class Planning:
         """Returns the task of keeping a plan for other jobs; None if it is unwanted, or done."""
         if self._place is None or not self._key:
             return None
-        unwanted = self._joins_files or not is_worth_keeping(self._options, plan.num_chunks)
-        if unwanted or self._shelf.is_kept(self._place.url, self._key):
+        is_worth = is_worth_keeping(self._options, plan.num_chunks)
+        if not is_worth or self._shelf.is_kept(self._place.url, self._key):
             return None
         # Why noted now: where it can't be written it is not tried with each save.
         self._shelf.note_kept(self._place.url, self._key)

@@ -33,6 +33,7 @@ from ray_dcp.errors import (
     InternalError,
 )
 from ray_dcp.protocol.commands import Answer, Command, Planned, step_of
+from ray_dcp.protocol.holding import Holding
 from ray_dcp.protocol.lagging import Pace, laggards
 from ray_dcp.protocol.messages import (
     Noted,
@@ -68,10 +69,11 @@ class StagedSaveMachine(QueuedSave):
     def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
         super().__init__(first, epoch=epoch, new_attempt=new_attempt)
         self._join = first
+        self._planned_in = epoch
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
         self._digests: dict[int, bytes] = {}
-        self._held: dict[int, PartsHeld] = {}
+        self._holding = Holding(self._kin)
         self._unheld: dict[int, tuple[str, bool]] = {}
         self._staged: dict[int, SaveStaged] = {}
         self._dead: dict[int, CheckpointError] = {}
@@ -80,7 +82,6 @@ class StagedSaveMachine(QueuedSave):
         self._began_s: float | None = None
         self._helped: set[int] = set()
         self._company: dict[int, tuple[int, ...]] = {}
-        self._chosen: dict[int, str] = {}
 
     def staged_plan(self) -> StagedPlan | None:
         """Returns what another coordinator needs to end this save; None when it is not planned."""
@@ -88,7 +89,7 @@ class StagedSaveMachine(QueuedSave):
             return None
         return StagedPlan(
             first=replace(self._join, columns=b"", contents=b"", values=b"", stats=b""),
-            epoch=self._epoch,
+            epoch=self._planned_in,
             attempt=self._attempt,
             plan=self._plan,
             files=self._files,
@@ -105,6 +106,8 @@ class StagedSaveMachine(QueuedSave):
         Returns:
             What to do now. Who holds and has written what is to be told again, as it was then.
         """
+        # Why kept: what the ranks say is of the epoch in which they were told their parts.
+        self._planned_in = planned.epoch
         self._epochs = {self._epoch, planned.epoch}
         self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
         self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
@@ -134,7 +137,7 @@ class StagedSaveMachine(QueuedSave):
         if self.phase != "writing":
             return ()
         self._tell(f"lost stager {stager}")
-        ranks = [rank for rank, held in self._held.items() if held.stager == stager]
+        ranks = self._holding.by(stager)
         return self._hand_over([rank for rank in ranks if self._left[rank]], reason, lost=True)
 
     def lags(self, rank: int, reason: str) -> Commands:
@@ -148,8 +151,8 @@ class StagedSaveMachine(QueuedSave):
             What to do now; nothing when the rank is dead: its slow stager has the only copy.
         """
         kin = self._kin(rank)
-        ready = self.phase == "writing" and kin <= self._staged.keys() - self._dead.keys()
-        if not ready or not self._left[rank] or not kin.isdisjoint(self._unheld):
+        ready = self.phase == "writing" and kin.isdisjoint(self._dead.keys() | self._unheld.keys())
+        if not ready or not self._left[rank] or not all(map(self._is_waiting, kin)):
             return ()
         return self._hand_over(sorted(kin), reason, lost=False)
 
@@ -175,9 +178,9 @@ class StagedSaveMachine(QueuedSave):
         )
         commands: Commands = ()
         for rank, reason in found.items():
-            if rank not in self._helped:
-                self._helped |= self._kin(rank)
-                commands += self.lags(rank, reason)
+            helped = () if rank in self._helped else self.lags(rank, reason)
+            self._helped |= self._kin(rank) if helped else frozenset()
+            commands += helped
         return commands
 
     @property
@@ -185,7 +188,7 @@ class StagedSaveMachine(QueuedSave):
         """The stagers that hold bytes which nobody has written yet."""
         if self.phase != "writing":
             return frozenset()
-        return frozenset(held.stager for rank, held in self._held.items() if self._left[rank])
+        return frozenset(held.stager for rank, held in self._holding.all() if self._left[rank])
 
     # Events
 
@@ -246,8 +249,8 @@ class StagedSaveMachine(QueuedSave):
         needed: dict[int, CheckpointError] = {}
         for rank, error in errors.items():
             self._dead[rank] = error
-            _, lost = self._unheld.get(rank, ("", False))
-            if rank not in self._held or lost:
+            lost = self._has_lost(rank) and self._left[rank]
+            if lost or self._holding.of(rank) is None:
                 needed[rank] = error
             else:
                 # Its stager has all its bytes, however slow it is.
@@ -257,17 +260,23 @@ class StagedSaveMachine(QueuedSave):
     # Writing
 
     def _take_hold(self, held: PartsHeld) -> Commands:
-        known = self._held.get(held.rank)
-        if known is None or held.incarnation > known.incarnation:
-            self._held[held.rank] = held
-            self._unheld.pop(held.rank, None)
+        self._note_holder(held)
         return (*self._noted(held), *self._check_done(held.rank))
+
+    def _note_holder(self, held: PartsHeld) -> None:
+        rank = held.rank
+        if not self._holding.note(held):
+            return
+        if self._holding.is_helped(rank):
+            for one in self._kin(rank):
+                self._unheld.pop(one, None)
+        elif not (held.helps and self._has_lost(rank)):
+            self._unheld.pop(rank, None)
 
     def _take_written(self, written: PartsWritten) -> Commands:
         rank = written.rank
         if written.error is not None:
-            held = self._held.get(rank)
-            if held is not None and held.incarnation > written.incarnation:
+            if self._holding.is_overtaken(rank, written.incarnation):
                 return self._noted(written)  # another stager has taken over
             self._roll.note(rank, written.error)
             return (*self._noted(written), *self._received())
@@ -293,20 +302,34 @@ class StagedSaveMachine(QueuedSave):
         self._waiting[rank, step_of(staged)] = None
         self._dead.pop(rank, None)
         self._staged[rank] = staged
+        if staged.held is not None:
+            self._note_holder(staged.held)
         if staged.error is not None:
             self._roll.note(rank, staged.error)
             return self._received()
-        if rank in self._unheld and staged.incarnation <= self._incarnation(rank):
+        if self._has_lost(rank) and self._left[rank]:
             return self._ask_again(rank)
-        if rank in self._unheld and not self._unheld[rank][1]:
-            del self._unheld[rank]  # nobody could help a slow stager: it goes on alone
-        return self._check_done(rank)
+        # Its bytes are written, or nobody could help a slow stager: that goes on alone.
+        self._unheld.pop(rank, None)
+        return (*self._fetch_stranded(rank), *self._check_done(rank))
+
+    def _fetch_stranded(self, rank: int) -> Commands:
+        """Asks those for their bytes that gave them to a helper without all they share files with.
+
+        Where this coordinator never heard of the stager of their node, it is gone.
+        """
+        kin = self._kin(rank)
+        if not kin <= self._staged.keys():
+            return ()
+        reason = "only a helper had them, which lacks others of the same file"
+        found = [one for one in sorted(kin) if self._holding.is_stranded(one) and self._left[one]]
+        return self._hand_over(found, reason, lost=True)
 
     def _check_done(self, *ranks: int) -> Commands:
         """Goes on when nothing of some ranks is missing any more."""
         done = False
         for rank in ranks:
-            known = rank in self._held or rank in self._staged
+            known = rank in self._staged or self._holding.of(rank) is not None
             if not self._left[rank] and known and rank not in self._roll.came:
                 self._tell(f"part of rank {rank} is written")
                 self._roll.note(rank, None)
@@ -331,40 +354,32 @@ class StagedSaveMachine(QueuedSave):
                 gone[rank] = both_gone(rank, len(self._left[rank]), reason)
                 continue
             self._unheld[rank] = (reason, lost)
-            if rank in self._staged:
-                commands += self._ask_again(rank)
+            commands += self._ask_again(rank)
         return commands + (super()._on_lost(gone) if gone else ())
 
     def _ask_again(self, rank: int) -> Commands:
         """Answers the rank's call: it is to find another stager."""
+        if not self._is_waiting(rank):
+            return ()
         staged = self._staged[rank]
         at = (rank, step_of(staged))
-        if at not in self._waiting:
-            return ()
         reason, lost = self._unheld[rank]
         files = tuple(sorted(self._left[rank]))
         del self._waiting[at]
-        helpers = () if lost else self._helpers(rank)
-        reply = self._given[at] = TakeOver(
-            self._incarnation(rank) + 1, files, reason, lost, helpers
-        )
+        helpers = () if lost else self._holding.free(rank, self.holders)
+        # Why of both: a rank that found no helper tells the number that a helper was to have.
+        number = max(self._holding.newest(rank), staged.incarnation) + 1
+        reply = self._given[at] = TakeOver(number, files, reason, lost, helpers)
         return (Answer(self.key, rank, at[1], reply),)
 
-    def _helpers(self, rank: int) -> tuple[str, ...]:
-        """The stagers that have nothing of this save left to write; one for those that share."""
-        busy = self.holders
-        free = dict.fromkeys(h.stager for h in self._held.values() if h.stager not in busy)
-        kin = self._kin(rank)
-        if len(kin) == 1 or not free:
-            return tuple(free)
-        lead = min(kin)
-        if lead not in self._chosen or self._chosen[lead] not in free:
-            self._chosen[lead] = tuple(free)[lead % len(free)]
-        return (self._chosen[lead],)
+    def _is_waiting(self, rank: int) -> bool:
+        """Returns whether a rank's call waits for what becomes of its bytes."""
+        staged = self._staged.get(rank)
+        return staged is not None and (rank, step_of(staged)) in self._waiting
 
-    def _incarnation(self, rank: int) -> int:
-        held = self._held.get(rank)
-        return -1 if held is None else held.incarnation
+    def _has_lost(self, rank: int) -> bool:
+        """Returns whether a rank has to hand over as its stager is lost."""
+        return self._unheld.get(rank, ("", False))[1]
 
     def _noted(self, request: Request) -> Commands:
         at = (request.rank, step_of(request))
@@ -374,7 +389,7 @@ class StagedSaveMachine(QueuedSave):
     def _end(self, phase: str) -> list[Command]:
         self._left.clear()
         self._digests.clear()
-        self._held.clear()
+        self._holding.clear()
         self._unheld.clear()
         self._staged.clear()
         return super()._end(phase)

@@ -22,6 +22,8 @@ class ReadTemplate:
     key: bytes
     """`ray_dcp.plan.fingerprint.plan_key` of the ranks."""
     world_size: int
+    nodes: tuple[int, ...] = ()
+    """Number of each rank's node, where those of a node may share files."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,15 @@ from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
 from ray_dcp.protocol.commands import Answer, Answers, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.handover import News, Word
-from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, Refused, Reply, Request
+from ray_dcp.protocol.messages import (
+    Noted,
+    OpKey,
+    PartsHeld,
+    Refused,
+    Reply,
+    Request,
+    SaveStaged,
+)
 from ray_dcp.protocol.together import Together, Told
 from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.hooks import Caller
@@ -151,7 +159,8 @@ class Coordinator:
         self._waiting.setdefault(at, []).append(future)
         try:
             self._carry_out(self._coordination.receive(request, beats_s=beats_s))
-            if isinstance(request, PartsHeld) and self._plans.note(request):
+            held = request.held if isinstance(request, SaveStaged) else request
+            if isinstance(held, PartsHeld) and self._plans.note(held):
                 self._start(self._plans.keep())
         except CheckpointError as error:
             self._forget(at, future)

@@ -22,6 +22,8 @@ from ray_dcp.format.plan_template import (
     is_template,
     template_key,
 )
+from ray_dcp.plan.joint import may_share
+from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.template_tasks import KeepTemplate, ReadTemplate, TemplateRead
 from ray_dcp.store.storage import Entry, KeyMissingError, Storage
@@ -57,6 +59,12 @@ def read_template(task: ReadTemplate, opener: Callable[[Target], Storage]) -> Te
         return TemplateRead(None)
     if plan.world_size != task.world_size:
         logger.debug("%s/%s is not used: it is of another world", task.place.url, name)
+        return TemplateRead(None)
+    # Why not of a regular layout: there each file is of one rank.
+    if not isinstance(plan, StructuralPlan) and not may_share(plan, task.nodes):
+        logger.debug(
+            "%s/%s is not used: ranks that may not do so share files", task.place.url, name
+        )
         return TemplateRead(None)
     return TemplateRead(plan)
 

@@ -16,6 +16,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
+    PartsHeld,
     Refused,
     Reply,
     Request,
@@ -116,7 +117,7 @@ def await_outcome(
     target: Target,
     opener: Opener = open_storage,
     *,
-    hand_over: Callable[[TakeOver], None] | None = None,
+    hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
     timeout_s: float | None = None,
     vitals: Vitals | None = None,
 ) -> Generator[Request, Reply, SaveOutcome]:
@@ -126,7 +127,7 @@ def await_outcome(
         receipt: What this rank tells last.
         target: Where it was saved.
         opener: What opens the storage.
-        hand_over: Gives staged bytes to another stager.
+        hand_over: Gives staged bytes to another stager; returns what was told of that.
         timeout_s: How long the storage may take to tell the outcome when the coordinator is
             gone, in seconds; `SaveOptions.commit_timeout_s` by default.
         vitals: Tells that the coordinator is gone, and where this rank notes how far it is.
@@ -138,6 +139,7 @@ def await_outcome(
     rank, attempt_id = receipt.rank, receipt.attempt
     vitals = vitals or Vitals()
     vitals.enter("waiting")
+    held = receipt.held if isinstance(receipt, SaveStaged) else None
     ask = partial(
         _settled, attempt_id=attempt_id, rank=rank, target=target, opener=opener,
         timeout_s=SaveOptions().commit_timeout_s if timeout_s is None else timeout_s,
@@ -147,13 +149,14 @@ def await_outcome(
     try:
         outcome = yield receipt
         while isinstance(outcome, TakeOver) and hand_over is not None:
-            _, error = attempt(partial(hand_over, outcome), "handing over staged bytes", rank)
+            told, error = attempt(partial(hand_over, outcome), "handing over staged bytes", rank)
+            held = told or held
             if error is not None and not outcome.lost:
                 # The slow stager still writes: nothing is lost, and the save needs no help.
                 logger.warning("No other stager took over from a slow one: %s", error)
                 error = None
             outcome = yield SaveStaged(
-                receipt.key, rank, attempt_id, receipt.epoch, outcome.incarnation, error
+                receipt.key, rank, attempt_id, receipt.epoch, outcome.incarnation, error, held
             )
     except CheckpointError as unanswered:
         outcome = ask(unanswered)

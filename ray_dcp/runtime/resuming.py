@@ -46,6 +46,12 @@ class _Saved:
     copies: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     is_told: bool = False
+    taken_up: tuple[int, str] | None = None
+    """Epoch and attempt, where an earlier coordinator had planned it."""
+    asked: frozenset[str] = frozenset()
+    """Who was known to hold bytes of it when it was taken up."""
+    unasked: list[str] = field(default_factory=list)
+    """Who is still to be asked what it had told the earlier one."""
 
 
 class StagedPlans:
@@ -85,6 +91,8 @@ class StagedPlans:
             self._plans[held.key] = pickle.dumps(planned, pickle.HIGHEST_PROTOCOL)
         saved.holders.append(held.stager)
         saved.is_told = False
+        if saved.taken_up is not None and held.stager not in saved.asked:
+            saved.unasked.append(held.stager)
         return True
 
     @property
@@ -101,6 +109,7 @@ class StagedPlans:
                     if key not in active:
                         await self._forget(key, saved)
                     elif not saved.is_told:
+                        await self._hear(key, saved)
                         await self._tell(key, saved)
 
     async def resume(self) -> None:
@@ -143,17 +152,25 @@ class StagedPlans:
             return
         planned = pickle.loads(data)
         key = planned.first.key
-        self._saved[key] = _Saved(copies, [], is_told=True)
+        saved = self._saved[key] = _Saved(
+            copies, [], is_told=True, taken_up=(planned.epoch, planned.attempt),
+            asked=frozenset(holders), unasked=holders,
+        )  # fmt: skip
         self._plans[key] = data
         self._carry_out(self._coordination.resume(planned))
-        for stager in holders:
-            found: list[StageProgress] = []
-            with suppress(*_GONE):
-                found = await self._ask(stager, "shares", planned.attempt)
-            self._receive(_told(key, planned.epoch, planned.attempt, stager, found))
+        await self._hear(key, saved)
         logger.info(
             "Took up attempt %s, which epoch %d had planned", planned.attempt, planned.epoch
         )
+
+    async def _hear(self, key: OpKey, saved: _Saved) -> None:
+        """Takes again what stagers had told the coordinator that is gone."""
+        while saved.taken_up is not None and saved.unasked:
+            stager = saved.unasked.pop(0)
+            found: list[StageProgress] = []
+            with suppress(*_GONE):
+                found = await self._ask(stager, "shares", saved.taken_up[1])
+            self._receive(_told(key, *saved.taken_up, stager, found))
 
     def _receive(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -180,6 +197,7 @@ def _told(
     for share in shares:
         if share.is_sealed:
             incarnation = share.key.incarnation
-            told.append(PartsHeld(key, share.key.rank, attempt, epoch, stager, incarnation))
+            rank = share.key.rank
+            told.append(PartsHeld(key, rank, attempt, epoch, stager, incarnation, share.helps))
         told += [parts_written(report, stager) for report in share.reports]
     return told

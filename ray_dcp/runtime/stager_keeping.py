@@ -81,16 +81,17 @@ class StagerKeeping:
     ) -> CheckpointError | None:
         """See `Keeping.stage`."""
         rank = self._session.rank
+        held: PartsHeld | None = None
         error: CheckpointError | None = None
         if any(len(file.company) for file in go.plan.files):
             vitals.enter("staging")
         if go.plan.files:
             hand_in = partial(self._hand_in, key, go, captured, target, options, vitals.stop)
-            _, error = attempt(hand_in, "staging", rank)
+            held, error = attempt(hand_in, "staging", rank)
         self._target = target
         self._commit_timeout_s = options.commit_timeout_s
         self._vitals = vitals
-        self._finish = SaveStaged(key, rank, go.attempt, go.epoch, self._incarnation, error)
+        self._finish = SaveStaged(key, rank, go.attempt, go.epoch, self._incarnation, error, held)
         return error
 
     def finish(self) -> Finish:
@@ -122,7 +123,7 @@ class StagerKeeping:
         target: Target,
         options: SaveOptions,
         stop: Stop,
-    ) -> None:
+    ) -> PartsHeld:
         session = self._session
         staged = self._staged = session.staging().stage(
             StageKey(name_of(key, go.epoch), session.rank, go.attempt),
@@ -137,9 +138,9 @@ class StagerKeeping:
         self.num_bytes = staged.num_bytes
         self._last = (0, staged.num_bytes)
         self._incarnation = staged.key.incarnation
-        self._tell(key, go.attempt, go.epoch, self._incarnation)
+        return self._tell(staged, key, go.attempt, go.epoch, self._incarnation)
 
-    def _hand_over(self, asked: TakeOver) -> None:
+    def _hand_over(self, asked: TakeOver) -> PartsHeld:
         if self._staged is None or self._finish is None:
             raise CheckpointError("nothing is staged that could be handed over")
         helper = None if asked.lost else self._helper(asked.helpers)
@@ -147,7 +148,10 @@ class StagerKeeping:
         self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
         self.takeovers += 1
         last = self._finish
-        self._tell(last.key, last.attempt, last.epoch, asked.incarnation)
+        return self._tell(
+            self._staged, last.key, last.attempt, last.epoch, asked.incarnation,
+            helps=helper is not None,
+        )  # fmt: skip
 
     def _helper(self, names: tuple[str, ...]) -> Any:
         """Returns the handle of one of the stagers that are done, another one for each rank."""
@@ -157,11 +161,13 @@ class StagerKeeping:
                 return ray_calls.get_actor(name, namespace=self._session.namespace)
         raise CheckpointError("no stager that has ended its own part is there any more")
 
-    def _tell(self, key: OpKey, attempt_id: str, epoch: int, incarnation: int) -> None:
+    def _tell(
+        self, staged: Staged, key: OpKey, attempt_id: str, epoch: int, incarnation: int,
+        *, helps: bool = False,
+    ) -> PartsHeld:  # fmt: skip
         """Tells the coordinator who holds the bytes; only then may the rank die."""
-        if self._staged is None:
-            return
-        stager = self._staged.stager_name
         session = self._session
-        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)
+        stager = staged.stager_name
+        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation, helps)
         session.call(held)
+        return held

@@ -319,7 +319,8 @@ class Staged:
         wanted = tuple(
             index for index, f in enumerate(self._plan.files) if files is None or f.file in files
         )
-        order = replace(self._order, key=replace(self.key, incarnation=number), files=wanted)
+        key = replace(self.key, incarnation=number)
+        order = replace(self._order, key=key, files=wanted, helps=stager is not None)
         for _ in range(MOST_STAGERS):
             if stager is None:
                 link = self._staging.replace(dead, timeout_s)

@@ -157,6 +157,7 @@ class Job:
             self.written_bytes,
             self.is_sealed,
             tuple(self.reports.values()),
+            self.order.helps,
         )
 
 

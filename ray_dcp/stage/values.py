@@ -158,6 +158,8 @@ class StageOrder:
     """Length of a window."""
     files: tuple[int, ...] | None = None
     """Positions in `plan.files` of those to write; None for all."""
+    helps: bool = False
+    """Another stager than that of the rank's node, which lags."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +208,5 @@ class StageProgress:
     """The stager holds all bytes: the rank may go on."""
     reports: tuple[StageReport, ...]
     """All so far, whether or not they could be delivered."""
+    helps: bool = False
+    """As `StageOrder.helps`."""

@@ -29,6 +29,7 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime.inline import RankResult, run_ranks
 from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank import Captured, LoadResult, load_rank, save_rank
 from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.runtime.rank_save import await_outcome
@@ -61,6 +62,7 @@ def save_ranks(
     opener: Opener = open_storage,
     staged: bool = False,
     nodes: Sequence[str] = (),
+    memories: Sequence[PlanMemory] = (),
 ) -> list[Generator[Request, Reply, SaveOutcome]]:
     """Returns the generators of a save, for `run_ranks`.
 
@@ -76,6 +78,7 @@ def save_ranks(
         opener: What opens the storage.
         staged: As `async_save` does: a stager tells of each file, which here is the rank itself.
         nodes: Names the node of each rank; ranks of one may share files when `staged`.
+        memories: Of each rank: what it knows of earlier saves.
     """
     handed: dict[int, list[Extent]] = {}
     save = partial(_save_staged, handed=handed) if staged else save_rank
@@ -85,6 +88,7 @@ def save_ranks(
             options=options or SaveOptions(), opener=opener,
             capture=partial(capture, states[rank] if states else state, rank, world_size),
             node=nodes[rank] if nodes else "",
+            memory=memories[rank] if memories else None,
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -100,6 +104,7 @@ def _save_staged(
     opener: Opener,
     capture: Callable[[], Captured],
     node: str,
+    memory: PlanMemory | None,
     handed: dict[int, list[Extent]],
 ) -> Generator[Request, Reply, SaveOutcome]:
     """What a rank and its stager say and do in an asynchronous save, one after the other.
@@ -108,7 +113,7 @@ def _save_staged(
     """
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        staged=True, node=node,
+        staged=True, node=node, memory=memory,
     )  # fmt: skip
 
     def write() -> tuple[FileReceipt, ...]:
@@ -130,12 +135,13 @@ def _save_staged(
                 receipts = (*receipts, written)
         return receipts
 
-    yield PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
+    held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
+    yield held
     files, error = attempt(write, "writing", rank)
     yield PartsWritten(
         key, rank, go.attempt, go.epoch, f"stager {rank}", 0, files or (), error
     )  # fmt: skip
-    told = SaveStaged(key, rank, go.attempt, go.epoch)
+    told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
     return (yield from await_outcome(told, target, opener, timeout_s=options.commit_timeout_s))
 
 

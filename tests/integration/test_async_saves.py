@@ -79,6 +79,23 @@ def test_ranks_of_a_node_share_files_in_saves_of_both_kinds(ranks, tmp_path):
     assert loaded["log"] == [2] * 3
 
 
+def test_a_restarted_job_whose_ranks_share_files_begins_with_the_plan_of_the_last(ranks, tmp_path):
+    found = []
+    for step in (1, 2, 3):
+        path = str(tmp_path / f"step-{step}")
+        save = partial(programs.save_and_change, files_per_node=1, plan_templates=True)
+        came = ranks.run(partial(save, path, step))
+        assert [one.error for one in came] == [None, None]
+        found.append(came[0].value.plan)
+        assert len(data_files(path)) == 1
+        assert ranks.run(programs.mixed_is, path, step) == [True, True]
+        assert eventually(lambda: [*(tmp_path / ".manager/plans").glob("*.plan")], 30)
+        if step == 2:
+            ranks.kill()
+            ranks.resize(2)
+    assert found == ["cold", "warm", "template"]
+
+
 def test_who_shares_a_file_does_not_wait_for_one_that_failed(ranks, tmp_path):
     path = tmp_path / "c"
     came = ranks.run(
@@ -100,22 +117,31 @@ def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims)
     assert ray_dcp.verify(path).ok
 
 
-def test_a_staged_save_survives_its_coordinator(ranks, tmp_path):
+@pytest.mark.parametrize("files_per_node", [None, 1])
+def test_a_staged_save_survives_its_coordinator(ranks, tmp_path, files_per_node):
     for number in range(2):
         path = tmp_path / f"c{number}"
-        came = ranks.run(programs.begin_large_and_kill_coordinator, str(path), 5)
+        begin = partial(
+            programs.begin_large_and_kill_coordinator, str(path), 5, files_per_node=files_per_node
+        )
+        came = ranks.run(begin)
         assert [one.error for one in came] == [None, None]
         epoch, attempt = came[0].value
         assert epoch > 1 + number
         assert ray_dcp.outcome(path, attempt) == "committed"
         assert programs.large_is(str(path), 5, 2)
         assert ray_dcp.verify(path).ok
+        assert (len(data_files(path)) == 1) == (files_per_node == 1)
 
 
-def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_path):
+@pytest.mark.parametrize("files_per_node", [None, 1])
+def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_path, files_per_node):
     path = tmp_path / "c"
+    begin = partial(
+        programs.begin_large_and_kill_coordinator, str(path), 5, 0, 1, files_per_node=files_per_node
+    )
     with pytest.raises(ParticipantError):
-        ranks.run(programs.begin_large_and_kill_coordinator, str(path), 5, 0, 1)
+        ranks.run(begin)
     assert committed(path, Path(f"{path}.attempt").read_text())
     ranks.resize(2)
     assert programs.large_is(str(path), 5, 2)

@@ -11,12 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
@@ -24,7 +18,6 @@ import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CoverageError,
     DamagedCheckpointError,
     MissingKeyError,
     PlanConflictError,
@@ -48,43 +41,10 @@ from tests.attempts import (
     try_save,
 )
 from tests.checkpoints import flip
+from tests.conflicts import ALL, CONFLICTS
 from tests.polling import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-class Boxes:
-    """A tensor of 8 numbers that says by DCP's protocol which of them this rank holds."""
-
-    dtype = torch.float32
-    requires_grad = False
-
-    def __init__(self, *spans: tuple[int, int]) -> None:
-        self.chunks = [
-            ChunkStorageMetadata(torch.Size([start]), torch.Size([stop - start]))
-            for start, stop in spans
-        ]
-
-    def size(self):
-        return torch.Size([8])
-
-    def __create_write_items__(self, fqn, value):
-        properties = TensorProperties(dtype=torch.float32)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.chunks
-        ]
-
-    def __create_chunk_list__(self):
-        return self.chunks
-
-    def __get_tensor_shard__(self, index):
-        (chunk,) = [chunk for chunk in self.chunks if chunk.offsets == index.offset]
-        return torch.zeros(chunk.sizes)
 
 
 class BrokenStateful:
@@ -108,41 +68,6 @@ def partial_state(rank: int):
 
 
 BAD_STATES = {
-    "shapes that differ": (
-        lambda rank: {"w": torch.zeros(2 + (rank == 1))},
-        PlanConflictError,
-        ["'w'", "(2,) of float32 on ranks 0, 2", "(3,) of float32 on rank 1"],
-    ),
-    "dtypes that differ": (
-        lambda rank: {"w": torch.zeros(2, dtype=torch.int32 if rank == 2 else torch.int64)},
-        PlanConflictError,
-        ["'w'", "int64 on ranks 0-1", "int32 on rank 2"],
-    ),
-    "a tensor here, an object there": (
-        lambda rank: {"w": torch.zeros(2) if rank else "zeros"},
-        PlanConflictError,
-        ["'w'", "an object on rank 0", "(2,) of float32 on ranks 1-2"],
-    ),
-    "two conflicts at once": (
-        lambda rank: {"a": torch.zeros(2 + rank), "b": Boxes((0, 3)) if rank else Boxes()},
-        PlanConflictError,
-        ["'a'", "(4,) of float32 on rank 2", "'b'", "no rank holds 5 of 8"],
-    ),
-    "boxes that overlap": (
-        lambda rank: {"w": Boxes([(0, 3), (3, 6), (5, 8)][rank])},
-        PlanConflictError,
-        ["'w'", "on rank 1 overlaps", "on rank 2"],
-    ),
-    "boxes that leave a gap": (
-        lambda rank: {"w": Boxes([(0, 3), (3, 5), (7, 8)][rank])},
-        CoverageError,
-        ["'w'", "no rank holds 2 of 8 elements", "ranks 0-2"],
-    ),
-    "a box out of bounds": (
-        lambda rank: {"w": Boxes([(0, 3), (3, 6), (6, 9)][rank])},
-        PlanConflictError,
-        ["'w'", "on rank 2 reaches out of the shape (8,)"],
-    ),
     "a sum that was not made": (partial_state, UnsupportedValueError, ["'sum'", "Partial"]),
     "an object that does not pickle": (
         lambda rank: {"ok": 1, "lock": threading.Lock() if rank == 1 else None},
@@ -201,6 +126,31 @@ def test_a_state_that_can_not_be_saved_is_one_error_before_anything_is_written(
     assert not fresh.exists()
 
 
+@pytest.mark.parametrize("conflict", CONFLICTS.values(), ids=CONFLICTS.keys())
+def test_a_conflict_of_ranks_is_one_error_before_anything_is_written(ranks, place, conflict):
+    before = files_at(place)
+    attempts = ranks.run(try_save, str(place), conflict.state)
+    one_error(attempts, conflict.kind, str(place), *conflict.told)
+    assert files_at(place) == before
+
+
+@pytest.mark.parametrize("files_per_node", [None, 1])
+@pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
+def test_all_conflicts_of_one_save_are_told_together(ranks, place, files_per_node, is_async):
+    def save(path: str):
+        state = ALL.state(dist.get_rank())
+        options = SaveOptions(files_per_node=files_per_node)
+        if not is_async:
+            return attempt(lambda: ray_dcp.save(state, checkpoint_id=path, options=options))
+        return attempt(
+            lambda: ray_dcp.async_save(state, checkpoint_id=path, options=options).result()
+        )
+
+    before = files_at(place)
+    one_error(ranks.run(save, str(place)), ALL.kind, str(place), *ALL.told)
+    assert files_at(place) == before
+
+
 def test_an_error_of_user_code_comes_with_its_type_and_traceback_from_the_rank_that_raised(
     ranks, place
 ):
@@ -220,17 +170,21 @@ def test_keys_that_only_some_ranks_have_are_all_saved(ranks, place):
     assert [int(value) for value in found.values()] == [0, 1, 2]
 
 
-def test_a_tensor_cut_over_more_ranks_than_save_is_a_gap(ranks, place):
+def test_a_tensor_on_a_mesh_of_more_ranks_than_save_is_a_gap_told_with_the_rest(ranks, place):
     def save(path: str):
         pair = dist.new_group([0, 1])
         mesh = init_device_mesh("cpu", (3,))
         state = {"w": distribute_tensor(torch.arange(9.0), mesh, [Shard(0)])}
         if dist.get_rank() == 2:
             return None
+        state["b"] = torch.zeros(2 + dist.get_rank())
         return attempt(lambda: ray_dcp.save(state, checkpoint_id=path, process_group=pair))
 
     attempts = ranks.run(save, str(place))[:2]
-    one_error(attempts, CoverageError, "'w'", "no rank holds 3 of 9", "ranks 0-1", str(place))
+    one_error(
+        attempts, PlanConflictError, str(place), "'w': no rank holds 3 of 9 elements",
+        "the rest is on ranks 0-1", "'b': (2,) of float32 on rank 0; (3,) of float32 on rank 1",
+    )  # fmt: skip
 
 
 def limited(size: int) -> None:

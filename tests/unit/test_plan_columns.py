@@ -98,14 +98,12 @@ def test_impossible_columns_are_refused(change: dict[str, object], told: str) ->
 def test_all_impossible_items_are_told_at_once() -> None:
     builder = ColumnsBuilder()
     builder.tensor("huge", "float32", (1 << 40, 1 << 40))
-    builder.tensor("negative", "float32", (3,), offset=(-1,))
-    builder.tensor("twice", "float32", (3,))
-    builder.tensor("twice", "float32", (3,))
-    builder.object("object")
-    builder.object("object")
+    builder.tensor("negative", "float32", (3,), size=(-1,))
+    builder.tensor("far", "float32", (3,), offset=(1 << 61,))
+    builder.tensor("before", "float32", (3,), offset=(-1 << 61,))
     with pytest.raises(InvalidRequestError) as caught:
         builder.build()
-    for told in ("'huge' is beyond", "'negative' has a neg", "'twice' is listed", "'object' is l"):
+    for told in ("'huge' is be", "'negative' has a neg", "'far' is be", "'before' is beyond 2**62"):
         assert told in str(caught.value)
 
 
@@ -114,6 +112,18 @@ def test_lengths_that_differ_name_the_item() -> None:
     builder.tensor("w", "float32", (3, 3), offset=(1,))
     with pytest.raises(InvalidRequestError, match="differ for 'w'"):
         builder.build()
+
+
+def test_conflicts_arrive_where_they_are_told_with_those_of_other_ranks() -> None:
+    builder = ColumnsBuilder()
+    builder.tensor("outside", "float32", (3,), offset=(-1,), size=(2,))
+    for _ in range(2):
+        builder.tensor("twice", "float32", (3,))
+        builder.object("object")
+    columns = builder.build()
+    arrived = decode(encode(columns))
+    assert arrived.name.tolist() == columns.name.tolist()
+    assert arrived.offset.tolist() == columns.offset.tolist()
 
 
 def test_one_rank_may_hold_several_boxes_without_elements_at_one_place() -> None:

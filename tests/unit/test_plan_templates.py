@@ -63,8 +63,9 @@ class Job(Warm):
         self.root = root
         super().__init__(world_size, f"{root}/step-0")
 
-    def restart_job(self, world_size=3):
+    def restart_job(self, world_size=3, nodes=None):
         self.restart(world_size)
+        self.nodes = nodes or self.nodes
         self.restart_coordinator()
 
     def step(self, number, states=None, options=KEPT, **how):
@@ -110,6 +111,88 @@ def test_the_first_save_of_a_restarted_job_moves_no_rows_and_makes_no_plan(job):
     assert job.loads(sample_state(3))
 
 
+JOINT = replace(KEPT, files_per_node=1)
+
+
+@pytest.fixture
+def joint_job(job):
+    """One of four ranks on two nodes, whose stagers write a file each."""
+    job.staged = True
+    job.restart_job(4, ["x", "x", "y", "y"])
+    return job
+
+
+def data_files(url):
+    storage = open_storage(Target(url))
+    return {
+        entry.key.partition(".")[0]: storage.read(entry.key)
+        for entry in storage.list()
+        if entry.key.endswith(".distcp")
+    }
+
+
+def test_ranks_that_share_files_begin_with_a_template_too(joint_job, tmp_path):
+    job = joint_job
+    job.step(0, options=JOINT)
+    assert (job.origins, job.senders) == ({"cold"}, {0, 1, 2, 3})
+    job.restart_job(4, ["p", "p", "q", "q"])
+    job.step(1, options=JOINT)
+    assert job.origins == {"template"}
+    assert (job.senders, job.plans_made) == (set(), 0)
+    assert job.loads(sample_state(1))
+    assert verify(job.url).ok
+    cold = Job(tmp_path / "cold")
+    cold.staged = True
+    cold.restart_job(4, ["x", "x", "y", "y"])
+    cold.step(1, options=JOINT)
+    assert cold.origins == {"cold"}
+    assert data_files(job.url) == data_files(cold.url)
+    assert sorted(data_files(job.url)) == ["__0_0", "__2_0"]
+    job.step(2, options=JOINT)
+    assert job.was_warm
+    only_template(job)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options"),
+    [
+        (["x", "y", "y", "y"], JOINT),
+        (["x", "y", "x", "y"], JOINT),
+        (["x", "x", "y", "y"], replace(KEPT, files_per_node=2)),
+        (["x", "x", "y", "y"], KEPT),
+    ],
+)
+def test_other_nodes_or_another_bound_make_another_plan(joint_job, nodes, options):
+    job = joint_job
+    job.step(0, options=JOINT)
+    job.restart_job(4, nodes)
+    job.step(1, options=options)
+    assert job.origins == {"cold"}
+    assert job.loads(sample_state(1))
+    job.restart_job(4, nodes)
+    job.step(2, options=options)
+    assert job.origins == {"template"}
+    assert job.loads(sample_state(2))
+
+
+def test_a_rank_that_writes_itself_gets_no_share_of_a_file(joint_job):
+    job = joint_job
+    job.step(0, options=JOINT)
+    job.restart_job(4, ["x", "x", "y", "y"])
+    job.staged = False
+    job.step(1, options=JOINT)
+    assert job.origins == {"cold"}
+    assert len(data_files(job.url)) == 4
+
+
+def test_a_template_of_files_shared_over_nodes_is_not_used():
+    place = Target("memory://shared-over-nodes/plans")
+    open_storage(place).write(template_key(KEY), encode_plan(joint_plan(), KEY))
+    for nodes, is_used in [((0, 0, 1, 1), True), ((0, 1, 1, 1), False), ((), False)]:
+        found = perform(ReadTemplate(place, KEY, 4, nodes)).plan
+        assert (found is not None) == is_used
+
+
 def test_another_job_with_the_same_layout_uses_it_too(job, tmp_path):
     place = f"{tmp_path}/plans"
     options = replace(KEPT, plan_templates_in=place)
@@ -123,21 +206,13 @@ def test_another_job_with_the_same_layout_uses_it_too(job, tmp_path):
 
 
 def test_a_save_by_a_template_writes_the_bytes_of_a_cold_one(job, tmp_path):
-    def files(one):
-        storage = open_storage(Target(one.url))
-        return {
-            entry.key.partition(".")[0]: storage.read(entry.key)
-            for entry in storage.list()
-            if entry.key.endswith(".distcp")
-        }
-
     job.step(0)
     job.restart_job()
     job.step(5)
     cold = Job(tmp_path / "cold")
     cold.step(5)
     assert (job.origins, cold.origins) == ({"template"}, {"cold"})
-    assert files(job) == files(cold) != {}
+    assert data_files(job.url) == data_files(cold.url) != {}
 
 
 def test_where_contents_differ_a_new_plan_is_made(job):
@@ -561,20 +636,40 @@ def row_plan(container="torch_save", ranks=3):
     return make_plan(columns, container=container)
 
 
+def joint_plan():
+    """Two files of two ranks each, with extents that begin on several pages."""
+
+    def columns(rank):
+        builder = ColumnsBuilder()
+        for index in range(3):
+            builder.tensor(f"w{rank}.{index}", "float32", (900 + rank,))
+        builder.object(f"note {rank}")
+        return builder.build()
+
+    return make_plan([columns(rank) for rank in range(4)], nodes=(0, 0, 1, 1), files_per_node=1)
+
+
 def structural_plan():
     columns = like_fsdp(64, uneven=True)
     return perform(task_of(columns, set(probes(64)))).plan
 
 
-@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-def test_a_plan_of_rows_comes_back_as_it_was(container):
-    plan = row_plan(container)
+ROW_PLANS = {
+    "torch_save": row_plan,
+    "safetensors": lambda: row_plan("safetensors"),
+    "joint": joint_plan,
+}
+
+
+@pytest.mark.parametrize("make", ROW_PLANS.values(), ids=ROW_PLANS.keys())
+def test_a_plan_of_rows_comes_back_as_it_was(make):
+    plan = make()
     data = encode_plan(plan, KEY)
     again = decode_plan(data, KEY)
     same(plan, again)
     assert {field.name for field in fields(plan)} == vars(again).keys()
     assert encode_plan(again, KEY) == data
-    for rank in range(3):
+    for rank in range(plan.world_size):
         same(rank_plan(plan, rank), rank_plan(again, rank))
 
 
@@ -753,6 +848,57 @@ def test_a_template_that_somebody_signed_anew_is_held_against_its_bounds(how):
     data = encode_plan(forged, KEY)
     with pytest.raises(CheckpointError):
         decode_plan(data, KEY)
+
+
+def each(change):
+    """Changes a column of `joint_plan`, by index."""
+    return lambda column: np.array([change(*row) for row in enumerate(column.tolist())])
+
+
+def swapped(one, other):
+    def change(array):
+        array = array.copy()
+        array[[one, other]] = array[[other, one]]
+        return array
+
+    return change
+
+
+# Of its first file these are items 0 to 2 of rank 0, 3 to 5 of rank 1, and objects of both.
+FORGED_JOINT = {
+    "a lowest rank that is another": lambda plan: of_plan(file_rank=lambda rank: rank + 1)(
+        of_table(files=lambda _: ("__1_0.{attempt}.distcp", "__3_0.{attempt}.distcp"))(plan)
+    ),
+    "a rank that there is not": of_plan(source_rank=each(lambda i, rank: 4 if i == 15 else rank)),
+    "ranks in turns": of_plan(source_rank=swapped(2, 3)),
+    "objects in another order": of_plan(source_rank=swapped(6, 7)),
+    "an object before the rest": of_table(
+        payload_offset=swapped(5, 6), payload_bytes=swapped(5, 6), item_offset=swapped(5, 6),
+        item_bytes=swapped(5, 6), block_bytes=swapped(5, 6), tensor=swapped(5, 6),
+        size=swapped(5, 6), offset=swapped(5, 6),
+    ),
+    "an extent on the page of another": of_table(
+        item_offset=each(lambda i, at: at - 4096 * (i in (3, 4, 5))),
+        payload_offset=each(lambda i, at: at - 4096 * (i in (3, 4, 5))),
+    ),
+    "items on each other": of_table(
+        item_offset=each(lambda i, at: at - 64 * (i == 1)),
+        payload_offset=each(lambda i, at: at - 64 * (i == 1)),
+    ),
+    "items behind the end of their file": of_plan(file_bytes=lambda lengths: lengths - 1),
+    "an item without a place": of_table(item_offset=first_is(-1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FORGED_JOINT)
+def test_files_of_several_ranks_are_held_against_how_they_are_laid_out(how):
+    plan = joint_plan()
+    assert decode_plan(encode_plan(plan, KEY), KEY).digest == plan.digest
+    forged = FORGED_JOINT[how](plan)
+    forged = replace(forged, digest=global_plan.digest_of(forged))
+    assert forged.digest != plan.digest
+    with pytest.raises(CheckpointError, match="items that their ranks write"):
+        decode_plan(encode_plan(forged, KEY), KEY)
 
 
 def test_every_byte_is_covered_by_a_digest():

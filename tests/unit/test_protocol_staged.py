@@ -348,6 +348,63 @@ def test_an_error_of_a_stager_that_was_overtaken_does_not_matter(play):
     commit(play)
 
 
+def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhile(play):
+    play.to_staged()
+    play.lag(0)
+    asked = play.reply(0, "SaveStaged 0")
+    play.lose_stager("s0")
+    again = play.staged(0, incarnation=asked.incarnation)
+    assert again == TakeOver(asked.incarnation + 1, (0, 1), "it died", lost=True)
+    play.held(0, incarnation=again.incarnation, stager="s0.2")
+    assert play.staged(0, incarnation=again.incarnation) is None
+    play.write_all()
+    commit(play)
+
+
+def test_a_rank_whose_bytes_were_written_before_their_stager_died_is_not_asked_again(play):
+    play.to_writing()
+    for rank in range(play.world_size):
+        play.held(rank)
+    play.lose_stager("s0")
+    play.write_all(ranks=[0])
+    assert play.staged(0) is None
+    play.lose(0)
+    play.staged(1)
+    play.write_all(ranks=[1])
+    commit(play)
+
+
+def test_an_error_of_a_helper_that_lacks_parts_of_the_file_does_not_matter(shared):
+    for rank in range(4):
+        shared.staged(rank)
+    for rank, file in ((2, 1), (3, 2)):
+        shared.written(rank, file)
+    shared.lag(0)
+    shared.send(PartsHeld(KEY, 0, "a1", 1, "s2", 1, helps=True))
+    shared.staged(0, incarnation=1)
+    shared.staged(1, incarnation=1)
+    assert shared.written(0, incarnation=1, error=StorageError("late")) == Noted()
+    shared.written(0, 0)
+    commit(shared)
+
+
+def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
+    held = PartsHeld(KEY, 0, "a1", 1, "s0")
+    assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
+    resumed.lose_stager("s0")
+    asked = resumed.reply(0, "SaveStaged 0")
+    assert asked == TakeOver(1, (0, 1), "it died", lost=True)
+
+
+def test_a_save_that_was_taken_up_can_be_taken_up_again(resumed):
+    third = Resumed(world_size=2, epoch=3).take_up(resumed)
+    for rank in range(2):
+        third.held(rank)
+        third.staged(rank)
+    third.write_all()
+    assert commit(third).epoch == 3
+
+
 def test_nobody_is_asked_to_help_twice_or_for_a_dead_rank(play):
     play.to_staged()
     play.lose(0)
