@@ -59,8 +59,9 @@ def encode_table(table: ChunkTable, structure: Structure | None = None) -> bytes
     check_table(table)
     if structure is None and not len(table.checks):
         bounds = group_bounds(table, GROUP_ROWS)
-        if bounds is not None:
-            return encode_groups(table, bounds)
+        grouped = None if bounds is None else encode_groups(table, bounds)
+        if grouped is not None:
+            return grouped
     tensor = np.concatenate([table.tensor, chunkless(table)]).astype(np.int32)
     extra = extra_of(table)
     if structure is not None:

@@ -24,6 +24,7 @@ from ray_dcp.format.table_index import (
     boxes_of_groups,
     decode_index,
     encode_index,
+    fits,
 )
 from ray_dcp.format.table_parquet import (
     GROUPS_VERSION,
@@ -64,13 +65,16 @@ def extra_of(table: ChunkTable) -> dict[str, Any]:
     }
 
 
-def encode_groups(table: ChunkTable, bounds: Int64Array) -> bytes:
-    """Returns the Parquet file of a chunk table with its rows in groups.
+def encode_groups(table: ChunkTable, bounds: Int64Array) -> bytes | None:
+    """Returns the Parquet file of a chunk table with its rows in groups; None: too long an index.
 
     Args:
         table: Checked, and without checksums.
         bounds: int64[g + 1], where to cut its chunks.
     """
+    group, boxes = boxes_of_groups(table, bounds)
+    if not fits(len(bounds) - 1, boxes):
+        return None
     sink = io.BytesIO()
     deferred = np.concatenate([[0], np.cumsum(table.payload_offset < 0)]).astype(np.int64)
     start, digests = [], []
@@ -84,7 +88,6 @@ def encode_groups(table: ChunkTable, bounds: Int64Array) -> bytes:
         start.append(sink.tell())
         every = np.arange(table.num_tensors, dtype=np.int32)
         writer.write_table(rows_of(_slice(table, 0, 0), every), row_group_size=MAX_ROWS)
-        group, boxes = boxes_of_groups(table, bounds)
         index = TableIndex(
             bounds, deferred[bounds], np.array(start, dtype=np.int64), tuple(digests), group, boxes
         )

@@ -24,7 +24,7 @@ from ray_dcp.plan.boxes import widen
 from ray_dcp.plan.reading import Boxes, Wanted, meetings
 from ray_dcp.plan.values import ChunkTable, Int32Array, Int64Array
 
-__all__ = ["TableIndex", "boxes_of_groups", "decode_index", "encode_index", "group_bounds"]
+__all__ = ["TableIndex", "boxes_of_groups", "decode_index", "encode_index", "fits", "group_bounds"]
 
 MOST_GROUPS = 1 << 16
 MOST_BYTES = 1 << 29
@@ -118,6 +118,20 @@ def boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, 
     return groups[order], Boxes(tensors[order], low, high - low, table.num_tensors)
 
 
+def fits(num_groups: int, boxes: Boxes) -> bool:
+    """Whether an index is one that `decode_index` reads: of more tensors a rank it would be longer.
+
+    Args:
+        num_groups: How many groups there are.
+        boxes: In them.
+    """
+    return _num_bytes(num_groups, *boxes.offset.shape) <= MOST_BYTES
+
+
+def _num_bytes(num_groups: int, num_boxes: int, width: int) -> int:
+    return _WORD * (3 * (num_groups + 1) + 2 * num_groups + (2 + 2 * width) * num_boxes)
+
+
 def encode_index(index: TableIndex) -> bytes:
     """Returns what `decode_index` reads, in ASCII."""
     boxes = index.boxes
@@ -198,7 +212,7 @@ def _unpacked(data: bytes) -> Int64Array:
         groups, boxes, width = np.frombuffer(head, "<i8").tolist()
         if not (0 < groups <= MOST_GROUPS and 0 <= boxes <= MOST_BYTES and 0 <= width <= 127):
             raise damaged("an index of a chunk table", "impossible counts")
-        num_bytes = _WORD * (3 * (groups + 1) + 2 * groups + (2 + 2 * width) * boxes)
+        num_bytes = _num_bytes(groups, boxes, width)
         if num_bytes > MOST_BYTES:
             raise damaged(f"an index of at most {MOST_BYTES >> 20} MiB", f"{num_bytes} bytes")
         rest = unpacker.decompress(unpacker.unconsumed_tail, num_bytes + 1)

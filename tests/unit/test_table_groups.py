@@ -19,7 +19,7 @@ import ray_dcp
 from ray_dcp.dcp.default_planner import DefaultLoadPlanner
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
-from ray_dcp.format import table_groups, table_parquet, table_rows
+from ray_dcp.format import table_groups, table_index, table_parquet, table_rows
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
@@ -176,6 +176,16 @@ def test_an_end_has_no_more_values_than_fit_its_own_bytes(monkeypatch):
     # A sparse file may be as long as it likes.
     with pytest.raises(DamagedCheckpointError, match=f"values that fit {len(end)} bytes"):
         GroupedTable.from_end(end, 1 << 32)
+
+
+def test_where_the_index_would_be_too_long_there_are_no_groups(monkeypatch):
+    table = slabs(8, [(64, 4)] * 5, objects=[0])
+    monkeypatch.setattr(table_index, "MOST_BYTES", 2500)
+    assert end_of(encode_table(table)) is not None
+    monkeypatch.setattr(table_index, "MOST_BYTES", 2000)
+    data = encode_table(table)
+    assert end_of(data) is None
+    assert difference(decode_table(data), table) == []
 
 
 def index_of(table):
