@@ -18,6 +18,10 @@ _MOST_PAIRS = 1 << 20
 """Of ranks and boxes looked at together: about 100 MB of temporaries."""
 
 
+_MOST_MARKS = 1 << 28
+"""Of classes and their tensors, a byte each. Why a bound: a short file may claim many of both."""
+
+
 def ranks_around(
     table: ChunkTable, structure: Structure, wanted: Sequence[Wanted], tensors: Sequence[int]
 ) -> Int64Array:
@@ -32,6 +36,8 @@ def ranks_around(
     Complexity:
         O(ranks x boxes that differ in more than their tensor) in numpy, a few 10 ns each.
     """
+    if len(structure.leaders) * table.num_tensors > _MOST_MARKS:
+        return np.arange(structure.world_size)
     known = structure.tensors(table.num_tensors)
     is_own = np.zeros(table.num_tensors, dtype=bool)
     is_own[structure.own] = True

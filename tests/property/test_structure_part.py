@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ray_dcp.format.table import decode_few, encode_table
 from ray_dcp.format.table_structure import expanded
-from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan import global_plan, structural, structure_part
 from ray_dcp.plan.reading import Wanted
 from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.structure import expand
@@ -107,6 +107,17 @@ def test_who_has_the_same_layout_needs_few_ranks(layout):
             # Those that hold copies of a slab, at most.
             assert check(few, structure, own, []) <= 16
         assert check(few, structure, wanted, objects) <= len(columns)
+
+
+def test_of_too_many_classes_and_tensors_all_ranks_are_made(monkeypatch):
+    columns = held(LAYOUTS["pipeline of HSDP"])
+    plan = planned_of(columns)[0].plan
+    few, structure = decode_few(encode_table(plan.few.table, plan.structure))
+    wanted, objects = wanted_by(columns[0], expand(few, structure).table)
+    assert check(few, structure, wanted, objects) < len(columns)
+    marks = len(structure.leaders) * few.num_tensors
+    monkeypatch.setattr(structure_part, "_MOST_MARKS", marks - 1)
+    assert check(few, structure, wanted, objects) == len(columns)
 
 
 def test_tensors_may_have_no_dimension_at_all():
