@@ -33,10 +33,12 @@ from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import Kind
 from ray_dcp.runtime import commit_files
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.array_states import same_state, sample_state
 from ray_dcp.testing.ranks import load_state, save_state
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
 from tests.format_cases import difference, slabs
+from tests.unit.torch_ranks import load_on_ranks, save_on_ranks
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 
@@ -365,6 +367,40 @@ def test_a_rank_reads_its_part_of_the_table_alone(saved):
         assert mine.any() or not high > low
     # Narrowed once, it stays so.
     assert checkpoint.narrow([], []) is part
+
+
+@pytest.mark.parametrize("structural_plan", [False, True])
+def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(
+    structural_plan, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+    monkeypatch.setattr(structural, "MANY_ROWS", 0 if structural_plan else 1 << 60)
+    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
+
+    states = [
+        {"a": torch.arange(9.0), "n": 7}
+        | {f"o{i}": ray_dcp.PerRank({"of": "x" * (50 * rank), "i": i}) for i in range(3)}
+        for rank in range(8)
+    ]
+    save_on_ranks(states, tmp_path, WITHOUT)
+    storage = open_storage(str(tmp_path))
+    assert (manifest_of(storage)[1].table_end is None) == structural_plan
+    whole = read_checkpoint(storage).table
+    for number in np.flatnonzero(whole.kind == Kind.OBJECT).tolist():
+        part = opened(storage).narrow([], [number])
+        assert part.num_chunks < whole.num_chunks
+        (mine,), (its,) = (np.flatnonzero(one.tensor == number) for one in (part, whole))
+        for name in ("file", "item_offset", "item_bytes", "payload_offset", "block_bytes"):
+            assert getattr(part, name)[mine] == getattr(whole, name)[its], name
+    wanted = [
+        {"a": torch.zeros(9), "n": 0} | {f"o{i}": ray_dcp.PerRank(None) for i in range(3)}
+        for _ in range(8)
+    ]
+    load_on_ranks(wanted, tmp_path)
+    for rank, loaded in enumerate(wanted):
+        assert loaded["n"] == 7
+        for i in range(3):
+            assert loaded[f"o{i}"].value == {"of": "x" * (50 * rank), "i": i}
 
 
 @pytest.mark.parametrize("structural_plan", [False, True])
