@@ -90,6 +90,20 @@ def test_what_is_made_is_all_that_meets_what_is_wanted(stages, data):
     )
 
 
+def test_boxes_are_looked_at_some_at_a_time(monkeypatch):
+    # Of three tensors that lie differently each rank wants one alone.
+    tensors = [Tensor(f"t{i}", (8 * (i + 1), 2), [0]) for i in range(3)]
+    columns = held([Stage(range(8), (8,), tensors)])
+    plan = planned_of(columns)[0].plan
+    few, structure = decode_few(encode_table(plan.few.table, plan.structure))
+    rows = np.arange(3, dtype=np.int32)
+    offset = np.array([[0, 0], [3 * 2, 0], [5 * 3, 0]])
+    wanted = Wanted(rows, offset, np.array([[1, 2], [2, 2], [3, 2]]), np.full(3, 4))
+    assert ranks_around(few, structure, [wanted], []).tolist() == [0, 3, 5]
+    monkeypatch.setattr(structure_part, "_MOST_PAIRS", 1)
+    assert ranks_around(few, structure, [wanted], []).tolist() == [0, 3, 5]
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_who_has_the_same_layout_needs_few_ranks(layout):
     columns = held(LAYOUTS[layout])

@@ -462,7 +462,7 @@ def test_a_damaged_group_is_told_by_who_needs_it(saved):
         read_checkpoint(saved)
 
 
-@pytest.mark.parametrize("harm", ["end", "short", "missing", "cut later"])
+@pytest.mark.parametrize("harm", ["end", "short", "long", "missing", "cut later"])
 def test_a_damaged_end_is_told_by_everybody(saved, harm):
     _, manifest = manifest_of(saved)
     key, data = manifest.table.key, saved.read(manifest.table.key)
@@ -475,7 +475,8 @@ def test_a_damaged_end_is_told_by_everybody(saved, harm):
     if harm == "missing":
         saved.delete([key])
     else:
-        saved.write(key, data[:-1] if harm == "short" else flipped(data, len(data) - 60))
+        other = {"short": data[:-1], "long": data + b"x", "end": flipped(data, len(data) - 60)}
+        saved.write(key, other[harm])
     with pytest.raises(DamagedCheckpointError, match=r"no such file|last"):
         opened(saved)
 
