@@ -24,9 +24,10 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import kept
 from ray_dcp.runtime.session import current_session
 from tests.attempts import Attempt, attempt
+from tests.held_writes import hold_writes
 
-LARGE_BYTES = 192 << 20
-"""What one rank writes where something must happen in the middle of it."""
+LARGE_BYTES = 48 << 20
+"""What one rank writes, in several parts, where something happens before it is written."""
 
 HELD: dict[str, Any] = {}
 
@@ -88,7 +89,7 @@ def save_and_change(path: str, step: int, **options: Any) -> Attempt:
     def save() -> Any:
         state = mixed_state(step)
         handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
-        handle.staged(60)
+        handle.staged(120)
         change(state)
         assert isinstance(handle, Future)
         assert isinstance(handle, AsyncSaveResponse)
@@ -134,7 +135,7 @@ def save_with_nan(path: str, bad_rank: int, **options: Any) -> Attempt:
         state = {f"w{rank}": numbers}
         handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
         HELD["called"] = True
-        handle.committed(60)
+        handle.committed(120)
         return handle.report().staging
 
     HELD["called"] = False
@@ -147,26 +148,38 @@ def large_state(step: int, num_bytes: int = LARGE_BYTES) -> dict[str, Any]:
     return {f"large{dist.get_rank()}": torch.full((num_bytes // 4,), float(step)), "step": step}
 
 
-def begin_large(path: str, step: int, **options: Any) -> str:
-    """Begins a large save and keeps its handle; returns its attempt."""
+def begin_large(path: str, step: int, **options: Any) -> Path:
+    """Begins a large save, keeps its handle, and notes its attempt in `path + ".attempt"`.
+
+    Returns:
+        Who writes it waits until this file is there, unless it is another stager than the one that
+        it was staged with: all ranks have staged it, and it is not committed.
+    """
+    gate = Path(f"{path}.gate")
+    # On all ranks: to make a session takes all of them.
+    session = current_session()
+    if dist.get_rank() == 0:
+        hold_writes(session, gate)
+    dist.barrier()
     options = {"part_bytes": 16 << 20, "num_threads": 1, **options}
     handle = ray_dcp.async_save(
         large_state(step), checkpoint_id=path, options=SaveOptions(**options)
     )
     HELD["handle"] = handle
-    handle.staged(60)
+    handle.staged(120)
     attempt_id = handle.report().attempt
     assert attempt_id is not None
-    return attempt_id
+    Path(f"{path}.attempt").write_text(attempt_id)
+    dist.barrier()
+    assert not handle.done()
+    return gate
 
 
-def begin_large_and_die(path: str, step: int, *victims: int) -> str:
-    """Begins a large save; some ranks are killed as soon as their bytes are staged."""
-    found = begin_large(path, step)
-    Path(f"{path}.attempt").write_text(found)
+def begin_large_and_die(path: str, step: int, *victims: int) -> None:
+    """Begins a large save; some ranks are killed when it is staged and nothing of it is written."""
+    begin_large(path, step)
     if dist.get_rank() in victims:
         os.kill(os.getpid(), signal.SIGKILL)
-    return found
 
 
 def begin_large_and_signal_stager(path: str, step: int, number: int, **options: Any) -> Attempt:
@@ -186,10 +199,13 @@ def begin_large_and_cancel(path: str, step: int, by: int) -> Attempt:
     """Begins a large save, which one rank cancels."""
 
     def save() -> Any:
-        begin_large(path, step)
+        gate = begin_large(path, step)
         if dist.get_rank() == by:
-            assert HELD["handle"].cancel()
-        return HELD["handle"].committed(60)
+            try:
+                assert HELD["handle"].cancel()
+            finally:
+                gate.touch()
+        return HELD["handle"].committed(120)
 
     return attempt(save)
 
@@ -243,14 +259,26 @@ def kept_state(step: int) -> dict[str, Any]:
     }
 
 
-def kept_is(path: str, step: int, unreachable: bool = False, **options: Any) -> Attempt:
+def kept_is(
+    path: str, step: int, unreachable: bool = False, opens: str = "", **options: Any
+) -> Attempt:
     """Loads the state of a step and compares it; returns the bytes that were read, and how.
 
     Args:
         path: Of the checkpoint.
         step: Of the values.
         unreachable: This process can't open the node's memory, as if it were on another machine.
+        opens: File that is made when the load has found a save whose outcome is open.
+        **options: Of the load.
     """
+
+    is_open = kept._is_open
+
+    def found_open(one: Any) -> bool:
+        found: bool = is_open(one)
+        if found:
+            Path(opens).touch()
+        return found
 
     def load() -> Any:
         expected, loaded = kept_state(step), kept_state(0)
@@ -259,6 +287,8 @@ def kept_is(path: str, step: int, unreachable: bool = False, **options: Any) -> 
                 no = LimitError("another machine")
                 stack.enter_context(patch.object(kept.Arena, "open", side_effect=no))
                 stack.enter_context(patch.object(kept, "FETCH_BYTES", 1 << 20))
+            if opens:
+                stack.enter_context(patch.object(kept, "_is_open", found_open))
             report = ray_dcp.load(loaded, checkpoint_id=path, options=LoadOptions(**options))
         assert loaded["log"] == {"step": step}
         assert _equal(loaded, expected)
@@ -278,12 +308,22 @@ def scribble(attempt_id: str) -> bool:
     return bool(found.files)
 
 
-def stage_kept_and_die(path: str, step: int) -> None:
-    """Begins a save that is kept, and dies when it is staged on all ranks."""
+def stage_kept_and_die(path: str, step: int, gate: str) -> None:
+    """Begins a save that is kept, and dies when it is staged on all ranks.
+
+    Args:
+        path: Of the checkpoint.
+        step: Of the values.
+        gate: It is written when this file is there.
+    """
     options = SaveOptions(keep_in_memory=1, num_threads=1)
     state = {**kept_state(step), f"more{dist.get_rank()}": torch.zeros(LARGE_BYTES // 4)}
+    session = current_session()
+    if dist.get_rank() == 0:
+        hold_writes(session, Path(gate))
+    dist.barrier()
     handle = ray_dcp.async_save(state, checkpoint_id=path, options=options)
-    handle.staged(60)
+    handle.staged(120)
     # Suppressed: a rank that has died meanwhile had passed it.
     with suppress(RuntimeError):
         dist.barrier()
@@ -305,14 +345,13 @@ def begin_large_and_kill_coordinator(path: str, step: int, *victims: int) -> Att
 
     def save() -> Any:
         pid = current_session().coordinator_info()["pid"]
-        found = begin_large(path, step)
-        Path(f"{path}.attempt").write_text(found)
-        dist.barrier()
+        gate = begin_large(path, step)
         if dist.get_rank() == 0:
             os.kill(pid, signal.SIGKILL)
+            gate.touch()
         if dist.get_rank() in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         HELD["handle"].committed(120)
-        return current_session().coordinator_info()["epoch"], found
+        return current_session().coordinator_info()["epoch"], HELD["handle"].report().attempt
 
     return attempt(save)

@@ -8,8 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], object], within_s: float) -> bool:
-    """Returns whether a condition came true in time."""
+PATIENCE_S = 180.0
+"""How long something that will happen may take before it counts as a hang, in seconds.
+
+Far more than any of it takes: how fast the machine is, and what else it does, is for no test to say.
+"""
+
+
+def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> bool:
+    """Returns whether a condition came true in time.
+
+    Args:
+        condition: Asked again and again.
+        within_s: Given only where it must *not* come true, so that somebody has to wait, in seconds.
+    """
     end_s = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > end_s:

@@ -78,7 +78,7 @@ def test_a_copy_survives_the_node_that_it_was_made_of(two_nodes, tmp_path):
         attempt = ray.get(actor.save.remote(path, value), timeout=120)
         here = ray.get_runtime_context().get_node_id()
         copied = f"kept:{attempt}:{here}"
-        assert eventually(lambda: hooks.recall(copied) != "", 60)  # noqa: B023
+        assert eventually(lambda: hooks.recall(copied) != "")  # noqa: B023
     cluster.remove_node(other, allow_graceful=False)
     spoil(tmp_path / "step-2")
     value, read, from_memory = load(path)

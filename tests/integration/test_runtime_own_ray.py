@@ -81,7 +81,7 @@ def jobs(tmp_path_factory):
             for pid in session_members(facts["keeper_pid"]):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            eventually(lambda keeper=facts["keeper_pid"]: not session_members(keeper), 20)
+            eventually(lambda keeper=facts["keeper_pid"]: not session_members(keeper))
             shutil.rmtree(facts["directory"], ignore_errors=True)
 
 
@@ -126,9 +126,9 @@ def test_killing_rank_0_leaves_the_ray_alive_until_nobody_needs_it(jobs):
     assert all(map(lives, [facts["keeper_pid"], *daemons]))
     job.ranks[1].stdin.close()
     assert job.ranks[1].wait(30) == 0
-    assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
+    assert eventually(lambda: not session_members(facts["keeper_pid"]))
     assert not any(map(lives, tree))
-    assert eventually(lambda: not Path(facts["directory"]).exists(), 10)
+    assert eventually(lambda: not Path(facts["directory"]).exists())
 
 
 def test_a_killed_keeper_takes_its_ray_with_it(jobs):
@@ -137,7 +137,7 @@ def test_a_killed_keeper_takes_its_ray_with_it(jobs):
         process.stdin.close()
         assert process.wait(30) == 0
     os.kill(facts["keeper_pid"], signal.SIGKILL)
-    assert eventually(lambda: not session_members(facts["keeper_pid"]), 40)
+    assert eventually(lambda: not session_members(facts["keeper_pid"]))
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
@@ -162,8 +162,8 @@ def test_torchrun_ranks_get_a_session(tmp_path: Path):
     told = objects_in(finished.stdout)
     assert [facts["exchanged"] for facts in told] == ["Exchanged "] * 2
     assert told[0]["session"] == told[1]["session"]
-    assert eventually(lambda: not session_members(told[0]["keeper_pid"]), LEASE_S * 2 + 40)
-    assert eventually(lambda: not Path(told[0]["directory"]).exists(), 10)
+    assert eventually(lambda: not session_members(told[0]["keeper_pid"]))
+    assert eventually(lambda: not Path(told[0]["directory"]).exists())
 
 
 def test_a_rank_on_another_machine_is_told_how_to_start_ray(tmp_path: Path):

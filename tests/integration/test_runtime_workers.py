@@ -133,7 +133,7 @@ def test_a_killed_rank_is_named_in_seconds_and_those_who_wait_for_ever_are_relea
     assert time.monotonic() - started_s < 10
     assert caught.value.rank == 1
     assert "ranks 0, 2 still waited" in str(caught.value)
-    assert eventually(lambda: not any(map(lives, pids)), 10)
+    assert eventually(lambda: not any(map(lives, pids)))
     with pytest.raises(ParticipantError, match="resize"):
         ranks.run(lambda: 1)
     ranks.resize(3)
@@ -199,7 +199,7 @@ def test_shutdown_leaves_no_process_and_the_group_can_not_be_used_again():
     assert all(map(lives, pids))
     group.shutdown()
     group.shutdown()
-    assert eventually(lambda: not any(map(lives, pids)), 10)
+    assert eventually(lambda: not any(map(lives, pids)))
     assert ray.is_initialized()
     with pytest.raises(InvalidRequestError, match="shut down"):
         group.run(lambda: 1)

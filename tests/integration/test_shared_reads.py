@@ -75,7 +75,7 @@ def test_a_reader_that_is_killed_is_named_and_the_next_load_works(ranks, tmp_pat
     with pytest.raises(Exception, match="rank 1"):
         ranks.run(layouts.load_while_one, str(tmp_path / "c"), str(tmp_path), 1, "dies")
     for rank in (0, 2):
-        assert eventually((tmp_path / str(rank)).exists, 30)
+        assert eventually((tmp_path / str(rank)).exists)
         assert (tmp_path / str(rank)).read_text() == "ParticipantError 1"
     ranks.resize(2)
     for found in ranks.run(layouts.load_layout, str(tmp_path / "c"), "replicated"):

@@ -168,7 +168,7 @@ def check_session(told: list[dict[str, Any]], address: str, size: int = 2) -> No
     assert sorted(facts["number"] for facts in told) == [*range(size)]
     assert {(facts["size"], facts["address"]) for facts in told} == {(size, address)}
     assert {facts["epoch"] for facts in told} == {1}
-    assert eventually(lambda: not coordinator_lives(told[0]["session"]), 30)
+    assert eventually(lambda: not coordinator_lives(told[0]["session"]))
 
 
 def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, folder, monkeypatch):
@@ -232,7 +232,7 @@ class Gated(LocalFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **how: Any) -> Any:
         if mode != "rb" and ".distcp" in path:
-            assert eventually(lambda: not self.gate.exists(), 120)
+            assert eventually(lambda: not self.gate.exists())
         return super()._open(path, mode, **how)
 
 
@@ -246,7 +246,7 @@ def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refu
     gate = folder / "gate"
 
     def open_when_restarted() -> None:
-        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2, 180)
+        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2)
         gate.unlink()
 
     with ThreadPoolExecutor(1) as beside:
@@ -352,7 +352,7 @@ def train_beside_another(config: dict[str, Any]) -> None:
     assert not torch.distributed.is_initialized()
     with ray_dcp.train.checkpointer() as ckpt:
         (folder / f"here-{number}").touch()
-        assert eventually((folder / f"here-{1 - number}").exists, 120)
+        assert eventually((folder / f"here-{1 - number}").exists)
         for step in (1, 2):
             state = {"shared": torch.full((9,), float(number)), f"of {rank}": torch.tensor(rank)}
             ckpt.save(step, state, metrics={"number": number})
@@ -363,7 +363,7 @@ def train_beside_another(config: dict[str, Any]) -> None:
         if number == 1:
             begin_under_the_name_of_the_other(folder)
             (folder / "over").touch()
-        assert eventually((folder / "over").exists, 120)
+        assert eventually((folder / "over").exists)
 
 
 def begin_under_the_name_of_the_other(folder: Path) -> None:

@@ -40,7 +40,7 @@ def test_what_it_prints_reaches_the_server_and_it_ends_when_told(tmp_path):
         assert found.stdout == "no checkpoints at or below s3://ckpt/run\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-    assert eventually(lambda: not dev_store.listens(port), 10.0)
+    assert eventually(lambda: not dev_store.listens(port))
 
 
 def test_a_missing_program_is_told_with_what_to_install(monkeypatch):

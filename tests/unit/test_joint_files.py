@@ -123,7 +123,7 @@ def test_what_one_rank_can_not_hand_over_none_has_written(places):
     sealed = node.spool.seal(three.order.key)
     assert sealed.result(30) is True  # there is room for all
     node.spool.process_died("p1")
-    assert eventually(lambda: node.reports, 20)
+    assert eventually(lambda: node.reports)
     with pytest.raises(ParticipantError, match="rank 1 died"):
         raise node.reports[0].error
     node.spool.process_died("p0")
@@ -142,7 +142,7 @@ def test_a_rank_that_never_comes_is_named(places):
     )
     one.begin()
     one.fill()
-    assert eventually(lambda: node.reports, 20)
+    assert eventually(lambda: node.reports)
     error = node.reports[0].error
     assert isinstance(error, ParticipantError)
     assert "ranks 1 did not" in str(error)
@@ -197,12 +197,12 @@ def test_another_stager_writes_what_the_ranks_still_have_mapped(places):
         key = StageKey("s", number, "a1", incarnation=1)
         order = rank.share.order(key, places[0], SLOT)
         assert second.spool.adopt(order, None, first.arena, tuple(rank.slots)) is True
-    assert eventually(lambda: second.reports, 20)
+    assert eventually(lambda: second.reports)
     assert second.reports[0].receipt is not None
     assert same_files(*places)
     # The first one wakes up: it finds its own bytes there.
     gate.set()
-    assert eventually(lambda: first.reports, 20)
+    assert eventually(lambda: first.reports)
     assert first.reports[0].receipt.digest == second.reports[0].receipt.digest
     assert same_files(*places)
 
@@ -212,7 +212,7 @@ def test_what_is_kept_is_found_in_the_joint_file(places):
     node = Node(40)
     ranks = ranks_of(node, found, places[0], keep_in_memory=1)
     stage_all(ranks)
-    assert eventually(lambda: node.spool.num_kept() == 4, 20)
+    assert eventually(lambda: node.spool.num_kept() == 4)
     (file,) = node.spool.kept("a1").files
     data = open_storage(places[0]).read(file.key)
     looked_at = 0
@@ -300,7 +300,7 @@ def test_ranks_share_a_file_also_where_one_of_them_can_not_map_the_memory(places
         one.fill()
     assert spool.seal(order.key).result(30) is True
     assert spool.seal(one.order.key).result(30) is True
-    assert eventually(lambda: reports, 20)
+    assert eventually(lambda: reports)
     assert reports[0].error is None
     assert same_files(*places)
 
@@ -367,7 +367,7 @@ def test_one_is_adopted_and_the_other_hands_over_anew(sealed, places):
     staged.start()
     staged.join(30)
     assert not staged.is_alive()
-    assert eventually(lambda: second.reports, 30)
+    assert eventually(lambda: second.reports)
     assert [report.error for report in second.reports if report.error] == []
     assert same_files(*places)
     assert second.spool._joint.lines == {}
@@ -383,7 +383,7 @@ def test_what_is_kept_of_a_file_is_kept_whole_or_not_at_all(places):
     node = Node(40)
     ranks = ranks_of(node, found, places[0], keep_in_memory=1)
     stage_all(ranks)
-    assert eventually(lambda: node.reports and not node.spool.num_active(), 30)
+    assert eventually(lambda: node.reports and not node.spool.num_active())
     for rank in ranks:
         node.spool.release(rank.order.key, committed=True)
     assert node.spool.kept("a1") is not None

@@ -165,7 +165,7 @@ def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, ga
         one_save(url, InlineSession(), opener=held.opener, write_timeout_s=0.5)
     assert writers()
     held.open()
-    assert eventually(lambda: not writers(), PATIENCE_S)
+    assert eventually(lambda: not writers())
     assert not [key for key in keys(url) if key.endswith(".distcp")]
 
 
@@ -195,7 +195,7 @@ def test_a_commit_that_hangs_is_outvoted_by_its_rank_and_loses_when_it_comes_bac
     with pytest.raises(ParticipantError, match="was declared failed in slot 1"):
         one_save(url, session, commit_timeout_s=0.5)
     held.open()
-    assert eventually(lambda: session._shell.coordination.active == (), PATIENCE_S)
+    assert eventually(lambda: session._shell.coordination.active == ())
     assert loads_whole(url, [state_of(1)]) is None
 
 
@@ -209,7 +209,7 @@ def test_a_commit_that_hangs_for_coordinator_and_rank_is_unknown_and_ends_when_i
     attempt = caught.value.attempt
     assert outcome(url, attempt) == "open"
     held.open()
-    assert eventually(lambda: session._shell.coordination.active == (), PATIENCE_S)
+    assert eventually(lambda: session._shell.coordination.active == ())
     assert outcome(url, attempt) in ("committed", "aborted")
     stands = loads_whole(url, [state_of(1)]) == 0
     assert stands == (outcome(url, attempt) == "committed")
@@ -302,7 +302,7 @@ def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(ur
     with pytest.raises(KeyboardInterrupt):
         one_save(url, session, opener=held.opener, state=state_of(2))
     held.open()
-    assert eventually(lambda: not writers(), PATIENCE_S)
+    assert eventually(lambda: not writers())
     assert {key for key in keys(url) if key.endswith(".distcp")} == before
     assert session._shell.coordination.active == ()
     assert loads_whole(url, [state_of(1), state_of(2)]) == 0
@@ -339,7 +339,7 @@ def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
     saving.join(PATIENCE_S)
     assert "enough" in came[0].message
     held.open()
-    assert eventually(lambda: not [k for k in keys(url) if k.endswith(".distcp")], PATIENCE_S)
+    assert eventually(lambda: not [k for k in keys(url) if k.endswith(".distcp")])
     one_save(url, session)
     assert not session.cancel(OpKey("inline", 1), "too late")
     load_and_check(state_of(1), 1, url)

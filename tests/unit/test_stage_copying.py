@@ -102,7 +102,7 @@ def test_who_is_interrupted_leaves_nobody_who_goes_on_copying(monkeypatch):
             raise KeyboardInterrupt
         copied.append(pair)
         begun.set()
-        eventually(lambda: not len(batches[0]), 5)
+        eventually(lambda: not len(batches[0]))
 
     caller = threading.get_ident()
     monkeypatch.setattr(copying.np, "copyto", copyto)

@@ -470,7 +470,7 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(one.at(5, 1)))
     thread.start()
-    assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
+    assert eventually(lambda: one._changed._waiters)  # type: ignore[attr-defined]
     assert found == []
     assert one.ask(Asked("a", "resize", 4))
     thread.join(10)
@@ -574,7 +574,7 @@ def test_a_rank_lingers_after_the_save_until_it_is_let_go(monkeypatch: Any):
     assert asked is not None
     thread = threading.Thread(target=one.ended, args=(asked, True))
     thread.start()
-    assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
+    assert eventually(lambda: one._changed._waiters)  # type: ignore[attr-defined]
     assert follow(ranks, "a", 0.0) == "committed"
     one.drop("a")
     thread.join(10)
