@@ -22,9 +22,10 @@ import ray_dcp
 from ray_dcp.errors import LimitError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import kept
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.session import Session, current_session
 from tests.attempts import Attempt, attempt
 from tests.held_writes import hold_writes
+from tests.polling import eventually
 
 LARGE_BYTES = 48 << 20
 """What one rank writes, in several parts, where something happens before it is written."""
@@ -237,13 +238,26 @@ def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
 
 
 def save_kept(path: str, step: int, keep: int = 1) -> int:
-    """Saves a state of which the nodes keep so many in memory; returns when it is committed."""
+    """Saves a state of which the nodes keep so many in memory; returns when this node does."""
     options = SaveOptions(keep_in_memory=keep)
     handle = ray_dcp.async_save(
         kept_state(step), checkpoint_id=f"{path}/step-{step}", options=options
     )
     handle.committed(120)
+    await_kept(current_session(), handle.report().attempt, dist.get_world_size())
     return step
+
+
+def await_kept(session: Session, attempt_id: str | None, num_files: int) -> None:
+    """Returns when the stager of this node keeps so many files of an attempt."""
+    stager = session.staging().link().handle
+
+    def is_kept() -> bool:
+        found = ray.get(stager.kept.remote(attempt_id))
+        return found is not None and len(found.files) == num_files
+
+    # Why: the outcome may be known before the stager has the answer to its last report.
+    assert eventually(is_kept)
 
 
 def kept_state(step: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A stager that writes nothing before it may: saves that are staged, and certainly not committed."""
+"""A stager that writes nothing before it may: saves that are staged and can not be committed."""
 
 from __future__ import annotations
 

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-
 PATIENCE_S = 180.0
 """How long something that will happen may take before it counts as a hang, in seconds.
 
-Far more than any of it takes: how fast the machine is, and what else it does, is for no test to say.
+Far more than any of it takes, also on a machine that is slow, or has much else to do.
 """
 
 
@@ -20,7 +19,7 @@ def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) ->
 
     Args:
         condition: Asked again and again.
-        within_s: Given only where it must *not* come true, so that somebody has to wait, in seconds.
+        within_s: In seconds; given only where it must *not* come true.
     """
     end_s = time.monotonic() + within_s
     while not condition():

@@ -73,7 +73,9 @@ def test_a_session_in_a_namespace_of_its_own_finds_its_memory(ray_session, tmp_p
     with closing(ray_dcp.connect(namespace="elsewhere", name="elsewhere")) as session:
         stager = session.staging().link().handle
         try:
-            ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options).committed(60)
+            handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
+            handle.committed(120)
+            programs.await_kept(session, handle.report().attempt, 1)
             spoil(tmp_path)
             report = ray_dcp.load(into, checkpoint_id=tmp_path)
         finally:
@@ -104,5 +106,10 @@ def test_a_staged_step_is_waited_for_after_the_death_of_all_ranks(ranks, tmp_pat
         ranks.run(programs.stage_kept_and_die, str(tmp_path / "step-6"), 7, gate)
     ranks.resize(2)
     # The same id was saved again: nobody gets the older one.
-    read, from_memory = loads(ranks, tmp_path / "step-6", 7, opens=gate)
-    assert read == from_memory > 40 << 20
+    loads(ranks, tmp_path / "step-6", 7, opens=gate)
+
+    def is_in_memory() -> bool:
+        read, from_memory = loads(ranks, tmp_path / "step-6", 7)
+        return read == from_memory > 40 << 20
+
+    assert eventually(is_in_memory)

@@ -78,6 +78,24 @@ def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path
     assert node.spool.num_active() == 0
 
 
+def test_an_outcome_that_comes_before_the_answer_to_the_last_report_loses_nothing(tmp_path):
+    node = Node(20)
+    for options in (KEEP, SaveOptions()):
+        node.may_report.clear()
+        rank, _ = save(node, tmp_path, f"c{options.keep_in_memory}", options=options)
+        key = rank.order.key
+        assert eventually(lambda: node.spool.progress(key).reports)  # noqa: B023
+        node.spool.release(key, committed=True)
+        assert node.spool.progress(key) is not None
+        assert not node.spool.in_flight(str(tmp_path))
+        node.may_report.set()
+        if options is KEEP:
+            assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
+            assert node.spool.progress(key).reports[0].receipt
+        else:
+            assert eventually(lambda: node.spool.progress(key) is None)  # noqa: B023
+
+
 def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
     node = Node(2)
     rank, _ = save(node, tmp_path, "c")
