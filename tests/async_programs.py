@@ -90,11 +90,11 @@ def save_and_change(path: str, step: int, **options: Any) -> Attempt:
     def save() -> Any:
         state = mixed_state(step)
         handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
-        handle.staged(120)
+        handle.staged(180)
         change(state)
         assert isinstance(handle, Future)
         assert isinstance(handle, AsyncSaveResponse)
-        metadata = handle.committed(120)
+        metadata = handle.committed(180)
         assert handle.upload_completion.result(0) is metadata
         assert handle.progress.phase == "committed"
         return handle.report()
@@ -136,7 +136,7 @@ def save_with_nan(path: str, bad_rank: int, **options: Any) -> Attempt:
         state = {f"w{rank}": numbers}
         handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
         HELD["called"] = True
-        handle.committed(120)
+        handle.committed(180)
         return handle.report().staging
 
     HELD["called"] = False
@@ -167,7 +167,7 @@ def begin_large(path: str, step: int, **options: Any) -> Path:
         large_state(step), checkpoint_id=path, options=SaveOptions(**options)
     )
     HELD["handle"] = handle
-    handle.staged(120)
+    handle.staged(180)
     attempt_id = handle.report().attempt
     assert attempt_id is not None
     Path(f"{path}.attempt").write_text(attempt_id)
@@ -191,7 +191,7 @@ def begin_large_and_signal_stager(path: str, step: int, number: int, **options: 
         begin_large(path, step, **options)
         if dist.get_rank() == 0:
             os.kill(pid, number)
-        return HELD["handle"].committed(120) and HELD["handle"].report()
+        return HELD["handle"].committed(180) and HELD["handle"].report()
 
     return attempt(save)
 
@@ -206,7 +206,7 @@ def begin_large_and_cancel(path: str, step: int, by: int) -> Attempt:
                 assert HELD["handle"].cancel()
             finally:
                 gate.touch()
-        return HELD["handle"].committed(120)
+        return HELD["handle"].committed(180)
 
     return attempt(save)
 
@@ -243,7 +243,7 @@ def save_kept(path: str, step: int, keep: int = 1) -> int:
     handle = ray_dcp.async_save(
         kept_state(step), checkpoint_id=f"{path}/step-{step}", options=options
     )
-    handle.committed(120)
+    handle.committed(180)
     await_kept(current_session(), handle.report().attempt, dist.get_world_size())
     return step
 
@@ -337,7 +337,7 @@ def stage_kept_and_die(path: str, step: int, gate: str) -> None:
         hold_writes(session, Path(gate))
     dist.barrier()
     handle = ray_dcp.async_save(state, checkpoint_id=path, options=options)
-    handle.staged(120)
+    handle.staged(180)
     # Suppressed: a rank that has died meanwhile had passed it.
     with suppress(RuntimeError):
         dist.barrier()
@@ -348,7 +348,7 @@ def warm(num_bytes: int) -> int:
     """Gets ready for a state that only this rank has a part of; returns the stager's memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.zeros(num_bytes // 4), mesh, [Shard(0)])}
-    ray_dcp.warm_up(state).result(60)
+    ray_dcp.warm_up(state).result(180)
     pid = stager_facts()["pid"]
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
@@ -365,7 +365,7 @@ def begin_large_and_kill_coordinator(path: str, step: int, *victims: int) -> Att
             gate.touch()
         if dist.get_rank() in victims:
             os.kill(os.getpid(), signal.SIGKILL)
-        HELD["handle"].committed(120)
+        HELD["handle"].committed(180)
         return current_session().coordinator_info()["epoch"], HELD["handle"].report().attempt
 
     return attempt(save)

@@ -21,7 +21,7 @@ from tests.polling import eventually, lives
 
 @pytest.fixture(scope="module")
 def ranks(ray_session):
-    with WorkerGroup(2, run_timeout_s=180, release_s=10) as group:
+    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
         yield group
 
 

@@ -164,7 +164,7 @@ BAD_STATES = {
 
 @pytest.fixture(scope="module")
 def ranks():
-    with WorkerGroup(3, run_timeout_s=60) as group:
+    with WorkerGroup(3, run_timeout_s=400) as group:
         yield group
 
 

@@ -47,7 +47,7 @@ class Job:
 
         keys = [session.next_key() for session in self.sessions]
         each = zip(self.sessions, keys, strict=True)
-        outcomes = [future.result(90) for future in [threads.submit(one, *at) for at in each]]
+        outcomes = [future.result(180) for future in [threads.submit(one, *at) for at in each]]
         assert len({outcome.attempt for outcome in outcomes}) == 1
         assert same_state(state, load_state(open_storage(Target(self.url)), state, 1))
 

@@ -18,7 +18,7 @@ from tests.polling import eventually
 
 @pytest.fixture(scope="module")
 def ranks(ray_session):
-    with WorkerGroup(2, run_timeout_s=180, release_s=10) as group:
+    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
         yield group
 
 
@@ -74,7 +74,7 @@ def test_a_session_in_a_namespace_of_its_own_finds_its_memory(ray_session, tmp_p
         stager = session.staging().link().handle
         try:
             handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
-            handle.committed(120)
+            handle.committed(180)
             programs.await_kept(session, handle.report().attempt, 1)
             spoil(tmp_path)
             report = ray_dcp.load(into, checkpoint_id=tmp_path)

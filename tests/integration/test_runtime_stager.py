@@ -205,7 +205,7 @@ class Victim:
 def test_a_rank_killed_after_staging_is_not_missed(namespace, book, places):
     sizes = [8 * MIB] * 5
     victim = Victim.remote(namespace)
-    os.kill(ray.get(victim.stage.remote(sizes, places[0], book), timeout=60), signal.SIGKILL)
+    os.kill(ray.get(victim.stage.remote(sizes, places[0], book), timeout=400), signal.SIGKILL)
     share(sizes, part_bytes=9 * MIB).written(places[1])
     reports = told(book, 5)
     assert all(report.receipt for report in reports)
@@ -316,7 +316,7 @@ def test_a_stager_killed_while_a_rank_stages_is_replaced(namespace, places):
 def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_book, places):
     before = set(os.listdir("/dev/shm"))
     victim = Victim.remote(namespace)
-    pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=60)
+    pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
     watcher = opened(namespace, name="watcher")
     stager = watcher.info()["pid"]
     assert any(f"/proc/{pid}/" in path for path in arenas())
@@ -348,7 +348,7 @@ def test_a_capture_that_fails_gives_everything_back(namespace, places):
 
 def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
     staging = opened(namespace)
-    staging.warm(40 * MIB).result(60)
+    staging.warm(40 * MIB).result(180)
     fields = Path(f"/proc/{staging.info()['pid']}/status").read_text()
     shared_kb = int(fields.split("RssShmem:")[1].split()[0])
     assert shared_kb >= 40 * 1024
@@ -359,7 +359,7 @@ def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
 
 def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):
     victim = Victim.remote(namespace)
-    rank = ray.get(victim.pid.remote(), timeout=60)
+    rank = ray.get(victim.pid.remote(), timeout=400)
     node_id = ray.get_runtime_context().get_node_id()
     other = f"{namespace}-lease"
     staging = RankStaging.open("r", namespace=other, lease_s=1.0)

@@ -11,8 +11,7 @@ from tests import layouts
 from tests.polling import eventually
 from tests.s3_server import fresh_place, server_on_memory_disk
 
-# Why so long: the first test starts eight processes that import torch.
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 UNIQUE = sum(4 * rows * columns for rows, columns in layouts.SHAPES)
 

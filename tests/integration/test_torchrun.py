@@ -23,7 +23,7 @@ def run(action: str, folder: Path, num_ranks: int) -> subprocess.CompletedProces
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          f"--nproc-per-node={num_ranks}", "--local-addr=127.0.0.1",
          "-m", "tests.integration.torchrun_script", action, str(folder), str(LEASE_S)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=150,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=400,
         env=plain_environment(OMP_NUM_THREADS="1"), check=False,
     )  # fmt: skip
 

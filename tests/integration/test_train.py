@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.integrations.train import telling
+from ray_dcp.integrations.train import asking, telling
 from ray_dcp.integrations.train.callback import SaveBeforeResize
 from ray_dcp.integrations.train.context import run_facts
 from ray_dcp.integrations.train.joining import join
@@ -38,10 +39,7 @@ from tests.s3_server import fresh_place
 from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
-    pytest.mark.timeout(360),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
 
 NUM_STEPS = 24
 LAST_SAVED = 20
@@ -58,7 +56,7 @@ def train_ray(request, server):
         patch.setenv("AWS_ACCESS_KEY_ID", server.access_key_id)
         patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        yield request.getfixturevalue("ray_session")
+        yield request.getfixturevalue("own_ray_session")
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +114,13 @@ def train_in_two_shards(config: dict[str, str]) -> None:
         save_different_steps(folder, rank)
         save_and_load_by_themselves(folder, rank)
     state = made("fsdp2")
+    asked = told_when_asked()
     with ray_dcp.train.checkpointer(save_interval=4) as ckpt:
         done = ckpt.restore(state)
         note(folder, rank, restored=done, samples=state["samples"])
         for step in range(0 if done is None else done + 1, NUM_STEPS):
+            # However late the controller looks: it finds ranks that have steps left.
+            assert done is not None or step != 2 * ASKED_AT or asked.wait(180)
             loss = train_one_step(state, step, rank, world_size)
             note(folder, rank, step=step, loss=loss, world_size=world_size)
             ckpt.save(step, state, metrics={"loss": loss})
@@ -128,6 +129,19 @@ def train_in_two_shards(config: dict[str, str]) -> None:
     )
     note(folder, rank, reported=[(one.checkpoint.path, one.metrics["step"]) for one in reported])
     note(folder, rank, local=os.listdir("."))
+
+
+def told_when_asked() -> threading.Event:
+    """Returns what is set when this process has been asked to save."""
+    asked, tell = threading.Event(), asking.tell
+
+    def told(what: asking.Asked) -> bool:
+        found = tell(what)
+        asked.set()
+        return found
+
+    asking.tell = told
+    return asked
 
 
 def save_different_steps(folder: str, rank: int) -> None:

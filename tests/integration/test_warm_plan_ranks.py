@@ -24,7 +24,7 @@ Said = tuple[int, int, list[str]]
 
 @pytest.fixture(scope="module")
 def ranks():
-    with WorkerGroup(2, release_s=2.0) as group:
+    with WorkerGroup(2, release_s=60) as group:
         yield group
 
 

@@ -94,7 +94,7 @@ def test_a_resize_waits_for_the_save_and_the_workers_for_their_end(group: Group)
     assert eventually(lambda: has_asked(group))
     assert controller.is_alive()
     assert group.save(5).linger_s > 30.0
-    controller.join(20)
+    controller.join(180)
     assert not controller.is_alive()
 
 

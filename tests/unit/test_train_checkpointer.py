@@ -271,7 +271,7 @@ def test_before_the_workers_end_a_rank_waits_for_the_commit_and_makes_no_step(
     assert thread.is_alive()
     assert told == []
     BOARD.drop("asked")
-    thread.join(30)
+    thread.join(180)
     assert not thread.is_alive()
     assert [step for step, _ in told] == [2]
 
