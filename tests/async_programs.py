@@ -22,11 +22,13 @@ import ray_dcp
 from ray_dcp.errors import LimitError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime import kept
-from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.session import Session, current_session
 from tests.attempts import Attempt, attempt
+from tests.held_writes import hold_writes
+from tests.polling import eventually
 
-LARGE_BYTES = 192 << 20
-"""What one rank writes where something must happen in the middle of it."""
+LARGE_BYTES = 48 << 20
+"""What one rank writes, in several parts, where something happens before it is written."""
 
 HELD: dict[str, Any] = {}
 
@@ -88,11 +90,11 @@ def save_and_change(path: str, step: int, **options: Any) -> Attempt:
     def save() -> Any:
         state = mixed_state(step)
         handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
-        handle.staged(60)
+        handle.staged(180)
         change(state)
         assert isinstance(handle, Future)
         assert isinstance(handle, AsyncSaveResponse)
-        metadata = handle.committed(120)
+        metadata = handle.committed(180)
         assert handle.upload_completion.result(0) is metadata
         assert handle.progress.phase == "committed"
         return handle.report()
@@ -134,7 +136,7 @@ def save_with_nan(path: str, bad_rank: int, **options: Any) -> Attempt:
         state = {f"w{rank}": numbers}
         handle = ray_dcp.async_save(state, checkpoint_id=path, options=SaveOptions(**options))
         HELD["called"] = True
-        handle.committed(60)
+        handle.committed(180)
         return handle.report().staging
 
     HELD["called"] = False
@@ -147,26 +149,38 @@ def large_state(step: int, num_bytes: int = LARGE_BYTES) -> dict[str, Any]:
     return {f"large{dist.get_rank()}": torch.full((num_bytes // 4,), float(step)), "step": step}
 
 
-def begin_large(path: str, step: int, **options: Any) -> str:
-    """Begins a large save and keeps its handle; returns its attempt."""
+def begin_large(path: str, step: int, **options: Any) -> Path:
+    """Begins a large save, keeps its handle, and notes its attempt in `path + ".attempt"`.
+
+    Returns:
+        Who writes it waits until this file is there, unless it is another stager than the one that
+        it was staged with: all ranks have staged it, and it is not committed.
+    """
+    gate = Path(f"{path}.gate")
+    # On all ranks: to make a session takes all of them.
+    session = current_session()
+    if dist.get_rank() == 0:
+        hold_writes(session, gate)
+    dist.barrier()
     options = {"part_bytes": 16 << 20, "num_threads": 1, **options}
     handle = ray_dcp.async_save(
         large_state(step), checkpoint_id=path, options=SaveOptions(**options)
     )
     HELD["handle"] = handle
-    handle.staged(60)
+    handle.staged(180)
     attempt_id = handle.report().attempt
     assert attempt_id is not None
-    return attempt_id
+    Path(f"{path}.attempt").write_text(attempt_id)
+    dist.barrier()
+    assert not handle.done()
+    return gate
 
 
-def begin_large_and_die(path: str, step: int, *victims: int) -> str:
-    """Begins a large save; some ranks are killed as soon as their bytes are staged."""
-    found = begin_large(path, step)
-    Path(f"{path}.attempt").write_text(found)
+def begin_large_and_die(path: str, step: int, *victims: int) -> None:
+    """Begins a large save; some ranks are killed when it is staged and nothing of it is written."""
+    begin_large(path, step)
     if dist.get_rank() in victims:
         os.kill(os.getpid(), signal.SIGKILL)
-    return found
 
 
 def begin_large_and_signal_stager(path: str, step: int, number: int, **options: Any) -> Attempt:
@@ -177,7 +191,7 @@ def begin_large_and_signal_stager(path: str, step: int, number: int, **options: 
         begin_large(path, step, **options)
         if dist.get_rank() == 0:
             os.kill(pid, number)
-        return HELD["handle"].committed(120) and HELD["handle"].report()
+        return HELD["handle"].committed(180) and HELD["handle"].report()
 
     return attempt(save)
 
@@ -186,10 +200,13 @@ def begin_large_and_cancel(path: str, step: int, by: int) -> Attempt:
     """Begins a large save, which one rank cancels."""
 
     def save() -> Any:
-        begin_large(path, step)
+        gate = begin_large(path, step)
         if dist.get_rank() == by:
-            assert HELD["handle"].cancel()
-        return HELD["handle"].committed(60)
+            try:
+                assert HELD["handle"].cancel()
+            finally:
+                gate.touch()
+        return HELD["handle"].committed(180)
 
     return attempt(save)
 
@@ -221,13 +238,26 @@ def save_twice(path: str, when_full: str, max_pending: int) -> list[str]:
 
 
 def save_kept(path: str, step: int, keep: int = 1) -> int:
-    """Saves a state of which the nodes keep so many in memory; returns when it is committed."""
+    """Saves a state of which the nodes keep so many in memory; returns when this node does."""
     options = SaveOptions(keep_in_memory=keep)
     handle = ray_dcp.async_save(
         kept_state(step), checkpoint_id=f"{path}/step-{step}", options=options
     )
-    handle.committed(120)
+    handle.committed(180)
+    await_kept(current_session(), handle.report().attempt, dist.get_world_size())
     return step
+
+
+def await_kept(session: Session, attempt_id: str | None, num_files: int) -> None:
+    """Returns when the stager of this node keeps so many files of an attempt."""
+    stager = session.staging().link().handle
+
+    def is_kept() -> bool:
+        found = ray.get(stager.kept.remote(attempt_id))
+        return found is not None and len(found.files) == num_files
+
+    # Why: the outcome may be known before the stager has the answer to its last report.
+    assert eventually(is_kept)
 
 
 def kept_state(step: int) -> dict[str, Any]:
@@ -243,14 +273,26 @@ def kept_state(step: int) -> dict[str, Any]:
     }
 
 
-def kept_is(path: str, step: int, unreachable: bool = False, **options: Any) -> Attempt:
+def kept_is(
+    path: str, step: int, unreachable: bool = False, opens: str = "", **options: Any
+) -> Attempt:
     """Loads the state of a step and compares it; returns the bytes that were read, and how.
 
     Args:
         path: Of the checkpoint.
         step: Of the values.
         unreachable: This process can't open the node's memory, as if it were on another machine.
+        opens: File that is made when the load has found a save whose outcome is open.
+        **options: Of the load.
     """
+
+    is_open = kept._is_open
+
+    def found_open(one: Any) -> bool:
+        found: bool = is_open(one)
+        if found:
+            Path(opens).touch()
+        return found
 
     def load() -> Any:
         expected, loaded = kept_state(step), kept_state(0)
@@ -259,6 +301,8 @@ def kept_is(path: str, step: int, unreachable: bool = False, **options: Any) -> 
                 no = LimitError("another machine")
                 stack.enter_context(patch.object(kept.Arena, "open", side_effect=no))
                 stack.enter_context(patch.object(kept, "FETCH_BYTES", 1 << 20))
+            if opens:
+                stack.enter_context(patch.object(kept, "_is_open", found_open))
             report = ray_dcp.load(loaded, checkpoint_id=path, options=LoadOptions(**options))
         assert loaded["log"] == {"step": step}
         assert _equal(loaded, expected)
@@ -278,12 +322,22 @@ def scribble(attempt_id: str) -> bool:
     return bool(found.files)
 
 
-def stage_kept_and_die(path: str, step: int) -> None:
-    """Begins a save that is kept, and dies when it is staged on all ranks."""
+def stage_kept_and_die(path: str, step: int, gate: str) -> None:
+    """Begins a save that is kept, and dies when it is staged on all ranks.
+
+    Args:
+        path: Of the checkpoint.
+        step: Of the values.
+        gate: It is written when this file is there.
+    """
     options = SaveOptions(keep_in_memory=1, num_threads=1)
     state = {**kept_state(step), f"more{dist.get_rank()}": torch.zeros(LARGE_BYTES // 4)}
+    session = current_session()
+    if dist.get_rank() == 0:
+        hold_writes(session, Path(gate))
+    dist.barrier()
     handle = ray_dcp.async_save(state, checkpoint_id=path, options=options)
-    handle.staged(60)
+    handle.staged(180)
     # Suppressed: a rank that has died meanwhile had passed it.
     with suppress(RuntimeError):
         dist.barrier()
@@ -294,7 +348,7 @@ def warm(num_bytes: int) -> int:
     """Gets ready for a state that only this rank has a part of; returns the stager's memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.zeros(num_bytes // 4), mesh, [Shard(0)])}
-    ray_dcp.warm_up(state).result(60)
+    ray_dcp.warm_up(state).result(180)
     pid = stager_facts()["pid"]
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
@@ -307,14 +361,13 @@ def begin_large_and_kill_coordinator(
 
     def save() -> Any:
         pid = current_session().coordinator_info()["pid"]
-        found = begin_large(path, step, **options)
-        Path(f"{path}.attempt").write_text(found)
-        dist.barrier()
+        gate = begin_large(path, step, **options)
         if dist.get_rank() == 0:
             os.kill(pid, signal.SIGKILL)
+            gate.touch()
         if dist.get_rank() in victims:
             os.kill(os.getpid(), signal.SIGKILL)
-        HELD["handle"].committed(120)
-        return current_session().coordinator_info()["epoch"], found
+        HELD["handle"].committed(180)
+        return current_session().coordinator_info()["epoch"], HELD["handle"].report().attempt
 
     return attempt(save)

@@ -20,6 +20,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ray_dcp
 from ray_dcp.errors import CheckpointError
 
+SECONDS = 100.0
+"""What ranks are told of each other within: far below every deadline, on a slow machine too."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -70,7 +73,7 @@ def one_error(attempts: list[Attempt], kind: type[CheckpointError], *told: str) 
     errors = [attempt.error for attempt in attempts]
     assert {type(error) for error in errors} == {kind}, errors
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert max(attempt.seconds for attempt in attempts) < 15
+    assert max(attempt.seconds for attempt in attempts) < SECONDS
     for text in told:
         assert text in str(errors[0]), str(errors[0])
     return errors[0]

@@ -38,7 +38,7 @@ class Gate:
                 self.reached.set()
             if first:
                 self._on_arrival()
-            self.opened.wait(120)
+            self.opened.wait(180)
 
 
 class GatedStorage:

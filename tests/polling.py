@@ -7,9 +7,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+PATIENCE_S = 180.0
+"""How long something that will happen may take before it counts as a hang, in seconds.
 
-def eventually(condition: Callable[[], object], within_s: float) -> bool:
-    """Returns whether a condition came true in time."""
+Far more than any of it takes, also on a machine that is slow, or has much else to do.
+"""
+
+
+def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> bool:
+    """Returns whether a condition came true in time.
+
+    Args:
+        condition: Asked again and again.
+        within_s: In seconds; given only where it must *not* come true.
+    """
     end_s = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > end_s:

@@ -64,7 +64,7 @@ def server_without_conditions(directory: Path) -> Iterator[Location]:
         )
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(180)
 
 
 def _wait_for(port: int, timeout_s: float = 30.0) -> None:

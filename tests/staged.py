@@ -166,7 +166,7 @@ class Rank:
         )
         window = self.next_window
         while window >= len(self.slots):
-            self.slots += self.spool.more(self.order.key, len(self.slots)).result(30).slots
+            self.slots += self.spool.more(self.order.key, len(self.slots)).result(180).slots
         into = self.channel.arena.slot_array(self.slots[window].index)
         items = self.share.items
         fill_window(
@@ -190,7 +190,7 @@ class Rank:
         self.begin()
         for _ in range(self.num_windows):
             self.fill()
-        assert self.spool.seal(self.order.key).result(30) is True
+        assert self.spool.seal(self.order.key).result(180) is True
 
 
 def scribbled(share: Share) -> Callable[[], None]:

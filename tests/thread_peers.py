@@ -83,7 +83,7 @@ class ThreadExchange:
             return None
         with self._board.changed:
             while unit not in self._there and unit not in self._gone and not self._left:
-                assert self._board.changed.wait(20), f"nobody offers unit {unit}"
+                assert self._board.changed.wait(180), f"nobody offers unit {unit}"
             found = self._there.get(unit)
         return None if found is None else memoryview(found)
 

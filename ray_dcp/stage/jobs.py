@@ -103,6 +103,8 @@ class Job:
     """Written, and its bytes stay for loads."""
     is_committed: bool = False
     """Its rank was told so."""
+    is_released: bool = False
+    """Its rank knows the outcome: it is forgotten as soon as it is over, if it is not kept."""
     is_copied: bool = False
     """Another node was asked to keep a copy."""
     is_dropped: bool = False
@@ -116,6 +118,12 @@ class Job:
         if self.order.files is not None:
             return self.order.files
         return tuple(range(len(self.plan.files)))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is a receipt for each of its files."""
+        told = self.reports
+        return len(told) == len(self.files) and all(one.receipt for one in told.values())
 
     @property
     def run(self) -> str:

@@ -30,8 +30,7 @@ class Shelf:
             and channel is not None
             and job.arena is not None
             and job.error is None
-            and all(job.reports[f].receipt for f in job.files if f in job.reports)
-            and len(job.reports) == len(job.files)
+            and job.is_written
             and channel.ledger.is_whole(job.order.key)
         )
         return job.is_kept

@@ -238,14 +238,13 @@ class Spool(SpoolState):
             job = self._jobs.get(key)
             if job is None:
                 return
-            job.is_committed = committed
-            if not (job.is_over and job.rank_is_done):
+            job.is_committed, job.is_released = committed, True
+            if job.is_over and job.rank_is_done:
+                job.is_dropped = not committed
+                self._tidy(job)
+            elif not (committed and job.is_written):
                 self.cancel(key, "because its outcome is known")
-                return
-            job.is_dropped = not committed
-            self._tidy(job)
-            if not job.is_kept:
-                del self._jobs[key]
+            # Else only the answer to its last report is missing; then it is kept or forgotten.
 
     def process_died(self, process: str) -> None:
         """Takes that a rank is dead: what it had handed over whole is written, the rest not."""
@@ -328,7 +327,7 @@ class Spool(SpoolState):
 
     def _tidy(self, job: Job) -> None:
         if job.is_over and job.rank_is_done and not self._shelf.takes(job):
-            self._drop(job)
+            (self._forget if job.is_released else self._drop)(job)
             return
         for old in self._shelf.surplus() if job.is_kept else ():
             old.is_dropped, old.is_kept = True, False

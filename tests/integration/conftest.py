@@ -1,10 +1,11 @@
-"""A real Ray for a test module, as small and as quiet as it can be."""
+"""A real Ray for test modules, as small and as quiet as it can be."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ THIRD_PARTY_WARNINGS = (
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning",
 )
 
+
+DAEMONS = {"num_cpus": 8, "object_store_memory": 256 << 20, "include_dashboard": False}
 
 LONGEST = (
     "test_train", "test_reshard", "test_async_saves", "test_cluster_configs", "test_bench_soak",
@@ -53,16 +56,48 @@ def server():
     yield from server_on_memory_disk()
 
 
+@pytest.fixture(scope="session")
+def ray_address():
+    """Ray's daemons, which many modules share: to start them takes longer than most of these."""
+    from ray.cluster_utils import Cluster
+
+    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+    (Path(directory) / "ray").mkdir()
+    # Why: Ray writes the address of the newest cluster there, and everybody reads it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", directory)
+        head = {**DAEMONS, "temp_dir": f"{directory}/ray"}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+    yield cluster.address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", directory)
+        cluster.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
-def ray_session():
-    """Ray on this machine for one module; everything it leaves is removed."""
+def ray_session(ray_address):
+    """A driver on this machine for one module; every actor that it leaves is ended."""
+    import ray
+
+    ray.init(ray_address, log_to_driver=False, configure_logging=False, namespace="tests")
+    yield ray.get_runtime_context().gcs_address
+    # Also those that live on by themselves, and what they have in memory.
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        # Suppressed: it has ended meanwhile.
+        with suppress(ValueError):
+            ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def own_ray_session():
+    """A Ray for one module, with its environment; everything it leaves is removed."""
     import ray
 
     directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
     ray.init(
-        num_cpus=8,
-        object_store_memory=256 << 20,
-        include_dashboard=False,
+        **DAEMONS,
         log_to_driver=False,
         configure_logging=False,
         namespace="tests",

@@ -21,7 +21,7 @@ from tests.polling import eventually, lives
 
 @pytest.fixture(scope="module")
 def ranks(ray_session):
-    with WorkerGroup(2, run_timeout_s=180, release_s=10) as group:
+    with WorkerGroup(2, run_timeout_s=400, release_s=60) as group:
         yield group
 
 
@@ -32,7 +32,7 @@ def whole_group(ranks):
 
 
 def committed(path: Path, attempt: str) -> bool:
-    return eventually(lambda: ray_dcp.outcome(path, attempt) == "committed", 60)
+    return eventually(lambda: ray_dcp.outcome(path, attempt) == "committed")
 
 
 def test_a_state_that_changes_right_after_staging_is_saved_as_it_was(ranks, tmp_path):
@@ -109,8 +109,10 @@ def test_who_shares_a_file_does_not_wait_for_one_that_failed(ranks, tmp_path):
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1)], ids=["rank 1", "rank 0", "all ranks"])
 def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims):
     path = tmp_path / "c"
-    with pytest.raises(ParticipantError):
+    with pytest.raises(ParticipantError, match="died"):
         ranks.run(programs.begin_large_and_die, str(path), 5, *victims)
+    assert not data_files(path)
+    Path(f"{path}.gate").touch()
     assert committed(path, Path(f"{path}.attempt").read_text())
     ranks.resize(2)
     assert programs.large_is(str(path), 5, 2)
@@ -140,7 +142,7 @@ def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_pat
     begin = partial(
         programs.begin_large_and_kill_coordinator, str(path), 5, 0, 1, files_per_node=files_per_node
     )
-    with pytest.raises(ParticipantError):
+    with pytest.raises(ParticipantError, match="died"):
         ranks.run(begin)
     assert committed(path, Path(f"{path}.attempt").read_text())
     ranks.resize(2)
@@ -148,26 +150,22 @@ def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_pat
 
 
 def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_path):
-    for number in range(4):
-        path = tmp_path / f"c{number}"
-        before = ranks.run(programs.stager_facts)[0]
-        # One file of both ranks: both hand it over, to the same stager.
-        came = ranks.run(
-            partial(
-                programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL),
-                files_per_node=1,
-            )
-        )  # fmt: skip
-        assert [one.error for one in came] == [None, None]
-        assert programs.large_is(str(path), 6, 2)
-        assert len(data_files(path)) == 1
-        after = ranks.run(programs.stager_facts)[0]
-        assert after["pid"] != before["pid"]
-        assert not lives(before["pid"])
-        # Else everything was written before the kill: once more.
-        if sum(one.value.takeovers for one in came):
-            return
-    pytest.fail("no stager was killed before it had written everything")
+    path = tmp_path / "c"
+    before = ranks.run(programs.stager_facts)[0]
+    # One file of both ranks: both hand it over, to the same stager.
+    came = ranks.run(
+        partial(
+            programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL),
+            files_per_node=1,
+        )
+    )  # fmt: skip
+    assert [one.error for one in came] == [None, None]
+    assert programs.large_is(str(path), 6, 2)
+    assert len(data_files(path)) == 1
+    after = ranks.run(programs.stager_facts)[0]
+    assert after["pid"] != before["pid"]
+    assert not lives(before["pid"])
+    assert [one.value.takeovers for one in came] == [1, 1]
 
 
 def test_a_stager_that_freezes_has_its_files_written_by_another(ranks, tmp_path):
@@ -232,5 +230,5 @@ def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks,
     shm = set(os.listdir("/dev/shm"))
     came = ranks.run(programs.save_and_change, str(tmp_path / "c"), 1)
     assert [one.error for one in came] == [None, None]
-    assert eventually(lambda: ranks.run(programs.stager_facts)[0]["used_bytes"] == 0, 20)
-    assert eventually(lambda: set(os.listdir("/dev/shm")) <= shm, 20)
+    assert eventually(lambda: ranks.run(programs.stager_facts)[0]["used_bytes"] == 0)
+    assert eventually(lambda: set(os.listdir("/dev/shm")) <= shm)

@@ -89,7 +89,7 @@ BAD_STATES = {
 
 @pytest.fixture(scope="module")
 def ranks():
-    with WorkerGroup(3, run_timeout_s=60) as group:
+    with WorkerGroup(3, run_timeout_s=400) as group:
         yield group
 
 
@@ -207,10 +207,10 @@ def test_a_rank_that_can_not_write_fails_the_save_for_all_and_leaves_no_data(ran
     )
     assert error.rank == 1
     # What remains says that the attempt failed; the ranks know before all else is deleted.
-    assert eventually(lambda: names_at(place) - before == {"manifest-00000002.json"}, 10)
+    assert eventually(lambda: names_at(place) - before == {"manifest-00000002.json"})
     fresh = place.parent / "fresh"
     one_error(ranks.run(save, str(fresh)), StorageError, "File too large", str(fresh))
-    assert eventually(lambda: names_at(fresh) == {"manifest-00000001.json"}, 10)
+    assert eventually(lambda: names_at(fresh) == {"manifest-00000001.json"})
     with pytest.raises(UncommittedCheckpointError):
         ray_dcp.load({"w0": torch.zeros(1)}, checkpoint_id=fresh, no_dist=True)
 

@@ -29,7 +29,7 @@ def test_the_bench_measures_every_row_of_one_process_and_leaves_nothing(tmp_path
         "--work-s", "0.1", "--dir", str(written), "--json", str(found), "--rows", *MEASURED,
     ]  # fmt: skip
     finished = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170,
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout + finished.stderr

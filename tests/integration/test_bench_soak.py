@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.bench.soak_run import SABOTAGE
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(600)
 def test_whatever_a_soak_must_not_let_happen_is_found_when_it_does(tmp_path):
     command = [sys.executable, "-m", "tests.bench", "soak", "--sabotage", "--minutes", "0.4"]
     finished = subprocess.run(

@@ -88,7 +88,6 @@ def losses_without_a_break(entry, steps):
     return losses[:steps]
 
 
-@pytest.mark.timeout(400)
 def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster, entry, tmp_path):
     expected = losses_without_a_break(entry, 12)
     first = entry.main(arguments(tmp_path, "--workers", "1", "--steps", "7", "--parallel", "ddp"))
@@ -103,7 +102,7 @@ def test_the_entry_script_resumes_by_sample_on_another_number_of_workers(cluster
         env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         check=False,
     )
     printed = finished.stdout
@@ -162,7 +161,7 @@ def test_a_notice_drains_a_live_node_and_ray_train_can_see_until_when(cluster):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout + finished.stderr

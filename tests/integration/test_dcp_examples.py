@@ -20,7 +20,7 @@ def test_the_examples_work_and_understand_each_other(tmp_path: Path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          "--local-addr=127.0.0.1", "-m", "tests.integration.dcp_examples_runner", str(tmp_path),
          str(LEASE_S)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=170,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=400,
         env=plain_environment(OMP_NUM_THREADS="1"), check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-6000:]

@@ -51,7 +51,7 @@ def run29(python29: Path) -> Callable[..., list[Told]]:
             env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=400,
         )
         assert process.returncode == 0, process.stderr
         *told, about = map(json.loads, process.stdout.splitlines())

@@ -47,7 +47,7 @@ class Job:
 
         keys = [session.next_key() for session in self.sessions]
         each = zip(self.sessions, keys, strict=True)
-        outcomes = [future.result(90) for future in [threads.submit(one, *at) for at in each]]
+        outcomes = [future.result(180) for future in [threads.submit(one, *at) for at in each]]
         assert len({outcome.attempt for outcome in outcomes}) == 1
         assert same_state(state, load_state(open_storage(Target(self.url)), state, 1))
 
@@ -106,13 +106,13 @@ def test_ranks_save_by_way_of_gatherers_that_leave_with_them(job, threads, direc
     assert None not in (first, other)
     # One dies: its ranks go on by themselves, and make another for what comes after.
     ray.kill(first)
-    assert eventually(lambda: job.gatherer(0) is None, 20)
+    assert eventually(lambda: job.gatherer(0) is None)
     job.save(sample_state(2), threads)
     assert set(direct) <= {0, 1}
     job.save(sample_state(3), threads)
     assert job.gatherer(0) is not None
     job.close()
-    assert eventually(lambda: job.gatherer(0) is None and job.gatherer(2) is None, 20)
+    assert eventually(lambda: job.gatherer(0) is None and job.gatherer(2) is None)
 
 
 def test_a_gatherer_that_freezes_is_not_waited_for(job, threads, direct, monkeypatch):

@@ -41,7 +41,7 @@ REPOSITORY = Path(__file__).parents[2]
 QUICK = 2.0
 """A heartbeat timeout that a test can wait for, in seconds."""
 
-SECONDS = 10.0
+SECONDS = 60.0
 """What everybody is told within, far below each phase's own deadline."""
 
 
@@ -132,9 +132,9 @@ def test_a_rank_that_freezes_is_blamed_after_its_silence_and_told_the_same_when_
         saves = [
             threads.submit(try_save, each, str(tmp_path), heartbeat_s=QUICK) for each in sessions
         ]
-        told = [save.result(60) for save in saves]
+        told = [save.result(180) for save in saves]
         os.kill(pid, signal.SIGCONT)
-        thawed, _ = ray.get(frozen, timeout=60)
+        thawed, _ = ray.get(frozen, timeout=400)
     for error, seconds in told:
         assert type(error) is DeadlineError
         assert error.rank == 2
@@ -149,12 +149,12 @@ def test_a_rank_that_is_slow_but_beats_is_waited_for(threads, tmp_path):
     with ranks(2) as sessions:
         slow = threads.submit(try_save, sessions[1], path, gate.opener, heartbeat_s=heartbeat_s)
         fast = threads.submit(try_save, sessions[0], path, heartbeat_s=heartbeat_s)
-        assert eventually(lambda: gate.reached.is_set() or fast.done(), 60)
+        assert eventually(lambda: gate.reached.is_set() or fast.done())
         assert not fast.done(), fast.result()
         assert not eventually(lambda: fast.done() or slow.done(), 1.5 * heartbeat_s)
         gate.open()
-        assert isinstance(fast.result(60)[0], SaveOutcome)
-        assert isinstance(slow.result(60)[0], SaveOutcome)
+        assert isinstance(fast.result(180)[0], SaveOutcome)
+        assert isinstance(slow.result(180)[0], SaveOutcome)
     load_and_check(state_of(1), 2, str(tmp_path))
 
 
@@ -164,8 +164,8 @@ def test_a_deadline_tells_what_the_rank_that_was_missed_was_at(threads, tmp_path
         slow = threads.submit(try_save, sessions[1], str(tmp_path), gate.opener, write_timeout_s=4)
         fast = threads.submit(try_save, sessions[0], str(tmp_path), write_timeout_s=4)
         try:
-            error, seconds = fast.result(60)
-            stuck, stuck_s = slow.result(60)
+            error, seconds = fast.result(180)
+            stuck, stuck_s = slow.result(180)
         finally:
             gate.open()
     assert type(error) is DeadlineError
@@ -190,12 +190,12 @@ def test_ranks_give_a_frozen_coordinator_up_and_settle(threads, tmp_path, when, 
             for each in sessions[:2]
         ]
         if when == "writing":
-            assert gate.reached.wait(60)
+            assert gate.reached.wait(180)
         else:
-            assert eventually(lambda: sessions[2].coordinator_info()["active"], 60)
+            assert eventually(lambda: sessions[2].coordinator_info()["active"])
         os.kill(pid, signal.SIGSTOP)
         gate.open()
-        told = [save.result(60) for save in saves]
+        told = [save.result(180) for save in saves]
         if thaws:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -207,9 +207,9 @@ def test_ranks_give_a_frozen_coordinator_up_and_settle(threads, tmp_path, when, 
         if when == "writing":
             assert outcome(path, attempts_at(path)[0]) == "aborted"
             saves = [threads.submit(try_save, each, path) for each in sessions]
-            ends = [save.result(60)[0] for save in saves]
+            ends = [save.result(180)[0] for save in saves]
             assert [type(end) for end in ends] == [SaveOutcome, SaveOutcome], ends
-        assert eventually(lambda: sessions[0].coordinator_info()["epoch"] > epoch, 60)
+        assert eventually(lambda: sessions[0].coordinator_info()["epoch"] > epoch)
 
 
 def attempts_at(path) -> list[str]:
@@ -227,12 +227,12 @@ def test_a_killed_coordinator_ends_a_save_in_seconds_for_ranks_that_write(thread
     with ranks(2) as sessions:
         pid = sessions[0].coordinator_info()["pid"]
         saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(180)
         # The first beat has come, and with it the call that sees the coordinator die.
-        assert eventually(lambda: all(each._heart._heard for each in sessions), 60)
+        assert eventually(lambda: all(each._heart._heard for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
-        told = [save.result(60)[0] for save in saves]
+        told = [save.result(180)[0] for save in saves]
         ended_s = time.monotonic() - killed_s
         gate.open()
     assert all(isinstance(error, ParticipantError) for error in told), told
@@ -249,9 +249,9 @@ def test_a_killed_rank_ends_a_save_in_seconds_for_ranks_that_write(threads, tmp_
         ended = other.save.remote(str(tmp_path), signal.SIGKILL, 60.0)
         saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(ended, timeout=60)
+            ray.get(ended, timeout=400)
         killed_s = time.monotonic()
-        told = [save.result(60)[0] for save in saves]
+        told = [save.result(180)[0] for save in saves]
         ended_s = time.monotonic() - killed_s
         gate.open()
     assert all(type(error) is ParticipantError and error.rank == 2 for error in told), told
@@ -265,14 +265,14 @@ def test_a_load_whose_coordinator_is_killed_ends_in_seconds(threads, tmp_path):
     gate = Gate()
     with ranks(2) as sessions:
         saves = [threads.submit(try_save, each, str(tmp_path)) for each in sessions]
-        assert all(isinstance(save.result(60)[0], SaveOutcome) for save in saves)
+        assert all(isinstance(save.result(180)[0], SaveOutcome) for save in saves)
         pid = sessions[0].coordinator_info()["pid"]
         loads = [threads.submit(try_load, each, str(tmp_path), gate.opener) for each in sessions]
-        assert gate.reached.wait(60)
-        assert eventually(lambda: all(each._heart._heard for each in sessions), 60)
+        assert gate.reached.wait(180)
+        assert eventually(lambda: all(each._heart._heard for each in sessions))
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
-        told = [load.result(60) for load in loads]
+        told = [load.result(180) for load in loads]
         assert time.monotonic() - killed_s < SECONDS
         gate.open()
     assert all(isinstance(error, ParticipantError) for error in told), told
@@ -283,18 +283,18 @@ def test_a_save_is_cancelled_on_all_ranks_from_any_of_them_until_it_is_committed
     gate = Gate()
     with ranks(2) as sessions:
         saves = [threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions]
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(180)
         (key,) = sessions[0].coordinator_info()["active"]
         assert sessions[1].cancel(key, "not needed any more")
         assert sessions[0].cancel(key, "not needed any more")
-        told = [save.result(60) for save in saves]
+        told = [save.result(180) for save in saves]
         gate.open()
         for error, _ in told:
             assert type(error) is SaveCancelledError
             assert "not needed any more" in error.message
-        assert eventually(lambda: no_parts(tmp_path), 20)
+        assert eventually(lambda: no_parts(tmp_path))
         saves = [threads.submit(try_save, each, str(tmp_path)) for each in sessions]
-        assert all(isinstance(save.result(60)[0], SaveOutcome) for save in saves)
+        assert all(isinstance(save.result(180)[0], SaveOutcome) for save in saves)
         assert not sessions[0].cancel(sessions[0].next_key().__class__(key.session, 1), "late")
     load_and_check(state_of(1), 2, str(tmp_path))
 
@@ -313,15 +313,15 @@ def test_ctrl_c_on_one_rank_cancels_the_save_on_the_others(threads, tmp_path, ra
             saves = [
                 threads.submit(try_save, each, str(tmp_path), gate.opener) for each in sessions
             ]
-            said, _ = rank.communicate("go\n", timeout=60)
-            told = [save.result(60) for save in saves]
+            said, _ = rank.communicate("go\n", timeout=400)
+            told = [save.result(180) for save in saves]
         finally:
             gate.open()
             rank.kill()
-            rank.communicate(timeout=30)
+            rank.communicate(timeout=400)
     assert said == "interrupted\n"
     for error, seconds in told:
         assert type(error) is SaveCancelledError
         assert "KeyboardInterrupt on rank 2" in error.message
         assert seconds < 2 * SECONDS
-    assert eventually(lambda: no_parts(tmp_path), 20)
+    assert eventually(lambda: no_parts(tmp_path))

@@ -48,7 +48,7 @@ class MyReader(FileSystemReader):
 
 @pytest.fixture(scope="module")
 def ranks():
-    with WorkerGroup(2, run_timeout_s=60) as group:
+    with WorkerGroup(2, run_timeout_s=400) as group:
         yield group
 
 

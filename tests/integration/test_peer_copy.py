@@ -58,7 +58,7 @@ class OnTheOtherNode:
                 checkpoint_id=path,
                 options=SaveOptions(keep_in_memory=1, keep_peer_copy=True),
             )
-            handle.committed(60)
+            handle.committed(180)
             return handle.report().attempt
 
 
@@ -75,10 +75,10 @@ def test_a_copy_survives_the_node_that_it_was_made_of(two_nodes, tmp_path):
     actor = OnTheOtherNode.remote()
     for value in (1.0, 2.0):
         path = str(tmp_path / f"step-{value:.0f}")
-        attempt = ray.get(actor.save.remote(path, value), timeout=120)
+        attempt = ray.get(actor.save.remote(path, value), timeout=400)
         here = ray.get_runtime_context().get_node_id()
         copied = f"kept:{attempt}:{here}"
-        assert eventually(lambda: hooks.recall(copied) != "", 60)  # noqa: B023
+        assert eventually(lambda: hooks.recall(copied) != "")  # noqa: B023
     cluster.remove_node(other, allow_graceful=False)
     spoil(tmp_path / "step-2")
     value, read, from_memory = load(path)

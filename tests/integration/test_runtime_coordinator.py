@@ -54,7 +54,7 @@ def test_four_ranks_exchange_again_and_again(threads):
     for _ in range(3):
         replies = [threads.submit(exchange, each, each.next_key()) for each in sessions]
         for reply in replies:
-            assert reply.result(60) == Exchanged({rank: bytes([rank]) for rank in range(4)})
+            assert reply.result(180) == Exchanged({rank: bytes([rank]) for rank in range(4)})
     for each in sessions:
         each.close()
 
@@ -62,10 +62,10 @@ def test_four_ranks_exchange_again_and_again(threads):
 def test_a_closed_session_ends_its_coordinator_long_before_the_lease(threads):
     sessions = fresh_sessions(2)
     for reply in [threads.submit(exchange, each, each.next_key()) for each in sessions]:
-        reply.result(60)
+        reply.result(180)
     for each in sessions:
         each.close()
-    assert eventually(lambda: not coordinator_lives(sessions[0]), 20)
+    assert eventually(lambda: not coordinator_lives(sessions[0]))
     with pytest.raises(InvalidRequestError, match="was closed"):
         sessions[0].next_key()
 
@@ -75,11 +75,11 @@ def test_a_killed_coordinator_comes_back_with_a_higher_epoch_and_answers_who_wai
     before = sessions[0].coordinator_info()
     keys = [each.next_key() for each in sessions]
     early = [threads.submit(exchange, sessions[rank], keys[rank]) for rank in range(3)]
-    assert eventually(lambda: sessions[3].coordinator_info()["active"] == (keys[0],), 20)
+    assert eventually(lambda: sessions[3].coordinator_info()["active"] == (keys[0],))
     os.kill(before["pid"], signal.SIGKILL)
     late = threads.submit(exchange, sessions[3], keys[3])
     for reply in [*early, late]:
-        assert reply.result(60) == Exchanged({rank: bytes([rank]) for rank in range(4)})
+        assert reply.result(180) == Exchanged({rank: bytes([rank]) for rank in range(4)})
     after = sessions[0].coordinator_info()
     assert after["epoch"] == before["epoch"] + 1
     assert after["pid"] != before["pid"]
@@ -90,20 +90,20 @@ def test_a_killed_coordinator_comes_back_with_a_higher_epoch_and_answers_who_wai
 def test_a_rank_that_closes_its_session_is_not_waited_for(threads):
     sessions = fresh_sessions(3)
     for reply in [threads.submit(exchange, each, each.next_key()) for each in sessions]:
-        reply.result(60)
+        reply.result(180)
     keys = [each.next_key() for each in sessions]
     for at in (0, 1):
         threads.submit(exchange, sessions[at], keys[at])
-    assert eventually(lambda: sessions[2].coordinator_info()["active"] == (keys[0],), 20)
+    assert eventually(lambda: sessions[2].coordinator_info()["active"] == (keys[0],))
     for each in (sessions[1], sessions[2], sessions[0]):
         each.close()
-    assert eventually(lambda: not coordinator_lives(sessions[0]), 20)
+    assert eventually(lambda: not coordinator_lives(sessions[0]))
 
 
 def test_an_idle_coordinator_leaves_and_the_next_call_makes_another():
     (session,) = fresh_sessions(1, lease_s=1.0)
     before = session.coordinator_info()
-    assert eventually(lambda: not lives(before["pid"]), 20)
+    assert eventually(lambda: not lives(before["pid"]))
     assert session.coordinator_info()["epoch"] == before["epoch"] + 1
     session.close()
 
@@ -116,7 +116,7 @@ def test_a_coordinator_stays_for_ranks_that_live_and_leaves_with_the_last_of_the
     sessions[0].close()
     assert not eventually(lambda: not lives(pid), 4)
     sessions[1].close()
-    assert eventually(lambda: not lives(pid), 20)
+    assert eventually(lambda: not lives(pid))
 
 
 def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
@@ -126,12 +126,12 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     waits = Session(session.name, 0, 2)
     before = waits.coordinator_info()
     kept = f"roster:{coordinator_name(session.name)}"
-    assert eventually(lambda: str(victim_pid) in hooks.recall(kept), 20)
+    assert eventually(lambda: str(victim_pid) in hooks.recall(kept))
     os.kill(before["pid"], signal.SIGKILL)
     os.kill(victim_pid, signal.SIGKILL)
     started_s = time.monotonic()
-    refused = exchange(waits, waits.next_key(), 60.0)
-    assert time.monotonic() - started_s < 20
+    refused = exchange(waits, waits.next_key(), 300.0)
+    assert time.monotonic() - started_s < 120
     assert isinstance(refused, Refused)
     assert "rank 1" in str(refused.error)
     waits.close()
@@ -152,9 +152,9 @@ def test_a_coordinator_does_not_leave_while_a_rank_waits(threads):
     started_s = time.monotonic()
     waiting = threads.submit(exchange, first, first.next_key())
     # Several leases pass, then the other rank comes.
-    assert eventually(lambda: time.monotonic() - started_s > 4, 10)
+    assert eventually(lambda: time.monotonic() - started_s > 4)
     assert isinstance(exchange(second, second.next_key()), Exchanged)
-    assert isinstance(waiting.result(10), Exchanged)
+    assert isinstance(waiting.result(180), Exchanged)
     assert lives(before["pid"]) or second.coordinator_info()["epoch"] > before["epoch"]
     first.close()
     second.close()
@@ -165,8 +165,8 @@ def test_two_sessions_do_not_meet(threads):
     alone = threads.submit(exchange, theirs[0], theirs[0].next_key(), 1.0)
     replies = [threads.submit(exchange, each, each.next_key()) for each in ours]
     for reply in replies:
-        assert isinstance(reply.result(60), Exchanged)
-    refused = alone.result(60)
+        assert isinstance(reply.result(180), Exchanged)
+    refused = alone.result(180)
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, DeadlineError)
     assert "rank 1" in str(refused.error)
@@ -198,12 +198,12 @@ def test_a_rank_that_never_connects_is_named():
 def test_ranks_that_disagree_about_their_number_are_told(threads):
     name = f"job-{secrets.token_hex(4)}"
     first, second = Session(name, 0, 2), Session(name, 1, 3)
-    waiting = threads.submit(first.enter, "a", 3.0)
-    assert eventually(first.coordinator_info, 20)
+    waiting = threads.submit(first.enter, "a", 60.0)
+    assert eventually(first.coordinator_info)
     with pytest.raises(RankDisagreementError):
-        second.enter("b", 3.0)
+        second.enter("b", 60.0)
     with pytest.raises(RankDisagreementError):
-        waiting.result(30)
+        waiting.result(180)
 
 
 def test_connect_makes_the_session_that_save_uses_until_it_is_closed(ray_session):

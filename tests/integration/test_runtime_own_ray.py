@@ -38,7 +38,7 @@ class Job:
     def heard(self, rank: int) -> dict[str, object]:
         """Returns the next facts that a rank tells."""
         line = self.ranks[rank].stdout.readline()
-        assert line, f"rank {rank} ended with {self.ranks[rank].wait(30)}"
+        assert line, f"rank {rank} ended with {self.ranks[rank].wait(180)}"
         return json.loads(line)
 
     def order(self, rank: int, line: str) -> None:
@@ -76,12 +76,12 @@ def jobs(tmp_path_factory):
             process.stdin.close()
             process.stdout.close()
             process.kill()
-            process.wait(30)
+            process.wait(180)
         for facts, _ in told:
             for pid in session_members(facts["keeper_pid"]):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            eventually(lambda keeper=facts["keeper_pid"]: not session_members(keeper), 20)
+            eventually(lambda keeper=facts["keeper_pid"]: not session_members(keeper))
             shutil.rmtree(facts["directory"], ignore_errors=True)
 
 
@@ -120,24 +120,24 @@ def test_killing_rank_0_leaves_the_ray_alive_until_nobody_needs_it(jobs):
     job.ranks[0].kill()
     killed_s = time.monotonic()
     answer = job.heard(1)["exchanged"]
-    assert time.monotonic() - killed_s < 20
+    assert time.monotonic() - killed_s < 50
     assert answer.startswith("Refused ")
     assert "rank 0" in answer
     assert all(map(lives, [facts["keeper_pid"], *daemons]))
     job.ranks[1].stdin.close()
-    assert job.ranks[1].wait(30) == 0
-    assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
+    assert job.ranks[1].wait(180) == 0
+    assert eventually(lambda: not session_members(facts["keeper_pid"]))
     assert not any(map(lives, tree))
-    assert eventually(lambda: not Path(facts["directory"]).exists(), 10)
+    assert eventually(lambda: not Path(facts["directory"]).exists())
 
 
 def test_a_killed_keeper_takes_its_ray_with_it(jobs):
     _, (job, (facts, _)) = jobs
     for process in job.ranks:
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(180) == 0
     os.kill(facts["keeper_pid"], signal.SIGKILL)
-    assert eventually(lambda: not session_members(facts["keeper_pid"]), 40)
+    assert eventually(lambda: not session_members(facts["keeper_pid"]))
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
@@ -155,15 +155,15 @@ def test_torchrun_ranks_get_a_session(tmp_path: Path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          "--local-addr=127.0.0.1", "-m", "tests.integration.own_ray_rank", "env://",
          str(LEASE_S)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=120,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=400,
         env=plain_environment(OMP_NUM_THREADS="1"), check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     told = objects_in(finished.stdout)
     assert [facts["exchanged"] for facts in told] == ["Exchanged "] * 2
     assert told[0]["session"] == told[1]["session"]
-    assert eventually(lambda: not session_members(told[0]["keeper_pid"]), LEASE_S * 2 + 40)
-    assert eventually(lambda: not Path(told[0]["directory"]).exists(), 10)
+    assert eventually(lambda: not session_members(told[0]["keeper_pid"]))
+    assert eventually(lambda: not Path(told[0]["directory"]).exists())
 
 
 def test_a_rank_on_another_machine_is_told_how_to_start_ray(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_a_process_that_is_alone_needs_no_ray():
     )
     finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY,
-        env=plain_environment(), timeout=60, check=True,
+        env=plain_environment(), timeout=400, check=True,
     )  # fmt: skip
     assert finished.stdout.split() == ["None", "False"]
 

@@ -93,7 +93,7 @@ def staged(staging: RankStaging, what: Share, target: Target, actor=None, save="
 
 
 def told(book, number: int) -> list[Any]:
-    assert eventually(lambda: len(ray.get(book.told.remote())) >= number, 60)
+    assert eventually(lambda: len(ray.get(book.told.remote())) >= number)
     return ray.get(book.told.remote())
 
 
@@ -118,7 +118,7 @@ def test_a_node_has_one_stager_whose_budget_is_half_of_what_is_free(namespace):
     assert 0 < info["limit_bytes"] < 2 * SHARE_OF_MEMORY * free_memory_bytes()
     assert set(one.info()["ranks"]) == {"a", "b"}
     other.close()
-    assert eventually(lambda: one.info()["ranks"] == ["a"], 20)
+    assert eventually(lambda: one.info()["ranks"] == ["a"])
     one.close()
 
 
@@ -134,9 +134,9 @@ def test_the_state_may_change_as_soon_as_it_is_staged(namespace, book, places):
     assert same_files(*places)
     assert handle.num_bytes == what.num_bytes
     assert handle.progress().written_bytes == what.num_bytes
-    assert eventually(lambda: staging.info()["used_bytes"] == 0, 20)
+    assert eventually(lambda: staging.info()["used_bytes"] == 0)
     handle.release()
-    assert eventually(lambda: handle.progress() is None, 20)
+    assert eventually(lambda: handle.progress() is None)
     staging.close()
 
 
@@ -150,7 +150,7 @@ def test_a_state_of_300_mb_goes_through_a_budget_of_64_mb(namespace, places):
     assert address.num_slots * address.slot_bytes <= 64_000_000
     assert handle.progress().is_sealed
     what.written(places[1])
-    assert eventually(lambda: same_files(*places), 60)
+    assert eventually(lambda: same_files(*places))
     staging.close()
 
 
@@ -165,7 +165,7 @@ def test_where_memory_cannot_be_shared_bytes_go_through_the_store(
     staged(staging, what, places[0], book)
     told(book, 1)
     assert same_files(*places)
-    assert eventually(lambda: staging.info()["used_bytes"] == 0, 20)
+    assert eventually(lambda: staging.info()["used_bytes"] == 0)
     from ray._private.worker import global_worker
 
     folder = Path(global_worker.node.get_session_dir_path())
@@ -205,13 +205,13 @@ class Victim:
 def test_a_rank_killed_after_staging_is_not_missed(namespace, book, places):
     sizes = [8 * MIB] * 5
     victim = Victim.remote(namespace)
-    os.kill(ray.get(victim.stage.remote(sizes, places[0], book), timeout=60), signal.SIGKILL)
+    os.kill(ray.get(victim.stage.remote(sizes, places[0], book), timeout=400), signal.SIGKILL)
     share(sizes, part_bytes=9 * MIB).written(places[1])
     reports = told(book, 5)
     assert all(report.receipt for report in reports)
     assert same_files(*places)
     stager = opened(namespace)
-    assert eventually(lambda: stager.info()["ranks"] == ["rank 0"], 20)
+    assert eventually(lambda: stager.info()["ranks"] == ["rank 0"])
     stager.close()
 
 
@@ -221,8 +221,8 @@ def test_a_rank_killed_while_it_stages_leaves_nothing(namespace, book, places):
     victim.stage_and_die.remote([12 * MIB] * 5, places[0], book)
     (report,) = told(book, 1)
     assert isinstance(report.error, ParticipantError)
-    assert eventually(lambda: watcher.info()["used_bytes"] == 0, 20)
-    assert eventually(lambda: watcher.info()["ranks"] == ["watcher"], 20)
+    assert eventually(lambda: watcher.info()["used_bytes"] == 0)
+    assert eventually(lambda: watcher.info()["ranks"] == ["watcher"])
     assert not list(Path(places[0].url).rglob("*"))
     watcher.close()
 
@@ -246,14 +246,14 @@ def test_bytes_of_a_dead_or_frozen_stager_are_handed_to_a_new_one(
     assert not lives(pid)
     assert handle.stager_name != name
     assert handle.key.incarnation == 1
-    assert eventually(lambda: same_files(*places), 60)
-    assert eventually(lambda: handle.progress().written_bytes == what.num_bytes, 20)
+    assert eventually(lambda: same_files(*places))
+    assert eventually(lambda: handle.progress().written_bytes == what.num_bytes)
     assert all(report.receipt for report in handle.progress().reports)
     again = share([5 * MIB], seed=1)
     staged(staging, again, Target(places[0].url + "-next"), save="next")
     again.written(Target(places[1].url + "-next"))
     assert eventually(
-        lambda: same_files(Target(places[0].url + "-next"), Target(places[1].url + "-next")), 60
+        lambda: same_files(Target(places[0].url + "-next"), Target(places[1].url + "-next"))
     )
     staging.close()
 
@@ -266,7 +266,7 @@ def test_only_files_without_a_receipt_are_handed_over(namespace, stuck_book, pla
     os.kill(staging.info()["pid"], signal.SIGKILL)
     ray.get(stuck_book.answer.remote())
     handle.hand_over(files=[1], incarnation=5)
-    assert eventually(lambda: len(handle.progress().reports) == 1, 30)
+    assert eventually(lambda: len(handle.progress().reports) == 1)
     (report,) = handle.progress().reports
     assert (report.key.incarnation, report.file) == (5, 1)
     assert report.receipt is not None
@@ -287,7 +287,7 @@ def test_the_stager_of_another_node_gets_the_bytes_through_the_store(
     node_id = ray.get_runtime_context().get_node_id()
     other = stager_of(node_id, namespace=namespace + "-other", lease_s=60)
     handle.hand_over(other)
-    assert eventually(lambda: same_files(*places), 60)
+    assert eventually(lambda: same_files(*places))
     ray.get(stuck_book.answer.remote())
     staging.close()
     ray.kill(other)
@@ -309,14 +309,14 @@ def test_a_stager_killed_while_a_rank_stages_is_replaced(namespace, places):
     what.items.source = source  # asked for while the rank copies
     handle = staged(staging, what, places[0])
     assert handle.key.incarnation >= 1
-    assert eventually(lambda: same_files(*places), 60)
+    assert eventually(lambda: same_files(*places))
     staging.close()
 
 
 def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_book, places):
     before = set(os.listdir("/dev/shm"))
     victim = Victim.remote(namespace)
-    pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=60)
+    pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
     watcher = opened(namespace, name="watcher")
     stager = watcher.info()["pid"]
     assert any(f"/proc/{pid}/" in path for path in arenas())
@@ -324,7 +324,7 @@ def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_bo
     del watcher
     for one in (pid, stager):
         os.kill(one, signal.SIGKILL)
-    assert eventually(lambda: not lives(pid) and not lives(stager), 20)
+    assert eventually(lambda: not lives(pid) and not lives(stager))
     assert not [path for path in arenas() if f"/proc/{pid}/" in path or f"/{stager}/" in path]
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "dcp" in name]
 
@@ -341,34 +341,34 @@ def test_a_capture_that_fails_gives_everything_back(namespace, places):
     what.items.source = source
     with pytest.raises(ValueError, match="this tensor is gone"):
         staged(staging, what, places[0])
-    assert eventually(lambda: staging.info()["used_bytes"] == 0, 20)
+    assert eventually(lambda: staging.info()["used_bytes"] == 0)
     assert not list(Path(places[0].url).rglob("*"))
     staging.close()
 
 
 def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
     staging = opened(namespace)
-    staging.warm(40 * MIB).result(60)
+    staging.warm(40 * MIB).result(180)
     fields = Path(f"/proc/{staging.info()['pid']}/status").read_text()
     shared_kb = int(fields.split("RssShmem:")[1].split()[0])
     assert shared_kb >= 40 * 1024
     handle = staged(staging, share([10 * MIB]), places[0])
-    assert eventually(lambda: handle.progress().reports, 30)
+    assert eventually(lambda: handle.progress().reports)
     staging.close()
 
 
 def test_a_stager_leaves_when_it_is_idle_but_not_while_a_rank_lives(namespace):
     victim = Victim.remote(namespace)
-    rank = ray.get(victim.pid.remote(), timeout=60)
+    rank = ray.get(victim.pid.remote(), timeout=400)
     node_id = ray.get_runtime_context().get_node_id()
     other = f"{namespace}-lease"
     staging = RankStaging.open("r", namespace=other, lease_s=1.0)
     pid = staging.info()["pid"]
     started_s = time.monotonic()
-    assert eventually(lambda: time.monotonic() - started_s > 3, 10)
+    assert eventually(lambda: time.monotonic() - started_s > 3)
     assert lives(pid)
     staging.close()
-    assert eventually(lambda: not lives(pid), 20)
+    assert eventually(lambda: not lives(pid))
     assert lives(rank)
     with pytest.raises(ValueError, match="Failed to look up"):
         ray.get_actor(f"ray_dcp:1:stager:{node_id}", other)

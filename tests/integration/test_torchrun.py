@@ -23,7 +23,7 @@ def run(action: str, folder: Path, num_ranks: int) -> subprocess.CompletedProces
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          f"--nproc-per-node={num_ranks}", "--local-addr=127.0.0.1",
          "-m", "tests.integration.torchrun_script", action, str(folder), str(LEASE_S)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=150,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=REPOSITORY, timeout=400,
         env=plain_environment(OMP_NUM_THREADS="1"), check=False,
     )  # fmt: skip
 
@@ -72,8 +72,8 @@ def test_a_group_of_one_and_a_process_without_group_save_beside_the_others(saved
 
 def test_nothing_of_its_ray_is_left_after_the_lease(saved):
     _, (facts, _), _ = saved
-    assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
-    assert eventually(lambda: not Path(facts["directory"]).exists(), 10)
+    assert eventually(lambda: not session_members(facts["keeper_pid"]))
+    assert eventually(lambda: not Path(facts["directory"]).exists())
 
 
 def test_a_staged_save_survives_rank_0_that_had_started_its_ray(tmp_path):
@@ -81,8 +81,8 @@ def test_a_staged_save_survives_rank_0_that_had_started_its_ray(tmp_path):
     assert finished.returncode != 0
     facts = json.loads((tmp_path / "facts.json").read_text())
     path = tmp_path / "staged"
-    assert eventually(lambda: ray_dcp.outcome(path, facts["attempt"]) == "committed", 60)
+    assert eventually(lambda: ray_dcp.outcome(path, facts["attempt"]) == "committed")
     assert large_is(str(path), 3, 2)
     assert ray_dcp.verify(path).ok
-    assert eventually(lambda: not session_members(facts["keeper_pid"]), LEASE_S * 2 + 40)
-    assert eventually(lambda: not Path(facts["directory"]).exists(), 10)
+    assert eventually(lambda: not session_members(facts["keeper_pid"]))
+    assert eventually(lambda: not Path(facts["directory"]).exists())

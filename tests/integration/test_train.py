@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.integrations.train import telling
+from ray_dcp.integrations.train import asking, telling
 from ray_dcp.integrations.train.callback import SaveBeforeResize
 from ray_dcp.integrations.train.context import run_facts
 from ray_dcp.integrations.train.joining import join
@@ -38,10 +39,7 @@ from tests.s3_server import fresh_place
 from tests.train_programs import made, mean_losses, note, notes, train_one_step, uninterrupted
 
 # Ray Train makes Ray Data's settings, which sets options that Ray Data itself has deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
-    pytest.mark.timeout(360),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
 
 NUM_STEPS = 24
 LAST_SAVED = 20
@@ -58,7 +56,7 @@ def train_ray(request, server):
         patch.setenv("AWS_ACCESS_KEY_ID", server.access_key_id)
         patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_access_key)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        yield request.getfixturevalue("ray_session")
+        yield request.getfixturevalue("own_ray_session")
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +114,13 @@ def train_in_two_shards(config: dict[str, str]) -> None:
         save_different_steps(folder, rank)
         save_and_load_by_themselves(folder, rank)
     state = made("fsdp2")
+    asked = told_when_asked()
     with ray_dcp.train.checkpointer(save_interval=4) as ckpt:
         done = ckpt.restore(state)
         note(folder, rank, restored=done, samples=state["samples"])
         for step in range(0 if done is None else done + 1, NUM_STEPS):
+            # However late the controller looks: it finds ranks that have steps left.
+            assert done is not None or step != 2 * ASKED_AT or asked.wait(180)
             loss = train_one_step(state, step, rank, world_size)
             note(folder, rank, step=step, loss=loss, world_size=world_size)
             ckpt.save(step, state, metrics={"loss": loss})
@@ -128,6 +129,19 @@ def train_in_two_shards(config: dict[str, str]) -> None:
     )
     note(folder, rank, reported=[(one.checkpoint.path, one.metrics["step"]) for one in reported])
     note(folder, rank, local=os.listdir("."))
+
+
+def told_when_asked() -> threading.Event:
+    """Returns what is set when this process has been asked to save."""
+    asked, tell = threading.Event(), asking.tell
+
+    def told(what: asking.Asked) -> bool:
+        found = tell(what)
+        asked.set()
+        return found
+
+    asking.tell = told
+    return asked
 
 
 def save_different_steps(folder: str, rank: int) -> None:
@@ -168,7 +182,7 @@ def check_session(told: list[dict[str, Any]], address: str, size: int = 2) -> No
     assert sorted(facts["number"] for facts in told) == [*range(size)]
     assert {(facts["size"], facts["address"]) for facts in told} == {(size, address)}
     assert {facts["epoch"] for facts in told} == {1}
-    assert eventually(lambda: not coordinator_lives(told[0]["session"]), 30)
+    assert eventually(lambda: not coordinator_lives(told[0]["session"]))
 
 
 def test_a_killed_rank_costs_no_step_when_the_run_was_asked_to_save(train_ray, folder, monkeypatch):
@@ -232,7 +246,7 @@ class Gated(LocalFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **how: Any) -> Any:
         if mode != "rb" and ".distcp" in path:
-            assert eventually(lambda: not self.gate.exists(), 120)
+            assert eventually(lambda: not self.gate.exists())
         return super()._open(path, mode, **how)
 
 
@@ -246,7 +260,7 @@ def test_one_worker_goes_on_with_what_is_in_memory_only_and_wrong_calls_are_refu
     gate = folder / "gate"
 
     def open_when_restarted() -> None:
-        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2, 180)
+        assert eventually(lambda: len(list(notes(folder, "attempt"))) == 2)
         gate.unlink()
 
     with ThreadPoolExecutor(1) as beside:
@@ -352,7 +366,7 @@ def train_beside_another(config: dict[str, Any]) -> None:
     assert not torch.distributed.is_initialized()
     with ray_dcp.train.checkpointer() as ckpt:
         (folder / f"here-{number}").touch()
-        assert eventually((folder / f"here-{1 - number}").exists, 120)
+        assert eventually((folder / f"here-{1 - number}").exists)
         for step in (1, 2):
             state = {"shared": torch.full((9,), float(number)), f"of {rank}": torch.tensor(rank)}
             ckpt.save(step, state, metrics={"number": number})
@@ -363,7 +377,7 @@ def train_beside_another(config: dict[str, Any]) -> None:
         if number == 1:
             begin_under_the_name_of_the_other(folder)
             (folder / "over").touch()
-        assert eventually((folder / "over").exists, 120)
+        assert eventually((folder / "over").exists)
 
 
 def begin_under_the_name_of_the_other(folder: Path) -> None:

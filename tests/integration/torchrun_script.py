@@ -59,7 +59,7 @@ def save_and_die(folder: str) -> None:
         checkpoint_id=f"{folder}/staged",
         options=SaveOptions(part_bytes=16 << 20, num_threads=1),
     )
-    handle.staged(60)
+    handle.staged(180)
     dist.barrier()
     if dist.get_rank() == 0:
         directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent

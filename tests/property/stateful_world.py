@@ -56,7 +56,7 @@ class Turn:
         self.effect = effect
         _MOVING[:] = [self]
         self._go.release()
-        assert self._back.acquire(timeout=60), f"{self.process.name} hangs after {self.call}"
+        assert self._back.acquire(timeout=400), f"{self.process.name} hangs after {self.call}"
         _MOVING.clear()
         if self.over:
             self._thread.join()

@@ -201,7 +201,7 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive(), "a rank waits for ever"
     assert errors == []
     for _, sink, boxes in ranks:

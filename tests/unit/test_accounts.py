@@ -108,7 +108,7 @@ def counted(monkeypatch):
 
 def test_an_asynchronous_save_tells_each_phase_and_one_end(told, counted, tmp_path):
     handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c")
-    handle.committed(60)
+    handle.committed(180)
     phases = ["capture", "plan", "stage", "write", "commit"]
     assert told.names == [*(f"save.{phase}" for phase in phases), "save.committed"]
     report = handle.report()
@@ -172,7 +172,7 @@ def test_a_save_that_fails_tells_why(save, told, counted, tmp_path):
     told.events.clear()
     options = SaveOptions(overwrite=False)
     with pytest.raises(CheckpointExistsError):
-        save(state(), checkpoint_id=tmp_path / "c", options=options).result(60)
+        save(state(), checkpoint_id=tmp_path / "c", options=options).result(180)
     assert told.end["name"] == "save.failed"
     assert told.end["error"].startswith("CheckpointExistsError: ")
     assert told.end["num_bytes"] == 0
@@ -184,7 +184,7 @@ def test_a_state_that_can_not_be_saved_has_one_end_too(told, tmp_path):
     with pytest.raises(UnsupportedValueError):
         ray_dcp.async_save(
             {"x": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "c"
-        ).result(60)
+        ).result(180)
     assert told.names == ["save.capture", "save.failed"]
 
 
@@ -200,7 +200,7 @@ def test_a_load_that_fails_has_one_end(told, counted, tmp_path):
 def test_what_a_stager_of_the_users_stages_is_told_as_well(background, told, tmp_path):
     stager = DefaultStager(StagingOptions(False, False, background, False))
     handle = ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", async_stager=stager)
-    handle.committed(60)
+    handle.committed(180)
     stager.close()
     assert told.names == [
         *(f"save.{phase}" for phase in ("stage", "capture", "plan", "write", "commit")),
@@ -319,13 +319,13 @@ def test_nothing_is_made_of_an_event_that_nobody_listens_to(monkeypatch, tmp_pat
 
 def test_a_handler_that_raises_does_not_fail_a_save(told, counted, monkeypatch, tmp_path):
     monkeypatch.setattr(Told, "emit", lambda self, record: 1 / 0)
-    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c").committed(60)
+    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c").committed(180)
 
 
 def test_a_metric_that_raises_does_not_fail_a_save(told, monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "_metric", lambda name: 1 / 0)
     monkeypatch.setattr(metrics, "_ray_is_up", lambda: True)
-    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c").committed(60)
+    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c").committed(180)
     metrics.staging_memory(1, 2)
     assert told.end["name"] == "save.committed"
 
@@ -346,4 +346,4 @@ def test_the_memory_of_a_node_is_a_gauge(counted):
 def test_progress_without_ray_draws_nothing_and_saves(tmp_path):
     options = SaveOptions(progress=True)
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c", options=options)
-    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", options=options).committed(60)
+    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", options=options).committed(180)

@@ -159,7 +159,7 @@ def started(**environment: str):
         stdin=subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert eventually(lambda: len(session_members(process.pid)) == 2, 30)
+        assert eventually(lambda: len(session_members(process.pid)) == 2)
         yield sorted(session_members(process.pid))
     finally:
         # Careful: by its own handle, and not by what the code under test finds.
@@ -173,7 +173,7 @@ def test_processes_are_found_by_their_mark():
     with started(SOAK_TEST=value) as ours, started(SOAK_TEST=f"{value}0"):
         assert sorted(leaks.marked(f"SOAK_TEST={value}")) == ours
         assert all("input()" in command for command in leaks.marked(f"SOAK_TEST={value}").values())
-    assert eventually(lambda: leaks.marked(f"SOAK_TEST={value}") == {}, 30)
+    assert eventually(lambda: leaks.marked(f"SOAK_TEST={value}") == {})
 
 
 def test_only_processes_that_bear_the_mark_and_began_later_are_ended():
@@ -237,7 +237,7 @@ def test_a_strike_hits_the_processes_of_its_soak_and_no_other():
             striker.strike(Strike("all ranks killed", 0.0, 0.0, 0), pids, lambda: None)
         striker.strike(Strike("coordinator frozen", 0.0, 0.0, 0), [], lambda: None)
         striker.stop()
-        assert eventually(lambda: not any(map(lives, ours)), 30)
+        assert eventually(lambda: not any(map(lives, ours)))
         assert all(map(lives, others))
         assert striker.done == {"all ranks killed": 1, "coordinator frozen": 0}
 
@@ -247,10 +247,10 @@ def test_a_frozen_process_goes_on_when_the_strike_is_over():
     with started(SOAK_TEST=value) as ours:
         striker = Striker(f"SOAK_TEST={value}")
         striker.strike(Strike("rank frozen", 0.0, 600.0, 1), ours, lambda: None)
-        assert eventually(lambda: status_of(ours[1]) == "T", 30)
+        assert eventually(lambda: status_of(ours[1]) == "T")
         assert status_of(ours[0]) != "T"
         striker.stop()
-        assert eventually(lambda: status_of(ours[1]) != "T", 30)
+        assert eventually(lambda: status_of(ours[1]) != "T")
 
 
 def status_of(pid: int) -> str:

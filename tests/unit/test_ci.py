@@ -56,7 +56,7 @@ def test_an_unknown_stage_is_refused_before_anything_runs():
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     assert found.returncode == 2

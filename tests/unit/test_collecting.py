@@ -884,7 +884,7 @@ def test_neither_needs_torch_or_ray(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=400, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == []
     assert names(LocalStorage(tmp_path)) == {record_key(2)}

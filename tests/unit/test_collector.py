@@ -48,12 +48,12 @@ def test_a_pause_lasts_until_the_last_thread_has_left():
     def other():
         with collector_paused():
             entered.set()
-            leave.wait(60)
+            leave.wait(180)
 
     thread = threading.Thread(target=other)
     with collector_paused():
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(180)
     assert not gc.isenabled()
     leave.set()
     thread.join()

@@ -167,7 +167,7 @@ print(anonymous() - before)
     ray_dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "small")
     ran = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 32 << 20
@@ -311,7 +311,7 @@ def command(*arguments: str) -> Any:
 def test_dcps_command_works_with_our_module_name():
     ran = subprocess.run(
         [sys.executable, "-m", "ray_dcp.dcp.format_utils", "--help"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "{torch_to_dcp|dcp_to_torch} SRC DST" in ran.stdout

@@ -204,7 +204,7 @@ def test_a_process_that_is_alone_stages_what_is_on_a_device(monkeypatch, tmp_pat
     whole = {name: tensor.detach().clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.detach().zero_()
-    handle.committed(60)
+    handle.committed(180)
     assert driver.told[-1] == "wait"
     found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)

@@ -160,7 +160,7 @@ if 'torch' in sys.modules:
         print(sorted(caught.failures))
 """
     found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=False
     )
     assert found.returncode == 0, found.stderr
     where = "[checkpoint /run/step-7, step 7, rank 3, key a.b]"

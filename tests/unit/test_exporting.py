@@ -197,7 +197,7 @@ def test_what_is_watched_is_told_while_it_grows(tmp_path: Path, monkeypatch: pyt
     with watching.watched(tmp_path, told, 10, 150):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "file").write_bytes(bytes(100))
-        assert seen.wait(60)
+        assert seen.wait(180)
     assert found[-1] == (150, 150)
     assert (110, 150) in found
 

@@ -70,9 +70,9 @@ def test_no_two_panels_overlap():
 
 def test_the_module_writes_the_file(tmp_path: Path):
     command = [sys.executable, "-m", "ray_dcp.integrations.grafana"]
-    subprocess.run([*command, str(tmp_path / "d.json")], check=True, timeout=60)
+    subprocess.run([*command, str(tmp_path / "d.json")], check=True, timeout=400)
     assert (tmp_path / "d.json").read_text() == dashboard_text()
-    failed = subprocess.run([*command, str(tmp_path / "no" / "d.json")], check=False, timeout=60,
+    failed = subprocess.run([*command, str(tmp_path / "no" / "d.json")], check=False, timeout=400,
                             capture_output=True, text=True)  # fmt: skip
     assert failed.returncode == 2
     assert "No such file" in failed.stderr

@@ -352,7 +352,7 @@ def loaded_by(program: str, *arguments: str) -> set[str]:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

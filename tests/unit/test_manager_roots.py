@@ -124,7 +124,7 @@ def test_a_writer_from_which_the_root_was_taken_is_told_at_its_next_save(tmp_pat
     first = alive_elsewhere(tmp_path, WRITES)
     manager = manager_of(tmp_path, takeover=True)
     assert manager.save(2, state(2))
-    told, _ = first.communicate("go on\n", timeout=60)
+    told, _ = first.communicate("go on\n", timeout=400)
     assert told.startswith("CheckpointExistsError")
     assert f"is written by process {os.getpid()}" in told
     assert manager.all_steps() == [1, 2]

@@ -38,7 +38,7 @@ from tests.numpy_ranks import (
 )
 from tests.polling import eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """Far more than any wait here takes, in seconds."""
 
 
@@ -146,8 +146,8 @@ def test_a_frozen_rank_ends_a_load_long_before_its_deadline(url):
 
 def test_a_write_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, gate):
     begin_s = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"write its part within 0\.5 s") as caught:
-        one_save(url, InlineSession(), opener=gate().opener, write_timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"write its part within 2 s") as caught:
+        one_save(url, InlineSession(), opener=gate().opener, write_timeout_s=2)
     assert time.monotonic() - begin_s < PATIENCE_S
     assert caught.value.key.startswith("__0_0.")
     assert f"it is at {caught.value.key}" in caught.value.message
@@ -162,18 +162,18 @@ def writers():
 def test_a_write_that_comes_back_after_it_was_given_up_publishes_nothing(url, gate):
     held = gate()
     with pytest.raises(DeadlineError):
-        one_save(url, InlineSession(), opener=held.opener, write_timeout_s=0.5)
+        one_save(url, InlineSession(), opener=held.opener, write_timeout_s=2)
     assert writers()
     held.open()
-    assert eventually(lambda: not writers(), PATIENCE_S)
+    assert eventually(lambda: not writers())
     assert not [key for key in keys(url) if key.endswith(".distcp")]
 
 
 def test_a_read_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, gate):
     save(state_of(1), 1, url)
     held = gate()
-    with pytest.raises(DeadlineError, match=r"read its share within 0\.5 s") as caught:
-        one_load(url, InlineSession(), opener=held.opener, read_timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"read its share within 2 s") as caught:
+        one_load(url, InlineSession(), opener=held.opener, read_timeout_s=2)
     assert caught.value.key.startswith("__0_0.")
     # What it reads could still be written into tensors, so nobody may load meanwhile.
     with pytest.raises(ParticipantError, match="hang in the storage"):
@@ -184,8 +184,8 @@ def test_a_read_that_hangs_is_given_up_at_the_deadline_and_names_the_file(url, g
 
 def test_a_checkpoint_whose_table_can_not_be_read_is_given_up_at_the_deadline(url, gate):
     save(state_of(1), 1, url)
-    with pytest.raises(DeadlineError, match=r"read what is stored within 0\.5 s") as caught:
-        one_load(url, InlineSession(), opener=gate("chunks.*").opener, plan_timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"read what is stored within 2 s") as caught:
+        one_load(url, InlineSession(), opener=gate("chunks.*").opener, plan_timeout_s=2)
     assert caught.value.key.startswith("chunks.")
 
 
@@ -193,9 +193,9 @@ def test_a_commit_that_hangs_is_outvoted_by_its_rank_and_loses_when_it_comes_bac
     held = gate("manifest-*")
     session = InlineSession(performer=partial(perform, opener=held.opener))
     with pytest.raises(ParticipantError, match="was declared failed in slot 1"):
-        one_save(url, session, commit_timeout_s=0.5)
+        one_save(url, session, commit_timeout_s=2)
     held.open()
-    assert eventually(lambda: session._shell.coordination.active == (), PATIENCE_S)
+    assert eventually(lambda: session._shell.coordination.active == ())
     assert loads_whole(url, [state_of(1)]) is None
 
 
@@ -205,11 +205,11 @@ def test_a_commit_that_hangs_for_coordinator_and_rank_is_unknown_and_ends_when_i
     held = gate("manifest-*")
     session = InlineSession(performer=partial(perform, opener=held.opener))
     with pytest.raises(CommitUnknownError) as caught:
-        one_save(url, session, opener=held.opener, commit_timeout_s=0.5)
+        one_save(url, session, opener=held.opener, commit_timeout_s=2)
     attempt = caught.value.attempt
     assert outcome(url, attempt) == "open"
     held.open()
-    assert eventually(lambda: session._shell.coordination.active == (), PATIENCE_S)
+    assert eventually(lambda: session._shell.coordination.active == ())
     assert outcome(url, attempt) in ("committed", "aborted")
     stands = loads_whole(url, [state_of(1)]) == 0
     assert stands == (outcome(url, attempt) == "committed")
@@ -219,7 +219,7 @@ def test_a_task_that_hangs_before_the_commit_fails_the_save_at_its_deadline(url,
     held = gate("chunks.*")
     session = InlineSession(performer=partial(perform, opener=held.opener))
     with pytest.raises(DeadlineError, match="table to end within"):
-        one_save(url, session, commit_timeout_s=0.5)
+        one_save(url, session, commit_timeout_s=2)
     # The next save of this session is not in its way.
     held.open()
     one_save(url, session)
@@ -236,7 +236,7 @@ def test_a_rank_without_coordinator_does_not_wait_for_a_storage_that_hangs(url, 
         return session.call(request)
 
     (rank,) = save_ranks(
-        state_of(1), 1, url, opener=held.opener, options=SaveOptions(commit_timeout_s=0.5)
+        state_of(1), 1, url, opener=held.opener, options=SaveOptions(commit_timeout_s=2)
     )
     begin_s = time.monotonic()
     with pytest.raises(CommitUnknownError, match="the storage did not answer within") as caught:
@@ -302,7 +302,7 @@ def test_ctrl_c_while_the_only_rank_writes_leaves_no_data_and_no_open_attempt(ur
     with pytest.raises(KeyboardInterrupt):
         one_save(url, session, opener=held.opener, state=state_of(2))
     held.open()
-    assert eventually(lambda: not writers(), PATIENCE_S)
+    assert eventually(lambda: not writers())
     assert {key for key in keys(url) if key.endswith(".distcp")} == before
     assert session._shell.coordination.active == ()
     assert loads_whole(url, [state_of(1), state_of(2)]) == 0
@@ -339,7 +339,7 @@ def test_a_save_of_one_process_is_cancelled_by_another_thread(url, gate):
     saving.join(PATIENCE_S)
     assert "enough" in came[0].message
     held.open()
-    assert eventually(lambda: not [k for k in keys(url) if k.endswith(".distcp")], PATIENCE_S)
+    assert eventually(lambda: not [k for k in keys(url) if k.endswith(".distcp")])
     one_save(url, session)
     assert not session.cancel(OpKey("inline", 1), "too late")
     load_and_check(state_of(1), 1, url)

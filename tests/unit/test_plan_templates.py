@@ -467,7 +467,7 @@ def test_events_and_reports_say_where_the_plan_is_from(tmp_path):
             state = {"w": torch.full((3,), float(step)), "step": step}
             ray_dcp.save(state, checkpoint_id=tmp_path / f"step-{step}", options=KEPT)
         handle = ray_dcp.async_save(state, checkpoint_id=tmp_path / "step-2", options=KEPT)
-        handle.result(60)
+        handle.result(180)
     finally:
         unsubscribe()
     assert [event.plan for event in told if event.is_end] == ["cold", "template", "template"]

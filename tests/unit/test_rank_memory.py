@@ -23,7 +23,7 @@ def test_it_is_asked_before_the_answer_is_needed_and_once_where_there_is_one():
 
     source = MemorySource(kept)
     source.ask(STORAGE, "a1")
-    assert asked.wait(60)
+    assert asked.wait(180)
     assert source.found() is STORAGE
     assert calls == [(STORAGE, "a1", False)]
 

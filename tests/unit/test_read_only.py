@@ -69,7 +69,7 @@ def make_run(root, lose_metadata=True):
 def read_it(run, uid=0, writable=""):
     done = subprocess.run(
         [sys.executable, "-c", READ, str(run), str(uid), str(writable)],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=400, check=False,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

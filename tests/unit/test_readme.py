@@ -33,7 +33,7 @@ def test_a_python_block_runs_in_a_fresh_process(block: str, tmp_path: Path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr

@@ -37,7 +37,7 @@ def test_model_and_optimizer_move_from_fsdp_with_tp_to_hsdp() -> None:
         for rank in range(WORLD)
     ]  # fmt: skip
     try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+        told = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

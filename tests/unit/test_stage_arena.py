@@ -259,4 +259,4 @@ def test_options_that_can_not_be_are_refused(wrong):
 def test_numpy_sees_the_same_bytes():
     arena = Arena.create(1, PAGE)
     arena.slot_array(0)[:] = np.arange(PAGE, dtype=np.uint8)
-    assert eventually(lambda: arena.slot(0)[255] == 255, 1)
+    assert eventually(lambda: arena.slot(0)[255] == 255)

@@ -41,7 +41,7 @@ def test_other_threads_take_part(monkeypatch):
     def copyto(*pair):
         seen.add(threading.get_ident())
         if threading.get_ident() == caller:
-            assert helped.wait(60)
+            assert helped.wait(180)
         else:
             helped.set()
         real(*pair)
@@ -60,8 +60,8 @@ def test_it_returns_only_when_the_others_have_ended(monkeypatch):
     def copyto(*pair):
         if threading.get_ident() != caller:
             begun.set()
-            assert go.wait(60)
-        elif not begun.wait(60):
+            assert go.wait(180)
+        elif not begun.wait(180):
             raise AssertionError("nobody helps")
         elif not left:
             go.set()
@@ -98,11 +98,11 @@ def test_who_is_interrupted_leaves_nobody_who_goes_on_copying(monkeypatch):
 
     def copyto(*pair):
         if threading.get_ident() == caller:
-            assert begun.wait(60)
+            assert begun.wait(180)
             raise KeyboardInterrupt
         copied.append(pair)
         begun.set()
-        eventually(lambda: not len(batches[0]), 5)
+        eventually(lambda: not len(batches[0]))
 
     caller = threading.get_ident()
     monkeypatch.setattr(copying.np, "copyto", copyto)

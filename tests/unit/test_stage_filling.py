@@ -75,7 +75,7 @@ def test_every_kind_of_tensor_is_staged_as_it_is_written(container, tmp_path: Pa
     for value in tensors.values():
         if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel():
             value.zero_()
-    assert eventually(lambda: len(reports) == len(what.plan.files), 30)
+    assert eventually(lambda: len(reports) == len(what.plan.files))
     assert not [report.error for report in reports if report.error]
     assert same_files(*places)
 

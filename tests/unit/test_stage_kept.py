@@ -31,7 +31,7 @@ def kept(node, rank):
 def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
     node = Node(40)
     rank, _ = save(node, tmp_path, "c", sizes=MIXED * 3, objects=[b"pickled", bytes(3 * MIB)])
-    assert eventually(lambda: kept(node, rank) is not None, 20)
+    assert eventually(lambda: kept(node, rank) is not None)
     found = kept(node, rank)
     assert found.address == node.arena.address
     num_bytes = 0
@@ -66,7 +66,7 @@ def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path
         )
         object.__setattr__(rank.order.key, "attempt", f"a{number}")
         rank.stage()
-        assert eventually(lambda: kept(node, rank) is not None, 20)  # noqa: B023
+        assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
         assert node.spool.in_flight(str(tmp_path))[-1].is_written
         node.spool.release(rank.order.key, committed=committed)
         assert not node.spool.in_flight(str(tmp_path))
@@ -78,10 +78,28 @@ def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path
     assert node.spool.num_active() == 0
 
 
+def test_an_outcome_that_comes_before_the_answer_to_the_last_report_loses_nothing(tmp_path):
+    node = Node(20)
+    for options in (KEEP, SaveOptions()):
+        node.may_report.clear()
+        rank, _ = save(node, tmp_path, f"c{options.keep_in_memory}", options=options)
+        key = rank.order.key
+        assert eventually(lambda: node.spool.progress(key).reports)  # noqa: B023
+        node.spool.release(key, committed=True)
+        assert node.spool.progress(key) is not None
+        assert not node.spool.in_flight(str(tmp_path))
+        node.may_report.set()
+        if options is KEEP:
+            assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
+            assert node.spool.progress(key).reports[0].receipt
+        else:
+            assert eventually(lambda: node.spool.progress(key) is None)  # noqa: B023
+
+
 def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
     node = Node(2)
     rank, _ = save(node, tmp_path, "c")
-    assert eventually(lambda: kept(node, rank) is not None, 20)
+    assert eventually(lambda: kept(node, rank) is not None)
     file = kept(node, rank).files[0]
     parts = file.find(int(file.start[0]), int(file.num_bytes[0]))
     assert node.spool.fetch(parts) is not None

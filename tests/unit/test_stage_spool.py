@@ -35,7 +35,7 @@ class Node:
         self.spool = Spool({"arena": self.channel}, StagerOptions(), self.take, **more)
 
     def take(self, reporter, report) -> None:
-        self.may_report.wait(30)
+        self.may_report.wait(180)
         self.reports.append(report)
 
     def rank(self, what: Share, target: Target, save: str = "s", **order) -> Rank:
@@ -43,7 +43,7 @@ class Node:
         return Rank(self.spool, self.channel, what, made)
 
     def idle(self) -> bool:
-        return eventually(lambda: self.spool.num_active() == 0 and not self.spool.used_bytes(), 20)
+        return eventually(lambda: self.spool.num_active() == 0 and not self.spool.used_bytes())
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_it_begins_to_write_with_the_first_window(places):
     node = Node(8)
     rank = node.rank(what, places[0]).begin()
     rank.fill()
-    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes > MIB, 20)
+    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes > MIB)
     assert not node.spool.progress(rank.order.key).is_sealed
     assert node.spool.progress(rank.order.key).num_bytes == 6 * MIB
 
@@ -90,11 +90,11 @@ def test_one_word_delivers_a_window_and_all_before_it(places):
         rank.fill(deliver=False)
     assert rank.num_windows == 5
     node.spool.deliver(rank.order.key, 2)
-    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes >= 5 * MIB, 20)
+    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes >= 5 * MIB)
     for told in (3, 1, 99):
         node.spool.deliver(rank.order.key, told)
     rank.fill(deliver=False)
-    assert node.spool.seal(rank.order.key).result(30) is True
+    assert node.spool.seal(rank.order.key).result(180) is True
     what.written(places[1])
     assert node.idle()
     node.spool.deliver(rank.order.key, 4)
@@ -110,10 +110,10 @@ def test_a_state_larger_than_the_budget_goes_through_and_the_rank_waits_for_its_
     for _ in range(rank.num_windows):
         rank.fill()
     waiting = node.spool.seal(rank.order.key)
-    assert eventually(lambda: node.spool.progress(rank.order.key).reports, 20)
+    assert eventually(lambda: node.spool.progress(rank.order.key).reports)
     assert not waiting.done()
     node.may_report.set()
-    assert waiting.result(20) is True
+    assert waiting.result(180) is True
     what.written(places[1])
     assert node.idle()
     assert same_files(*places)
@@ -125,14 +125,14 @@ def test_bytes_stay_until_the_report_is_taken_also_when_another_save_waits_for_r
     node.may_report.clear()
     first = node.rank(what, places[0])
     first.stage()
-    assert eventually(lambda: node.spool.progress(first.order.key).reports, 20)
+    assert eventually(lambda: node.spool.progress(first.order.key).reports)
     second = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
     waiting = node.spool.more(second.order.key, 0)
     assert not waiting.done()
     assert node.spool.used_bytes() == 2 * SLOT
     assert all(node.arena.holds(slot) for slot in first.slots)
     node.may_report.set()
-    assert waiting.result(20).slots
+    assert waiting.result(180).slots
     assert not all(node.arena.holds(slot) for slot in first.slots)
 
 
@@ -188,12 +188,12 @@ def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling
     rank.fill()
     node.spool.cancel(rank.order.key)
     with pytest.raises(SaveCancelledError):
-        node.spool.more(rank.order.key, 9).result(20)
+        node.spool.more(rank.order.key, 9).result(180)
     with pytest.raises(SaveCancelledError):
-        node.spool.seal(rank.order.key).result(20)
-    assert eventually(lambda: not list(Path(places[0].url).glob("*")), 20)
+        node.spool.seal(rank.order.key).result(180)
+    assert eventually(lambda: not list(Path(places[0].url).glob("*")))
     # The first window was delivered, the rank may still fill the two others.
-    assert eventually(lambda: node.spool.used_bytes() == 2 * SLOT, 20)
+    assert eventually(lambda: node.spool.used_bytes() == 2 * SLOT)
     assert not node.channel.ledger.grants()
     node.spool.cancel(rank.order.key, by_rank=True)
     assert node.idle()
@@ -222,7 +222,7 @@ def test_any_number_of_ranks_gets_through_the_smallest_budget(places):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
     assert node.idle()
     for n, what in enumerate(shares):
@@ -242,7 +242,7 @@ def test_what_a_dead_stager_held_is_written_by_the_next_one(places):
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
     assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
     assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
-    assert eventually(lambda: node.reports, 20)
+    assert eventually(lambda: node.reports)
     assert same_files(*places)
     assert node.spool.num_adopted() == 0
 
@@ -257,7 +257,7 @@ def test_adopted_bytes_that_were_overwritten_are_an_error_and_no_file(places):
     node = Node(4)
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
     node.spool.adopt(order, None, dead.arena, tuple(rank.slots))
-    assert eventually(lambda: node.reports, 20)
+    assert eventually(lambda: node.reports)
     assert isinstance(node.reports[0].error, ParticipantError)
     assert not list(Path(places[0].url).rglob("*"))
 
@@ -270,9 +270,9 @@ def test_only_the_files_that_are_asked_for_are_written_again(places):
     node = Node(4)
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT, files=(1, 3))
     node.spool.adopt(order, None, dead.arena, tuple(rank.slots))
-    assert eventually(lambda: len(node.reports) == 2, 20)
+    assert eventually(lambda: len(node.reports) == 2)
     assert {report.file for report in node.reports} == {1, 3}
-    assert eventually(lambda: len(list(Path(places[0].url).glob("*"))) == 2, 20)
+    assert eventually(lambda: len(list(Path(places[0].url).glob("*"))) == 2)
 
 
 def test_the_same_order_twice_is_one_job_and_a_plan_is_sent_once(places):
@@ -290,8 +290,8 @@ def test_the_same_order_twice_is_one_job_and_a_plan_is_sent_once(places):
 def test_what_is_not_known_is_said_or_ignored(places):
     node = Node(4)
     key = StageKey("s", 0, "a1")
-    assert node.spool.more(key, 0).result(1) == Unknown("job")
-    assert node.spool.seal(key).result(1) == Unknown("job")
+    assert node.spool.more(key, 0).result(180) == Unknown("job")
+    assert node.spool.seal(key).result(180) == Unknown("job")
     assert node.spool.progress(key) is None
     node.spool.deliver(key, 0)
     node.spool.cancel(key)
@@ -318,7 +318,7 @@ def test_release_in_the_middle_gives_up(places):
     rank.begin()
     node.spool.release(rank.order.key)
     with pytest.raises(SaveCancelledError):
-        node.spool.seal(rank.order.key).result(20)
+        node.spool.seal(rank.order.key).result(180)
     node.spool.cancel(rank.order.key, by_rank=True)
     assert node.spool.used_bytes() == 0
 
@@ -338,7 +338,7 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
     for window in range(layout.num_windows):
         while window >= len(slots):
-            grant = spool.more(order.key, len(slots)).result(20)
+            grant = spool.more(order.key, len(slots)).result(180)
             slots += grant.slots
             for freed in grant.freed:
                 held.pop(freed, None)
@@ -348,8 +348,8 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
         fill_window(layout, window, held[window], HostFiller(what.items.source), bytes)
         most = max(most, len(held))
         spool.deliver(order.key, window, memoryview(held[window]))
-    assert spool.seal(order.key).result(20)
-    assert eventually(lambda: reports and not ledger.num_used, 20)
+    assert spool.seal(order.key).result(180)
+    assert eventually(lambda: reports and not ledger.num_used)
     assert most <= 2
     assert same_files(*places)
 

@@ -174,7 +174,7 @@ def test_it_loads_neither_torch_nor_ray(saved: Path):
         "sys.exit(bool({'torch', 'ray', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "timeline", str(saved)], check=False, timeout=100,
+        [sys.executable, "-c", code, "timeline", str(saved)], check=False, timeout=400,
         capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -32,7 +32,7 @@ class Group:
 
     def save(self, step: int) -> Asked:
         """Makes the save that is asked for at a step, without lingering."""
-        assert eventually(lambda: has_asked(self), 20)
+        assert eventually(lambda: has_asked(self))
         asked = self.board.at(step, 1)
         assert asked is not None
         self.board.ended(replace(asked, linger_s=0.0), committed=True)
@@ -91,10 +91,10 @@ def test_a_resize_waits_for_the_save_and_the_workers_for_their_end(group: Group)
         target=started(group).before_controller_execute_resize_decision, args=(None,)
     )
     controller.start()
-    assert eventually(lambda: has_asked(group), 20)
+    assert eventually(lambda: has_asked(group))
     assert controller.is_alive()
     assert group.save(5).linger_s > 30.0
-    controller.join(20)
+    controller.join(180)
     assert not controller.is_alive()
 
 
@@ -124,23 +124,23 @@ def test_of_two_nodes_that_are_drained_the_second_has_a_save_made_too(
     one = started(group)
     first, second = in_s(100.0), in_s(101.0)
     one.after_controller_state_update(None, State(first))
-    assert eventually(lambda: has_asked(group), 20)
+    assert eventually(lambda: has_asked(group))
     one.after_controller_state_update(None, State(first))
     one.after_controller_state_update(None, State(second))
     assert len(preemption_threads()) == 2
     saved = [group.save(step) for step in (5, 6)]
     assert saved[0].seq != saved[1].seq
-    assert eventually(lambda: preemption_threads() == [], 20)
+    assert eventually(lambda: preemption_threads() == [])
 
 
 def test_a_later_notice_ends_the_rounds_of_the_one_before(group: Group, rounds: list[float | None]):
     one = started(group)
     rounds += [0.0, 0.0]
     one.after_controller_state_update(None, State(in_s(100.0)))
-    assert eventually(lambda: has_asked(group), 20)
+    assert eventually(lambda: has_asked(group))
     one._known = in_s(101.0)
     group.save(5)
-    assert eventually(lambda: preemption_threads() == [], 20)
+    assert eventually(lambda: preemption_threads() == [])
     assert not has_asked(group)
 
 
@@ -154,14 +154,14 @@ def test_after_the_last_save_that_fits_the_ranks_wait_for_the_node_to_go(
     assert group.save(5).linger_s == 0.0, "there is time for another one"
     group.board.took(stage_s=0.1, commit_s=400.0)
     assert group.save(6).linger_s > 900.0
-    assert eventually(lambda: preemption_threads() == [], 20)
+    assert eventually(lambda: preemption_threads() == [])
 
 
 def test_nobody_waits_where_no_deadline_is_known(group: Group):
     one = started(group)
     one.after_controller_state_update(None, State(Notice(None)))
     assert group.save(5).linger_s == 0.0
-    assert eventually(lambda: preemption_threads() == [], 20)
+    assert eventually(lambda: preemption_threads() == [])
 
 
 def test_workers_that_can_not_be_asked_do_not_end_the_run(group: Group, caplog: Any):

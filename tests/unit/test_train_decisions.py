@@ -106,7 +106,7 @@ def test_naming_it_loads_neither_ray_nor_torch():
         "assert 'checkpointer' in dir(train)\n"
         "assert not {'ray', 'torch'} & {*sys.modules}\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=REPOSITORY)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=400, cwd=REPOSITORY)
 
 
 def test_outside_of_a_worker_it_says_what_to_use_instead():
@@ -470,10 +470,10 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(one.at(5, 1)))
     thread.start()
-    assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
+    assert eventually(lambda: one._changed._waiters)  # type: ignore[attr-defined]
     assert found == []
     assert one.ask(Asked("a", "resize", 4))
-    thread.join(10)
+    thread.join(180)
     assert [asked.seq for asked in found] == ["a"]
 
 
@@ -574,10 +574,10 @@ def test_a_rank_lingers_after_the_save_until_it_is_let_go(monkeypatch: Any):
     assert asked is not None
     thread = threading.Thread(target=one.ended, args=(asked, True))
     thread.start()
-    assert eventually(lambda: one._changed._waiters, 10)  # type: ignore[attr-defined]
+    assert eventually(lambda: one._changed._waiters)  # type: ignore[attr-defined]
     assert follow(ranks, "a", 0.0) == "committed"
     one.drop("a")
-    thread.join(10)
+    thread.join(180)
     assert not thread.is_alive()
 
 

@@ -359,11 +359,11 @@ def test_a_large_file_under_way_is_given_up_when_another_fails(tmp_path):
 
     def source(row):
         if row == 0:
-            assert large_began.wait(60)
+            assert large_began.wait(180)
         if row == 1:
             large_began.set()
         if row == 2:
-            assert small_failed.wait(60)
+            assert small_failed.wait(180)
         return raw(arrays[row])
 
     class Watched:
@@ -425,7 +425,7 @@ def test_an_error_keeps_other_threads_from_beginning_more():
         begun.append(task)
         if task == 0:
             raise ValueError(task)
-        stop.wait(60)
+        stop.wait(180)
 
     with pytest.raises(ValueError, match="0"):
         run_tasks(range(100), work, 2, stop)
