@@ -117,7 +117,7 @@ def _decoded(data: bytes) -> tuple[ChunkTable, Structure | None]:
     try:
         file = TableFile(data)
         if file.index:
-            return GroupedTable(data, file).whole(), None
+            return GroupedTable(data, file).checked(), None
         table = table_of_rows(file.rows(), file.extra, file.max_values)
         if "structure" not in file.extra:
             return table, None

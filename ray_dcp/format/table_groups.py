@@ -225,6 +225,25 @@ class GroupedTable:
         """Returns the table with all chunks, whose bytes are there."""
         return self.chunks(range(self.index.num_groups))
 
+    def checked(self) -> ChunkTable:
+        """Returns the same, after comparing the index with what it is of.
+
+        Raises:
+            DamagedCheckpointError: Who believed the index would not find all chunks.
+            CheckpointError: As the class does.
+        """
+        for group, digest in enumerate(self.index.digests):
+            low, high = self.span(group)
+            if digest_bytes(self._data[low:high]) != digest:
+                raise damaged(f"the rows of group {group} that its index names", "other bytes")
+        table = self.whole()
+        of_boxes, boxes = boxes_of_groups(table, self.index.first_row)
+        pairs = zip(self.index.boxes[:3], boxes[:3], strict=True)
+        same = all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+        if not same or not np.array_equal(self.index.group, of_boxes):
+            raise damaged("an index with the boxes around the chunks of each group", "others")
+        return table
+
 
 def _slice(table: ChunkTable, low: int, high: int) -> ChunkTable:
     return with_rows(table, lambda name: getattr(table, name)[low:high])

@@ -37,7 +37,7 @@ from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ou
 from ray_dcp.transfer.plain_files import plain_files, plain_table
 from ray_dcp.transfer.slots import Deciding, Slots, read_slots
 from ray_dcp.transfer.table_parts import TableParts, table_parts
-from ray_dcp.transfer.verified import verified
+from ray_dcp.transfer.verified import verified, verified_table
 
 __all__ = [
     "METADATA_KEY",
@@ -295,7 +295,7 @@ def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) ->
 
 def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
     slot, data, manifest = committed
-    table = verified(storage, manifest.table)
+    table = verified_table(storage, manifest)
     checks = b"" if manifest.checks is None else verified(storage, manifest.checks)
     return Found("native", slot, data, manifest, table, metadata_is_stale, checks)
 

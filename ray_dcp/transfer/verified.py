@@ -8,7 +8,7 @@ from ray_dcp.format.manifest import FileEntry, Manifest
 from ray_dcp.format.table import MAX_TABLE_BYTES
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["verified", "verified_bytes", "verified_end"]
+__all__ = ["verified", "verified_bytes", "verified_end", "verified_table"]
 
 
 def verified(storage: Storage, entry: FileEntry) -> bytes:
@@ -20,6 +20,19 @@ def verified(storage: Storage, entry: FileEntry) -> bytes:
     """
     data = _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
     _check(data, entry.num_bytes, entry.digest, entry.key, "")
+    return data
+
+
+def verified_table(storage: Storage, manifest: Manifest) -> bytes:
+    """Returns the chunk table that a manifest names, all of it.
+
+    Raises:
+        DamagedCheckpointError: It is missing or another one, or ends otherwise than its end.
+        StorageError: It can't be read.
+    """
+    data, end = verified(storage, manifest.table), manifest.table_end
+    if end is not None:
+        _check(data[-end.num_bytes :], end.num_bytes, end.digest, manifest.table.key, "last ")
     return data
 
 

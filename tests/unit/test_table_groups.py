@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 import io
+import threading
 import zlib
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import ray_dcp
 from ray_dcp.dcp.default_planner import DefaultLoadPlanner
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, DeadlineError
 from ray_dcp.format import table as table_format
 from ray_dcp.format import table_groups, table_index, table_parquet, table_rows
 from ray_dcp.format.checksums import digest_bytes
@@ -26,18 +27,20 @@ from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.format.table_checks import decode_head
 from ray_dcp.format.table_checks import encode_index as encode_places
 from ray_dcp.format.table_groups import GroupedTable, end_of
-from ray_dcp.format.table_index import decode_index, encode_index
-from ray_dcp.options import SaveOptions
+from ray_dcp.format.table_index import boxes_of_groups, decode_index, encode_index
+from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.plan import global_plan, structural
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import Kind
 from ray_dcp.runtime import commit_files
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.seam.targets import plan_targets
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.array_states import same_state, sample_state
-from ray_dcp.testing.ranks import load_state, save_state
+from ray_dcp.testing.ranks import load_ranks, load_state, save_state
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
-from tests.format_cases import difference, slabs
+from tests.format_cases import difference, slabs, table_of
 from tests.unit.torch_ranks import load_on_ranks, save_on_ranks
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
@@ -582,3 +585,147 @@ def test_planner_hooks_are_given_all_of_it(tmp_path, monkeypatch):
     wanted = {name: torch.zeros(30) for name in state}
     ray_dcp.load(wanted, checkpoint_id=tmp_path, planner=Mine())
     assert all(torch.equal(wanted[name], state[name]) for name in state)
+
+
+# --- what must not go unseen ---------------------------------------------------------------------
+
+
+def shrunk(table, bounds):
+    group, boxes = boxes_of_groups(table, bounds)
+    return group, boxes._replace(size=np.maximum(boxes.size - 1, 0))
+
+
+def moved(index, steps):
+    return replace(index, first_row=index.first_row + np.array(steps))
+
+
+WRONG_INDEX = {
+    "boxes": ("boxes_of_groups", shrunk, "boxes around"),
+    "digests": ("digest_bytes", lambda data: bytes(16), "other bytes"),
+    "rows": (
+        "encode_index",
+        lambda index: encode_index(moved(index, [0, 1, 0, 0])),
+        "chunks without",
+    ),
+    "fewer rows": (
+        "encode_index",
+        lambda index: encode_index(moved(index, [0, 0, 0, -1])),
+        "an index of 12 chunks",
+    ),
+    "groups": (
+        "encode_index",
+        lambda index: encode_index(
+            replace(
+                index, first_row=index.first_row[[0, 1, 3]], start=index.start[[0, 1, 3]],
+                first_deferred=index.first_deferred[[0, 1, 3]], digests=index.digests[:2],
+                group=np.minimum(index.group, 1),
+            )
+        ),
+        "in 3 groups",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_INDEX)
+def test_an_index_that_lies_is_seen_by_who_reads_all(name, monkeypatch):
+    """Else a fault of a writer would pass `verify` and fail every load."""
+    table = slabs(3, [(9, 2)] * 4)
+    assert difference(decode_table(encode_table(table)), table) == []
+    what, wrong, told = WRONG_INDEX[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(table_groups, what, wrong)
+        data = encode_table(table)
+    with pytest.raises(DamagedCheckpointError, match=told):
+        decode_table(data)
+
+
+def test_an_end_that_is_another_is_seen_by_who_reads_all(saved):
+    other = replace(manifest_of(saved)[1].table_end, digest="0" * 32)
+    assert read_checkpoint(saved).table.num_chunks
+    resigned(saved, lambda one: replace(one, table_end=other))
+    with pytest.raises(DamagedCheckpointError, match="last"):
+        read_checkpoint(saved)
+
+
+def test_an_index_is_of_its_own_table():
+    table = slabs(3, [(9, 2)] * 4)
+    index, data = index_of(table), encode_index(index_of(table))
+    end = int(index.start[-1])
+    assert decode_index(data, table, end).num_groups == index.num_groups
+    with pytest.raises(DamagedCheckpointError, match="fits its table"):
+        decode_index(data, table, end - 1)
+    with pytest.raises(DamagedCheckpointError, match="an index of 3 dimensions"):
+        decode_index(data, slabs(3, [(9, 2, 1)] * 4), end)
+
+
+def test_rows_in_another_order_have_no_groups():
+    table = slabs(3, [(9, 2)] * 4)
+    assert end_of(encode_table(table)) is not None
+    turned = table_rows.with_rows(table, lambda name: getattr(table, name)[::-1])
+    assert end_of(encode_table(turned)) is None
+    assert difference(decode_table(encode_table(turned)), turned) == []
+
+
+def test_files_without_chunks_are_in_no_group():
+    table = slabs(3, [(9, 2)] * 4)
+    more = replace(table, files=("a", *table.files, "b", "c"), file=table.file + 1)
+    data = encode_table(more)
+    assert GroupedTable.from_end(data[end_of(data) :], len(data)).index.num_groups == 3
+    assert difference(decode_table(data), more) == []
+
+
+def test_a_row_that_names_another_tensor_than_its_number_is_damage(monkeypatch):
+    table = slabs(3, [(9, 2)] * 4)
+    rows_of = table_groups.rows_of
+
+    def wrong(own, tensor, **how):
+        names = ("x", *own.names[1:]) if own.num_chunks else own.names
+        return rows_of(replace(own, names=names), tensor, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_groups, "rows_of", wrong)
+        data = encode_table(table)
+    with pytest.raises(DamagedCheckpointError, match="one fqn in all rows"):
+        decode_table(data)
+
+
+def test_what_only_torch_understands_is_asked_for_too():
+    table = table_of(
+        [("raw", ("raw",), Kind.TENSOR, "float32", (4,), False, [((0,), (4,), 0)]),
+         ("odd", ("odd",), Kind.OPAQUE, "float32", (3,), False, [((0,), (3,), 0)]),
+         ("o", ("o",), Kind.OBJECT, None, (), False, [((), (), 0)])]
+    )  # fmt: skip
+    asked = []
+
+    def narrow(boxes, numbers):
+        asked.append(([one.tensor.tolist() for one in boxes], list(numbers)))
+        return table
+
+    state = {"raw": torch.zeros(4), "odd": torch.zeros(3), "o": 1}
+    plan_targets(state, table, narrow=narrow)
+    assert asked == [([[0], [1]], [2])]
+
+
+def test_reading_chunks_has_a_deadline(saved):
+    """All but the end of the table is behind a gate that nobody opens in time."""
+    entry = manifest_of(saved)[1]
+    end, gate = entry.table.num_bytes - entry.table_end.num_bytes, threading.Event()
+    held = []
+
+    class Held(Counting):
+        def read(self, key, start=0, num_bytes=None):
+            if key == entry.table.key and start < end and held:
+                gate.wait(60)
+            held.extend([key] * (key == entry.table.key and start == end))
+            return super().read(key, start, num_bytes)
+
+    try:
+        ranks, _ = load_ranks(
+            sample_state(3), 1, saved.url, options=LoadOptions(plan_timeout_s=1),
+            opener=lambda target: Held("table-groups"),
+        )  # fmt: skip
+        with pytest.raises(DeadlineError, match="which chunks"):
+            run_ranks(ranks)[0].get()
+        assert held
+    finally:
+        gate.set()
