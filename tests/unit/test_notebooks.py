@@ -60,4 +60,4 @@ def test_a_notebook_tells_a_story_with_pictures(path: Path):
 
 def test_the_script_runs_every_notebook_that_is_there():
     script = (REPOSITORY / ".ci" / "run").read_text()
-    assert "python -m tests.notebooks\n" in script
+    assert "begin_beside notebooks tests.notebooks\n    tests --doctest-modules" in script
