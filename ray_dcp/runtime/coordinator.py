@@ -159,9 +159,7 @@ class Coordinator:
         self._waiting.setdefault(at, []).append(future)
         try:
             self._carry_out(self._coordination.receive(request, beats_s=beats_s))
-            held = request.held if isinstance(request, SaveStaged) else request
-            if isinstance(held, PartsHeld) and self._plans.note(held):
-                self._start(self._plans.keep())
+            self._note_holders([request])
         except CheckpointError as error:
             self._forget(at, future)
             return Refused(error)
@@ -181,6 +179,7 @@ class Coordinator:
             self._meet(message.key.session, rank, caller)
         self._tracing.hears_together(message, callers)
         await self._resumed.wait()
+        self._note_holders(message.said if isinstance(message.said, tuple) else ())
         return await self._together.call(message, beats_s)
 
     async def greet(self, session: str, rank: int, caller: Caller) -> None:
@@ -248,6 +247,13 @@ class Coordinator:
         self._roster.remove(session, rank)
         self._called.set()
         self._carry_out(self._coordination.lost(session, [rank], "it has closed its session"))
+
+    def _note_holders(self, requests: Sequence[Request]) -> None:
+        """Takes who holds bytes of saves: with some of them lies what another coordinator needs."""
+        told = [one.held if isinstance(one, SaveStaged) else one for one in requests]
+        noted = [self._plans.note(held) for held in told if isinstance(held, PartsHeld)]
+        if any(noted):
+            self._start(self._plans.keep())
 
     def _meet(self, session: str, rank: int, caller: Caller) -> None:
         self._roster.add(session, rank, caller)

@@ -93,17 +93,29 @@ def _keep(task: KeepTemplate, storage: Storage) -> None:
         if data is None:
             logger.debug("The plan of a save is too large to be kept in %s", storage.url)
             return
-        storage.write(name, data)
+        _write(storage, name, data)
     used = _used(storage)
     order = list(dict.fromkeys([name, *used]))
     keep, drop = order[:MOST_TEMPLATES], order[MOST_TEMPLATES:]
     if keep != used:
-        storage.write(INDEX_KEY, encode_index(keep))
+        _write(storage, INDEX_KEY, encode_index(keep))
     if not task.is_there:
         # Why only then: a listing costs, and nothing is too many before something is added.
         drop = _unused(storage, keep)
     if drop:
         storage.delete(drop)
+
+
+def _write(storage: Storage, key: str, data: bytes) -> None:
+    """Writes a file, in a second try if need be.
+
+    Why: another job that tidies up here just then takes our temporary file for that of a process
+    that crashed. No clock tells them apart.
+    """
+    try:
+        storage.write(key, data)
+    except CheckpointError:
+        storage.write(key, data)
 
 
 def _unused(storage: Storage, keep: Collection[str]) -> list[str]:

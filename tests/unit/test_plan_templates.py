@@ -40,6 +40,7 @@ from ray_dcp.protocol.template_place import of_an_item, place_of_templates
 from ray_dcp.protocol.template_tasks import KeepTemplate, ReadTemplate, TemplateRead
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.plan_templates import MOST_TEMPLATES
+from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
@@ -396,6 +397,29 @@ def test_a_job_keeps_a_plan_once_or_tries_it_once(job, monkeypatch, can_write):
         job.step(number)
     kept = [task for task in tasks if isinstance(task, KeepTemplate)]
     assert [task.is_there for task in kept] == [False, can_write]
+
+
+@pytest.mark.parametrize("which", [".plan", INDEX_KEY])
+def test_who_tidies_up_takes_no_template_from_another_job_for_good(job, monkeypatch, which):
+    taken = []
+
+    original = local.publish
+
+    def publish(temp, path, **how):
+        if path.endswith(which) and not taken:
+            # Another job that writes a template just then finds a temporary file.
+            taken.extend(entry.key for entry in job.plans.unpublished())
+            job.plans.delete(taken)
+        return original(temp, path, **how)
+
+    monkeypatch.setattr(local, "publish", publish)
+    job.step(0)
+    monkeypatch.undo()
+    assert len(taken) == 1
+    assert decode_index(job.plans.read(INDEX_KEY)) == [only_template(job)]
+    job.restart_job()
+    job.step(1)
+    assert job.origins == {"template"}
 
 
 class Refusing(MemoryStorage):
