@@ -33,8 +33,10 @@ from ray_dcp.protocol.messages import (
     FileReceipt,
     LoadJoin,
     OpKey,
+    PartsHeld,
     SaveJoin,
     SaveReceipt,
+    SaveStaged,
     SendItems,
     Target,
 )
@@ -246,6 +248,21 @@ def test_a_join_that_is_not_like_the_others_travels_as_it_is(change):
     assert list(message.requests()) == joins
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"known": b""}, {"asked": 1}, {"stats": b"stats"}, {"columns": b"rows"}, {"contents": b"8"}],
+)
+def test_joins_with_more_to_say_travel_as_they_are_also_where_all_are_alike(change):
+    joins = [join(rank, **change) for rank in range(2)]
+    assert together(joins).said == tuple(joins)
+
+
+def test_receipts_with_one_error_travel_as_they_are():
+    error = CheckpointError("no")
+    receipts = [SaveReceipt(OpKey("run", 0), rank, "a1", 1, (), error) for rank in range(2)]
+    assert together(receipts).said == tuple(receipts)
+
+
 def test_receipts_together_mean_the_same():
     places = (DeferredPlace(3, 64, 100, 1024), DeferredPlace(4, 192, 5, 1024))
     receipts = [
@@ -316,6 +333,48 @@ def test_what_is_incomplete_goes_late_and_ever_later():
         assert wait_s <= LONGEST_WAIT_S
 
 
+def test_the_wait_is_that_of_the_first_who_came_and_has_an_end():
+    now = [0.0]
+    gathering = Gathering(range(64), lambda: now[0])
+    waits = []
+    for rank in range(0, 20, 2):
+        gathering.take(join(rank))
+        begun_s, due_s = now[0], gathering.next_s
+        now[0] += (due_s - now[0]) / 2
+        gathering.take(join(rank + 1))
+        assert gathering.next_s == due_s
+        now[0] = due_s
+        assert [message.ranks for message in gathering.due()] == [(rank, rank + 1)]
+        waits.append(due_s - begun_s)
+    assert waits == [min(FIRST_WAIT_S * 2**turn, LONGEST_WAIT_S) for turn in range(10)]
+
+
+def test_what_is_due_first_is_sent_first():
+    now = [0.0]
+    gathering = Gathering(range(3), lambda: now[0])
+    gathering.take(join(0))
+    now[0] = 0.1
+    gathering.take(join(0, key=OpKey("run", 1)))
+    assert gathering.next_s == FIRST_WAIT_S
+    now[0] = FIRST_WAIT_S
+    assert [message.key.seq for message in gathering.due()] == [0]
+    assert gathering.next_s == FIRST_WAIT_S + 0.1
+
+
+def test_steps_that_were_sent_are_forgotten_and_no_others():
+    gathering = Gathering(range(2), lambda: 0.0)
+    for seq in range(1000):
+        key = OpKey("run", seq)
+        gathering.take(join(0, key=key))
+        if seq:
+            (message,) = gathering.take(join(1, key=key))
+            gathering.told(message, Told((((0,), SendItems(rows=True)),)))
+    # What waits is sent however long ago it came.
+    assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
+    assert len(gathering._steps) <= 300
+    assert len(gathering._asked) <= 300
+
+
 def test_who_is_asked_twice_is_waited_for_each_time():
     gathering = Gathering(range(4), lambda: 0.0)
     (first,) = [m for rank in range(4) for m in gathering.take(join(rank))]
@@ -338,6 +397,15 @@ def test_who_is_asked_for_more_is_waited_for_and_no_others():
     assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
 
 
+def test_those_who_are_told_one_after_another_to_send_more_are_waited_for_together():
+    gathering = Gathering(range(4), lambda: 0.0)
+    (first,) = [message for rank in range(4) for message in gathering.take(join(rank))]
+    for rank in (1, 3):
+        gathering.told(first, Told((((rank,), SendItems(rows=True)),)))
+    assert gathering.take(join(3, asked=1)) == []
+    assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
+
+
 def test_groups_are_few_and_of_neighbours():
     for world_size in (65, 100, 128, 1000, 10240):
         groups = {group_of(rank, world_size) for rank in range(world_size)}
@@ -352,6 +420,10 @@ def test_groups_are_few_and_of_neighbours():
 def test_what_fails_goes_directly():
     assert is_gathered(join(0))
     assert not is_gathered(join(0, error=CheckpointError("no")))
+    assert is_gathered(SaveReceipt(OpKey("run", 0), 0, "a1", 1))
+    assert is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1))
+    assert not is_gathered(SaveStaged(OpKey("run", 0), 0, "a1", 1, error=CheckpointError("no")))
+    assert not is_gathered(PartsHeld(OpKey("run", 0), 0, "a1", 1, "s"))
     assert is_gathered(LoadJoin(OpKey("run", 0), 0, 2, Target("memory://x"), LoadOptions()))
     assert not is_gathered(Exchange(OpKey("run", 0), 0, 2, "t", {}, 1.0))
 
@@ -371,6 +443,9 @@ def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     batches.remove(gone)
     batches.answer(Answer(gone.key, 3, gone.step, SendItems(rows=True)))
     assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
+    # Also where it had been looked for before.
+    batches.remove(again)
+    assert batches.answer(Answer(gone.key, 3, gone.step, SendItems(rows=True))) == {3}
 
 
 def test_a_message_that_comes_after_an_answer_is_answered_too():
