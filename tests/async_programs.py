@@ -349,6 +349,8 @@ def warm(num_bytes: int) -> int:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.zeros(num_bytes // 4), mesh, [Shard(0)])}
     ray_dcp.warm_up(state).result(180)
+    # The memory of all ranks of the node is counted.
+    dist.barrier()
     pid = stager_facts()["pid"]
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
