@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.errors import CheckpointError
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_columns import chunkless
 from ray_dcp.format.table_groups import GroupedTable, encode_groups, extra_of
@@ -25,6 +25,7 @@ from ray_dcp.format.table_parquet import (
     SAYS_CORRUPT,
     WRITING,
     TableFile,
+    no_table,
     own_metadata,
 )
 from ray_dcp.format.table_rows import rows_of, table_of_rows
@@ -126,6 +127,4 @@ def _decoded(data: bytes) -> tuple[ChunkTable, Structure | None]:
     except CheckpointError:
         raise
     except SAYS_CORRUPT as exc:
-        raise DamagedCheckpointError(
-            f"Expected a chunk table in Parquet: {str(exc)[:500]}; load an earlier step"
-        ) from exc
+        raise no_table(exc) from exc

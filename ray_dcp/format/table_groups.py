@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 
-from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_columns import damaged
@@ -34,6 +33,7 @@ from ray_dcp.format.table_parquet import (
     SAYS_CORRUPT,
     WRITING,
     TableFile,
+    no_table,
     own_metadata,
 )
 from ray_dcp.format.table_rows import (
@@ -161,7 +161,7 @@ class GroupedTable:
         try:
             found = cls(view, TableFile(view), len(end))
         except SAYS_CORRUPT as exc:
-            raise _no_table(exc) from exc
+            raise no_table(exc) from exc
         if int(found.index.start[-1]) > num_bytes - len(end):
             raise damaged("groups of rows before the end of a chunk table", "one in it")
         return found
@@ -203,7 +203,7 @@ class GroupedTable:
                 rows = self._file.rows(group, self._there + high - low)
                 part = chunks_of_rows(rows, self._tensors)
             except SAYS_CORRUPT as exc:
-                raise _no_table(exc) from exc
+                raise no_table(exc) from exc
             low, high = self.index.first_row[group : group + 2].tolist()
             if part.num_chunks != high - low or len(part.checks):
                 raise damaged(f"{high - low} chunks without checksums in group {group}", "others")
@@ -252,9 +252,3 @@ class GroupedTable:
 
 def _slice(table: ChunkTable, low: int, high: int) -> ChunkTable:
     return with_rows(table, lambda name: getattr(table, name)[low:high])
-
-
-def _no_table(exc: BaseException) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"Expected a chunk table in Parquet: {str(exc)[:500]}; load an earlier step"
-    )

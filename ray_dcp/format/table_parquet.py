@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.parquet_footer import ColumnClaim, FooterClaim, read_footer
 from ray_dcp.format.table_columns import damaged
 from ray_dcp.format.table_rows import READ_SCHEMA, SCHEMA, TEXTS, ArrowTable
@@ -27,6 +27,7 @@ __all__ = [
     "WRITING",
     "TableFile",
     "most_values",
+    "no_table",
     "own_metadata",
 ]
 
@@ -78,6 +79,13 @@ def own_metadata(version: int, extra: Mapping[str, Any]) -> dict[bytes, bytes]:
         extra: Vocabularies and counts.
     """
     return {_VERSION_KEY: str(version).encode(), _EXTRA_KEY: json.dumps(extra).encode()}
+
+
+def no_table(exc: BaseException) -> DamagedCheckpointError:
+    """Returns the error for bytes of which `SAYS_CORRUPT` was raised."""
+    return DamagedCheckpointError(
+        f"Expected a chunk table in Parquet: {str(exc)[:500]}; load an earlier step"
+    )
 
 
 def most_values(num_bytes: int) -> int:
