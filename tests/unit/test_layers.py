@@ -109,8 +109,6 @@ ENVIRONMENT_READERS = {
     "runtime.environment": "RAY_ADDRESS, and what Ray itself reads when it starts",
 }
 
-MOST_LINES = 400
-
 
 @dataclass(frozen=True)
 class Import:
@@ -299,13 +297,6 @@ def test_only_one_module_makes_those_calls_of_ray_that_would_start_one():
         if isinstance(node.value, ast.Name) and node.value.id == "ray"
     ]
     assert {place.split(":")[0] for place in found} == {"runtime.ray_calls"}, found
-
-
-def test_no_module_is_longer_than_the_limit():
-    lines = {
-        name_of(path): len(path.read_text().splitlines()) for path in sorted(PACKAGE.rglob("*.py"))
-    }
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_every_module_says_what_it_is():
