@@ -44,8 +44,7 @@ class SaveReport:
     """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
     plan: str | None = None
     """Where the plan is from: `"cold"`, made for this save; `"warm"`, that of an earlier save of
-    this job; `"template"`, read beside the checkpoints, where another job had left it
-    (`SaveOptions.plan_templates`). None before planning, and where a plug-in plans."""
+    this job. None before planning, and where a plug-in plans."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each phase took that has ended: `capture`, `plan` (until all ranks had joined and
     the plan was there), `stage` (the copy), `write` and `commit`. Where a stager writes, `write`

@@ -109,16 +109,6 @@ class SaveOptions:
     on which rank: `ray_dcp.open(path).trace`, `ray-dcp timeline`. It is written while `.metadata`
     is, holds at most 64 ranks and quantiles of all, and is no part of the commit: where it can't
     be written the save succeeds without it."""
-    plan_templates: bool | Literal["auto"] = "auto"
-    """Keep the plan of a save for restarted jobs and for others with the same layout: in
-    `.manager/plans`, in the folder that the checkpoint's own folder lies in, so that all steps of a
-    run share it. Their first save then moves no rows and makes no plan. It is written after the
-    commit, in the background where there is Ray; whatever is wrong with it, a new plan is made.
-    `auto`: where planning takes long (from 100,000 chunks on), for folders whose names end in a
-    number, as those of steps do. True: always."""
-    plan_templates_in: str | None = None
-    """Another folder for them, as an absolute path or URL: several runs can share one. Who can
-    write there decides what is saved as what: trust it as the checkpoints themselves."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come with their plans, in seconds."""
     write_timeout_s: float = 3600.0
@@ -138,7 +128,6 @@ class SaveOptions:
             "commit_timeout_s", "heartbeat_timeout_s",
         )  # fmt: skip
         _check_files_per_node(self)
-        _check_templates(self)
         keep = self.keep_in_memory
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidRequestError(
@@ -152,22 +141,6 @@ class SaveOptions:
                 "Set keep_in_memory as well",
                 key="keep_peer_copy",
             )
-
-
-def _check_templates(options: SaveOptions) -> None:
-    wanted, place = options.plan_templates, options.plan_templates_in
-    if wanted != "auto" and not isinstance(wanted, bool):
-        raise InvalidRequestError(
-            f"SaveOptions.plan_templates must be 'auto', True or False, but is {wanted!r}",
-            key="plan_templates",
-        )
-    is_whole = isinstance(place, str) and (place.startswith("/") or "://" in place)
-    if place is not None and not is_whole:
-        raise InvalidRequestError(
-            f"SaveOptions.plan_templates_in must be an absolute path or a URL, as the coordinator "
-            f"has another working directory, but is {place!r}",
-            key="plan_templates_in",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

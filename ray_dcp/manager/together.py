@@ -26,7 +26,6 @@ from ray_dcp.operations import RankSession, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.protocol.save_policy import SaveFacts, asks_only_the_step
-from ray_dcp.protocol.template_place import of_an_item
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.store.opening import place_below
 
@@ -244,7 +243,7 @@ class Together:
             "process_group": self._group,
             "no_dist": self._no_dist,
             # Careful: what stands was looked at when the step was begun.
-            "options": of_an_item(target, item.save_options) if name else item.save_options,
+            "options": item.save_options,
         }
 
     def _commit(self, begun: _Begun, keys: Sequence[OpKey] | None) -> None:

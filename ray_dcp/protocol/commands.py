@@ -35,7 +35,6 @@ from ray_dcp.protocol.messages import (
     Target,
 )  # fmt: skip
 from ray_dcp.protocol.receipts import FileReceipts
-from ray_dcp.protocol.template_tasks import KeepTemplate, ReadTemplate, TemplateRead
 
 __all__ = [
     "Answer",
@@ -51,7 +50,6 @@ __all__ = [
     "Disarm",
     "Failed",
     "Finished",
-    "KeepTemplate",
     "MakeMetadata",
     "MakePlan",
     "Overtaken",
@@ -62,7 +60,6 @@ __all__ = [
     "ReadCheckpoint",
     "ReadRecord",
     "ReadRecords",
-    "ReadTemplate",
     "ReadsShared",
     "RecordCreated",
     "RecordsRead",
@@ -72,7 +69,6 @@ __all__ = [
     "SlotFree",
     "SlotTaken",
     "Task",
-    "TemplateRead",
     "WriteTable",
     "step_of",
 ]
@@ -199,9 +195,8 @@ class CollectReplaced:
 
 
 Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | MakeMetadata
-Reading = ReadCheckpoint | ShareReads | ReadTemplate
-Keeping = CollectReplaced | KeepTemplate
-Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | Keeping
+Reading = ReadCheckpoint | ShareReads
+Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | CollectReplaced
 
 
 @dataclass(frozen=True)
@@ -331,9 +326,7 @@ class Failed:
     error: CheckpointError
 
 
-Seen = (
-    RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared | TemplateRead
-)
+Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared
 Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 

@@ -14,9 +14,7 @@ from ray_dcp.protocol.commands import (
     Planned,
     ReadRecords,
     RecordsRead,
-    Result,
     RowsMissing,
-    TemplateRead,
     step_of,
 )
 from ray_dcp.protocol.messages import Reply, SaveJoin
@@ -37,9 +35,6 @@ each get one, 10 GB would leave the coordinator."""
 MOST_ROUNDS = 3
 """A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
 all that a new one needs: few ranks first, where their rows may tell those of the others."""
-
-RECALL_S = 30.0
-"""How long a plan of an earlier job may take to be read, in seconds; then a new one is made."""
 
 
 class JoinedSave(Operation):
@@ -115,13 +110,9 @@ class JoinedSave(Operation):
             return self._wait(self._options.plan_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))
-        return self._ask_or_look()
+        return self._ask_ranks()
 
-    def _ask_or_look(self) -> Commands:
-        template = self._planning.look()
-        if template is not None:
-            timeout_s = min(RECALL_S, self._options.plan_timeout_s)
-            return self._step("recalling", template, timeout_s)
+    def _ask_ranks(self) -> Commands:
         asked = self._planning.ask()
         if not asked:
             return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
@@ -135,12 +126,6 @@ class JoinedSave(Operation):
         answers = [self._ask(rank, reply) for rank, reply in asked.items()]
         return (*answers, *self._wait(self._options.plan_timeout_s))
 
-    def _recalled(self, result: Result | None) -> Commands:
-        """Takes what came of looking for a plan of an earlier job; whatever it is, it goes on."""
-        self._abandon()
-        self._planning.found(result.plan if isinstance(result, TemplateRead) else None)
-        return self._ask_or_look()
-
     def _ask(self, rank: int, reply: Reply) -> Answer:
         step = step_of(self._planning.last_of(rank))
         del self._waiting[rank, step]
@@ -152,7 +137,7 @@ class JoinedSave(Operation):
             return self._wait(self._options.plan_timeout_s)
         if self._roll.errors:
             return self._fail(combine(self._roll.errors, self._target.url))
-        return self._ask_or_look()
+        return self._ask_ranks()
 
     def _read(self, seen: RecordsRead) -> Commands:
         if seen.committed is not None and not self._options.overwrite:
@@ -173,7 +158,7 @@ class JoinedSave(Operation):
 
     def _lacks(self, missing: RowsMissing) -> Commands:
         self._planning.lacks(missing.ranks)
-        return self._ask_or_look()
+        return self._ask_ranks()
 
     def _made(self, planned: Planned) -> Commands:
         self._planning.made(planned)

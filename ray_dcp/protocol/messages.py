@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-PlanOrigin = Literal["cold", "warm", "template"]
+PlanOrigin = Literal["cold", "warm"]
 """Where the plan of a save is from: made for it; of an earlier save of the job; read beside the
 checkpoints, where another job had left it."""
 

@@ -3,8 +3,7 @@
 Ranks whose items are as in an earlier save join with a fingerprint. When the coordinator knows the
 plan of all fingerprints, and no content differs that did not differ before, it is used again: no
 row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint, and the
-digests of content of all. It can't come to a wrong plan in that way, only to a later one. Before it
-asks for rows it looks for a plan that an earlier job has left beside the checkpoints.
+digests of content of all. It can't come to a wrong plan in that way, only to a later one.
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ from ray_dcp.plan.fingerprint import alike, plan_key
 from ray_dcp.plan.loads import node_numbers
 from ray_dcp.plan.rank_plan import RankPlans
 from ray_dcp.plan.regular import probes
-from ray_dcp.plan.values import GlobalPlan
 from ray_dcp.protocol.commands import (
-    KeepTemplate,
     MakeMetadata,
     MakePlan,
     Planned,
-    ReadTemplate,
     Task,
 )
 from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems, Target
 from ray_dcp.protocol.shelf import Shelf
-from ray_dcp.protocol.template_place import is_worth_keeping, place_of_templates
 from ray_dcp.protocol.verdict import name_ranks
 
 __all__ = ["Planning", "differences"]
@@ -63,8 +58,6 @@ class Planning:
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
         self._needed: set[int] | None = None
-        self._place = place_of_templates(target, options)
-        self._has_looked = False
         self._origin: PlanOrigin = "cold"
 
     @property
@@ -122,39 +115,12 @@ class Planning:
             bounded = self._options.files_per_node is not None
             self._joins_files = bounded and all(join.staged for join in joins)
 
-    def look(self) -> ReadTemplate | None:
-        """Returns the task of looking for a plan beside the checkpoints, once, before rows move.
-
-        To be called when all ranks have joined. None where there can't be one, or no need.
-        """
-        if self._place is None or self._has_looked:
-            return None
-        joins = [self._joins[rank] for rank in range(self._world_size)]
-        self._note_nodes(joins)
-        if not all(join.fingerprint for join in joins):
-            return None
-        self._key = self._key_of(joins)
-        sent = {join.fingerprint for join in joins if join.columns}
-        names = {join.fingerprint for join in joins} - sent
-        if self._shelf.plan(self._key) or all(self._shelf.rows(name) for name in names):
-            return None
-        self._has_looked = True
-        sharing = self._nodes if self._joins_files else ()
-        return ReadTemplate(self._place, self._key, self._world_size, sharing)
-
-    def found(self, plan: GlobalPlan | None) -> None:
-        """Takes what came of looking."""
-        if plan is not None:
-            self._origin = "template"
-            self._shelf.put_plan(self._key, Planned(plan, RankPlans(plan)))
-
-    def later(self, plan: GlobalPlan | None, still_stands: bool) -> list[Task]:
+    def later(self, still_stands: bool) -> list[Task]:
         """Returns what a save still does when all ranks were told of its commit, in this order.
 
         None of it can fail the save.
 
         Args:
-            plan: By which it was saved.
             still_stands: Nobody has replaced it since.
         """
         found: list[Task] = []
@@ -162,19 +128,7 @@ class Planning:
         is_later = options.stock_metadata == "later" and options.container == "torch_save"
         if still_stands and is_later:
             found.append(MakeMetadata(self._target))
-        kept = None if plan is None else self._keeping(plan)
-        return found if kept is None else [*found, kept]
-
-    def _keeping(self, plan: GlobalPlan) -> KeepTemplate | None:
-        """Returns the task of keeping a plan for other jobs; None if it is unwanted, or done."""
-        if self._place is None or not self._key:
-            return None
-        is_worth = is_worth_keeping(self._options, plan.num_chunks)
-        if not is_worth or self._shelf.is_kept(self._place.url, self._key):
-            return None
-        # Why noted now: where it can't be written it is not tried with each save.
-        self._shelf.note_kept(self._place.url, self._key)
-        return KeepTemplate(self._place, self._key, plan, self._origin == "template")
+        return found
 
     def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
         """Returns who has to send what so that a plan can be made."""
@@ -202,7 +156,7 @@ class Planning:
     def plan(self) -> Planned | MakePlan:
         """Returns the plan, or the task of making it."""
         if self._pinned is not None:
-            self._origin = "warm" if self._origin == "cold" else self._origin
+            self._origin = "warm"
             return self._pinned
         self._origin = "cold"
         options = self._options

@@ -30,7 +30,7 @@ class QueuedSave(SaveMachine):
     def is_replaceable(self) -> bool:
         """Nothing of it is known to be written, and nothing of it can be committed."""
         begun = bool(self._receipts) or self._error is not None or self._outcome is not None
-        phases = ("recalling", "gathering", "reading", "planning", "writing")
+        phases = ("gathering", "reading", "planning", "writing")
         return self.phase in phases and not begun
 
     @property

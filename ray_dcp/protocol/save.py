@@ -2,8 +2,7 @@
 
 | phase | waits for | then |
 |---|---|---|
-| joining | `SaveJoin` of every rank | look for a plan of an earlier job, or as in the next |
-| recalling | `TemplateRead` | ask some ranks for what is not known, or look what stands there |
+| joining | `SaveJoin` of every rank | ask ranks for unknown rows, or read what stands there |
 | gathering | `SaveJoin` of those, again | look at what stands there |
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
@@ -49,7 +48,6 @@ from ray_dcp.protocol.commands import (
     SlotFree,
     SlotTaken,
     Task,
-    TemplateRead,
     WriteTable,
     step_of,
 )
@@ -158,8 +156,6 @@ class SaveMachine(JoinedSave):
 
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
-            case "recalling", (TemplateRead() | Failed()):
-                return self._recalled(result)
             case "reading", RecordsRead():
                 return self._read(result)
             case "planning", Planned():
@@ -207,8 +203,6 @@ class SaveMachine(JoinedSave):
                 return self._overdue_ranks("join the save", "plan_timeout_s")
             case "gathering":
                 return self._overdue_ranks("say what it holds", "plan_timeout_s")
-            case "recalling":
-                return self._recalled(None)
             case "writing":
                 return self._overdue_ranks("write its part", "write_timeout_s")
             case "reading" | "planning":
@@ -235,7 +229,7 @@ class SaveMachine(JoinedSave):
             case "gathering":
                 self._roll.blame(errors)
                 return self._gathered()
-            case "recalling" | "reading" | "planning":
+            case "reading" | "planning":
                 return self._fail(combine(errors, self._target.url))
             case "writing":
                 # A rank whose receipt is here has done its share: its files are durable.
@@ -322,7 +316,7 @@ class SaveMachine(JoinedSave):
 
     def _done(self) -> Commands:
         told = self._conclude(self._success())
-        self._later = self._planning.later(self._plan, REPLACED_SINCE not in self._warnings)
+        self._later = self._planning.later(REPLACED_SINCE not in self._warnings)
         return (*told, *self._go_on())
 
     def _go_on(self) -> Commands:

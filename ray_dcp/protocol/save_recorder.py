@@ -13,7 +13,6 @@ from ray_dcp.protocol.commands import (
     CreateRecord,
     MakePlan,
     ReadRecords,
-    ReadTemplate,
     Task,
     WriteTable,
 )
@@ -31,7 +30,6 @@ from ray_dcp.protocol.messages import (
 __all__ = ["SaveRecorder"]
 
 TASKS: dict[type, str] = {
-    ReadTemplate: "look",
     ReadRecords: "look",
     MakePlan: "plan",
     BuildCommit: "build",

@@ -20,9 +20,6 @@ MOST_PLANS = 8
 MOST_PLAN_CHUNKS = 32_000_000
 """Of all plans together; a chunk takes about 150 bytes."""
 
-MOST_NOTED = 64
-"""Of which plan is kept where."""
-
 
 class Shelf:
     """Rows by fingerprint, and plans by the fingerprints of all ranks.
@@ -36,7 +33,6 @@ class Shelf:
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()
         self._rows_bytes = 0
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
-        self._kept: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def rows(self, fingerprint: bytes) -> bytes | None:
         """Returns what a rank of this fingerprint holds, encoded; None when it is not known."""
@@ -68,16 +64,6 @@ class Shelf:
             len(self._plans) > 1 and self._num_chunks > MOST_PLAN_CHUNKS
         ):
             self._plans.popitem(last=False)
-
-    def is_kept(self, url: str, key: bytes) -> bool:
-        """Whether a plan is known to be kept at a place, or nobody is to try again."""
-        return (url, key) in self._kept
-
-    def note_kept(self, url: str, key: bytes) -> None:
-        """Notes that a plan is kept at a place, or that it was tried."""
-        self._kept[url, key] = None
-        while len(self._kept) > MOST_NOTED:
-            self._kept.popitem(last=False)
 
     @property
     def _num_chunks(self) -> int:

@@ -33,7 +33,6 @@ from ray_dcp.protocol.commands import (
     CreateRecord,
     Failed,
     Finished,
-    KeepTemplate,
     MakeMetadata,
     MakePlan,
     PublishMetadata,
@@ -41,7 +40,6 @@ from ray_dcp.protocol.commands import (
     ReadRecord,
     ReadRecords,
     ReadsShared,
-    ReadTemplate,
     RecordCreated,
     Result,
     ShareReads,
@@ -54,7 +52,6 @@ from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.receipts import FileReceipts
 from ray_dcp.runtime.commit_files import build_commit
 from ray_dcp.runtime.metadata_later import write_metadata
-from ray_dcp.runtime.plan_templates import keep_template, read_template
 from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
@@ -111,11 +108,6 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case MakePlan():
             with collector_paused():
                 return plan_of(task)
-        case ReadTemplate():
-            return read_template(task, opener)
-        case KeepTemplate():
-            keep_template(task, opener)
-            return Finished()
         case BuildCommit():
             _check_complete(opener(task.target), task)
             with collector_paused():

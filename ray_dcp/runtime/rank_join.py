@@ -22,7 +22,6 @@ from ray_dcp.protocol.messages import (
     SendItems,
     Target,
 )
-from ray_dcp.protocol.template_place import expects_template
 from ray_dcp.runtime.plan_memory import PlanMemory, Remembered
 from ray_dcp.runtime.rank_captured import Captured
 from ray_dcp.runtime.telling import attempt, naming, refusal
@@ -117,8 +116,6 @@ def _first(
         values = known.values(contents_of(columns))
         return replace(join, fingerprint=name, known=known.digest, values=values), known
     few = join.world_size <= ROWS_AT_ONCE
-    # Why: rows that an earlier job has planned already need not move.
-    few = few and not expects_template(join.target, options, join.world_size * len(columns))
     rows = encode(without_contents(columns)) if few else b""
     return replace(join, fingerprint=name, columns=rows, contents=contents_of(columns)), None
 

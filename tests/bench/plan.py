@@ -45,7 +45,6 @@ from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.runtime.shell import Shell
 from ray_dcp.store.memory import MemoryStorage
-from tests.bench import plan_templates
 
 WORLDS = (64, 256, 1024, 4096, 10240)
 TENSORS = 1000
@@ -522,7 +521,6 @@ def plan(tensors: int, largest: int) -> int:
             f"{name}, {count} tensors, {layout}: CPU x {spent[-1] / spent[0]:.1f} for ranks x "
             f"{worlds[-1] // worlds[0]} (steps {', '.join(f'{step:.1f}' for step in steps)})"
         )
-    plan_templates.print_table(((tensors, True), (tensors, False), (1, False)), worlds[-2:])
     for world, shapes, layers in ((256, LAYER, 16), (10_000, LAYER, 80), (10_000, SMALL, 1)):
         found = balance(world, shapes, layers)
         print(

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from ray_dcp.protocol import planning
-from tests.bench import plan, plan_templates
+from tests.bench import plan
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +21,6 @@ def test_the_second_save_is_warm(layout):
     assert ["MakePlan" in save["cpu_s"] for save in found["saves"]] == [True, False, False]
     assert {save["messages"] for save in found["saves"]} == {6}
     assert any(key.endswith(".parquet") for key in found["files"])
-
-
-def test_the_first_save_of_the_next_job_moves_no_rows():
-    found = plan_templates.measure(3, 5, regular=False)
-    assert [found[job]["rows moved"] for job in ("cold", "template")] == [15, 0]
-    assert "MakePlan" not in found["template"]["cpu_s"]
-    assert found["template_bytes"] > 0
 
 
 def test_of_many_ranks_that_hold_the_same_one_sends_it(monkeypatch):

@@ -22,7 +22,6 @@ CHOICES = [
     (SaveOptions, "objects", ["warn", "refuse"]),
     (SaveOptions, "nonfinite", ["ignore", "warn", "refuse"]),
     (SaveOptions, "when_full", ["wait", "skip", "replace"]),
-    (SaveOptions, "plan_templates", ["auto"]),
     (LoadOptions, "dtype", ["widen", "error", "cast"]),
     (LoadOptions, "verify", ["always", "sample", "never"]),
     (LoadOptions, "share_reads", ["auto"]),
