@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -20,10 +19,8 @@ from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.keeping import keeping_of
 from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive, save_rank
-from ray_dcp.runtime.rank_staged import save_staged_rank
 from ray_dcp.runtime.session import current_session
 from ray_dcp.seam.capture import Capture, capture
 from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
@@ -169,13 +166,7 @@ def _run_save(
             "capture": take, "vitals": activity.vitals, "memory": activity.plans,
             "node": activity.node,
         }  # fmt: skip
-        origin = getattr(session, "origin", session)
-        if options.files_per_node is None or isinstance(origin, InlineSession):
-            save = save_rank(activity.next_key(), **how)
-        else:
-            # Why: ranks of a node share files, and its stager is who writes for all of them.
-            how["options"] = replace(options, when_full="wait")
-            save = save_staged_rank(activity.next_key(), **how, keeping=keeping_of(origin))
+        save = save_rank(activity.next_key(), **how)
         draws = options.progress and rank == 0
         with ProgressBar(target.url, activity.vitals.written) if draws else nullcontext():
             outcome = drive(save, account.watching(activity.call))

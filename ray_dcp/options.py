@@ -65,12 +65,6 @@ class SaveOptions:
     beside the checkpoint: `ray_dcp.open(path).stats`. Takes the same time."""
     part_bytes: int = 1024 * MIB
     """Aimed size of a part file, in bytes; a rank with a larger share writes several."""
-    files_per_node: int | None = None
-    """Most data files that the ranks of one node write together, however long they become; None: a
-    file or more for each rank that writes. Where there are more ranks, those of the node write into
-    the same files, by way of the node's stager, also in `save`, whose bytes it then copies in
-    memory once. Without stagers (a process that is alone) it bounds the files of each rank. Only in
-    the container `torch_save`."""
     num_threads: int = 2
     """Threads with which a rank writes its part files."""
     sync_files: bool = True
@@ -127,7 +121,6 @@ class SaveOptions:
             self, "part_bytes", "num_threads", "max_pending", "plan_timeout_s", "write_timeout_s",
             "commit_timeout_s", "heartbeat_timeout_s",
         )  # fmt: skip
-        _check_files_per_node(self)
         keep = self.keep_in_memory
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidRequestError(
@@ -273,24 +266,6 @@ def _is_key_map(key_map: object) -> bool:
     else:
         return False
     return all(len(pair) == 2 and all(isinstance(it, str) for it in pair) for pair in pairs)
-
-
-def _check_files_per_node(options: SaveOptions) -> None:
-    most: object = options.files_per_node
-    if most is None:
-        return
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise InvalidRequestError(
-            f"SaveOptions.files_per_node must be a number of files, 1 or more, or None for any "
-            f"number, but is {most!r}",
-            key="files_per_node",
-        )
-    if options.container != "torch_save":
-        raise InvalidRequestError(
-            "SaveOptions.files_per_node goes with the container 'torch_save' only: a safetensors "
-            "file begins with one header for all its tensors, so that several ranks can't share it",
-            key="files_per_node",
-        )
 
 
 def _check_literals(options: SaveOptions | LoadOptions) -> None:

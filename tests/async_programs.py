@@ -102,30 +102,6 @@ def save_and_change(path: str, step: int, **options: Any) -> Attempt:
     return attempt(save)
 
 
-def save_at_once(path: str, step: int, **options: Any) -> Attempt:
-    """Saves synchronously; tells the keys that its metadata names."""
-    return attempt(
-        lambda: len(
-            ray_dcp.save(
-                mixed_state(step), checkpoint_id=path, options=SaveOptions(**options)
-            ).state_dict_metadata
-        )
-    )
-
-
-def save_where_one_can_not_stage(path: str, bad_rank: int, **options: Any) -> Attempt:
-    """Saves synchronously; one rank fails when it should hand its bytes to the stager."""
-
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise LimitError("no room at all")
-
-    staging = current_session().staging()
-    with ExitStack() as stack:
-        if dist.get_rank() == bad_rank:
-            stack.enter_context(patch.object(staging, "stage", refuse))
-        return save_at_once(path, 1, **options)
-
-
 def save_with_nan(path: str, bad_rank: int, **options: Any) -> Attempt:
     """Saves numbers of which those of one rank have a NaN; tells whether the call itself failed."""
     rank = dist.get_rank()

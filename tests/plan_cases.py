@@ -154,28 +154,19 @@ def write(
     known = {tensor.fqn: tensor for tensor in case.tensors}
     files: dict[str, bytearray] = {}
     receipts: dict[int, FileReceipt] = {}
-    extents: dict[int, list[tuple[Columns, FilePlan]]] = {}
     for rank in range(plan.world_size):
-        for file_plan in rank_plan(plan, rank).files:
-            own = extents.setdefault(file_plan.file, [])
-            own.append((columns[rank], file_plan))
-            assert file_plan.company.tolist()[len(own) - 1 : len(own)] in ([rank], [])
-    for file, own in extents.items():
-        first = own[0][1]
-        assert len(own) == max(len(first.company), 1)
-        key = first.key.replace("{attempt}", attempt)
-        assert key not in files
-        data = files[key] = bytearray(first.header)
-        checks = [_write_fixed(known, each, one, key, data) for each, one in own]
-        ends = [len(data)]
-        places = []
-        for each, one in own:
-            told, more = _write_deferred(each, one, data)
-            places += told
-            checks.append(more)
-        assert ends == [plan.file_bytes[file]]
-        joined = np.concatenate([np.zeros(0, np.uint64), *checks])
-        receipts[file] = FileReceipt(file, key, len(data), digest(joined), joined, tuple(places))
+        for one in rank_plan(plan, rank).files:
+            file, key = one.file, one.key.replace("{attempt}", attempt)
+            assert file not in receipts
+            assert key not in files
+            data = files[key] = bytearray(one.header)
+            fixed = _write_fixed(known, columns[rank], one, key, data)
+            assert len(data) == plan.file_bytes[file]
+            places, deferred = _write_deferred(columns[rank], one, data)
+            joined = np.concatenate([fixed, deferred])
+            receipts[file] = FileReceipt(
+                file, key, len(data), digest(joined), joined, tuple(places)
+            )
     return files, receipts
 
 
@@ -183,8 +174,6 @@ def _write_fixed(
     known: dict[str, Tensor], columns: Columns, plan: FilePlan, key: str, data: bytearray
 ) -> np.ndarray:
     checks: list[np.ndarray] = [np.zeros(0, np.uint64)]
-    assert len(data) - len(plan.header) <= plan.start or not len(plan.row)
-    assert plan.start % 4096 == 0
     for index, row in enumerate(plan.row.tolist()):
         payload = item_bytes(known, columns, row)[plan.source_start[index] :]
         payload = payload[: plan.payload_bytes[index]]
@@ -200,8 +189,7 @@ def _write_fixed(
         data += payload.tobytes() + footer
         assert len(data) == plan.item_offset[index] + plan.item_bytes[index]
         checks.append(block_checks(payload.data, int(plan.block_bytes[index])))
-    assert len(data) == plan.num_bytes or len(plan.company)
-    assert len(data) == plan.num_bytes or not len(plan.row)
+    assert len(data) == plan.num_bytes
     return np.concatenate(checks)
 
 

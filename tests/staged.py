@@ -12,7 +12,7 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.global_plan import make_plan
 from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns, FilePlan, RankPlan
+from ray_dcp.plan.values import Columns, RankPlan
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.stage.filling import HostFiller, fill_window
 from ray_dcp.stage.jobs import Channel
@@ -20,8 +20,7 @@ from ray_dcp.stage.layout import plan_digest
 from ray_dcp.stage.spool import Spool
 from ray_dcp.stage.values import StageKey, StageOrder
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.sources import ItemPieces
-from ray_dcp.transfer.writer import write_joint, write_part
+from ray_dcp.transfer.writer import write_part
 
 MIB = 1 << 20
 
@@ -95,39 +94,6 @@ def _items(sizes: list[int], deferred: Sequence[bytes], seed: int, prefix: str =
         values.append(data)
         builder.object(f"{prefix}o{index}")
     return Items(builder.build(), values)
-
-
-def shares(
-    sizes: list[list[int]], deferred: list[list[bytes]], *, files_per_node: int = 1
-) -> list[Share]:
-    """Returns the shares of ranks of one node, with few files for all of them."""
-    items = [
-        _items(own, objects, rank, f"rank{rank}.")
-        for rank, (own, objects) in enumerate(zip(sizes, deferred, strict=True))
-    ]
-    plan = make_plan(
-        [one.columns for one in items], nodes=[0] * len(items), files_per_node=files_per_node
-    )
-    return [
-        Share(one, rank_plan(plan, rank), sum(sizes[rank]) + sum(map(len, deferred[rank])))
-        for rank, one in enumerate(items)
-    ]
-
-
-def written_together(found: list[Share], target: Target, **options: Any) -> list[FileReceipt]:
-    """Writes the files of several ranks from their own memory, front to back."""
-    by_file: dict[int, list[tuple[FilePlan, Items]]] = {}
-    for one in found:
-        for file in one.plan.files:
-            by_file.setdefault(file.file, []).append((file, one.items))
-    return [
-        write_joint(
-            open_storage(target), [file for file, _ in own], "a1",
-            [ItemPieces(file, file.key, one.source, one.deferred) for file, one in own],
-            options=SaveOptions(**options),
-        )
-        for own in by_file.values()
-    ]  # fmt: skip
 
 
 def same_files(one: Target, other: Target) -> bool:

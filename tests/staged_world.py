@@ -84,7 +84,7 @@ class StagedWorld:
 
     Args:
         nodes: Of each rank.
-        files: Of each rank: those that several have are shared.
+        files: Of each rank.
     """
 
     def __init__(self, nodes: Sequence[int], files: Sequence[set[int]]) -> None:
@@ -98,9 +98,9 @@ class StagedWorld:
         self.asked: list[Stager] | None = None
         self._begin_coordinator()
         for rank in range(len(nodes)):
-            options = SaveOptions(files_per_node=1)
             self.send(
-                SaveJoin(KEY, rank, len(nodes), TARGET, options, b"c", staged=True), count=False
+                SaveJoin(KEY, rank, len(nodes), TARGET, SaveOptions(), b"c", staged=True),
+                count=False,
             )
         parts = tuple(
             RankPlan(rank, "torch_save", tuple(map(file_plan, sorted(own))))
@@ -292,17 +292,11 @@ class StagedWorld:
         if stager.is_dead:
             return False
         for file in sorted({file for own in stager.shares.values() for file in own}):
-            company = {rank for rank, own in enumerate(self.files) if file in own}
-            newest = {
-                rank: max(inc for (one, inc), own in stager.shares.items() if one == rank)
-                for rank in company
-                if any(one == rank and file in own for (one, _), own in stager.shares.items())
-            }
-            if file in stager.written or newest.keys() != company:
+            if file in stager.written:
                 continue
-            lead = min(company)
+            rank, newest = max(name for name, own in stager.shares.items() if file in own)
             receipt = receipt_file(file)
-            report = PartsWritten(KEY, lead, "a1", 1, stager.name, newest[lead], (receipt,))
+            report = PartsWritten(KEY, rank, "a1", 1, stager.name, newest, (receipt,))
             stager.written[file] = report
             try:
                 self.send(report)

@@ -48,7 +48,6 @@ def fingerprint(
     container: str,
     part_bytes: int,
     to_lowest_rank: bool = False,
-    files_per_node: int | None = None,
 ) -> bytes:
     """Returns 32 bytes that change with everything that the plan depends on.
 
@@ -58,7 +57,6 @@ def fingerprint(
         container: As for `make_plan`.
         part_bytes: As there.
         to_lowest_rank: As there.
-        files_per_node: As there.
 
     Complexity:
         O(rows), about 0.3 us a row.
@@ -74,7 +72,7 @@ def fingerprint(
         >>> of("float32", 1) == of("float32", 2), of("float32", 1) == of("bfloat16", 1)
         (True, False)
     """
-    options = (world_size, container, part_bytes, to_lowest_rank, files_per_node)
+    options = (world_size, container, part_bytes, to_lowest_rank)
     items, number = _items_of(columns, options), number_in(columns.names, world_size)
     return _named(items, {key: getattr(columns, key) for key in _BOXES}, number)
 
@@ -88,14 +86,13 @@ class Fingerprints:
         container: As there.
         part_bytes: As there.
         to_lowest_rank: As there.
-        files_per_node: As there.
     """
 
     def __init__(
         self, columns: Columns, *, world_size: int, container: str, part_bytes: int,
-        to_lowest_rank: bool = False, files_per_node: int | None = None,
+        to_lowest_rank: bool = False,
     ) -> None:  # fmt: skip
-        options = (world_size, container, part_bytes, to_lowest_rank, files_per_node)
+        options = (world_size, container, part_bytes, to_lowest_rank)
         self._items = _items_of(columns, options)
         names = without_rank(columns, world_size).names
         self._has_own = any(is_own(name, world_size) for name in names)
@@ -166,18 +163,14 @@ def _vocabulary(
     return digest
 
 
-def plan_key(
-    fingerprints: Sequence[bytes], nodes: Sequence[int] = (), joins: bool = False
-) -> bytes:
+def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int] = ()) -> bytes:
     """Returns 32 bytes that name the plan of ranks with these fingerprints, in their order.
 
     Args:
         fingerprints: Of each rank.
         nodes: Which ranks share a node, as `loads.node_numbers` tells it.
-        joins: Whether ranks of a node may write into one file.
     """
     # Why no separators: they are all of one length.
     state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)
-    state.update(bytes([joins]))
     state.update(np.array(nodes, dtype=np.int64).tobytes())
     return state.digest()

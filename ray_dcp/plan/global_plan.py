@@ -58,8 +58,6 @@ def make_plan(
     min_writer_bytes: int = 0,
     to_lowest_rank: bool = False,
     nodes: Sequence[int] | None = None,
-    files_per_node: int | None = None,
-    joins: bool = True,
     checked: bool = False,
 ) -> GlobalPlan:
     """Decides who writes what, and where, for one state.
@@ -78,9 +76,6 @@ def make_plan(
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
         nodes: Number of each rank's node (`loads.node_numbers`): what its ranks write together is
             brought to one level over the nodes. By default each rank is on one of its own.
-        files_per_node: Most files that the ranks of a node write together; then some write into
-            one (`joint`). Only in the container `"torch_save"`.
-        joins: False: no file is of several ranks, and each counts as a node for `files_per_node`.
         checked: `columns.decode` gave the columns, which has checked each.
 
     Returns:
@@ -99,12 +94,6 @@ def make_plan(
         1000 shards each (2 shared cores).
     """
     _check_request(columns, container, part_bytes, min_piece_bytes, checked)
-    if files_per_node is not None and container != "torch_save":
-        raise InvalidRequestError(
-            "expected container 'torch_save' with files_per_node, found 'safetensors': a file of "
-            "it begins with one header for all its tensors, so that files can't be joined",
-            key="files_per_node",
-        )
     held = merge(columns)
     boxes = distinct_boxes(held)
     check_held(held, boxes)
@@ -122,8 +111,6 @@ def make_plan(
         pieces,
         container=container,
         part_bytes=part_bytes,
-        nodes=(nodes if joins else None) or range(len(columns)),
-        files_per_node=files_per_node,
     )
     groups = group_values(held, boxes, pieces.differing)
     at_end = container == "torch_save" and len(layout.piece) >= CHECKS_AT_END_CHUNKS

@@ -5,8 +5,7 @@ Who writes a piece was decided in `sharing`; nothing here opens a file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.frames import frame_bytes_many
 from ray_dcp.format.safetensors_frame import DTYPE_CODE, header, sharding_metadata
 from ray_dcp.plan.grouping import group_rows, offsets_of
-from ray_dcp.plan.joint import join_files, most_files
 from ray_dcp.plan.merging import Held
 from ray_dcp.plan.sharing import ITEM_COST_BYTES, Pieces
 from ray_dcp.plan.values import BoolArray, Int32Array, Int64Array, Kind
@@ -63,8 +61,6 @@ def lay_out(
     *,
     container: str,
     part_bytes: int,
-    nodes: Sequence[int] = (),
-    files_per_node: int | None = None,
 ) -> Layout:
     """Gives every piece a part file of its rank and a place in it.
 
@@ -78,9 +74,6 @@ def lay_out(
         pieces: What is written.
         container: `"torch_save"` or `"safetensors"`.
         part_bytes: Aimed length of a file; a rank's share is cut into near-equal parts.
-        nodes: Number of each rank's node.
-        files_per_node: Most files that the ranks of a node may have together, however long they
-            become; None for any number.
     """
     kind = held.kind[pieces.held]
     packed = np.zeros(len(pieces.held), dtype=bool)
@@ -88,10 +81,7 @@ def lay_out(
         safe = np.array([*(name in DTYPE_CODE for name in held.dtypes), False], dtype=bool)
         packed = safe[held.dtype[pieces.held]] & (kind == Kind.TENSOR)
     order = _in_file_order(held, pieces, packed)
-    most = None
-    if files_per_node is not None and len(order):
-        most = most_files(np.unique(held.rank[pieces.held]), nodes, files_per_node)
-    order, file, part = _in_parts(held, pieces, packed, order, part_bytes, most)
+    order, file, part = _in_parts(held, pieces, packed, order, part_bytes)
     first = np.flatnonzero(np.diff(file, prepend=-1))
     file_rank = held.rank[pieces.held[order[first]]]
     file_packed = packed[order[first]]
@@ -106,7 +96,7 @@ def lay_out(
     )
     payload, head, foot, end = _places(held, pieces, order, file, packed, headers)
     length = np.where(payload < 0, -1, pieces.num_bytes[order])
-    layout = Layout(
+    return Layout(
         piece=order,
         file=file.astype(np.int32),
         item_offset=np.where(payload < 0, -1, payload - head),
@@ -117,37 +107,6 @@ def lay_out(
         file_rank=file_rank,
         file_bytes=end,
         file_headers=headers,
-    )
-    if files_per_node is None or not len(order):
-        return layout
-    return _joined(layout, nodes, files_per_node)
-
-
-def _joined(layout: Layout, nodes: Sequence[int], files_per_node: int) -> Layout:
-    """Returns the same pieces in files that several ranks share."""
-    rank = layout.file_rank.astype(np.int64)
-    joined = join_files(rank, layout.file_bytes, nodes, files_per_node)
-    file = joined.file[layout.file]
-    is_deferred = layout.payload_offset < 0
-    move = np.where(is_deferred, 0, joined.start[layout.file])
-    # Stable, so that what is of one rank stays in its order.
-    order = np.lexsort((is_deferred, file))
-    lead = np.unique(joined.file, return_index=True)[1]
-    ends = np.zeros(len(lead), dtype=np.int64)
-    has_fixed = layout.file_bytes > 0
-    np.maximum.at(ends, joined.file, (joined.start + layout.file_bytes) * has_fixed)
-    return replace(
-        layout,
-        piece=layout.piece[order],
-        file=file[order].astype(np.int32),
-        item_offset=(layout.item_offset + move)[order],
-        item_bytes=layout.item_bytes[order],
-        payload_offset=(layout.payload_offset + move)[order],
-        payload_bytes=layout.payload_bytes[order],
-        files=tuple(layout.files[first] for first in lead.tolist()),
-        file_rank=layout.file_rank[lead],
-        file_bytes=ends,
-        file_headers=tuple(layout.file_headers[first] for first in lead.tolist()),
     )
 
 
@@ -169,12 +128,8 @@ def _in_parts(
     packed: BoolArray,
     order: Int64Array,
     part_bytes: int,
-    most: Int64Array | None,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Returns `(order, file of each piece, part number of each file)`.
-
-    `most` bounds the files of each rank.
-    """
+    """Returns `(order, file of each piece, part number of each file)`."""
     if len(order) == 0:
         return order, order, order
     share = held.rank[pieces.held].astype(np.int64) * 2 + ~packed
@@ -183,8 +138,6 @@ def _in_parts(
     starts = np.append(first, len(order))
     total = np.add.reduceat(weight, first)
     parts = np.maximum(-(-total // part_bytes), 1)
-    if most is not None:
-        parts = np.minimum(parts, most[held.rank[pieces.held[order[first]]]])
     step = -(-total // parts)
     line = np.cumsum(weight)
     before = np.repeat(line[first] - weight[first], np.diff(starts))

@@ -10,7 +10,7 @@ No functions that decide anything live here; those are in the other modules of `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -186,8 +186,7 @@ class FilePlan:
         file: Index into the global plan's `files`.
         key: Key with `{attempt}` where the attempt id goes.
         header: Bytes at the start of the file (the safetensors header; empty for `torch_save`).
-        num_bytes: Where the fixed items of the rank end: in a file of its own, where the first
-            deferred item may start.
+        num_bytes: Where the fixed items end, and the first deferred item may start.
         dtypes: Vocabulary of dtype names.
         row: int32[m], row of the rank's `Columns` that the piece comes from.
         source_start: int64[m], first byte of the piece in that item's C-order bytes.
@@ -202,8 +201,6 @@ class FilePlan:
         block_bytes: int64[m], length of its checksum blocks.
         deferred: int32[k], rows of the rank's `Columns` that follow, in this order.
         checks_at_end: See `GlobalPlan`.
-        start: Where the rank's extent begins, in a file that several ranks have a part of.
-        company: int32[r], these ranks, ascending; empty where the file is of one.
     """
 
     file: int
@@ -224,8 +221,6 @@ class FilePlan:
     block_bytes: Int64Array
     deferred: Int32Array
     checks_at_end: bool = False
-    start: int = 0
-    company: Int32Array = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,6 @@ class MakePlan:
     fingerprints: tuple[bytes, ...] = ()
     nodes: tuple[int, ...] = ()
     """Number of each rank's node."""
-    files_per_node: int | None = None
-    """`SaveOptions.files_per_node`."""
-    joins: bool = False
-    """Whether ranks of a node may write into one file, as their stager does; else each rank counts
-    as a node in that."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,6 @@ class Planning:
         self._joins: dict[int, SaveJoin] = {}
         self._key = b""
         self._nodes: tuple[int, ...] = ()
-        self._joins_files = False
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
         self._needed: set[int] | None = None
@@ -102,18 +101,16 @@ class Planning:
     def _key_of(self, joins: Sequence[SaveJoin]) -> bytes:
         if not self._key:
             names = [join.fingerprint for join in joins]
-            self._key = plan_key(names, self._nodes, self._joins_files)
+            self._key = plan_key(names, self._nodes)
         return self._key
 
     def _note_nodes(self, joins: Sequence[SaveJoin]) -> None:
-        """Notes who shares a node, and whether its stager may write files of several ranks.
+        """Notes who shares a node.
 
         Noted once: in a later call of theirs ranks do not say it, and none is left in the end.
         """
         if not self._nodes:
             self._nodes = node_numbers([join.node for join in joins])
-            bounded = self._options.files_per_node is not None
-            self._joins_files = bounded and all(join.staged for join in joins)
 
     def later(self, still_stands: bool) -> list[Task]:
         """Returns what a save still does when all ranks were told of its commit, in this order.
@@ -170,7 +167,6 @@ class Planning:
         return MakePlan(
             columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
             contents, fingerprints, self._nodes,
-            options.files_per_node, self._joins_files,
         )  # fmt: skip
 
     def lacks(self, ranks: Iterable[int]) -> None:

@@ -17,9 +17,6 @@ the epoch in which it was planned count there too.
 Before it plans it waits in the phase "queued" until `Coordination` lets it in, which counts the
 asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
 
-Ranks that share a file (`SaveOptions.files_per_node`) have it in common: one receipt counts for
-all of them, and they hand over together, to the same stager.
-
 *Invariant*: a file is what its first receipt says; a second writer of it writes the same bytes.
 """
 
@@ -49,7 +46,7 @@ from ray_dcp.protocol.messages import (
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.queued_save import QueuedSave
 from ray_dcp.protocol.save_errors import both_gone, undecided
-from ray_dcp.protocol.staged_plan import StagedPlan, company_of
+from ray_dcp.protocol.staged_plan import StagedPlan
 from ray_dcp.protocol.strays import went_ahead
 from ray_dcp.protocol.verdict import combine
 from ray_dcp.protocol.vote import Vote
@@ -73,7 +70,7 @@ class StagedSaveMachine(QueuedSave):
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
         self._digests: dict[int, bytes] = {}
-        self._holding = Holding(self._kin)
+        self._holding = Holding()
         self._unheld: dict[int, tuple[str, bool]] = {}
         self._staged: dict[int, SaveStaged] = {}
         self._dead: dict[int, CheckpointError] = {}
@@ -81,7 +78,6 @@ class StagedSaveMachine(QueuedSave):
         self._done_s: dict[int, float] = {}
         self._began_s: float | None = None
         self._helped: set[int] = set()
-        self._company: dict[int, tuple[int, ...]] = {}
 
     def staged_plan(self) -> StagedPlan | None:
         """Returns what another coordinator needs to end this save; None when it is not planned."""
@@ -150,11 +146,9 @@ class StagedSaveMachine(QueuedSave):
         Returns:
             What to do now; nothing when the rank is dead: its slow stager has the only copy.
         """
-        kin = self._kin(rank)
-        ready = self.phase == "writing" and kin.isdisjoint(self._dead.keys() | self._unheld.keys())
-        if not ready or not self._left[rank] or not all(map(self._is_waiting, kin)):
-            return ()
-        return self._hand_over(sorted(kin), reason, lost=False)
+        is_bound = rank in self._dead or rank in self._unheld
+        ready = self.phase == "writing" and not is_bound and self._is_waiting(rank)
+        return self._hand_over([rank], reason, lost=False) if ready and self._left[rank] else ()
 
     def heard(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
         """Takes how far stagers are, and helps those that are much slower than the others.
@@ -173,13 +167,16 @@ class StagedSaveMachine(QueuedSave):
             if not left:
                 self._done_s.setdefault(rank, elapsed_s)
         found = laggards(
-            {rank: Pace(*self._pace_of(rank), self._done_s.get(rank)) for rank in self._left},
+            {
+                rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank))
+                for rank in self._left
+            },
             elapsed_s,
         )
         commands: Commands = ()
         for rank, reason in found.items():
             helped = () if rank in self._helped else self.lags(rank, reason)
-            self._helped |= self._kin(rank) if helped else frozenset()
+            self._helped |= {rank} if helped else set()
             commands += helped
         return commands
 
@@ -231,7 +228,6 @@ class StagedSaveMachine(QueuedSave):
     def _plan_files(self, files: tuple[frozenset[int], ...]) -> None:
         self._files = files
         self._left = {rank: set(own) for rank, own in enumerate(files)}
-        self._company = company_of(files)
 
     def _undecided(self) -> Refused:
         # Why: a coordinator that comes after this one may take it up, and commit it.
@@ -267,10 +263,7 @@ class StagedSaveMachine(QueuedSave):
         rank = held.rank
         if not self._holding.note(held):
             return
-        if self._holding.is_helped(rank):
-            for one in self._kin(rank):
-                self._unheld.pop(one, None)
-        elif not (held.helps and self._has_lost(rank)):
+        if self._holding.is_helped(rank) or not (held.helps and self._has_lost(rank)):
             self._unheld.pop(rank, None)
 
     def _take_written(self, written: PartsWritten) -> Commands:
@@ -282,8 +275,7 @@ class StagedSaveMachine(QueuedSave):
             return (*self._noted(written), *self._received())
         for receipt in written.files:
             if receipt.file in self._left[rank]:
-                for sharer in self._company.get(receipt.file, (rank,)):
-                    self._left[sharer].discard(receipt.file)
+                self._left[rank].discard(receipt.file)
                 self._digests[receipt.file] = receipt.digest
                 self._receipts.append(receipt)
             elif self._digests.get(receipt.file) != receipt.digest:
@@ -294,7 +286,7 @@ class StagedSaveMachine(QueuedSave):
                     rank=rank,
                 )
                 self._roll.note(rank, error)
-        return (*self._noted(written), *self._check_done(*sorted(self._kin(rank))))
+        return (*self._noted(written), *self._check_done(rank))
 
     def _take_staged(self, staged: SaveStaged) -> Commands:
         rank = staged.rank
@@ -311,19 +303,7 @@ class StagedSaveMachine(QueuedSave):
             return self._ask_again(rank)
         # Its bytes are written, or nobody could help a slow stager: that goes on alone.
         self._unheld.pop(rank, None)
-        return (*self._fetch_stranded(rank), *self._check_done(rank))
-
-    def _fetch_stranded(self, rank: int) -> Commands:
-        """Asks those for their bytes that gave them to a helper without all they share files with.
-
-        Where this coordinator never heard of the stager of their node, it is gone.
-        """
-        kin = self._kin(rank)
-        if not kin <= self._staged.keys():
-            return ()
-        reason = "only a helper had them, which lacks others of the same file"
-        found = [one for one in sorted(kin) if self._holding.is_stranded(one) and self._left[one]]
-        return self._hand_over(found, reason, lost=True)
+        return self._check_done(rank)
 
     def _check_done(self, *ranks: int) -> Commands:
         """Goes on when nothing of some ranks is missing any more."""
@@ -335,16 +315,6 @@ class StagedSaveMachine(QueuedSave):
                 self._roll.note(rank, None)
                 done = True
         return self._received() if done or self._roll.errors else ()
-
-    def _pace_of(self, rank: int) -> tuple[int, int]:
-        """Returns bytes written and in all, of all that share a file: one comes after another."""
-        paces = [self._paces.get(one, (0, 0)) for one in self._kin(rank)]
-        return sum(written for written, _ in paces), sum(total for _, total in paces)
-
-    def _kin(self, rank: int) -> frozenset[int]:
-        """Returns a rank and those with which it shares a file."""
-        shared = (self._company.get(file, ()) for file in self._files[rank])
-        return frozenset({rank}.union(*shared))
 
     def _hand_over(self, ranks: list[int], reason: str, *, lost: bool) -> Commands:
         gone: dict[int, CheckpointError] = {}
@@ -366,7 +336,7 @@ class StagedSaveMachine(QueuedSave):
         reason, lost = self._unheld[rank]
         files = tuple(sorted(self._left[rank]))
         del self._waiting[at]
-        helpers = () if lost else self._holding.free(rank, self.holders)
+        helpers = () if lost else self._holding.free(self.holders)
         # Why of both: a rank that found no helper tells the number that a helper was to have.
         number = max(self._holding.newest(rank), staged.incarnation) + 1
         reply = self._given[at] = TakeOver(number, files, reason, lost, helpers)

@@ -120,7 +120,7 @@ class Account:
         Args:
             go: Its part of the plan.
         """
-        self._planned_bytes = sum(file.num_bytes - file.start for file in go.plan.files)
+        self._planned_bytes = sum(file.num_bytes for file in go.plan.files)
 
     def watching(self, call: Callable[[Request], Reply]) -> Callable[[Request], Reply]:
         """Returns what calls the coordinator and notes the phases that end with it.

@@ -68,8 +68,6 @@ def _by_rows(
         min_writer_bytes=MIN_WRITER_BYTES,
         to_lowest_rank=task.to_lowest_rank,
         nodes=task.nodes,
-        files_per_node=task.files_per_node,
-        joins=task.joins,
         checked=True,
     )
 
@@ -173,8 +171,6 @@ def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
     Whether the rows were sent or follow makes no difference: the same ranks have the same plan.
     """
     usual = task.container == "torch_save" and not task.to_lowest_rank
-    # Why not with a bound: files of several ranks are like no other rank's.
-    usual &= task.files_per_node is None
     parts = follows.parts
     if (
         not usual
@@ -201,7 +197,6 @@ def _names(task: MakePlan, first: Columns) -> Fingerprints:
     return Fingerprints(
         first, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-        files_per_node=task.files_per_node,
     )  # fmt: skip
 
 
@@ -210,5 +205,4 @@ def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
     return fingerprint(
         columns, world_size=len(task.columns), container=task.container,
         part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-        files_per_node=task.files_per_node,
     )  # fmt: skip

@@ -109,7 +109,6 @@ def _first(
     name = fingerprint(
         columns, world_size=join.world_size, container=options.container,
         part_bytes=options.part_bytes, to_lowest_rank=options.dedup_save_to_lowest_rank,
-        files_per_node=options.files_per_node,
     )  # fmt: skip
     known = memory.get(name)
     if known is not None:

@@ -83,8 +83,6 @@ class StagerKeeping:
         rank = self._session.rank
         held: PartsHeld | None = None
         error: CheckpointError | None = None
-        if any(len(file.company) for file in go.plan.files):
-            vitals.enter("staging")
         if go.plan.files:
             hand_in = partial(self._hand_in, key, go, captured, target, options, vitals.stop)
             held, error = attempt(hand_in, "staging", rank)

@@ -138,7 +138,6 @@ class Job:
                 self.layout,
                 file,
                 self.slots,
-                only_fixed=len(self.plan.files[file].company) > 0,
             )
             for file in self.files
         )

@@ -17,7 +17,7 @@ from ray_dcp.plan.values import Int64Array
 from ray_dcp.stage.layout import StagingLayout
 from ray_dcp.stage.values import ArenaAddress, Slot
 
-__all__ = ["Kept", "KeptFile", "Part", "cut", "kept_file", "merged", "registered_name", "too_many"]
+__all__ = ["Kept", "KeptFile", "Part", "cut", "kept_file", "registered_name", "too_many"]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,6 @@ def kept_file(
     layout: StagingLayout,
     index: int,
     slots: Sequence[Slot],
-    *,
-    only_fixed: bool = False,
 ) -> KeptFile:
     """Returns where a file lies.
 
@@ -112,14 +110,11 @@ def kept_file(
         layout: Of the rank's share.
         index: Position of the file in the plan.
         slots: Of the windows.
-        only_fixed: Leave out deferred items, whose place is not known here.
     """
     own = slice(*layout.file_first[index : index + 2].tolist())
     num_bytes = layout.num_bytes[own]
     start = layout.file_end[own] - num_bytes
     order = np.argsort(start, kind="stable")
-    if only_fixed:
-        order = order[~layout.is_deferred[own][order]]
     windows = layout.window[own][order].tolist()
     return KeptFile(
         key=key,
@@ -127,34 +122,6 @@ def kept_file(
         num_bytes=num_bytes[order],
         offset=layout.offset[own][order],
         slots=tuple(slots[window] for window in windows),
-    )
-
-
-def merged(files: Sequence[KeptFile]) -> tuple[KeptFile, ...]:
-    """Returns each file once, with what several ranks have of it.
-
-    Example:
-        >>> one = KeptFile("x", *np.array([[0], [64], [0]]), (Slot(7, 1),))
-        >>> two = KeptFile("x", *np.array([[4096], [8], [0]]), (Slot(3, 1),))
-        >>> [(part.slot is None, part.num_bytes) for part in merged([two, one])[0].find(0, 4104)]
-        [(False, 64), (True, 4032), (False, 8)]
-    """
-    by_key: dict[str, list[KeptFile]] = {}
-    for file in files:
-        by_key.setdefault(file.key, []).append(file)
-    return tuple(own[0] if len(own) == 1 else _merged(own) for own in by_key.values())
-
-
-def _merged(files: Sequence[KeptFile]) -> KeptFile:
-    start = np.concatenate([file.start for file in files])
-    order = np.argsort(start, kind="stable")
-    slots = [slot for file in files for slot in file.slots]
-    return KeptFile(
-        key=files[0].key,
-        start=start[order],
-        num_bytes=np.concatenate([file.num_bytes for file in files])[order],
-        offset=np.concatenate([file.offset for file in files])[order],
-        slots=tuple(slots[index] for index in order.tolist()),
     )
 
 

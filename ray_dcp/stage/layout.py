@@ -70,12 +70,6 @@ class StagingLayout:
         return len(self.used_bytes)
 
     @property
-    def num_fixed_windows(self) -> int:
-        """How many windows come before the first that has deferred items."""
-        late = np.flatnonzero(self.is_deferred)
-        return int(self.window[late[0]]) if len(late) else self.num_windows
-
-    @property
     def total_bytes(self) -> int:
         """Bytes of all segments."""
         return int(self.num_bytes.sum())
@@ -92,9 +86,7 @@ def lay_out_windows(
     """Returns where every byte of a rank's plan lies while it is staged.
 
     Small pieces follow each other without a gap. Large ones start where they will start in a
-    page of their file, so that they can be written from where they are, past the page cache. In a
-    file of several ranks, whose deferred items come after the fixed ones of all, these have windows
-    of their own; `file_end` of theirs counts as if the file were this rank's alone.
+    page of their file, so that they can be written from where they are, past the page cache.
 
     Args:
         plan: What the rank writes.
@@ -117,11 +109,8 @@ def lay_out_windows(
     file, piece, row, source = file[full], piece[full], row[full], source[full]
     num_bytes, place, block = num_bytes[full], place[full], block[full]
     num_fixed = np.array([len(one.row) for one in plan.files] or [0], dtype=np.int64)
-    joint = np.array([len(one.company) > 0 for one in plan.files] or [False])
-    late = joint[file] & (piece >= num_fixed[file])
-    breaks = np.flatnonzero(np.diff(late, prepend=False) & late)
     at, start, length, window, offset = _cut(
-        _line(num_bytes, place), num_bytes, block, window_bytes, breaks
+        _line(num_bytes, place), num_bytes, block, window_bytes
     )
     num_windows = int(window[-1]) + 1 if len(window) else 0
     window_first = np.searchsorted(window, np.arange(num_windows + 1))
@@ -151,7 +140,7 @@ def plan_digest(plan: RankPlan) -> bytes:
     """
     parts: list[bytes] = [repr((plan.rank, plan.container)).encode()]
     for file in plan.files:
-        scalars = (file.file, file.key, file.start, file.num_bytes, file.dtypes, len(file.header))
+        scalars = (file.file, file.key, file.num_bytes, file.dtypes, len(file.header))
         parts += [repr(scalars).encode(), file.header]
         parts += [np.ascontiguousarray(column).tobytes() for column in _columns_of(file)]
     return digest_bytes(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
@@ -210,27 +199,21 @@ def _cut(
     num_bytes: Int64Array,
     block: Int64Array,
     window_bytes: int,
-    breaks: Int64Array,
 ) -> tuple[Int64Array, ...]:
-    """Cuts the line into windows; returns (piece, start, length, window, offset) of segments.
-
-    A window ends before each piece of `breaks`.
-    """
-    bounds = np.append(breaks, len(line))
+    """Cuts the line into windows; returns (piece, start, length, window, offset) of segments."""
     ends = line + num_bytes
     found: list[tuple[Int64Array, ...]] = []
     piece, inside, window = 0, 0, 0
     while piece < len(line):
         base = (int(line[piece]) + inside) // _PAGE * _PAGE
-        bound = int(bounds[np.searchsorted(bounds, piece, side="right")])
-        stop = min(int(np.searchsorted(ends, base + window_bytes, side="right")), bound)
+        stop = int(np.searchsorted(ends, base + window_bytes, side="right"))
         at = np.arange(piece, stop)
         start, length = np.zeros_like(at), num_bytes[piece:stop].copy()
         if stop > piece:
             start[0] = inside
             length[0] -= inside
             inside = 0
-        if stop < bound:
+        if stop < len(line):
             room = base + window_bytes - int(line[stop]) - inside
             whole = int(np.lcm(block[stop], _PAGE))
             part = room // whole * whole

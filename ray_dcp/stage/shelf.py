@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_dcp.stage.jobs import Job
-from ray_dcp.stage.kept import Kept, merged, too_many
+from ray_dcp.stage.kept import Kept, too_many
 from ray_dcp.stage.values import InFlight, StageKey
 
 __all__ = ["Shelf"]
@@ -57,18 +57,9 @@ class Shelf:
             job for job in self._jobs.values() if job.is_kept and job.order.key.attempt == attempt
         ]
         jobs = [job for job in jobs if self.takes(job)]
-        ranks = {job.order.key.rank for job in jobs}
-        # Why whole: what is missing between what two ranks have of a file would pass for frames.
-        files = merged(
-            [
-                file
-                for job in jobs
-                for index, file in zip(job.files, job.kept_files(), strict=True)
-                if ranks.issuperset(job.plan.files[index].company.tolist())
-            ]
-        )
+        files = {file.key: file for job in jobs for file in job.kept_files()}
         arena = jobs[0].arena if jobs else None
-        return Kept(arena.address, files) if files and arena is not None else None
+        return Kept(arena.address, tuple(files.values())) if files and arena is not None else None
 
     def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed.

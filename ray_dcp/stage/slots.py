@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from ray_dcp.errors import InternalError
 from ray_dcp.stage.values import Slot
 
-__all__ = ["Granted", "Line", "SlotLedger"]
+__all__ = ["Granted", "SlotLedger"]
 
 J = TypeVar("J", bound=Hashable)
 
@@ -30,24 +30,6 @@ class Granted(Generic[J]):
     job: J
     window: int
     slot: Slot
-
-
-@dataclass(frozen=True)
-class Line:
-    """A job's place among those whose bytes are of one file, which is written front to back.
-
-    Windows of fixed items are granted job after job, then those of deferred ones: whoever is
-    written later can't take the room of those that are written first, and wait for them. None of
-    them is sealed before all have been granted everything.
-    """
-
-    name: Hashable
-    place: int
-    """From 0, in the order of the file."""
-    length: int
-    """How many jobs there are."""
-    num_fixed: int
-    """Windows of this job with fixed items, which come first."""
 
 
 @dataclass
@@ -66,7 +48,6 @@ class _Job:
     num_granted: int = 0
     is_sealed: bool = False
     is_kept: bool = False
-    line: Line | None = None
     lossy: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
 
@@ -76,9 +57,6 @@ class SlotLedger(Generic[J]):
 
     Args:
         num_slots: How many there are.
-
-    Attributes:
-        lines: The jobs of each line; shared by ledgers whose jobs may be of one.
 
     Example:
         >>> ledger = SlotLedger(2)
@@ -99,7 +77,6 @@ class SlotLedger(Generic[J]):
         self._generation = [0] * num_slots
         self._last_owner: list[str | None] = [None] * num_slots
         self._warm: set[int] = set()
-        self.lines: dict[Hashable, dict[int, _Job | None]] = {}
 
     @property
     def num_used(self) -> int:
@@ -119,7 +96,6 @@ class SlotLedger(Generic[J]):
         windows: Sequence[frozenset[int] | set[int]],
         *,
         keep: bool = False,
-        line: Line | None = None,
     ) -> None:
         """Takes a new job, which waits for slots from now on.
 
@@ -128,14 +104,11 @@ class SlotLedger(Generic[J]):
             owner: Who hands over; gets the slots that it had before, if they are free.
             windows: For each window the files with bytes in it.
             keep: Its slots stay its own after it is finished, while nobody needs them.
-            line: Where it is one of several.
         """
         if job in self._jobs:
             raise InternalError(f"expected a new job, found {job} again; please report this")
         made = [_Window(frozenset(files), set(files), set(files)) for files in windows]
-        self._jobs[job] = _Job(owner, made, is_kept=keep, line=line)
-        if line is not None:
-            self.lines.setdefault(line.name, {})[line.place] = self._jobs[job]
+        self._jobs[job] = _Job(owner, made, is_kept=keep)
         if made:
             self._waiting.append(job)
 
@@ -144,14 +117,14 @@ class SlotLedger(Generic[J]):
         given: list[Granted[J]] = []
         while True:
             self._waiting = deque(name for name in self._waiting if name in self._jobs)
-            name = next((n for n in self._waiting if self._is_its_turn(self._jobs[n])), None)
-            if name is None:
+            if not self._waiting:
                 break
+            name = self._waiting[0]
             job = self._jobs[name]
             index = self._take(job.owner)
             if index is None:
                 break
-            self._waiting.remove(name)
+            self._waiting.popleft()
             self._generation[index] += 1
             self._last_owner[index] = job.owner
             slot = Slot(index, self._generation[index])
@@ -201,7 +174,7 @@ class SlotLedger(Generic[J]):
         """Returns whether the rank may go on: all is here, and can be handed over once more."""
         found = self._jobs[job]
         is_here = all(window.is_here for window in found.windows)
-        return is_here and found.lossy <= found.finished and self._all_granted(found.line)
+        return is_here and found.lossy <= found.finished
 
     def seal(self, job: J) -> None:
         """Takes that the rank goes on: from now on nothing of it is reused early."""
@@ -215,12 +188,6 @@ class SlotLedger(Generic[J]):
         found = self._jobs.pop(job, None)
         for window in found.windows if found else ():
             self._give_back(window)
-        if found is not None and found.line is not None:
-            line = self.lines.get(found.line.name, {})
-            if line.get(found.line.place) is found:
-                line[found.line.place] = None
-            if not any(line.values()):
-                self.lines.pop(found.line.name, None)
 
     def expect(self, owner: str, count: int) -> list[int]:
         """Returns the slots to warm up for a rank: free or its own, at most `count`."""
@@ -244,32 +211,6 @@ class SlotLedger(Generic[J]):
     def is_warm(self, index: int) -> bool:
         """Returns whether a slot's memory has been touched."""
         return index in self._warm
-
-    def _is_its_turn(self, job: _Job) -> bool:
-        own = job.line
-        if own is None:
-            return True
-        is_late = job.num_granted >= own.num_fixed
-        for place in range(own.length if is_late else own.place):
-            if place == own.place:
-                continue
-            if place not in self.lines[own.name]:
-                return False
-            other = self.lines[own.name][place]
-            if other is None or other.line is None:
-                continue  # it is over
-            is_before = place < own.place and is_late
-            if other.num_granted < (len(other.windows) if is_before else other.line.num_fixed):
-                return False
-        return True
-
-    def _all_granted(self, line: Line | None) -> bool:
-        if line is None:
-            return True
-        jobs = self.lines[line.name]
-        return len(jobs) == line.length and all(
-            job is None or job.num_granted == len(job.windows) for job in jobs.values()
-        )
 
     def _take(self, owner: str) -> int | None:
         """Returns the best free slot; frees one that was read where none is."""

@@ -16,7 +16,6 @@ from ray_dcp.errors import CheckpointError, LimitError, SaveCancelledError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.jobs import Channel, Job, answer, died, lost_memory, write_staged
-from ray_dcp.stage.joint_files import JointFiles, line_of
 from ray_dcp.stage.known_plans import KnownPlans
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.spool_state import SpoolState
@@ -63,9 +62,6 @@ class Spool(SpoolState):
         self._opener = opener
         self._turn = threading.BoundedSemaphore(options.num_writers)
         self._known = KnownPlans()
-        self._joint = JointFiles(self._lock, self._turn, opener)
-        for channel in channels.values():
-            channel.ledger.lines = self._joint.lines
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
         """Takes an order, and returns the first windows' slots; may be none as yet.
@@ -102,11 +98,8 @@ class Spool(SpoolState):
             wanted = set(job.files)
             windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
             keep = channel.arena is not None and order.options.keep_in_memory > 0
-            channel.ledger.begin(order.key, order.owner, windows, keep=keep, line=line_of(job))
-            self._joint.enter(job)
-            if self._joint.leads(job):
-                self._start(job)  # what it holds may come last, and only writing makes room
-            self._go_on_beside(job)
+            channel.ledger.begin(order.key, order.owner, windows, keep=keep)
+            self._pump(channel)
             return self._grant(job, 0)
 
     def more(self, key: StageKey, have: int) -> Future[Grant | Unknown]:
@@ -204,10 +197,7 @@ class Spool(SpoolState):
             job.windows = {w: arena.slot(slot.index) for w, slot in enumerate(slots)}
             if len(slots) != layout.num_windows:
                 job.error = lost_memory(order.key.rank)
-            self._joint.adopt(line_of(job))
-            self._joint.enter(job)
             self._start(job)
-            self._go_on_beside(job)
             return True
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
@@ -252,9 +242,7 @@ class Spool(SpoolState):
             for job in list(self._jobs.values()):
                 if job.order.process == process and job.channel is not None:
                     job.rank_is_done = True
-                    # A file of several ranks is not written before all of them are sealed.
-                    lacks_others = line_of(job) is not None and not job.is_sealed
-                    if len(job.windows) < job.layout.num_windows or lacks_others:
+                    if len(job.windows) < job.layout.num_windows:
                         self._fail(job, died(job.order.key.rank))
                     self._tidy(job)
 
@@ -271,21 +259,10 @@ class Spool(SpoolState):
                 channel.arena.mark(grant.slot)
             self._jobs[grant.job].slots.append(grant.slot)
         names = dict.fromkeys(grant.job for grant in granted)
-        jobs = [self._jobs[name] for name in names if name in self._jobs]
-        jobs += [other for job in jobs for other in self._joint.beside(job)]
-        # Those that write the same file may stage in memory of another kind.
-        for other in self._channels.values() if len(jobs) > len(names) else ():
-            self._pump(other)
         # Why afterwards: what is answered may lead to further grants, which come behind these.
-        for job in jobs:
-            if job.order.key in self._jobs:
-                self._settle(job)
-
-    def _go_on_beside(self, job: Job) -> None:
-        for channel in self._channels.values():
-            self._pump(channel)
-        for other in self._joint.beside(job):
-            self._settle(other)
+        for name in names:
+            if name in self._jobs:
+                self._settle(self._jobs[name])
 
     def _settle(self, job: Job) -> None:
         """Answers what can be answered of `more` and `seal`."""
@@ -311,12 +288,8 @@ class Spool(SpoolState):
             job.error = error
             if job.tells_error:
                 self._start(job)
-            for other in self._joint.fail(job, error):
-                other.tells_error = other.tells_error and job.tells_error
-                self._fail(other, error)
         if not job.is_working:
             job.is_over = True
-            self._joint.leave(job)
         job.changed.notify_all()
         self._settle(job)
 
@@ -358,19 +331,14 @@ class Spool(SpoolState):
             run_tasks(job.files, lambda file: self._write(job, file), threads)
         with self._lock:
             job.is_working, job.is_over = False, True
-            self._joint.leave(job)
             self._settle(job)
 
     def _write(self, job: Job, file: int) -> None:
         step_behind(self._options.nice, self._options.io_priority)
-        tells = True
-        if len(job.plan.files[file].company):
-            report, tells = self._joint.write(job, file, self._passed)
-        else:
-            with self._turn:
-                passed = self._passed(job, file)
-                report = write_staged(job, file, self._turn, passed, self._opener)
-        self._tell(job, file, report, tells=tells)
+        with self._turn:
+            passed = self._passed(job, file)
+            report = write_staged(job, file, self._turn, passed, self._opener)
+        self._tell(job, file, report)
 
     def _passed(self, job: Job, file: int) -> Callable[[int | None, int], None]:
         def passed(window: int | None, num_bytes: int) -> None:
@@ -383,15 +351,13 @@ class Spool(SpoolState):
 
         return passed
 
-    def _tell(self, job: Job, file: int, report: StageReport, *, tells: bool) -> None:
+    def _tell(self, job: Job, file: int, report: StageReport) -> None:
         with self._lock:
             job.reports[file] = report
-            silent = not tells or (job.error is not None and not job.tells_error)
+            silent = job.error is not None and not job.tells_error
         if not silent:
             self._report(job.reporter, report)
         with self._lock:
-            if tells:
-                self._joint.told(job, file)
             if job.channel is not None:
                 job.channel.ledger.finished(job.order.key, file)
                 self._forget_freed(job)

@@ -203,7 +203,7 @@ class ObjectWriter:
                 raise StorageError(
                     f"could not write {self._where}: it gets longer than {_MOST_PARTS} parts of "
                     f"{self._options.request_bytes} bytes; raise the storage option "
-                    f"request_bytes, lower part_bytes, or raise files_per_node",
+                    f"request_bytes, or lower part_bytes",
                     key=self._key,
                 )
             self._budget.take(self._own, len(piece), self._has_ended)

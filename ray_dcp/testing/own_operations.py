@@ -138,8 +138,8 @@ def _save_new(place: Place) -> str:
 
 
 def _staged_new(place: Place) -> str:
-    # Two of the ranks share a node, and a file.
-    options = SaveOptions(num_threads=1, files_per_node=1)
+    # Two of the ranks share a node.
+    options = SaveOptions(num_threads=1)
     return place.save(NEW, 3, staged=True, nodes=("x", "x", "y"), options=options)
 
 

@@ -7,7 +7,7 @@ is in `one_outcome`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan.values import FilePlan
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -38,13 +37,10 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.testing.array_states import ArrayCapture, ArrayWork, State, same_value
 from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.sources import ItemPieces
-from ray_dcp.transfer.writer import write_joint, write_part
+from ray_dcp.transfer.writer import write_part
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
 
-Extent = tuple[int, FilePlan, ItemPieces]
-"""Rank, what it has of a file, and its bytes."""
 Opener = Callable[[Target], Storage]
 Capturing = Callable[[State, int, int], Captured]
 
@@ -77,11 +73,10 @@ def save_ranks(
         capture: From state, rank and world size to what a rank captures.
         opener: What opens the storage.
         staged: As `async_save` does: a stager tells of each file, which here is the rank itself.
-        nodes: Names the node of each rank; ranks of one may share files when `staged`.
+        nodes: Names the node of each rank; what they write together is balanced.
         memories: Of each rank: what it knows of earlier saves.
     """
-    handed: dict[int, list[Extent]] = {}
-    save = partial(_save_staged, handed=handed) if staged else save_rank
+    save = _save_staged if staged else save_rank
     return [
         save(
             OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
@@ -105,35 +100,18 @@ def _save_staged(
     capture: Callable[[], Captured],
     node: str,
     memory: PlanMemory | None,
-    handed: dict[int, list[Extent]],
 ) -> Generator[Request, Reply, SaveOutcome]:
-    """What a rank and its stager say and do in an asynchronous save, one after the other.
-
-    A file that it shares is written when the last rank has handed over its extent of it.
-    """
+    """What a rank and its stager say and do in an asynchronous save, one after the other."""
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
         staged=True, node=node, memory=memory,
     )  # fmt: skip
 
     def write() -> tuple[FileReceipt, ...]:
-        alone = [file for file in go.plan.files if not len(file.company)]
-        receipts = write_part(
-            opener(target), replace(go.plan, files=tuple(alone)), go.attempt,
+        return write_part(
+            opener(target), go.plan, go.attempt,
             source=captured.source, deferred=captured.deferred, options=options,
         )  # fmt: skip
-        for file in go.plan.files:
-            extents = handed.setdefault(file.file, [])
-            pieces = ItemPieces(file, file.key, captured.source, captured.deferred)
-            extents += [(rank, file, pieces)] * (len(file.company) > 0)
-            if len(extents) == len(file.company) > 0:
-                extents.sort(key=lambda extent: extent[0])
-                written = write_joint(
-                    opener(target), [one for _, one, _ in extents], go.attempt,
-                    [source for _, _, source in extents], options=options,
-                )  # fmt: skip
-                receipts = (*receipts, written)
-        return receipts
 
     held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
     yield held

@@ -6,7 +6,7 @@ Who opens it and what becomes of the receipt is in `writer`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -37,63 +37,43 @@ class PartFile:
 
     Args:
         writer: Of the storage.
-        plans: What is written: of one rank, or the extents of several.
+        plan: What is written.
         key: Of the file.
-        sources: Give the bytes of each.
+        source: Gives the bytes.
         stop: Tells that it is given up.
     """
 
     def __init__(
         self,
         writer: PartWriter,
-        plans: Sequence[FilePlan],
+        plan: FilePlan,
         key: str,
-        sources: Sequence[PieceSource],
+        source: PieceSource,
         stop: Stop,
     ) -> None:
         self._writer = writer
-        self._plans = plans
+        self._plan = plan
         self._key = key
-        self._sources = sources
-        self._plan, self._source = plans[0], sources[0]
+        self._source = source
+        source.before_wait = self.flush
+        # Why: an upload sends a tensor from where it lies, if that stays as it is.
+        lend = getattr(writer, "lend", None) if source.keeps else None
+        self._give: Callable[[BytesLike], None] = lend or writer.write
         self._stop = stop
         self._pack: list[BytesLike] = []
         self._end = 0
-        self._moved = 0
-        self._is_late = False
         self._flushed = 0
         self._checks = array("Q")
         self._deferred_regions: list[Region] = []
 
     def write(self) -> FileReceipt:
         """Writes all of the file; returns what is to be told of it."""
-        for index in range(len(self._plans)):
-            self._turn_to(index)
-            self._write_fixed()
-        places: list[DeferredPlace] = []
-        for index, plan in enumerate(self._plans):
-            if len(plan.deferred):
-                self._turn_to(index)
-                places += self._write_all_deferred()
+        self._write_fixed()
+        places = [self._write_deferred(index) for index in range(len(self._plan.deferred))]
         return self._finish(tuple(places))
 
-    def _turn_to(self, index: int) -> None:
-        """Goes on with what one of the ranks has of the file."""
-        if self._source is not self._sources[index]:
-            # Why: what is packed lies in memory of the one before.
-            self.flush()
-        self._plan, self._source = self._plans[index], self._sources[index]
-        self._source.before_wait = self.flush
-        # Why: an upload sends a tensor from where it lies, if that stays as it is.
-        lend = getattr(self._writer, "lend", None) if self._source.keeps else None
-        self._give: Callable[[BytesLike], None] = lend or self._writer.write
-
     def _write_fixed(self) -> None:
-        """Writes the header and all planned pieces of a rank."""
-        if self._end < self._plan.start:
-            self._append(bytes(self._plan.start - self._end))
-        if self._end > self._plan.start and len(self._plan.row):
-            raise contradiction(f"an extent at byte {self._plan.start}", f"{self._end}", self._key)
+        """Writes the header and all planned pieces."""
         self._append(self._plan.header)
         pieces = pieces_of(self._plan, self._key, small_bytes=_SMALL_BYTES, pack_bytes=_PACK_BYTES)
         for run in pieces.runs:
@@ -104,14 +84,6 @@ class PartFile:
             if self._end - self._flushed >= _PACK_BYTES // 2:
                 self.flush()
         self._append(bytes(pieces.last_gap))
-
-    def _write_all_deferred(self) -> list[DeferredPlace]:
-        """Writes the deferred items of a rank; returns their places."""
-        self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
-        # A source counts from where they would be, were the file this rank's alone.
-        own_end, self._is_late = self._plan.num_bytes, True
-        self._moved = self._end - own_end - -own_end % _DEFERRED_ALIGNMENT
-        return [self._write_deferred(index) for index in range(len(self._plan.deferred))]
 
     def _write_deferred(self, index: int) -> DeferredPlace:
         """Writes one deferred item at the next aligned place; returns that place."""
@@ -137,9 +109,7 @@ class PartFile:
             if len(whole):
                 self._give(whole)
         self._flushed = self._end
-        # Careful: of a rank without fixed items nothing is written yet, wherever the file is.
-        end = self._end - self._moved
-        self._source.written(end if self._is_late else min(end, self._plan.num_bytes))
+        self._source.written(self._end)
 
     def _finish(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
         """Hands on all that is left of the file; returns what is to be told of it."""
@@ -234,8 +204,6 @@ class PartFile:
         self._end += len(data)
 
     def _fixed_regions(self) -> list[Region]:
-        found = []
-        for plan in self._plans:
-            columns = (plan.payload_offset, plan.payload_bytes, plan.block_bytes)
-            found += [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-        return found
+        plan = self._plan
+        columns = (plan.payload_offset, plan.payload_bytes, plan.block_bytes)
+        return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]

@@ -81,7 +81,7 @@ def pieces_of(plan: FilePlan, key: str, *, small_bytes: int, pack_bytes: int) ->
             f"{header_bytes[at]} + {plan.payload_bytes[at]} + {footer_bytes[at]}",
             key,
         )
-    ends = np.concatenate([[plan.start + len(plan.header)], plan.item_offset + plan.item_bytes])
+    ends = np.concatenate([[len(plan.header)], plan.item_offset + plan.item_bytes])
     gaps = np.concatenate([plan.item_offset, [plan.num_bytes]]) - ends
     if int(gaps.min()) < 0:
         at = int(np.argmin(gaps))

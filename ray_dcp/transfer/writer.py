@@ -7,7 +7,7 @@ written slice by slice, while a slice is still in the processor's cache. Reading
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,6 @@ from ray_dcp.plan.values import FilePlan, RankPlan, UInt64Array
 from ray_dcp.protocol.messages import FileReceipt
 from ray_dcp.store.storage import PartWriter, Storage
 from ray_dcp.transfer.part_file import PartFile
-from ray_dcp.transfer.pieces import contradiction
 from ray_dcp.transfer.sources import (
     BytesLike,
     Deferred,
@@ -37,7 +36,6 @@ __all__ = [
     "Source",
     "part_key",
     "write_file",
-    "write_joint",
     "write_part",
     "write_pieces",
 ]
@@ -149,33 +147,7 @@ def write_pieces(
         CheckpointError: As `write_file`.
         Exception: Whatever `source` raised.
     """
-    return write_joint(storage, [file_plan], attempt, [source], options=options)
-
-
-def write_joint(
-    storage: Storage,
-    file_plans: Sequence[FilePlan],
-    attempt: str,
-    sources: Sequence[PieceSource],
-    *,
-    options: SaveOptions,
-) -> FileReceipt:
-    """Writes one file of which several ranks have an extent, publishes it; returns its receipt.
-
-    The fixed items of all come first, then the deferred ones of all, in the order of the ranks.
-
-    Args:
-        storage: Where to.
-        file_plans: Of this file, by rank.
-        attempt: Id of the attempt, put into the key.
-        sources: Give the bytes of each; may wait for them.
-        options: `sync_files` and `direct_io` count.
-
-    Raises:
-        CheckpointError: As `write_file`.
-        Exception: Whatever a source raised.
-    """
-    return _write(storage, file_plans, attempt, lambda key: sources, options, Stop())
+    return _write(storage, file_plan, attempt, lambda key: source, options, Stop())
 
 
 def _write_file(
@@ -187,28 +159,25 @@ def _write_file(
     options: SaveOptions,
     stop: Stop,
 ) -> FileReceipt:
-    if len(plan.company):
-        raise contradiction("the stager of the node to write it", "one rank of several", plan.key)
+    def pieces(key: str) -> PieceSource:
+        return ItemPieces(plan, key, source, deferred)
 
-    def pieces(key: str) -> Sequence[PieceSource]:
-        return [ItemPieces(plan, key, source, deferred)]
-
-    return _write(storage, [plan], attempt, pieces, options, stop)
+    return _write(storage, plan, attempt, pieces, options, stop)
 
 
 def _write(
     storage: Storage,
-    plans: Sequence[FilePlan],
+    plan: FilePlan,
     attempt: str,
-    pieces: Callable[[str], Sequence[PieceSource]],
+    pieces: Callable[[str], PieceSource],
     options: SaveOptions,
     stop: Stop,
 ) -> FileReceipt:
-    key = part_key(plans[0], attempt)
+    key = part_key(plan, attempt)
     writer: PartWriter | None = None
     try:
         writer = storage.open_writer(key, sync=options.sync_files, direct=options.direct_io)
-        file = PartFile(writer, plans, key, pieces(key), stop)
+        file = PartFile(writer, plan, key, pieces(key), stop)
         receipt = file.write()
         file.commit(storage, receipt)
     except BaseException as exc:
@@ -218,4 +187,4 @@ def _write(
             exc.key = key
         raise
     # Why not before: what somebody else published is compared with them.
-    return replace(receipt, checks=_NO_CHECKS) if plans[0].checks_at_end else receipt
+    return replace(receipt, checks=_NO_CHECKS) if plan.checks_at_end else receipt

@@ -460,8 +460,6 @@ class Balance(NamedTuple):
     writers: int
     nodes: int
     files: int
-    files_if_one_a_node: int
-    """With `SaveOptions(files_per_node=1)`."""
 
 
 def balance(world_size: int, shapes: dict[str, tuple[int, ...]], layers: int) -> Balance:
@@ -473,13 +471,12 @@ def balance(world_size: int, shapes: dict[str, tuple[int, ...]], layers: int) ->
     nodes = [rank // RANKS_A_NODE for rank in range(world_size)]
     columns = [builder.build()] * world_size
     plan = make_plan(columns, min_writer_bytes=MIN_WRITER_BYTES, nodes=nodes)
-    few = make_plan(columns, min_writer_bytes=MIN_WRITER_BYTES, nodes=nodes, files_per_node=1)
     written = np.bincount(plan.source_rank, plan.table.payload_bytes, world_size)
     on_nodes = np.bincount(nodes, written)
     writers, busy = written[written > 0], on_nodes[on_nodes > 0]
     return Balance(
         writers.max() / writers.mean(), busy.max() / busy.mean(), writers.min() / (1 << 20),
-        len(writers), len(busy), len(plan.files), len(few.files),
+        len(writers), len(busy), len(plan.files),
     )  # fmt: skip
 
 
@@ -526,7 +523,6 @@ def plan(tensors: int, largest: int) -> int:
         print(
             f"replicated state on {world} ranks, {RANKS_A_NODE} a node: max/mean "
             f"{found.over_writers:.4f} over {found.writers} writers, each {found.least_mib:.0f} "
-            f"MiB or more, and {found.over_nodes:.4f} over {found.nodes} nodes; {found.files} "
-            f"files, or {found.files_if_one_a_node} with one a node"
+            f"MiB or more, and {found.over_nodes:.4f} over {found.nodes} nodes; {found.files} files"
         )
     return 0

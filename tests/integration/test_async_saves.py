@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.errors import LimitError, NonFiniteError, ParticipantError, SaveCancelledError
+from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
 from ray_dcp.runtime.workers import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
@@ -59,53 +59,6 @@ def data_files(path) -> list[Path]:
     return sorted(Path(path).glob("__*.distcp"))
 
 
-def test_ranks_of_a_node_share_files_in_saves_of_both_kinds(ranks, tmp_path):
-    ranks.resize(4)
-    path = str(tmp_path / "c")
-    for step, save in ((1, programs.save_and_change), (2, programs.save_at_once)):
-        came = ranks.run(partial(save, path, step, files_per_node=2))
-        assert [one.error for one in came] == [None] * 4
-        assert len(data_files(path)) == 2
-        assert ranks.run(programs.mixed_is, path, step) == [True] * 4
-    assert ray_dcp.verify(path).ok
-    state = {"sharded": torch.zeros(6, 4), "step": 0, "own": {"rank3": torch.zeros(7).int()}}
-    stock.load(state, checkpoint_id=path)
-    assert state["step"] == 2
-    assert torch.equal(state["sharded"], torch.arange(24.0).reshape(6, 4) + 2)
-    assert state["own"]["rank3"].tolist() == [2] * 7
-    loaded = {"sharded": torch.zeros(6, 4), "log": []}
-    ray_dcp.load(loaded, checkpoint_id=path, no_dist=True)
-    assert torch.equal(loaded["sharded"], state["sharded"])
-    assert loaded["log"] == [2] * 3
-
-
-def test_a_restarted_job_whose_ranks_share_files_begins_with_the_plan_of_the_last(ranks, tmp_path):
-    found = []
-    for step in (1, 2, 3):
-        path = str(tmp_path / f"step-{step}")
-        save = partial(programs.save_and_change, files_per_node=1, plan_templates=True)
-        came = ranks.run(partial(save, path, step))
-        assert [one.error for one in came] == [None, None]
-        found.append(came[0].value.plan)
-        assert len(data_files(path)) == 1
-        assert ranks.run(programs.mixed_is, path, step) == [True, True]
-        assert eventually(lambda: [*(tmp_path / ".manager/plans").glob("*.plan")], 30)
-        if step == 2:
-            ranks.kill()
-            ranks.resize(2)
-    assert found == ["cold", "warm", "template"]
-
-
-def test_who_shares_a_file_does_not_wait_for_one_that_failed(ranks, tmp_path):
-    path = tmp_path / "c"
-    came = ranks.run(
-        partial(programs.save_where_one_can_not_stage, str(path), 1, files_per_node=1)
-    )  # fmt: skip
-    error = one_error(came, LimitError, "no room at all")
-    assert error.rank == 1
-    assert data_files(path) == []
-
-
 @pytest.mark.parametrize("victims", [(1,), (0,), (0, 1)], ids=["rank 1", "rank 0", "all ranks"])
 def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims):
     path = tmp_path / "c"
@@ -119,31 +72,22 @@ def test_a_staged_save_survives_the_death_of_its_ranks(ranks, tmp_path, victims)
     assert ray_dcp.verify(path).ok
 
 
-@pytest.mark.parametrize("files_per_node", [None, 1])
-def test_a_staged_save_survives_its_coordinator(ranks, tmp_path, files_per_node):
+def test_a_staged_save_survives_its_coordinator(ranks, tmp_path):
     for number in range(2):
         path = tmp_path / f"c{number}"
-        begin = partial(
-            programs.begin_large_and_kill_coordinator, str(path), 5, files_per_node=files_per_node
-        )
-        came = ranks.run(begin)
+        came = ranks.run(programs.begin_large_and_kill_coordinator, str(path), 5)
         assert [one.error for one in came] == [None, None]
         epoch, attempt = came[0].value
         assert epoch > 1 + number
         assert ray_dcp.outcome(path, attempt) == "committed"
         assert programs.large_is(str(path), 5, 2)
         assert ray_dcp.verify(path).ok
-        assert (len(data_files(path)) == 1) == (files_per_node == 1)
 
 
-@pytest.mark.parametrize("files_per_node", [None, 1])
-def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_path, files_per_node):
+def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_path):
     path = tmp_path / "c"
-    begin = partial(
-        programs.begin_large_and_kill_coordinator, str(path), 5, 0, 1, files_per_node=files_per_node
-    )
     with pytest.raises(ParticipantError, match="died"):
-        ranks.run(begin)
+        ranks.run(programs.begin_large_and_kill_coordinator, str(path), 5, 0, 1)
     assert committed(path, Path(f"{path}.attempt").read_text())
     ranks.resize(2)
     assert programs.large_is(str(path), 5, 2)
@@ -152,16 +96,9 @@ def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_pat
 def test_a_stager_that_is_killed_has_its_files_written_by_another(ranks, tmp_path):
     path = tmp_path / "c"
     before = ranks.run(programs.stager_facts)[0]
-    # One file of both ranks: both hand it over, to the same stager.
-    came = ranks.run(
-        partial(
-            programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL),
-            files_per_node=1,
-        )
-    )  # fmt: skip
+    came = ranks.run(programs.begin_large_and_signal_stager, str(path), 6, int(signal.SIGKILL))
     assert [one.error for one in came] == [None, None]
     assert programs.large_is(str(path), 6, 2)
-    assert len(data_files(path)) == 1
     after = ranks.run(programs.stager_facts)[0]
     assert after["pid"] != before["pid"]
     assert not lives(before["pid"])

@@ -134,17 +134,13 @@ def test_a_conflict_of_ranks_is_one_error_before_anything_is_written(ranks, plac
     assert files_at(place) == before
 
 
-@pytest.mark.parametrize("files_per_node", [None, 1])
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "async_save"])
-def test_all_conflicts_of_one_save_are_told_together(ranks, place, files_per_node, is_async):
+def test_all_conflicts_of_one_save_are_told_together(ranks, place, is_async):
     def save(path: str):
         state = ALL.state(dist.get_rank())
-        options = SaveOptions(files_per_node=files_per_node)
         if not is_async:
-            return attempt(lambda: ray_dcp.save(state, checkpoint_id=path, options=options))
-        return attempt(
-            lambda: ray_dcp.async_save(state, checkpoint_id=path, options=options).result()
-        )
+            return attempt(lambda: ray_dcp.save(state, checkpoint_id=path))
+        return attempt(lambda: ray_dcp.async_save(state, checkpoint_id=path).result())
 
     before = files_at(place)
     one_error(ranks.run(save, str(place)), ALL.kind, str(place), *ALL.told)

@@ -269,7 +269,6 @@ ELSE: dict[str, Any] = {
     "when_full": "skip", "keep_in_memory": 1,
     "plan_timeout_s": 7.0, "write_timeout_s": 7.0, "commit_timeout_s": 7.0,
     "heartbeat_timeout_s": 7.0,
-    "files_per_node": 1,
 }  # fmt: skip
 
 
@@ -311,7 +310,7 @@ def test_options_count_if_the_plan_depends_on_them_and_else_do_not():
         assert key != usual[0] or digest == usual[1], field.name
         count[field.name] = key != usual[0]
     assert {name for name, counts in count.items() if counts} == {
-        "container", "part_bytes", "dedup_save_to_lowest_rank", "files_per_node",
+        "container", "part_bytes", "dedup_save_to_lowest_rank",
     }  # fmt: skip
 
 

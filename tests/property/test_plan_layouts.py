@@ -26,7 +26,6 @@ CONTAINERS = ("torch_save", "safetensors")
     container=st.sampled_from(CONTAINERS),
     part_bytes=st.sampled_from([1, 3000, 1 << 30]),
     min_piece_bytes=st.sampled_from([1, 16, 1 << 16]),
-    files_per_node=st.sampled_from([None, 1, 2, 5]),
     data=st.data(),
 )
 def test_every_element_is_written_once_and_where_the_table_says(
@@ -34,22 +33,14 @@ def test_every_element_is_written_once_and_where_the_table_says(
     container: str,
     part_bytes: int,
     min_piece_bytes: int,
-    files_per_node: int | None,
     data: st.DataObject,
 ) -> None:
     columns = case.columns()
     nodes = [data.draw(st.integers(0, 2)) for _ in columns]
-    files_per_node = files_per_node if container == "torch_save" else None
     plan = make_plan(
         columns, container=container, part_bytes=part_bytes, min_piece_bytes=min_piece_bytes,
-        nodes=nodes, files_per_node=files_per_node,
+        nodes=nodes,
     )  # fmt: skip
-    if files_per_node:
-        used = set(zip(plan.table.file.tolist(), np.array(nodes)[plan.source_rank], strict=True))
-        assert len(used) == len(plan.files), "a file of two nodes"
-        counts = np.bincount([node for _, node in used], minlength=3)
-        assert counts.max() <= files_per_node
-        event(f"joint: {not np.array_equal(plan.file_rank[plan.table.file], plan.source_rank)}")
     files, receipts = write(case, columns, plan, "a1")
     table = finish_table(plan, "a1", receipts)
 

@@ -14,8 +14,7 @@ from tests.staged_world import StagedWorld
 NODES = [0, 0, 1, 1, 2]
 LAYOUTS = {
     "own": [{0}, {1}, {2}, {3}, {4}],
-    "shared": [{0}, {0}, {1}, {1}, {2}],
-    "all": [{0}, {0}, {1}, {1}, set()],
+    "several": [{0, 1}, {2}, {3}, {4}, set()],
 }
 RANKS, STAGERS = st.integers(0, 4), st.integers(0, 2)
 
@@ -93,23 +92,23 @@ STORIES = {
         "own",
         [("lag", 0), ("kill stager", 0), ("look",), ("step", 0, False)],
     ),
-    "one of two finds no helper, then the stager dies": (
-        "shared",
+    "one of two ranks finds no helper, then the stager dies": (
+        "own",
         [("lag", 0), ("step", 0, True), ("step", 1, False), ("kill stager", 0)],
     ),
     "a coordinator that knows only of the helper": (
-        "shared",
+        "own",
         [("lag", 0), ("step", 0, True), ("step", 1, False), ("keep",), ("kill stager", 0),
          ("restart",)],
     ),
     "a coordinator that comes between the receipts": (
-        "shared", [("keep",), ("write", 0), ("restart",), ("write", 1)],
+        "own", [("keep",), ("write", 0), ("restart",), ("write", 1)],
     ),
     "a coordinator that comes before the receipts, and one after": (
-        "shared", [("keep",), ("restart",), ("keep",), ("write", 1), ("restart",)],
+        "own", [("keep",), ("restart",), ("keep",), ("write", 1), ("restart",)],
     ),
-    "a helper that dies with some of a file": (
-        "shared",
+    "a helper that dies with one of two ranks' bytes": (
+        "own",
         [("lag", 0), ("step", 0, True), ("step", 1, False), ("kill stager", 2), ("look",)],
     ),
 }  # fmt: skip
@@ -131,7 +130,7 @@ def test_a_save_goes_on_after(story):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_coordinator_asks_also_those_of_whom_it_hears_later_what_they_wrote(known):
-    world = StagedWorld(NODES, LAYOUTS["shared"])
+    world = StagedWorld(NODES, LAYOUTS["own"])
     for rank in range(4):
         world.step(rank)
     world.keep()

@@ -10,7 +10,6 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CoverageError, PlanConflictError
-from ray_dcp.options import SaveOptions
 from ray_dcp.plan import structural
 from ray_dcp.plan.columns import ColumnsBuilder, encode
 from ray_dcp.plan.contents import contents_of, without_contents
@@ -32,7 +31,6 @@ def captured(state, rank, world_size):
 HOW = {
     "save": {},
     "async": {"staged": True},
-    "joint": {"staged": True, "nodes": ["a", "a", "b"], "options": SaveOptions(files_per_node=1)},
 }
 
 
@@ -71,12 +69,11 @@ def save_and_wait(state, path, **options):
 
 
 @pytest.mark.parametrize("save", [ray_dcp.save, save_and_wait])
-@pytest.mark.parametrize("options", [None, SaveOptions(files_per_node=1)])
-def test_a_process_that_is_alone_is_told_all_at_once(tmp_path, save, options):
+def test_a_process_that_is_alone_is_told_all_at_once(tmp_path, save):
     path = tmp_path / "c"
-    call = partial(ray_dcp.save, checkpoint_id=path, no_dist=True, options=options)
+    call = partial(ray_dcp.save, checkpoint_id=path, no_dist=True)
     if save is save_and_wait:
-        call = partial(save_and_wait, path=path, no_dist=True, options=options)
+        call = partial(save_and_wait, path=path, no_dist=True)
     with pytest.raises(PlanConflictError) as caught:
         call(ALONE.state(0))
     for line in ALONE.told:

@@ -374,20 +374,6 @@ def test_a_rank_whose_bytes_were_written_before_their_stager_died_is_not_asked_a
     commit(play)
 
 
-def test_an_error_of_a_helper_that_lacks_parts_of_the_file_does_not_matter(shared):
-    for rank in range(4):
-        shared.staged(rank)
-    for rank, file in ((2, 1), (3, 2)):
-        shared.written(rank, file)
-    shared.lag(0)
-    shared.send(PartsHeld(KEY, 0, "a1", 1, "s2", 1, helps=True))
-    shared.staged(0, incarnation=1)
-    shared.staged(1, incarnation=1)
-    assert shared.written(0, incarnation=1, error=StorageError("late")) == Noted()
-    shared.written(0, 0)
-    commit(shared)
-
-
 def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
     held = PartsHeld(KEY, 0, "a1", 1, "s0")
     assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
@@ -411,101 +397,6 @@ def test_nobody_is_asked_to_help_twice_or_for_a_dead_rank(play):
     assert play.lag(0) == ()
     assert len(play.lag(1)) == 1
     assert play.lag(1) == ()
-
-
-# --- ranks that share a file --------------------------------------------------------------------
-
-
-@pytest.fixture
-def shared():
-    """Ranks 0 and 1 write file 0 together, by the stager `n`; ranks 2 and 3 files 1 and 2 alone."""
-    play = StagedPlay(world_size=4)
-    for rank in range(4):
-        play.join_staged(rank)
-    play.done(NOTHING)
-    parts = tuple(RankPlan(rank, "torch_save", (file_plan(max(rank - 1, 0)),)) for rank in range(4))
-    play.done(replace(planned(4), parts=parts))
-    for rank in range(4):
-        play.held(rank, stager="n" if rank < 2 else None)
-    return play
-
-
-def test_one_receipt_of_a_shared_file_counts_for_all_who_share_it(shared):
-    for rank in range(4):
-        shared.staged(rank)
-    for rank, file in ((2, 1), (3, 2)):
-        shared.written(rank, file)
-    assert not shared.todo
-    shared.written(1, 0)
-    assert [receipt.file for receipt in commit(shared).receipts] == [1, 2, 0]
-    assert isinstance(shared.reply(0, "SaveStaged 0"), SaveOutcome)
-
-
-def test_all_who_share_a_file_hand_it_over_when_its_stager_is_lost(shared):
-    for rank in (0, 2, 3):
-        shared.staged(rank)
-    shared.lose_stager("n")
-    assert shared.reply(0, "SaveStaged 0") == TakeOver(1, (0,), "it died", lost=True)
-    assert shared.staged(1) == TakeOver(1, (0,), "it died", lost=True)
-    for rank in (0, 1):
-        shared.held(rank, incarnation=1, stager="m")
-        shared.staged(rank, incarnation=1)
-    shared.written(0, 0, incarnation=1)
-    for rank, file in ((2, 1), (3, 2)):
-        shared.written(rank, file)
-    commit(shared)
-
-
-def test_who_is_dead_when_the_stager_of_his_file_is_lost_fails_the_save(shared):
-    for rank in (0, 2, 3):
-        shared.staged(rank)
-    shared.lose(1)
-    shared.lose_stager("n")
-    shared.end_abort(expire=True)
-    error = shared.reply(2, "SaveStaged 0").error
-    assert (type(error), error.rank) == (ParticipantError, 1)
-
-
-def test_one_stager_helps_all_who_share_a_file_that_lags(shared):
-    for rank in range(4):
-        shared.staged(rank)
-    for rank, file in ((2, 1), (3, 2)):
-        shared.written(rank, file)
-    shared.lag(1)
-    asked = [shared.reply(rank, "SaveStaged 0") for rank in (0, 1)]
-    assert asked[0] == asked[1]
-    assert (asked[0].lost, asked[0].files, len(asked[0].helpers)) == (False, (0,), 1)
-    assert shared.lag(0) == ()
-
-
-def test_who_shares_a_file_with_a_dead_rank_is_not_asked_to_help(shared):
-    for rank in (0, 2, 3):
-        shared.staged(rank)
-    shared.lose(1)
-    assert shared.lag(0) == ()
-    shared.written(0, 0)
-    for rank, file in ((2, 1), (3, 2)):
-        shared.written(rank, file)
-    commit(shared)
-
-
-def test_a_shared_file_is_slow_only_when_all_of_it_is(shared):
-    for rank in range(4):
-        shared.staged(rank)
-    for rank, file in ((2, 1), (3, 2)):
-        shared.written(rank, file)
-
-    def heard(of_0, of_1, now_s):
-        paces = {KEY: {0: (of_0, 950), 1: (of_1, 50)}}
-        shared._take(shared.coordination.stager_heard(paces, now_s))
-        return shared.reply(0, "SaveStaged 0"), shared.reply(1, "SaveStaged 0")
-
-    heard(0, 0, 0.0)
-    # What comes last in the file is not begun, and the file is nearly done.
-    assert heard(950, 0, 10.0) == (None, None)
-    assert heard(950, 0, 11.0) == (None, None)
-    asked = heard(20, 0, 12.0)
-    assert asked[0] == asked[1] is not None
 
 
 def test_what_is_of_another_attempt_or_epoch_is_refused(play):
