@@ -42,7 +42,6 @@ from ray_dcp.store.storage import (
     ReadTraits,
     StorageTraits,
 )
-from ray_dcp.store.unfinished_uploads import HiddenUploads
 
 __all__ = ["ObjectStorage"]
 
@@ -95,7 +94,6 @@ class ObjectStorage:
         self._retrying = retrying or Retrying(self._options.retry_timeout_s)
         hashed = self._options.hashed_prefixes
         self._keys = HashedKeys(self._root, hashed) if hashed else PlainKeys(self._root)
-        self._uploads = HiddenUploads(store, self._keys)
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
@@ -212,9 +210,8 @@ class ObjectStorage:
         )  # fmt: skip
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Storage.delete`; keys that `unpublished` told are uploads, which it aborts."""
-        given = [check_key(key, unpublished=True) for key in keys]
-        paths = [self._keys.path(key) for key in given]
+        """See `Storage.delete`."""
+        paths = [self._keys.path(check_key(key, unpublished=True)) for key in keys]
         for start in range(0, len(paths), _MOST_DELETED):
             some = paths[start : start + _MOST_DELETED]
             try:
@@ -223,25 +220,6 @@ class ObjectStorage:
                 # Why one by one: not every store takes a missing key as deleted.
                 for path in some:
                     self._delete_one(path)
-        uploads = [key for key in given if key.rpartition("/")[2].startswith(TEMP_PREFIX)]
-        if uploads:
-            self._uploads.abort(uploads)
-
-    def unpublished(self) -> tuple[Entry, ...]:
-        """Returns uploads in parts that nobody has finished, as of unknown length.
-
-        Their keys end with the name that the file was to get, and so tell the attempt. `delete`
-        takes them. Empty where they can't be listed; `unseen` says why then.
-        """
-        return tuple(Entry(key, 0) for key in sorted(self._uploads.look()))
-
-    @property
-    def unseen(self) -> str | None:
-        """Why `unpublished` may have told less than there is, and what to do; None if it did not.
-
-        Of the last time that it was asked.
-        """
-        return self._uploads.unseen
 
     def _delete(self, paths: builtins.list[str]) -> None:
         self._obstore.delete(self._store, paths)
