@@ -19,7 +19,7 @@ PART = 5 << 20
 
 # What the store answers, and what is told of it.
 REFUSALS = {
-    "throttling": (503, "SlowDown", r"retried \d+ times.*hashed_prefixes"),
+    "throttling": (503, "SlowDown", r"retried \d+ times.*num_requests"),
     "an expired token": (400, "ExpiredToken", r"not retried.*credential_provider"),
     "clock skew": (403, "RequestTimeTooSkewed", r"not retried.*clock"),
     "a read-only store": (403, "AccessDenied", r"not retried.*right to do that"),
