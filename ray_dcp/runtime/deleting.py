@@ -137,7 +137,7 @@ def _delete_record(place: Place) -> DeleteRecord:
     # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
     # stand again; one that came after it is somebody else's.
     is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
-    told = not standing.slots.unreadable and not standing.slots.empty
+    told = not standing.slots.unreadable
     return DeleteRecord(
         attempt=new_attempt(),
         reason=DELETED_BY_USER,

@@ -88,10 +88,7 @@ def settle(
     """
     try:
         storage = opener(target)
-        seen = read_slots(storage, whole=True)
-        decided, last_slot = _look(seen, attempt)
-        if decided is None and seen.empty:
-            return _claimed(storage, max(seen.empty))
+        decided, last_slot = _look(read_slots(storage, whole=True), attempt)
         if decided is not None:
             with suppress(KeyMissingError):  # replaced and removed meanwhile
                 confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
@@ -115,16 +112,6 @@ def _left_to_coordinator(storage: Storage) -> Open:
         StorageError(
             f"{storage.url} can't create a file only if there is none: only the coordinator of "
             f"the save may decide there, and no record of it names this attempt yet"
-        )
-    )
-
-
-def _claimed(storage: Storage, slot: int) -> Open:
-    """Why: who claimed a slot may still fill it, and an abort in the next would come too late."""
-    return Open(
-        StorageError(
-            f"{record_key(slot)} in {storage.url} was claimed and is empty: its writer died, or is "
-            f"about to fill it. The next save decides"
         )
     )
 
