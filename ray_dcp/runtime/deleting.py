@@ -151,7 +151,12 @@ def _delete_record(place: Place) -> DeleteRecord:
 
 
 def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
-    vote = Vote(target, record.attempt, record.previous_slot + 1)
+    vote = Vote(
+        target,
+        record.attempt,
+        record.previous_slot + 1,
+        create_if_absent=opener(target).traits.create_if_absent,
+    )
     step: VoteTask | Decision = vote.commit(encode_record(record))
     while not isinstance(step, Won | Fenced | Lost | Open):
         step = vote.tell(perform(step, opener))

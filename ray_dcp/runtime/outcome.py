@@ -70,7 +70,13 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
 
 
 def settle(
-    target: Target, attempt: str, *, reason: str, rank: int | None, opener: Opener = open_storage
+    target: Target,
+    attempt: str,
+    *,
+    reason: str,
+    rank: int | None,
+    opener: Opener = open_storage,
+    create_if_absent: bool = True,
 ) -> Decision:
     """Returns how an attempt ended, after ending it when it had not.
 
@@ -80,6 +86,7 @@ def settle(
         reason: Goes into the abort record.
         rank: Who asks.
         opener: What opens the storage.
+        create_if_absent: A record has one winner there, as the attempt's coordinator saw.
 
     Returns:
         `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
@@ -92,7 +99,7 @@ def settle(
         if decided is not None:
             with suppress(KeyMissingError):  # replaced and removed meanwhile
                 confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
-        if decided is None and not storage.traits.create_if_absent:
+        if decided is None and not (create_if_absent and storage.traits.create_if_absent):
             return _left_to_coordinator(storage)
     except CheckpointError as error:
         return Open(error)
