@@ -29,6 +29,10 @@ _STYLES = {"ok": "green", "note": "yellow", "wrong": "red"}
 _PACKAGES = ("torch", "ray", "numpy", "pyarrow", "fsspec", "obstore")
 _PROBE_BYTES = 16 << 20
 _CLOCK_S = 300.0
+_LIFECYCLE = (
+    "the bucket needs a lifecycle rule AbortIncompleteMultipartUpload (of 7 days, say): parts of "
+    "uploads that a killed process began appear in no listing and are paid for"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ def doctor(root: str, write: bool, as_json: bool) -> None:
     run = run_of(root)
     took = seconds_text(time.perf_counter() - began_s)
     found.append(Finding("ok", "reading", f"{len(run)} checkpoints listed in {took}"))
+    if storage.url.startswith(("s3://", "gs://")):
+        found.append(Finding("note", "uploads", _LIFECYCLE))
     found += _steps(run)
     refused = False
     if write:

@@ -135,6 +135,8 @@ class CreateRecord:
     target: Target
     slot: int
     record: bytes
+    create_if_absent: bool = True
+    """`RecordsRead.create_if_absent`, as the save was planned by it."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,8 @@ class CreateAbort:
     attempt: str
     reason: str
     rank: int | None
+    create_if_absent: bool = True
+    """`RecordsRead.create_if_absent`, as the save was planned by it."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,9 @@ class SaveGo:
     groups: tuple[Int32Array, ...] = ()
     """`ray_dcp.plan.agreement.groups_of` this rank."""
     origin: PlanOrigin = "cold"
+    create_if_absent: bool = True
+    """A record has one winner, as the coordinator saw: without it a rank must not abort the attempt
+    by itself."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class SaveAgain:
     """`SaveJoin.known`."""
     warnings: tuple[str, ...] = ()
     origin: PlanOrigin = "warm"
+    create_if_absent: bool = True
+    """`SaveGo.create_if_absent`."""
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,13 @@ class Planning:
         return bool(self._key) and all(join.known == digest for join in self._joins.values())
 
     def go(
-        self, rank: int, planned: Planned, attempt: str, epoch: int, warnings: tuple[str, ...]
+        self,
+        rank: int,
+        planned: Planned,
+        attempt: str,
+        epoch: int,
+        warnings: tuple[str, ...],
+        create_if_absent: bool,
     ) -> SaveGo | SaveAgain:
         """Returns what a rank is told: only that its plan still holds, if it has it.
 
@@ -199,15 +205,18 @@ class Planning:
             attempt: Under which attempt.
             epoch: Of the coordinator.
             warnings: For the rank.
+            create_if_absent: See `SaveGo.create_if_absent`.
         """
         plan = planned.plan
-        origin = self._origin
+        if self._key and self._joins[rank].known == plan.digest:
+            return SaveAgain(attempt, epoch, plan.digest, warnings, self._origin, create_if_absent)
+        go = SaveGo(
+            attempt, epoch, planned.parts[rank], warnings, create_if_absent=create_if_absent
+        )
         if not self._key:
-            return SaveGo(attempt, epoch, planned.parts[rank], warnings)
-        if self._joins[rank].known == plan.digest:
-            return SaveAgain(attempt, epoch, plan.digest, warnings, origin)
+            return go
         groups = groups_of(plan.groups, rank)
-        return SaveGo(attempt, epoch, planned.parts[rank], warnings, plan.digest, groups, origin)
+        return replace(go, digest=plan.digest, groups=groups, origin=self._origin)
 
     def clear(self) -> None:
         """Forgets what the ranks sent: the plan went out, or the save has failed."""

@@ -244,11 +244,11 @@ class SaveMachine(JoinedSave):
             return self._fail(disagreeing_values(planned.disagreements, self._target.url))
         self._plan = planned.plan
         self._attempt = self._new_attempt()
-        self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
+        self._vote = self._new_vote()
         self._call("writing")
         go = partial(
             self._planning.go, planned=planned, attempt=self._attempt, epoch=self._epoch,
-            warnings=planned.warnings,
+            warnings=planned.warnings, create_if_absent=self._seen.create_if_absent,
         )  # fmt: skip
         told = self._give(go, go(0) if self._planning.all_know(planned) else None)
         self._planning.clear()
@@ -284,6 +284,14 @@ class SaveMachine(JoinedSave):
         return self._step("building", task, self._options.commit_timeout_s)
 
     # The vote
+
+    def _new_vote(self) -> Vote:
+        return Vote(
+            self._target,
+            self._attempt,
+            self._seen.last_slot + 1,
+            create_if_absent=self._seen.create_if_absent,
+        )
 
     def _advance(self, step: VoteTask | Decision) -> Commands:
         match step:

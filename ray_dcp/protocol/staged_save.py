@@ -49,7 +49,6 @@ from ray_dcp.protocol.save_errors import both_gone, undecided
 from ray_dcp.protocol.staged_plan import StagedPlan
 from ray_dcp.protocol.strays import went_ahead
 from ray_dcp.protocol.verdict import combine
-from ray_dcp.protocol.vote import Vote
 
 __all__ = ["StagedSaveMachine"]
 
@@ -106,7 +105,7 @@ class StagedSaveMachine(QueuedSave):
         self._planned_in = planned.epoch
         self._epochs = {self._epoch, planned.epoch}
         self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
-        self._vote = Vote(self._target, self._attempt, self._seen.last_slot + 1)
+        self._vote = self._new_vote()
         self._warnings.extend(planned.warnings)
         self._plan_files(planned.files)
         self._call("writing")

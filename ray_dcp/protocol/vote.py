@@ -86,6 +86,7 @@ class Vote:
         target: Where.
         attempt: Whose fate.
         slot: First slot that may be free.
+        create_if_absent: A record has one winner at the target, as whoever planned the attempt saw.
 
     Attributes:
         slot: The slot that is tried now.
@@ -93,12 +94,15 @@ class Vote:
         met: The last commit or delete of another attempt that was seen.
     """
 
-    def __init__(self, target: Target, attempt: str, slot: int) -> None:
+    def __init__(
+        self, target: Target, attempt: str, slot: int, *, create_if_absent: bool = True
+    ) -> None:
         self.target = target
         self.attempt = attempt
         self.slot = slot
         self.at_stake = False
         self.met: Lost | None = None
+        self._create_if_absent = create_if_absent
         self._record = b""
         self._abort: tuple[str, int | None] | None = None
         self._tries = TRIES
@@ -155,8 +159,10 @@ class Vote:
 
     def _create(self) -> VoteTask:
         if self._abort is None:
-            return CreateRecord(self.target, self.slot, self._record)
-        return CreateAbort(self.target, self.slot, self.attempt, *self._abort)
+            return CreateRecord(self.target, self.slot, self._record, self._create_if_absent)
+        return CreateAbort(
+            self.target, self.slot, self.attempt, *self._abort, self._create_if_absent
+        )
 
     def _found(
         self, slot: int, is_abort: bool, record: bytes, overtaken: Overtaken | None

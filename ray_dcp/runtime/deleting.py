@@ -137,7 +137,7 @@ def _delete_record(place: Place) -> DeleteRecord:
     # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
     # stand again; one that came after it is somebody else's.
     is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
-    told = not standing.slots.unreadable and not standing.slots.empty
+    told = not standing.slots.unreadable
     return DeleteRecord(
         attempt=new_attempt(),
         reason=DELETED_BY_USER,
@@ -151,7 +151,12 @@ def _delete_record(place: Place) -> DeleteRecord:
 
 
 def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
-    vote = Vote(target, record.attempt, record.previous_slot + 1)
+    vote = Vote(
+        target,
+        record.attempt,
+        record.previous_slot + 1,
+        create_if_absent=opener(target).traits.create_if_absent,
+    )
     step: VoteTask | Decision = vote.commit(encode_record(record))
     while not isinstance(step, Won | Fenced | Lost | Open):
         step = vote.tell(perform(step, opener))

@@ -185,6 +185,7 @@ class ProcessKeeping:
                 yield from await_outcome(
                     receipt, target, self._opener,
                     timeout_s=options.commit_timeout_s, vitals=vitals,
+                    create_if_absent=go.create_if_absent,
                 )
             )  # fmt: skip
 

@@ -65,8 +65,6 @@ class Place:
     """Digest of a `.metadata` that is not ours."""
     foreign_files: tuple[str, ...]
     """What it names, as far as stock DCP wrote it."""
-    unseen: str | None = None
-    """What may be there and could not be listed: unfinished uploads of some object stores."""
 
     @property
     def known(self) -> frozenset[str]:
@@ -112,8 +110,7 @@ def look_at(storage: Storage) -> Place:
     # Careful: files first. What is listed and committed meanwhile is then seen to stand.
     sizes = {entry.key: entry.num_bytes for entry in everything(storage)}
     standing = standing_records(storage, whole=True)
-    unseen = getattr(storage, "unseen", None)
-    return Place(storage, standing, sizes, *foreign_metadata(storage, standing.manifest), unseen)
+    return Place(storage, standing, sizes, *foreign_metadata(storage, standing.manifest))
 
 
 def check_ours(place: Place) -> None:
@@ -187,7 +184,7 @@ def remove(place: Place, found: Sweep, dry_run: bool) -> CollectReport:
     """
     files = tuple(key for key in found.delete if slot_of(key) is None)
     kept, deleted = list(found.kept), list[str]()
-    warnings = [] if place.unseen is None else [place.unseen]
+    warnings = list[str]()
     for keys in (files, found.delete[len(files) :]):
         left, error = (set[str](), None) if dry_run else _tried(place.storage, keys)
         deleted += [key for key in keys if key not in left]

@@ -70,7 +70,13 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
 
 
 def settle(
-    target: Target, attempt: str, *, reason: str, rank: int | None, opener: Opener = open_storage
+    target: Target,
+    attempt: str,
+    *,
+    reason: str,
+    rank: int | None,
+    opener: Opener = open_storage,
+    create_if_absent: bool = True,
 ) -> Decision:
     """Returns how an attempt ended, after ending it when it had not.
 
@@ -80,6 +86,7 @@ def settle(
         reason: Goes into the abort record.
         rank: Who asks.
         opener: What opens the storage.
+        create_if_absent: A record has one winner there, as the attempt's coordinator saw.
 
     Returns:
         `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
@@ -88,14 +95,11 @@ def settle(
     """
     try:
         storage = opener(target)
-        seen = read_slots(storage, whole=True)
-        decided, last_slot = _look(seen, attempt)
-        if decided is None and seen.empty:
-            return _claimed(storage, max(seen.empty))
+        decided, last_slot = _look(read_slots(storage, whole=True), attempt)
         if decided is not None:
             with suppress(KeyMissingError):  # replaced and removed meanwhile
                 confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
-        if decided is None and not storage.traits.create_if_absent:
+        if decided is None and not (create_if_absent and storage.traits.create_if_absent):
             return _left_to_coordinator(storage)
     except CheckpointError as error:
         return Open(error)
@@ -115,16 +119,6 @@ def _left_to_coordinator(storage: Storage) -> Open:
         StorageError(
             f"{storage.url} can't create a file only if there is none: only the coordinator of "
             f"the save may decide there, and no record of it names this attempt yet"
-        )
-    )
-
-
-def _claimed(storage: Storage, slot: int) -> Open:
-    """Why: who claimed a slot may still fill it, and an abort in the next would come too late."""
-    return Open(
-        StorageError(
-            f"{record_key(slot)} in {storage.url} was claimed and is empty: its writer died, or is "
-            f"about to fill it. The next save decides"
         )
     )
 

@@ -118,12 +118,14 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
                 _write(storage, key, data)
             return Finished()
         case CreateRecord():
-            return _create(opener(task.target), task.slot, task.record)
+            storage = opener(task.target)
+            return _create(storage, task.slot, task.record, task.create_if_absent)
         case ReadRecord():
             return _confirmed_record(opener(task.target), task.slot)
         case CreateAbort():
             record = AbortRecord(attempt=task.attempt, reason=task.reason, rank=task.rank)
-            return _create(opener(task.target), task.slot, encode_record(record))
+            storage = opener(task.target)
+            return _create(storage, task.slot, encode_record(record), task.create_if_absent)
         case PublishMetadata():
             return publish(opener(task.target), task.slot, task.metadata, task.target.url)
         case MakeMetadata():
@@ -230,8 +232,15 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts,
         )
 
 
-def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotTaken:
-    can_create = storage.traits.create_if_absent
+def _create(
+    storage: Storage, slot: int, record: bytes, can_create: bool
+) -> RecordCreated | SlotTaken:
+    if can_create and not storage.traits.create_if_absent:
+        raise StorageError(
+            f"Expected that {storage.url} creates a file only if there is none, as it did when "
+            f"this save was planned, but on this machine it does not. Mount it in the same way on "
+            f"all machines"
+        )
     if not can_create:
         # Why: such a storage leaves the decision to the coordinator alone, which asks first.
         found = _read_record(storage, slot)
@@ -255,7 +264,13 @@ def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotT
     if not can_create:
         # Why: somebody else may have looked at the same time, and written since.
         found = _read_record(storage, slot)
-        if isinstance(found, SlotTaken) and found.record != record:
+        if isinstance(found, SlotFree):
+            raise StorageError(
+                f"{storage.url} answered that {record_key(slot)} was written, but it is not "
+                f"there. Save to another storage, or repair this one",
+                key=record_key(slot),
+            )
+        if found.record != record:
             return found
     return RecordCreated(slot, overtaken(storage, slot, record))
 

@@ -87,7 +87,7 @@ def join_save(
             reply = yield join
         if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
             told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
-            reply = SaveGo(*told, origin=reply.origin)
+            reply = SaveGo(*told, origin=reply.origin, create_if_absent=reply.create_if_absent)
         elif isinstance(reply, SaveAgain):
             raise InternalError(
                 f"expected the coordinator to send rank {rank} its part of the plan, but it named "

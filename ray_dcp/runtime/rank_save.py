@@ -105,8 +105,9 @@ def save_rank(
     files, error = attempt(write_in_time, "writing", rank)
     receipt = SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error)
     outcome = yield from await_outcome(
-        receipt, target, opener, timeout_s=options.commit_timeout_s, vitals=vitals
-    )
+        receipt, target, opener, timeout_s=options.commit_timeout_s, vitals=vitals,
+        create_if_absent=go.create_if_absent,
+    )  # fmt: skip
     vitals.over = True
     warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
     return replace(outcome, warnings=tuple(warnings))
@@ -120,6 +121,7 @@ def await_outcome(
     hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
     timeout_s: float | None = None,
     vitals: Vitals | None = None,
+    create_if_absent: bool = True,
 ) -> Generator[Request, Reply, SaveOutcome]:
     """Returns how a rank's save ended, from the coordinator or else from the storage.
 
@@ -131,6 +133,7 @@ def await_outcome(
         timeout_s: How long the storage may take to tell the outcome when the coordinator is
             gone, in seconds; `SaveOptions.commit_timeout_s` by default.
         vitals: Tells that the coordinator is gone, and where this rank notes how far it is.
+        create_if_absent: See `SaveGo.create_if_absent`.
 
     Raises:
         CheckpointError: The save failed.
@@ -143,6 +146,7 @@ def await_outcome(
     ask = partial(
         _settled, attempt_id=attempt_id, rank=rank, target=target, opener=opener,
         timeout_s=SaveOptions().commit_timeout_s if timeout_s is None else timeout_s,
+        create_if_absent=create_if_absent,
     )  # fmt: skip
     if vitals.abandoned is not None:
         return ask(vitals.abandoned)
@@ -178,6 +182,7 @@ def _settled(
     target: Target,
     opener: Opener,
     timeout_s: float,
+    create_if_absent: bool,
 ) -> SaveOutcome:
     """Returns the outcome that the storage knows, when the coordinator does not tell it."""
     unanswered = located(unanswered, target.url)
@@ -193,15 +198,23 @@ def _settled(
             rank=rank,
         )
 
-    look = partial(_look, unanswered, attempt_id, rank, target, opener)
+    look = partial(_look, unanswered, attempt_id, rank, target, opener, create_if_absent)
     return run_within(look, timeout_s, Stop(), overdue, unwind_s=0.0)
 
 
 def _look(
-    unanswered: CheckpointError, attempt_id: str, rank: int, target: Target, opener: Opener
+    unanswered: CheckpointError,
+    attempt_id: str,
+    rank: int,
+    target: Target,
+    opener: Opener,
+    create_if_absent: bool,
 ) -> SaveOutcome:
     reason = f"rank {rank} has no answer: {type(unanswered).__name__}"
-    decision = settle(target, attempt_id, reason=reason, rank=rank, opener=opener)
+    decision = settle(
+        target, attempt_id, reason=reason, rank=rank, opener=opener,
+        create_if_absent=create_if_absent,
+    )  # fmt: skip
     match decision:
         case Won():
             warning = f"The coordinator did not confirm the commit, but it stands: {unanswered}"

@@ -107,9 +107,7 @@ def read_standing(storage: Storage) -> RecordsRead:
         keys = [key for key in keys if attempts_of([key], known) <= known]
     left = left_by_others(keys, last_slot=standing.last_slot, known=known)
     # Why not told where a record can't be read: it may be the commit of one of them.
-    told = storage.traits.create_if_absent and not (
-        standing.slots.unreadable or standing.slots.empty
-    )
+    told = storage.traits.create_if_absent and not standing.slots.unreadable
     return RecordsRead(
         last_slot=standing.last_slot,
         committed=_in_words(standing, digest),

@@ -67,6 +67,7 @@ class StagerKeeping:
         self._finish: SaveStaged | None = None
         self._target = Target("")
         self._commit_timeout_s: float | None = None
+        self._create_if_absent = True
         self._vitals: Vitals | None = None
         self._last: tuple[int, int] = (0, 0)
 
@@ -88,6 +89,7 @@ class StagerKeeping:
             held, error = attempt(hand_in, "staging", rank)
         self._target = target
         self._commit_timeout_s = options.commit_timeout_s
+        self._create_if_absent = go.create_if_absent
         self._vitals = vitals
         self._finish = SaveStaged(key, rank, go.attempt, go.epoch, self._incarnation, error, held)
         return error
@@ -99,6 +101,7 @@ class StagerKeeping:
         return await_outcome(
             self._finish, self._target, hand_over=self._hand_over,
             timeout_s=self._commit_timeout_s, vitals=self._vitals,
+            create_if_absent=self._create_if_absent,
         )  # fmt: skip
 
     def progress(self) -> tuple[int, int]:

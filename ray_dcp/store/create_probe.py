@@ -37,22 +37,15 @@ def creates_if_absent_in(store: str, put: Put, get: Get, delete: Delete) -> bool
         get: Reads one; None when it is not there.
         delete: Removes one.
 
-    Returns:
-        False also where this process may not write (not remembered: that may change).
-
     Raises:
-        StorageError: The store did not answer.
+        StorageError: It could not be tried: the store did not answer, or this process may not
+            write there. Not remembered.
     """
     with _LOCK:
         turn = _UNDER_WAY.setdefault(store, threading.Lock())
     with turn:
         if store not in _KNOWN:
-            try:
-                _KNOWN[store] = _tried(put, get, delete)
-            except StorageError as error:
-                if _is_refusal(error):
-                    return False
-                raise
+            _KNOWN[store] = _tried(put, get, delete)
         return _KNOWN[store]
 
 
@@ -86,8 +79,3 @@ def _tried(put: Put, get: Get, delete: Delete) -> bool:
 def _created(put: Put, get: Get, name: str, value: bytes) -> bool:
     """Tells whether a new key took a value, also where the answer to that was lost."""
     return put(name, value) or get(name) == value
-
-
-def _is_refusal(error: StorageError) -> bool:
-    """Tells whether the store forbids this process to write, which a save will meet by itself."""
-    return type(error.__cause__).__name__ in ("PermissionDeniedError", "PermissionError")

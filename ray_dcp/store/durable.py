@@ -15,6 +15,7 @@ from ray_dcp.store.paths import TEMP_PREFIX
 
 __all__ = [
     "create_temp",
+    "creates_once",
     "first_existing_parent",
     "make_directories",
     "publish",
@@ -119,7 +120,8 @@ def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
     Args:
         temp: Path of the temporary file, whose content is durable already.
         path: The name to give, in the same directory.
-        create: Only if the name is free; exactly one of several callers wins.
+        create: Only if the name is free; exactly one of several callers wins where the filesystem
+            has hard links or `RENAME_NOREPLACE`, else this looks first.
         sync: Make the name durable.
 
     Raises:
@@ -161,10 +163,38 @@ def _rename_to_free(temp: str, path: str) -> None:
     except OSError as exc:
         if exc.errno not in _NO_FLAGS:
             raise
-        # Careful: here the name is claimed empty first, and a reader may see it so: for a moment,
-        # or for good when this process dies. Still exactly one caller wins.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
+        # Careful: of two callers that look at once both win; see `creates_once`.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         os.rename(temp, path)
+
+
+def creates_once(first: str, second: str, name: str) -> bool:
+    """Returns whether the filesystem itself refuses to give a second file a name that is taken.
+
+    Args:
+        first: A file.
+        second: Another one in the same directory.
+        name: A free name there, which the first one gets.
+
+    Raises:
+        OSError: It could not be tried.
+    """
+    for give in (os.link, _rename_noreplace):
+        try:
+            # Why it has to succeed first: the kernel refuses a taken name before it asks the
+            # filesystem whether it can do this at all.
+            give(first, name)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS | _NO_FLAGS:
+                raise
+            continue
+        try:
+            give(second, name)
+        except FileExistsError:
+            return True
+        return False
+    return False
 
 
 def _rename_noreplace(temp: str, path: str) -> None:

@@ -241,6 +241,22 @@ class _RenamedFile:
     def publish(self) -> None:
         self._file.close()
         self._fs.mv(self._temp, self._path)
+        # Why looked at: HDFS replaces no file, answers that it did not rename, and its client over
+        # HTTP does not look at that answer.
+        if self._is_unnamed():
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path)
+            self._fs.mv(self._temp, self._path)
+            if self._is_unnamed():
+                raise OSError(f"the filesystem did not rename {self._temp} and told no error")
+
+    def _is_unnamed(self) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            self._fs.info(self._temp)
+        except FileNotFoundError:
+            return False
+        return True
 
     def discard(self) -> None:
         try:

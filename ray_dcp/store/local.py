@@ -73,7 +73,7 @@ class LocalStorage:
         in the directory for a moment. Readers have no reason to ask.
 
         Raises:
-            StorageError: It could not be tried; not for a directory that is merely read-only.
+            StorageError: It could not be tried, as for a directory that is read-only.
         """
         try:
             creates = creates_if_absent(self._root)

@@ -30,7 +30,7 @@ _WAY_OUT = {
     "SignatureDoesNotMatch": "check the secret key in storage_options or the environment",
     "InvalidAccessKeyId": "check the access key in storage_options or the environment",
     "AccessDenied": "give these credentials the right to do that, or choose another place",
-    "SlowDown": "the store throttles: lower num_threads, or set hashed_prefixes",
+    "SlowDown": "the store throttles: lower num_threads or num_requests, or retry later",
     "QuotaExceeded": "free space there, or save elsewhere",
     "StorageFull": "free space there, or save elsewhere",
 }
@@ -38,7 +38,7 @@ _BY_STATUS = {
     "401": "check the credentials in storage_options or the environment",
     "403": "check the credentials in storage_options or the environment, and their rights",
     "404": "check the name of the bucket or container",
-    "429": "the store throttles: lower num_threads, or set hashed_prefixes",
+    "429": "the store throttles: lower num_threads or num_requests, or retry later",
     "500": "the store failed; retry later",
     "503": "the store is busy or down; retry later",
     "507": "free space there, or save elsewhere",

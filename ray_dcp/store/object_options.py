@@ -52,18 +52,13 @@ class ObjectOptions:
     """Parts of one file that are uploaded at the same time."""
     retry_timeout_s: float = 180.0
     """How long a call is tried again, in seconds, with growing pauses and jitter."""
-    hashed_prefixes: int = 0
-    """Spread the keys over so many prefixes, for stores that limit requests by prefix: data files
-    lie at `<2 hex digits>/<key>` of the bucket then, where stock DCP does not find them, and who
-    reads them has to give the same number. 0 for none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "hashed_prefixes" else 1
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
                 raise InvalidRequestError(
-                    f"storage option {field.name} must be a number of at least {least}, but is "
-                    f"{value!r}",
+                    f"storage option {field.name} must be a number of at least 1, but is {value!r}",
                     key=field.name,
                 )
         if self.request_bytes < 5 * MIB:
@@ -71,12 +66,6 @@ class ObjectOptions:
                 f"storage option request_bytes must be at least 5 MiB, which S3 asks of a part, "
                 f"but is {self.request_bytes}",
                 key="request_bytes",
-            )
-        if self.hashed_prefixes > 256:
-            raise InvalidRequestError(
-                f"storage option hashed_prefixes must be at most 256, but is "
-                f"{self.hashed_prefixes}",
-                key="hashed_prefixes",
             )
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from ray_dcp.errors import StorageError
 from ray_dcp.store.create_probe import creates_if_absent_in
-from ray_dcp.store.hashed_keys import HashedKeys, PlainKeys
 from ray_dcp.store.object_errors import (
     is_about_credentials,
     is_cut,
@@ -42,7 +40,6 @@ from ray_dcp.store.storage import (
     ReadTraits,
     StorageTraits,
 )
-from ray_dcp.store.unfinished_uploads import HiddenUploads
 
 __all__ = ["ObjectStorage"]
 
@@ -51,14 +48,13 @@ T = TypeVar("T")
 _READ_CHUNK_BYTES = 1 << 20
 """A body is copied into its target in steps of at least this length, as it comes."""
 _MOST_DELETED = 1000
-_LIST_THREADS = 16
 
 
 class ObjectStorage:
     """Implements `Storage` on one prefix of a bucket. Safe to use from several threads.
 
     Nothing is touched before the first read or write. Keys lie at `<root>/<key>`, where stock DCP
-    finds them, unless `hashed_prefixes` is set.
+    finds them.
 
     Args:
         store: A store of obstore. Connections belong to it; it is never closed here.
@@ -93,9 +89,6 @@ class ObjectStorage:
         self._root = root.strip("/")
         self._options = options or ObjectOptions()
         self._retrying = retrying or Retrying(self._options.retry_timeout_s)
-        hashed = self._options.hashed_prefixes
-        self._keys = HashedKeys(self._root, hashed) if hashed else PlainKeys(self._root)
-        self._uploads = HiddenUploads(store, self._keys)
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
@@ -156,7 +149,7 @@ class ObjectStorage:
             nonlocal done
             found = self._obstore.get(
                 self._store,
-                self._keys.path(key),
+                self._path(key),
                 options={"range": (start + done, start + len(view))},
             )
             for chunk in found.stream(min_chunk_size=_READ_CHUNK_BYTES):
@@ -187,7 +180,7 @@ class ObjectStorage:
         check_key(key)
         # Why copied: obstore's store in memory keeps what it is given.
         view = as_bytes_view(data) if provider_of(self._store) else bytes(as_bytes_view(data))
-        path = self._keys.path(key)
+        path = self._path(key)
         # Careful: a create whose answer was lost is asked again, and may meet itself. Callers
         # read back what is there and compare it with what they wrote.
         self._asked(
@@ -206,15 +199,14 @@ class ObjectStorage:
         """
         check_key(key)
         return ObjectWriter(
-            self._store, self._keys.path(key), key, self._where(key), self._options,
+            self._store, self._path(key), key, self._where(key), self._options,
             ask=partial(self._asked, "publish", key),
             ask_once=partial(self._asked, "publish", key, repeat=False),
         )  # fmt: skip
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Storage.delete`; keys that `unpublished` told are uploads, which it aborts."""
-        given = [check_key(key, unpublished=True) for key in keys]
-        paths = [self._keys.path(key) for key in given]
+        """See `Storage.delete`."""
+        paths = [self._path(check_key(key, unpublished=True)) for key in keys]
         for start in range(0, len(paths), _MOST_DELETED):
             some = paths[start : start + _MOST_DELETED]
             try:
@@ -223,25 +215,6 @@ class ObjectStorage:
                 # Why one by one: not every store takes a missing key as deleted.
                 for path in some:
                     self._delete_one(path)
-        uploads = [key for key in given if key.rpartition("/")[2].startswith(TEMP_PREFIX)]
-        if uploads:
-            self._uploads.abort(uploads)
-
-    def unpublished(self) -> tuple[Entry, ...]:
-        """Returns uploads in parts that nobody has finished, as of unknown length.
-
-        Their keys end with the name that the file was to get, and so tell the attempt. `delete`
-        takes them. Empty where they can't be listed; `unseen` says why then.
-        """
-        return tuple(Entry(key, 0) for key in sorted(self._uploads.look()))
-
-    @property
-    def unseen(self) -> str | None:
-        """Why `unpublished` may have told less than there is, and what to do; None if it did not.
-
-        Of the last time that it was asked.
-        """
-        return self._uploads.unseen
 
     def _delete(self, paths: builtins.list[str]) -> None:
         self._obstore.delete(self._store, paths)
@@ -255,7 +228,7 @@ class ObjectStorage:
     def _range(self, key: str, start: int, num_bytes: int | None) -> bytes:
         wanted = {"offset": start} if num_bytes is None else (start, start + num_bytes)
         options = {"range": wanted} if start or num_bytes is not None else {}
-        path = self._keys.path(key)
+        path = self._path(key)
 
         def get() -> bytes:
             return bytes(self._obstore.get(self._store, path, options=options).bytes())
@@ -263,7 +236,7 @@ class ObjectStorage:
         return self._asked("read", key, get)
 
     def _size(self, key: str) -> int:
-        path = self._keys.path(key)
+        path = self._path(key)
         found = self._asked("read", key, lambda: self._obstore.head(self._store, path))
         return int(found["size"])
 
@@ -294,6 +267,9 @@ class ObjectStorage:
                 failure.message += f" ({note})"
             raise failure from exc
 
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}" if self._root else key
+
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
@@ -307,7 +283,7 @@ class ObjectStorage:
     # For the probe of conditional creation
 
     def _probe_put(self, name: str, data: bytes) -> bool:
-        path = self._keys.path(TEMP_PREFIX + name)
+        path = self._path(TEMP_PREFIX + name)
         try:
             self._asked(
                 "create", TEMP_PREFIX + name,
@@ -320,7 +296,7 @@ class ObjectStorage:
         return True
 
     def _probe_get(self, name: str) -> bytes | None:
-        path = self._keys.path(TEMP_PREFIX + name)
+        path = self._path(TEMP_PREFIX + name)
         try:
             return self._asked(
                 "read", TEMP_PREFIX + name,
@@ -330,7 +306,7 @@ class ObjectStorage:
             return None
 
     def _probe_delete(self, name: str) -> None:
-        self._delete_one(self._keys.path(TEMP_PREFIX + name))
+        self._delete_one(self._path(TEMP_PREFIX + name))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (self._store, self._root, self._options))
@@ -359,28 +335,23 @@ class ObjectStorage:
 
     # Last: below it, `list` in an annotation would mean this method.
     def list(self, prefix: str = "") -> list[Entry]:
-        """See `Storage.list`. Listings of hashed prefixes are made side by side."""
-        places = self._keys.places(prefix)
-        if len(places) == 1:
-            found = self._listed(places[0], prefix)
-        else:
-            with ThreadPoolExecutor(min(_LIST_THREADS, len(places))) as threads:
-                parts = threads.map(lambda place: self._listed(place, prefix), places)
-                found = [entry for part in parts for entry in part]
-        return sorted(found, key=lambda entry: entry.key)
+        """See `Storage.list`."""
+        # Why by folder: stores list by folders, while a prefix is any beginning of a key.
+        folder = prefix.rpartition("/")[0]
+        is_folder = not {"", ".", ".."} & set(folder.split("/"))
+        place = self._path(folder) if is_folder else self._root
+        head = f"{self._root}/" if self._root else ""
 
-    def _listed(self, place: str, prefix: str) -> builtins.list[Entry]:
-        return self._asked("list", "", partial(self._listed_once, place, prefix))
+        def listed() -> builtins.list[Entry]:
+            found = []
+            for chunk in self._obstore.list(self._store, place or None, chunk_size=1000):
+                for item in chunk:
+                    key = item["path"].removeprefix(head)
+                    if key.startswith(prefix) and not _is_hidden(key):
+                        found.append(Entry(key, int(item["size"])))
+            return found
 
-    def _listed_once(self, place: str, prefix: str) -> builtins.list[Entry]:
-        found = []
-        for chunk in self._obstore.list(self._store, place or None, chunk_size=1000):
-            for item in chunk:
-                key = self._keys.key(item["path"])
-                is_ours = key is not None and key.startswith(prefix) and not _is_hidden(key)
-                if key is not None and is_ours:
-                    found.append(Entry(key, int(item["size"])))
-        return found
+        return sorted(self._asked("list", "", listed), key=lambda entry: entry.key)
 
 
 def _rebuild(store: Any, root: str, options: ObjectOptions) -> ObjectStorage:

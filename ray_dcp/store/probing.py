@@ -5,22 +5,16 @@ Tried once for each mounted filesystem of a process, with hidden files that are 
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import threading
 from contextlib import suppress
 
-from ray_dcp.store.durable import first_existing_parent, publish
-from ray_dcp.store.mounts import mount_kind
+from ray_dcp.store.durable import creates_once, first_existing_parent
+from ray_dcp.store.mounts import may_create_twice, mount_kind
 from ray_dcp.store.paths import TEMP_PREFIX
 
 __all__ = ["creates_if_absent"]
-
-# ENOENT is what /proc and the like answer; ENOTDIR, that a parent is a file.
-_NOT_ALLOWED = frozenset(
-    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EOPNOTSUPP}
-)
 
 _LOCK = threading.Lock()
 _KNOWN: dict[int, bool] = {}
@@ -34,62 +28,32 @@ def creates_if_absent(directory: str) -> bool:
     Of a directory that is not there yet, its nearest parent is tried, which lies on the same
     filesystem.
 
-    *Why* FUSE needs hard links for a yes: without them, a bridge to an object store looks whether
-    the name is free and then writes, and two machines may both find it so. One process can't see
-    that, but no such bridge has hard links.
-
     Args:
         directory: Absolute path.
 
-    Returns:
-        False also where this process may write nothing (not remembered: that may change).
-
     Raises:
-        OSError: It could not be tried: the disk is full, or the server is gone.
+        OSError: It could not be tried: this process may not write there, the disk is full, or the
+            server is gone. Not remembered.
     """
     directory = first_existing_parent(directory)
-    try:
-        device = os.stat(directory).st_dev
-        with _LOCK:
-            if device not in _KNOWN:
-                _KNOWN[device] = _tried(directory, device)
-            return _KNOWN[device]
-    except OSError as exc:
-        if exc.errno in _NOT_ALLOWED:
-            return False
-        raise
+    device = os.stat(directory).st_dev
+    with _LOCK:
+        if device not in _KNOWN:
+            _KNOWN[device] = _tried(directory)
+        return _KNOWN[device]
 
 
-def _tried(directory: str, device: int) -> bool:
+def _tried(directory: str) -> bool:
     token = secrets.token_hex(6)
-    first, second, name, link = (
+    first, second, name = (
         os.path.join(directory, f"{TEMP_PREFIX}{token}-probe-{role}")
-        for role in ("first", "second", "name", "link")
+        for role in ("first", "second", "name")
     )
     try:
         for path in (first, second):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        publish(first, name, create=True, sync=False)
-        try:
-            publish(second, name, create=True, sync=False)
-        except FileExistsError:
-            return _has_links(name, link) or not _may_be_bridge(device)
-        return False
+        return creates_once(first, second, name) and not may_create_twice(mount_kind(directory))
     finally:
-        for path in (first, second, name, link):
+        for path in (first, second, name):
             with suppress(OSError):
                 os.unlink(path)
-
-
-def _has_links(path: str, link: str) -> bool:
-    try:
-        os.link(path, link)
-    except OSError:
-        return False
-    return True
-
-
-def _may_be_bridge(device: int) -> bool:
-    """Tells whether a filesystem is, or may be, a FUSE one that is not on a local disk."""
-    kind = mount_kind(device)
-    return kind is None or kind == "fuse" or kind.startswith("fuse.")

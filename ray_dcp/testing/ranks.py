@@ -120,7 +120,12 @@ def _save_staged(
         key, rank, go.attempt, go.epoch, f"stager {rank}", 0, files or (), error
     )  # fmt: skip
     told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
-    return (yield from await_outcome(told, target, opener, timeout_s=options.commit_timeout_s))
+    return (
+        yield from await_outcome(
+            told, target, opener, timeout_s=options.commit_timeout_s,
+            create_if_absent=go.create_if_absent,
+        )
+    )  # fmt: skip
 
 
 def load_ranks(

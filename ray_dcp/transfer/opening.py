@@ -23,7 +23,6 @@ from ray_dcp.format.manifest import (
     decode_record,
     record_key,
 )
-from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.table import decode_table
@@ -35,7 +34,7 @@ from ray_dcp.transfer.checkpoint import Checkpoint, CheckpointKind
 from ray_dcp.transfer.lookaround import not_found
 from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
 from ray_dcp.transfer.plain_files import plain_files, plain_table
-from ray_dcp.transfer.slots import Deciding, Slots, read_slots
+from ray_dcp.transfer.slots import Deciding, read_slots
 from ray_dcp.transfer.table_parts import TableParts, table_parts
 from ray_dcp.transfer.verified import verified, verified_table
 
@@ -132,17 +131,14 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
     try:
         # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
         metadata = _read_or_none(storage, METADATA_KEY)
-        slots = read_slots(storage)
-        decides = slots.decides
+        decides = read_slots(storage).decides
         while (committed := _committed(decides)) is not None:
             try:
-                _check_not_emptied(slots, committed, metadata)
                 return _newest_native(storage, committed, metadata)
             except DamagedCheckpointError:
                 # Why: after two commits meanwhile, a foreign one that both replaced looks new.
                 before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
-                slots = read_slots(storage)
-                decides = slots.decides
+                decides = read_slots(storage).decides
                 if metadata == before and decides is not None and decides.slot <= committed.slot:
                     raise
         return _not_native(storage, metadata, decides)
@@ -237,31 +233,6 @@ def _newest_native(storage: Storage, committed: Committed, metadata: bytes | Non
             if newer is None or newer.slot <= committed.slot:
                 raise
             committed = newer
-
-
-def _check_not_emptied(slots: Slots, committed: Committed, metadata: bytes | None) -> None:
-    """Checks that no later commit than the one that was found was cut off to nothing.
-
-    An empty record was claimed and not filled, or was filled once. Then `.metadata` tells, which
-    is published after the commit.
-
-    Raises:
-        DamagedCheckpointError: `.metadata` is of a save that no record knows.
-    """
-    empty = [slot for slot in slots.empty if slot > committed.slot]
-    if not empty or metadata is None or not is_ours(metadata):
-        return
-    attempt = decode_metadata(metadata).attempt
-    told = {verdict.attempt for verdict in committed.manifest.decided}
-    if attempt in told | {record.attempt for record in slots.records.values()}:
-        return
-    key = record_key(max(empty))
-    raise DamagedCheckpointError(
-        f"expected the record of the save {attempt}, whose .metadata was published after it was "
-        f"committed, found {key} empty: it was cut off; move it and .metadata away to load the "
-        f"save {committed.manifest.attempt} before it",
-        key=key,
-    )
 
 
 def _committed(decides: Deciding | None) -> Committed | None:

@@ -50,8 +50,6 @@ class Slots:
     data: dict[int, bytes] = field(default_factory=dict)
     """The same as on storage."""
     unreadable: dict[int, DamagedCheckpointError] = field(default_factory=dict)
-    empty: set[int] = field(default_factory=set)
-    """Claimed and not filled, on a filesystem without hard links: nothing is decided there."""
     older: dict[int, Record] = field(default_factory=dict)
     """Records further down, if they were asked for: none of them decides anything any more."""
 
@@ -132,9 +130,7 @@ def _read(storage: Storage, tolerant: bool, whole: bool) -> Slots | None:
             if not is_older:
                 return None
             continue
-        if not data:
-            found.empty.add(slot)
-        elif not is_older:
+        if not is_older:
             _decode(found, slot, data, tolerant)
             decides = found.decides
         else:

@@ -71,12 +71,7 @@ def record_notes(storage: Storage, decides: int) -> list[str]:
             continue
         try:
             data = storage.read(entry.key, 0, MAX_RECORD_BYTES + 1)
-            if data:
-                decode_record(data, key=entry.key)
-            else:
-                notes.append(
-                    f"{entry.key} is empty: it was claimed and never filled, or cut off since"
-                )
+            decode_record(data, key=entry.key)
         except KeyMissingError:
             continue
         except CheckpointError:

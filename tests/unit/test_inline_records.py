@@ -81,9 +81,9 @@ def test_a_storage_that_can_not_create_if_absent_is_asked_first(storage):
                 raise StorageError("this storage can't", key=key)
             self.inner.write(key, data)
 
-    task = CreateAbort(Target(storage.url), 1, "a1", "why", None)
+    task = CreateAbort(Target(storage.url), 1, "a1", "why", None, create_if_absent=False)
     assert perform(task, lambda _: Plain(storage)) == RecordCreated(1)
-    other = CreateRecord(Target(storage.url), 1, abort("a2"))
+    other = CreateRecord(Target(storage.url), 1, abort("a2"), create_if_absent=False)
     assert perform(other, lambda _: Plain(storage)).attempt == "a1"
 
 

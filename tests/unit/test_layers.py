@@ -105,7 +105,6 @@ TORCH_INSIDE_CALLS = {"view.tensor_handle", "cli.demo"}
 # Modules below the entrypoints that read the environment, each with its reason.
 ENVIRONMENT_READERS = {
     "testing.dev_store": "what the server that it starts inherits",
-    "store.unfinished_uploads": "the secret key that obstore itself takes from there",
     "runtime.environment": "RAY_ADDRESS, and what Ray itself reads when it starts",
 }
 

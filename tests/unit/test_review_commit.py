@@ -45,7 +45,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
 from ray_dcp.transfer.opening import find_checkpoint
-from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
+from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning",
@@ -153,30 +153,6 @@ def test_a_deleted_name_is_durably_gone_before_what_it_refers_to(tmp_path, monke
     with pytest.raises(StorageError):
         storage.delete([".metadata"])
     assert hit
-
-
-def test_a_claimed_slot_that_was_never_filled_does_not_hide_the_checkpoint(tmp_path, monkeypatch):
-    save(state_of(1), 1, str(tmp_path))
-    links = failing(
-        monkeypatch, "link", errno.EPERM, lambda _, path: path.endswith("manifest-00000002.json")
-    )
-    failing(
-        monkeypatch, "rename", errno.EIO, lambda _, path: path.endswith("manifest-00000002.json")
-    )
-
-    def no_such_flag(temp, path):
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-
-    monkeypatch.setattr(durable, "_rename_noreplace", no_such_flag)
-    (rank,) = save_ranks(state_of(2), 1, str(tmp_path))
-    (result,) = run_ranks([rank])
-    assert links
-    assert (tmp_path / "manifest-00000002.json").stat().st_size == 0
-    assert isinstance(result.error, CommitUnknownError)
-    monkeypatch.undo()
-    assert loads_whole(str(tmp_path), [state_of(1), state_of(2)]) == 0
-    save(state_of(2), 2, str(tmp_path))
-    assert loads_whole(str(tmp_path), [state_of(1), state_of(2)]) == 1
 
 
 def test_what_a_filesystem_refuses_only_when_a_file_is_closed_fails_the_write(

@@ -71,10 +71,10 @@ class TestObjectsInMemory(StorageConformance):
         return ObjectStorage(obstore.store.MemoryStore(), "run/step-1")
 
 
-class TestObjectsUnderHashedPrefixes(StorageConformance):
+class TestObjectsInShortParts(StorageConformance):
     @pytest.fixture
     def storage(self):
-        options = ObjectOptions(hashed_prefixes=16, request_bytes=5 << 20)
+        options = ObjectOptions(request_bytes=5 << 20)
         return ObjectStorage(obstore.store.MemoryStore(), "run", options=options)
 
 

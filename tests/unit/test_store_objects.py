@@ -16,7 +16,6 @@ from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDenie
 from ray_dcp.errors import StorageError
 from ray_dcp.store.create_probe import creates_if_absent_in, forget_probes
 from ray_dcp.store.fsspec_storage import FsspecStorage
-from ray_dcp.store.hashed_keys import HashedKeys
 from ray_dcp.store.object_errors import is_cut, is_past_the_end, object_failure
 from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_storage import ObjectStorage
@@ -177,29 +176,6 @@ def test_a_store_that_may_only_be_read_is_asked_again_later():
     with pytest.raises(StorageError, match="gone"):
         creates_if_absent_in("gone", gone, gone, gone)
     assert server.probe("gone")
-
-
-# hashed prefixes
-
-
-def test_only_what_lies_under_its_own_hash_is_a_key():
-    keys = HashedKeys("run", 16)
-    paths = [f"{number:02x}/run/a" for number in range(16)]
-    assert [keys.key(path) for path in paths].count("a") == 1
-    assert keys.key(keys.path("a")) == "a"
-    assert keys.key("run/a") is None
-    assert keys.key("00/other/a") is None
-
-
-def test_hashed_keys_lie_in_many_prefixes_and_are_listed_together():
-    store = obstore.store.MemoryStore()
-    storage = ObjectStorage(store, "run", options=ObjectOptions(hashed_prefixes=8))
-    for number in range(40):
-        storage.write(f"step-{number}/a", b"1")
-    found = [item["path"] for chunk in obstore.list(store) for item in chunk]
-    assert len({path[:2] for path in found}) >= 6
-    assert len(storage.list()) == 40
-    assert len(storage.list("step-1")) == 11
 
 
 # retries

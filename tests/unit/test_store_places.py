@@ -72,7 +72,7 @@ def test_a_ready_object_store_is_a_place_with_its_prefix():
     assert open_storage(store).url == "s3://bucket/run"
     assert open_storage(Location("step-1", filesystem=store)).url == "s3://bucket/run/step-1"
     again = Location("s3://bucket/run/step-1", filesystem=store)
-    assert open_storage(again)._keys.path("a") == "step-1/a"
+    assert open_storage(again)._path("a") == "step-1/a"
     with pytest.raises(InvalidRequestError, match="begins with s3://bucket/run/"):
         open_storage(Location("s3://other/run", filesystem=store))
 
@@ -164,7 +164,6 @@ def test_a_wrong_location_is_told(arguments, message):
         ({"bogus": SECRET}, "bogus"),
         ({"request_bytes": 1000}, "at least 5 MiB"),
         ({"upload_bytes": "many"}, "upload_bytes must be a number"),
-        ({"hashed_prefixes": 1000}, "at most 256"),
         ({"key": "a", "access_key_id": "b"}, "access_key_id is given twice"),
         ({"unsigned_payload": "perhaps"}, "not understood"),
     ],
@@ -179,9 +178,9 @@ def test_options_of_s3fs_are_understood():
     ours, config, more = split_options(
         "s3",
         {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": "http://x"}, "anon": False,
-         "hashed_prefixes": 4, "client_options": {"timeout": "9s"}},
+         "num_requests": 4, "client_options": {"timeout": "9s"}},
     )  # fmt: skip
-    assert ours == ObjectOptions(hashed_prefixes=4)
+    assert ours == ObjectOptions(num_requests=4)
     assert config == {
         "access_key_id": "k", "secret_access_key": "s", "endpoint": "http://x",
         "skip_signature": False,

@@ -71,7 +71,6 @@ def test_a_directory_is_tried_once_and_nothing_stays_behind(tmp_path, monkeypatc
 def test_without_hard_links_a_name_is_still_given_once_and_never_empty(
     tmp_path, no_links, monkeypatch
 ):
-    monkeypatch.setattr(os, "open", refuse(errno.EIO))  # what claims a name empty
     first, second, name = (tmp_path / word for word in ("first", "second", "name"))
     first.write_bytes(b"1")
     second.write_bytes(b"2")
@@ -82,14 +81,23 @@ def test_without_hard_links_a_name_is_still_given_once_and_never_empty(
     assert not first.exists()
 
 
-def test_without_hard_links_and_flags_a_name_is_claimed_first(tmp_path, no_links, no_flags):
-    first, second, name = (tmp_path / word for word in ("first", "second", "name"))
-    first.write_bytes(b"1")
-    second.write_bytes(b"2")
-    publish(str(first), str(name), create=True, sync=False)
-    with pytest.raises(FileExistsError):
-        publish(str(second), str(name), create=True, sync=False)
-    assert name.read_bytes() == b"1"
+def test_without_hard_links_and_flags_nothing_is_created_only_if_absent(
+    tmp_path, no_links, no_flags, mounted_as
+):
+    mounted_as(tmp_path, "ext4")
+    assert not creates(tmp_path)
+    storage = LocalStorage(tmp_path)
+    storage.write("a", b"1", create=True)
+    with pytest.raises(StorageError, match="exists"):
+        storage.write("a", b"2", create=True)
+    assert storage.read("a") == b"1"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_system_without_the_call_creates_nothing_only_if_absent(tmp_path, no_links, monkeypatch):
+    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
+    assert not creates(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_a_filesystem_refuses_for_another_reason_is_told(tmp_path, no_links, monkeypatch):
@@ -101,15 +109,6 @@ def test_what_a_filesystem_refuses_for_another_reason_is_told(tmp_path, no_links
     assert not (tmp_path / "b").exists()
 
 
-def test_a_system_without_the_call_is_asked_for_the_claim(tmp_path, no_links, monkeypatch):
-    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
-    storage = LocalStorage(tmp_path)
-    storage.write("a", b"1", create=True)
-    with pytest.raises(StorageError, match="exists"):
-        storage.write("a", b"2", create=True)
-    assert storage.read("a") == b"1"
-
-
 @pytest.mark.parametrize("kind", ["vfat", "cifs", "fuseblk", "9p"])
 def test_a_kernel_filesystem_without_hard_links_creates_if_absent(
     tmp_path, no_links, mounted_as, kind
@@ -119,51 +118,67 @@ def test_a_kernel_filesystem_without_hard_links_creates_if_absent(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["fuse", "fuse.rclone"])
-def test_a_bridge_without_hard_links_is_not_believed(tmp_path, no_links, mounted_as, kind):
+@pytest.mark.parametrize("kind", ["fuse", "fuse.rclone", "fuse.seaweedfs", "fuse.unheard-of"])
+def test_a_bridge_is_not_believed_with_and_without_hard_links(
+    tmp_path, mounted_as, monkeypatch, kind
+):
     mounted_as(tmp_path, kind)
+    assert not creates(tmp_path)
+    probing._KNOWN.clear()
+    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
     assert not creates(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_fuse_filesystem_with_hard_links_is(tmp_path, mounted_as):
-    mounted_as(tmp_path, "fuse.sshfs")
+@pytest.mark.parametrize("kind", ["ext4", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "fuse.sshfs"])
+def test_a_filesystem_whose_hard_links_are_exclusive_is_believed(tmp_path, mounted_as, kind):
+    mounted_as(tmp_path, kind)
     assert creates(tmp_path)
 
 
-@pytest.mark.parametrize("table", ["", "22 1 0:0 / / rw - ext4 x rw\n"])
-def test_an_unknown_filesystem_without_hard_links_is_not_believed(
-    tmp_path, tmp_path_factory, no_links, monkeypatch, table
+def test_a_file_with_another_device_number_than_its_mount_is_found_by_its_path(
+    tmp_path, tmp_path_factory, monkeypatch
 ):
-    path = tmp_path_factory.mktemp("mounts") / "mountinfo"
-    path.write_text(table)
-    monkeypatch.setattr(mounts, "_MOUNTS", str(path))
-    assert not creates(tmp_path)
-    monkeypatch.setattr(mounts, "_MOUNTS", "/no/such/file")
+    """So it is in subvolumes of btrfs."""
+    table = tmp_path_factory.mktemp("mounts") / "mountinfo"
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    point = str(folder).replace(" ", "\\040")
+    table.write_text(
+        f"22 1 0:0 / / rw - ext4 x rw\n36 22 0:0 / {point} rw shared:1 - fuse.rclone x:y rw\n"
+    )
+    monkeypatch.setattr(mounts, "_MOUNTS", str(table))
+    assert not creates(folder)
     probing._KNOWN.clear()
+    assert creates(tmp_path)
+
+
+@pytest.mark.parametrize("table", ["", None])
+def test_an_unknown_filesystem_is_not_believed(tmp_path, tmp_path_factory, monkeypatch, table):
+    path = tmp_path_factory.mktemp("mounts") / "mountinfo"
+    if table is not None:
+        path.write_text(table)
+    monkeypatch.setattr(mounts, "_MOUNTS", str(path))
     assert not creates(tmp_path)
 
 
 def test_a_filesystem_on_which_the_second_wins_too_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(probing, "publish", lambda temp, path, **_: os.replace(temp, path))
+    monkeypatch.setattr(os, "link", os.replace)
     assert not creates(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_that_may_not_be_written_to_does_not_and_may_later(tmp_path, monkeypatch):
-    real = os.open
-    monkeypatch.setattr(os, "open", refuse(errno.EROFS))
-    assert not creates(tmp_path)
-    monkeypatch.setattr(os, "open", real)
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(errno.ENOSPC, "ENOSPC.*free space"), (errno.EROFS, "EROFS.*mounted writable")],
+)
+def test_what_could_not_be_tried_is_an_error_and_no_answer(tmp_path, monkeypatch, number, told):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse(number))
+        with pytest.raises(StorageError, match=told):
+            creates(tmp_path)
+    assert os.listdir(tmp_path) == []
     assert creates(tmp_path)
-
-
-def test_what_could_not_be_tried_is_an_error_and_no_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "open", refuse(errno.ENOSPC))
-    with pytest.raises(StorageError, match=r"ENOSPC.*free space"):
-        creates(tmp_path)
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_mount_that_is_read_only_is_asked_again_when_it_is_not(small_disk):
@@ -171,13 +186,14 @@ def test_a_mount_that_is_read_only_is_asked_again_when_it_is_not(small_disk):
         subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
 
     remount("ro")
-    assert not creates(small_disk / "run")
+    with pytest.raises(StorageError, match="EROFS"):
+        creates(small_disk / "run")
     remount("rw")
     assert creates(small_disk / "run")
 
 
-class TestLocalThatClaimsNames(StorageConformance):
-    """All promises without hard links and without RENAME_NOREPLACE."""
+class TestLocalThatLooksFirst(StorageConformance):
+    """All promises without hard links and without RENAME_NOREPLACE, but that of one winner."""
 
     @pytest.fixture
     def storage(self, tmp_path, no_links, no_flags):

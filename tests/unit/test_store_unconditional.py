@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from itertools import count
+from typing import ClassVar
 
 import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
+import ray_dcp
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -33,7 +37,9 @@ from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.outcome import outcome, settle
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.store.faults import CrashError
+from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.crashes import check_crashes
 from ray_dcp.testing.invariants import INVARIANTS, nothing_is_left
 from ray_dcp.testing.registry import registered_operations
@@ -205,6 +211,67 @@ def test_a_job_that_finds_another_record_after_its_own_lost(place):
     assert lone.attempt in str(results[0].error)
 
 
+class Forgetful(UnconditionalStorage):
+    """Answers that a record was written, and does nothing, as HDFS does where it can't rename."""
+
+    def write(self, key, data, *, create=False):
+        if not key.startswith("manifest-"):
+            super().write(key, data, create=create)
+
+
+def test_a_record_that_is_not_there_after_it_was_written_is_no_commit(place):
+    save_without(place, OLD)
+    before = [entry.key for entry in place.list()]
+    results = save_without(place, NEW, opened=lambda _: Forgetful(place))
+    assert {type(result.error) for result in results} == {CommitUnknownError}
+    assert "is not there" in str(results[0].error)
+    assert set(before) <= {entry.key for entry in place.list()}
+    assert loads_whole(place.url, STATES) == 0
+
+
+class HdfsRename(MemoryFileSystem):
+    """Renames as HDFS does: never onto a file, and over HTTP without an error."""
+
+    protocol = "hdfs-rename"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    refused: ClassVar[str | None] = None
+
+    def mv(self, path1, path2, **kwargs):
+        if not self.exists(path2) and not (self.refused and self.refused in path2):
+            super().mv(path1, path2, **kwargs)
+
+
+@pytest.fixture
+def hdfs(monkeypatch):
+    monkeypatch.setattr(HdfsRename, "store", {})
+    monkeypatch.setattr(HdfsRename, "pseudo_dirs", [""])
+    return Location("/run", filesystem=HdfsRename())
+
+
+def test_where_a_rename_replaces_nothing_each_save_is_what_stock_dcp_sees(hdfs):
+    for number in (1.0, 2.0):
+        with pytest.warns(UserWarning, match="coordinator alone decides"):
+            ray_dcp.save({"w": torch.full((4,), number)}, checkpoint_id=hdfs, no_dist=True)
+    checkpoint = ray_dcp.open(hdfs).checkpoint
+    assert not checkpoint.metadata_is_stale
+    assert not open_storage(hdfs).unpublished()
+    assert ray_dcp.read_state_dict(hdfs)["w"].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("refused", ["manifest-", ".distcp", "chunks."])
+def test_a_rename_that_does_nothing_fails_the_save_and_the_previous_one_stands(
+    hdfs, monkeypatch, refused
+):
+    with pytest.warns(UserWarning, match="coordinator alone decides"):
+        ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=hdfs, no_dist=True)
+    monkeypatch.setattr(HdfsRename, "refused", refused)
+    kind = CommitUnknownError if refused == "manifest-" else StorageError
+    with pytest.raises(kind, match="did not rename"):
+        ray_dcp.save({"w": torch.zeros(4)}, checkpoint_id=hdfs, no_dist=True)
+    assert ray_dcp.read_state_dict(hdfs)["w"].tolist() == [1.0] * 4
+
+
 # who may decide
 
 
@@ -217,14 +284,18 @@ def test_what_is_read_at_planning_says_whether_a_record_has_one_winner(place):
 def test_a_record_that_stands_is_never_replaced(place):
     (won,) = save_without(place, OLD, 1)
     manifest = place.read(record_key(1))
-    late = perform(CreateAbort(Target(place.url), 1, "late", "why", None), opener(place))
+    late = perform(CreateAbort(Target(place.url), 1, "late", "why", None, False), opener(place))
     assert isinstance(late, SlotTaken)
     assert late.attempt == won.get().attempt
     assert place.read(record_key(1)) == manifest
 
 
-def test_a_rank_without_its_coordinator_only_looks(place):
-    """The restarted coordinator knows nothing: with conditions the ranks would fence it off."""
+@pytest.mark.parametrize("there", [None, open_storage])
+def test_a_rank_without_its_coordinator_only_looks(place, there):
+    """The restarted coordinator knows nothing: with conditions the ranks would fence it off.
+
+    Nor where a condition seems to hold on the rank's machine: what the coordinator saw counts.
+    """
     restarted = Coordination(epoch=2, new_attempt=new_attempt)
     before = place.list()
 
@@ -239,7 +310,7 @@ def test_a_rank_without_its_coordinator_only_looks(place):
             generator.throw(error)
 
     asked = []
-    ranks = save_ranks(NEW, 2, place.url, opener=opener(place))
+    ranks = save_ranks(NEW, 2, place.url, opener=there or opener(place))
     results = run_ranks(
         [to_the_next_life(rank) for rank in ranks], performer=partial(perform, opener=opener(place))
     )
@@ -251,6 +322,13 @@ def test_a_rank_without_its_coordinator_only_looks(place):
     # The place is as good as new.
     save_without(place, NEXT, session="after")
     assert loads_whole(place.url, STATES) == 2
+
+
+def test_a_coordinator_on_another_mount_than_the_save_was_planned_on_writes_no_record(place):
+    task = CreateRecord(Target(place.url), 1, b"{}")
+    refused = perform(task, opener(place))
+    assert "in the same way on all machines" in str(refused.error)
+    assert place.list() == []
 
 
 def test_settle_tells_what_a_record_says_and_writes_none(place):
@@ -268,7 +346,7 @@ def test_settle_tells_what_a_record_says_and_writes_none(place):
     assert isinstance(still_open, Open)
     assert "only the coordinator" in str(still_open.error)
     assert place.list() == keys
-    perform(CreateAbort(target, 2, "aborted", "why", None), opened)
+    perform(CreateAbort(target, 2, "aborted", "why", None, False), opened)
     assert ask("aborted") == Fenced(2)
 
 
