@@ -19,7 +19,7 @@ from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.plan import global_plan
 from ray_dcp.plan.boxes import pad, volume
 from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, digest_of, plan_of_layout
-from ray_dcp.plan.grouping import first_rows, offsets_of, within
+from ray_dcp.plan.grouping import first_rows, offsets_of
 from ray_dcp.plan.holders import Holders, Part, Shared, find_holders
 from ray_dcp.plan.layout import lay_out
 from ray_dcp.plan.loads import Loads
@@ -35,7 +35,15 @@ from ray_dcp.plan.sharing import (
 )
 from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.structure import Mesh, Structure, expand, is_expandable
-from ray_dcp.plan.values import NO_GROUPS, GlobalPlan, Int32Array, Int64Array, Kind, ValueGroups
+from ray_dcp.plan.values import (
+    NO_GROUPS,
+    GlobalPlan,
+    Int32Array,
+    Int64Array,
+    Kind,
+    UInt64Array,
+    ValueGroups,
+)
 
 __all__ = ["MANY_ROWS", "make_structural_plan"]
 
@@ -47,6 +55,7 @@ LEAST_RANKS_A_CLASS = 4
 
 def make_structural_plan(
     parts: Sequence[Part],
+    contents: Sequence[UInt64Array],
     *,
     part_bytes: int,
     min_writer_bytes: int,
@@ -56,8 +65,10 @@ def make_structural_plan(
     """Returns the plan of a regular layout, in the container `torch_save`.
 
     Args:
-        parts: All ranks, each in one of these, in the order of their lowest ranks. The `value`s of
-            a part are the same on all of its ranks.
+        parts: All ranks, each in one of these, in the order of their lowest ranks. Their `value`s
+            only tell which items have a digest of content.
+        contents: Of each part the digests of its ranks, uint64[n, k]: by place, in the order of the
+            items that have one.
         part_bytes: As for `make_plan`.
         min_writer_bytes: As there.
         min_piece_bytes: As there.
@@ -65,7 +76,8 @@ def make_structural_plan(
 
     Returns:
         A `StructuralPlan` where there are many chunks and few classes. None where the layout is not
-        of this sort; nothing is said about whether it makes a checkpoint.
+        of this sort, or contents of a box differ between ranks; nothing is said about whether it
+        makes a checkpoint.
 
     Complexity:
         O(ranks + items of one rank of each part + chunks of a rank of each class).
@@ -76,6 +88,8 @@ def make_structural_plan(
     if holders is None or not (known[base.dtype] | (base.kind != Kind.TENSOR)).all():
         return None
     job = _Job(parts, base, holders, nodes)
+    if not job.agrees(contents):
+        return None
     job.share(min_piece_bytes, min_writer_bytes)
     leaders, kind = job.classes()
     held, pieces = job.pieces(leaders)
@@ -184,6 +198,45 @@ class _Job:
         self._given: list[_Given] = []
         self._numbers: dict[bytes, int] = {}
         self._of_rank: dict[int, list[int]] = defaultdict(list)
+
+    def agrees(self, contents: Sequence[UInt64Array]) -> bool:
+        """Tells whether all that hold a box took the same digest of its content.
+
+        Args:
+            contents: As for `make_structural_plan`.
+        """
+        numbers = self.number_of_content()
+        for ranks, rows in self.compared():
+            tensor, part = self.base.tensor[rows], self.part[ranks]
+            found = [
+                contents[one][np.ix_(self.place[ranks[part == one]], numbers[one, tensor])]
+                for one in np.unique(part).tolist()
+            ]
+            if any((values != found[0][0]).any() for values in found):
+                return False
+        return True
+
+    def compared(self) -> list[tuple[Int64Array, Int64Array]]:
+        """Returns `(ranks, rows)` of the boxes with contents that several ranks hold.
+
+        In the order in which the rows of all would come upon the first box of each.
+        """
+        valued = self.base.value > 0
+        several = [
+            (one.ranks, one.rows[valued[one.rows]])
+            for one in self.holders.shared
+            if len(one.ranks) > 1 and valued[one.rows].any()
+        ]
+        several.sort(key=lambda one: (int(one[0][0]), int(self.base.row[one[1][0]])))
+        return several
+
+    def number_of_content(self) -> Int64Array:
+        """Returns which of a rank's digests is that of a tensor: int64[parts, t], -1 for none."""
+        found = np.full((len(self.parts), len(self.base.names)), -1, dtype=np.int64)
+        for part, rows in enumerate(self.rows):
+            tensor = self.base.tensor[rows][self.base.value[rows] > 0]
+            found[part, tensor] = np.arange(len(tensor))
+        return found
 
     def share(self, min_piece_bytes: int, min_writer_bytes: int) -> None:
         """Decides who writes what, as `share_out` does."""
@@ -364,35 +417,19 @@ def _pieces(held: Held, itemsize: Int64Array, own: Int64Array, given: Cuts) -> P
 
 def _groups(job: _Job) -> ValueGroups:
     """Returns which contents have to be equal, as `group_values` of all rows does."""
-    base = job.base
-    valued = base.value > 0
-    several = [
-        (one.ranks, one.rows[valued[one.rows]])
-        for one in job.holders.shared
-        if len(one.ranks) > 1 and valued[one.rows].any()
-    ]
+    several, numbers = job.compared(), job.number_of_content()
     if not several:
         return NO_GROUPS
-    several.sort(key=lambda one: (int(one[0][0]), int(base.row[one[1][0]])))
-    number = np.full(len(base.names), -1, dtype=np.int64)
-    turn = np.zeros(len(base.names), dtype=np.int64)
-    for code, (_, rows) in enumerate(several):
-        number[base.tensor[rows]] = code
-        turn[base.tensor[rows]] = np.arange(len(rows))
-    place, group, counts = [], [], []
-    for own_rows in job.rows:
-        mine = np.flatnonzero(valued[own_rows])
-        tensor = base.tensor[own_rows][mine]
-        told = np.flatnonzero(number[tensor] >= 0)
-        told = told[np.lexsort((turn[tensor[told]], number[tensor[told]]))]
-        place.append(told)
-        group.append(number[tensor[told]])
-        counts.append(len(told))
-    own = np.array(counts)[job.part]
-    at = offsets_of(np.array(counts))[job.part].repeat(own) + within(own)
-    return ValueGroups(
-        rank=np.repeat(np.arange(len(own), dtype=np.int32), own),
-        place=np.concatenate(place)[at].astype(np.int32),
-        group=np.concatenate(group)[at].astype(np.int32),
-        told=(),
-    )
+    counts = np.zeros(len(job.part), dtype=np.int64)
+    for ranks, rows in several:
+        counts[ranks] += len(rows)
+    starts = offsets_of(counts)
+    place, group = np.empty((2, int(starts[-1])), dtype=np.int32)
+    end = starts[:-1].copy()
+    for code, (ranks, rows) in enumerate(several):
+        at = end[ranks, None] + np.arange(len(rows))
+        place[at] = numbers[job.part[ranks, None], job.base.tensor[rows]]
+        group[at] = code
+        end[ranks] += len(rows)
+    rank = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return ValueGroups(rank=rank, place=place, group=group, told=())

@@ -92,8 +92,9 @@ class Columns:
         requires_grad: bool[n].
         splittable: bool[n]. The same box on several ranks may be cut over its holders: DTensor
             replicas, and plain floating tensors of at least 4 MiB.
-        value: uint64[n], a digest of the content of an item that several ranks may hold with
-            different content (plain tensors, objects); 0 where none was taken.
+        value: uint64[n], a digest of all bytes of an item that several ranks may hold with
+            different content (plain tensors, boxes of DTensor replicas, objects); 0 where none was
+            taken.
     """
 
     names: tuple[str, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ray_dcp.plan.own_names import for_rank, without_rank
 from ray_dcp.plan.rank_plan import RankPlans, rank_plan
 from ray_dcp.plan.regular import Regular, infer
 from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.values import Columns, GlobalPlan, Int32Array, Int64Array
+from ray_dcp.plan.values import Columns, GlobalPlan, Int32Array, Int64Array, UInt64Array
 from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
 from ray_dcp.protocol.planning import differences
 
@@ -181,16 +180,22 @@ def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
     num_rows = sum(len(part.ranks) * len(part.regular.first) for part in parts)
     if len(follows.fits) < 2 or num_rows < structural.MANY_ROWS:
         return None
-    valued = []
-    for part in parts:
-        contents = {task.contents[rank] for rank in part.ranks.tolist()}
-        if len(contents) > 1:
-            return None
-        first = with_contents(part.regular.first, contents.pop(), int(part.ranks[0]))
-        valued.append(replace(part, regular=replace(part.regular, first=first)))
+    contents = [_contents(task, part) for part in parts]
+    if any(len(own) != len(part.ranks) for own, part in zip(contents, parts, strict=True)):
+        return None
     return structural.make_structural_plan(
-        valued, part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES, nodes=task.nodes
-    )
+        parts, contents,
+        part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES, nodes=task.nodes,
+    )  # fmt: skip
+
+
+def _contents(task: MakePlan, part: Part) -> UInt64Array:
+    """Returns the digests of content of the ranks of a part, by place; of some lengths none."""
+    told = [task.contents[rank] for rank in part.ranks.tolist()]
+    count = int(np.count_nonzero(part.regular.first.value))
+    if any(len(own) != 8 * count for own in told):
+        return np.zeros((0, count), dtype=np.uint64)
+    return np.frombuffer(b"".join(told), dtype="<u8").reshape(len(told), count)
 
 
 def _names(task: MakePlan, first: Columns) -> Fingerprints:

@@ -23,12 +23,11 @@ from ray_dcp.seam.device_copy import filler_for
 from ray_dcp.seam.flatten import Flat, flatten, flatten_top
 from ray_dcp.seam.objects import dump_object, is_simple, load_problem, simple_digest
 from ray_dcp.seam.per_rank import PerRank, named_for_rank
+from ray_dcp.seam.replica_digests import bytes_digest, content_digests
 from ray_dcp.seam.shards import Box, Layouts, is_sharded, sharded
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.seam.tensors import (
     PLAIN_TYPES,
-    bytes_digest,
-    content_digest,
     dtype_name,
     host_bytes,
     host_bytes_of_many,
@@ -79,7 +78,8 @@ def capture(
 
     Every rank gives an item for every value that it has, like torch's
     `create_default_local_save_plan`; who writes a value that several have is for the plan to
-    say. Objects and plain tensors carry a digest then, by which differing values are found.
+    say. Objects, plain tensors and replicas of a DTensor's boxes carry a digest of all their bytes
+    then, by which differing values are found.
 
     Args:
         state_dict: Values, nested as DCP allows; top-level `Stateful` values are asked for their
@@ -209,6 +209,7 @@ class _Rows:
         self._boxes: dict[int, Box] = {}
         self._replicated: set[int] = set()
         self._value: list[int] = []
+        self._compared: list[int] = []
         self.values: list[Any] = []
         self.problems: list[str] = []
         self.warnings: list[str] = []
@@ -246,7 +247,8 @@ class _Rows:
         self._dtype += [tensor.dtype for tensor in tensors]
         self._shape += [tensor.shape for tensor in tensors]
         self._requires_grad += [tensor.requires_grad for tensor in tensors]
-        self._value += map(content_digest, tensors) if self._digests else [0] * count
+        self._compared += range(len(self.values), len(self.values) + count)
+        self._value += [0] * count
         self.values += tensors
 
     def _other(self, fqn: str, value: Any) -> None:
@@ -274,17 +276,21 @@ class _Rows:
             flatten_sharded_tensors=self._flatten_sharded_tensors,
         )  # fmt: skip
         for box, tensor in zip(held.boxes, held.tensors, strict=True):
-            row = len(self.values)
+            row, value = len(self.values), 0
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
             if not is_plain(tensor):
-                kind, source = _OPAQUE, _Deferred(fqn, None, self._dump(fqn, _alone(tensor)))
+                data = self._dump(fqn, _alone(tensor))
+                kind, source = _OPAQUE, _Deferred(fqn, None, data)
+                value = bytes_digest(data) if self._digests and held.replicated else 0
             elif (reason := refusal(tensor)) is not None:
                 raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")
             self._add(kind, source, held.dtype, held.shape, held.requires_grad)
-            self._value.append(0)
+            self._value.append(value)
             self._boxes[row] = box
             if held.replicated:
                 self._replicated.add(row)
+                if kind == _TENSOR:
+                    self._compared.append(row)
 
     def _dump(self, fqn: str, value: Any) -> bytes:
         data = dump_object(value, fqn=fqn)
@@ -310,6 +316,11 @@ class _Rows:
 
     def columns(self) -> Columns:
         """Returns the rows as columns."""
+        if self._digests:
+            # Why here: those on a GPU are digested together.
+            tensors = [self.values[row] for row in self._compared]
+            for row, value in zip(self._compared, content_digests(tensors), strict=True):
+                self._value[row] = value
         num = len(self.values)
         ndim = np.fromiter(map(len, self._shape), np.int8, num)
         shape = padded(self._shape, ndim)

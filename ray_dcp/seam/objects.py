@@ -32,7 +32,7 @@ from torch import serialization
 from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError, UnsupportedValueError
 from ray_dcp.format.object_check import check_object
 from ray_dcp.format.stream_transforms import check_plain
-from ray_dcp.seam.tensors import bytes_digest
+from ray_dcp.seam.replica_digests import bytes_digest
 
 __all__ = [
     "dump_object",

@@ -6,7 +6,6 @@ checked against its own `WriteItem`s. Loads are in `planner_load`.
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,9 +38,10 @@ from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planned_metadata import is_path, metadata_problems
 from ray_dcp.seam.planned_rows import Row, columns_of, tensor_data_of
 from ray_dcp.seam.pure_planners import PurePlans, is_declared_pure, structure_digest
+from ray_dcp.seam.replica_digests import bytes_digest, content_digest
 from ray_dcp.seam.rounds import Group, Steps, all_reduce, reduce_scatter, reserve
 from ray_dcp.seam.state import stateful_to_state_dict
-from ray_dcp.seam.tensors import content_digest, dtype_name, host_bytes, is_plain, refusal
+from ray_dcp.seam.tensors import dtype_name, host_bytes, is_plain, refusal
 
 __all__ = ["capture_with_planner", "plans_globally"]
 
@@ -346,7 +346,7 @@ class _Resolved:
             self.warnings.append(
                 f"{self.hooks.name} planned {planned.nbytes} bytes for {fqn!r} and gave {len(data)}"
             )
-        value = _digest(data)
+        value = bytes_digest(data)
         try:
             loaded = load_object(data, fqn=fqn)
         except DamagedCheckpointError as error:
@@ -379,9 +379,7 @@ class _Resolved:
             self._kept_bytes += tensor.nbytes
         is_replica = item.type is WriteItemType.TENSOR
         is_large = tensor.is_floating_point() and tensor.nbytes >= SPLITTABLE_BYTES
-        value = 0
-        if is_shared and is_replica and kind is Kind.TENSOR:
-            value = content_digest(tensor)
+        is_compared = is_shared and kind is Kind.TENSOR
         return Row(
             item.index.fqn,
             kind,
@@ -390,11 +388,7 @@ class _Resolved:
             offset=tuple(planned.chunk.offsets),
             size=tuple(planned.chunk.sizes),
             requires_grad=planned.properties.requires_grad,
-            # A box of a sharded tensor is the same bytes wherever it is held.
-            splittable=is_shared and kind is Kind.TENSOR and (is_large or not is_replica),
-            value=value,
+            splittable=is_compared and (is_large or not is_replica),
+            # Why of shards too: only the plans of all ranks tell which of them are replicas.
+            value=content_digest(tensor) if is_compared else 0,
         )
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1

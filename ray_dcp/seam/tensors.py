@@ -15,13 +15,10 @@ import torch
 from torch._utils import _flatten_dense_tensors
 
 from ray_dcp.errors import UnsupportedValueError
-from ray_dcp.format.checksums import digest_bytes
 
 __all__ = [
     "PLAIN_TYPES",
     "as_carried",
-    "bytes_digest",
-    "content_digest",
     "dtype_name",
     "dtype_of",
     "find_dtype",
@@ -33,11 +30,6 @@ __all__ = [
     "refusals",
     "writable_bytes",
 ]
-
-WHOLE_DIGEST_BYTES = 1 << 20
-"""Content up to this long is digested whole."""
-SAMPLE_BYTES = 64 << 10
-NUM_SAMPLES = 16
 
 _INTEGERS = (
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
@@ -231,43 +223,6 @@ def writable_bytes(tensor: torch.Tensor) -> memoryview:
     if dtype in _COMPLEX:
         return tensor.numpy().reshape(-1).view(np.uint8).data
     raise UnsupportedValueError(f"a tensor {refusal(tensor)}")
-
-
-def content_digest(tensor: torch.Tensor) -> int:
-    """Returns 64 bits that stand for the elements, never 0: whole up to 1 MiB, else 16 samples.
-
-    The samples are 64 KiB each, at even distances from the first byte to the last.
-    """
-    if tensor.nbytes > WHOLE_DIGEST_BYTES and tensor.is_contiguous() and not tensor.is_cpu:
-        return _digest([host_bytes(piece) for piece in _samples(tensor)], tensor.nbytes)
-    data = host_bytes(tensor)
-    if len(data) <= WHOLE_DIGEST_BYTES:
-        return bytes_digest(data)
-    starts = _sample_starts(len(data), tensor.dtype.itemsize)
-    return _digest([data[start : start + SAMPLE_BYTES] for start in starts], len(data))
-
-
-def bytes_digest(data: bytes | memoryview) -> int:
-    """Returns 64 bits that stand for the data (half of its xxh3-128), never 0."""
-    return int.from_bytes(digest_bytes(data)[:8], "little") or 1
-
-
-def _samples(tensor: torch.Tensor) -> list[torch.Tensor]:
-    itemsize = tensor.dtype.itemsize
-    flat = tensor.detach().view(-1)
-    starts = _sample_starts(tensor.nbytes, itemsize)
-    return [flat.narrow(0, start // itemsize, SAMPLE_BYTES // itemsize) for start in starts]
-
-
-def _sample_starts(num_bytes: int, itemsize: int) -> list[int]:
-    # Invariant: multiples of the item size (no element is cut), the last sample ends at the end.
-    last = num_bytes - SAMPLE_BYTES
-    return [last * i // (NUM_SAMPLES - 1) // itemsize * itemsize for i in range(NUM_SAMPLES)]
-
-
-def _digest(pieces: list[memoryview], num_bytes: int) -> int:
-    digests = b"".join(digest_bytes(piece) for piece in pieces)
-    return bytes_digest(num_bytes.to_bytes(8, "little") + digests)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

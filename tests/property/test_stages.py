@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -35,10 +36,20 @@ def any_size(monkeypatch):
 class Tensor:
     """A tensor that lies on a mesh: for each dimension of that, which of its own is cut."""
 
-    def __init__(self, name, shape, placements, value=0, dtype="float32", inner_first=False):
-        """`inner_first`: it is cut along the mesh's last dimension first."""
+    def __init__(
+        self, name, shape, placements, value=0, dtype="float32", inner_first=False, compared=False
+    ):
+        """`inner_first`: it is cut along the mesh's last dimension first.
+
+        `compared`: each box has a value of its own.
+        """
         self.name, self.shape, self.placements = name, shape, placements
         self.value, self.dtype, self.inner_first = value, dtype, inner_first
+        self.compared = compared
+
+    def value_of(self, offset, size):
+        """The digest of the content of a box."""
+        return zlib.crc32(repr((self.name, offset, size)).encode()) if self.compared else self.value
 
     def box(self, mesh, place):
         """Where the box at a place of a mesh is; the mesh's last dimension varies fastest."""
@@ -77,7 +88,7 @@ def held(stages):
                 offset, size = tensor.box(stage.mesh, place)
                 builder.tensor(
                     tensor.name, tensor.dtype, tensor.shape, offset=offset, size=size,
-                    value=tensor.value, splittable=None in tensor.placements,
+                    value=tensor.value_of(offset, size), splittable=None in tensor.placements,
                 )  # fmt: skip
             for name, value in stage.objects:
                 builder.object(name, value=value)
@@ -101,7 +112,13 @@ def tensors(draw, mesh, name):
     axis = draw(st.integers(0, ndim - 1))
     if placements.count(axis) == 1 or draw(st.integers(0, 3)) == 0:
         shape[axis] = max(1, shape[axis] - draw(st.integers(0, 3)))
-    return Tensor(name, tuple(shape), placements, inner_first=draw(st.booleans()))
+    return Tensor(
+        name,
+        tuple(shape),
+        placements,
+        inner_first=draw(st.booleans()),
+        compared=draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -133,7 +150,8 @@ def jobs(draw):
 
 
 def replaced(tensor, mesh):
-    return Tensor(tensor.name, tensor.shape, [None] * len(mesh), tensor.value)
+    placements = [None] * len(mesh)
+    return Tensor(tensor.name, tensor.shape, placements, tensor.value, compared=tensor.compared)
 
 
 def asked_of(columns):
@@ -190,9 +208,31 @@ def test_any_job_has_the_plan_of_its_rows(stages, few_classes, places, least_byt
         same(found.plan, by_rows)
 
 
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.data())
+def test_contents_that_differ_lead_to_the_plan_of_the_rows(stages, data):
+    columns = held(stages)
+    rank = data.draw(st.integers(0, len(columns) - 1))
+    valued = np.flatnonzero(columns[rank].value).tolist()
+    if valued:
+        value = columns[rank].value.copy()
+        value[data.draw(st.sampled_from(valued))] ^= np.uint64(1)
+        columns[rank] = replace(columns[rank], value=value)
+    by_rows = outcome(columns)
+    found, _ = planned_of(columns)
+    if isinstance(found, Failed):
+        assert (type(found.error), str(found.error)) == (type(by_rows), str(by_rows))
+        return
+    event(f"{type(found.plan).__name__}, disagreements: {bool(by_rows.disagreements)}")
+    if isinstance(found.plan, StructuralPlan):
+        check_plan(found.plan, columns)
+    else:
+        same(found.plan, by_rows)
+
+
 def fsdp(name, shape, mesh, axis=0):
     """Cut along the last dimension of a mesh, copied along the others."""
-    return Tensor(name, shape, [*[None] * (len(mesh) - 1), axis])
+    return Tensor(name, shape, [*[None] * (len(mesh) - 1), axis], compared=len(mesh) > 1)
 
 
 def hsdp_stage(ranks, mesh, name, objects=(), rows=64):

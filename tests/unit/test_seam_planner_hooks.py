@@ -49,6 +49,7 @@ from ray_dcp.seam.capture import Capture
 from ray_dcp.seam.foreign import foreign_save
 from ray_dcp.seam.planner_hooks import capture_with_planner, plans_globally
 from ray_dcp.seam.planner_load import targets_with_planner
+from ray_dcp.seam.replica_digests import content_digest
 from ray_dcp.seam.targets import Targets
 from ray_dcp.seam.tensors import dtype_name, host_bytes
 from tests.unit.seam_ranks import Ended, keys, run
@@ -321,7 +322,7 @@ def test_boxes_of_sharded_items_are_those_of_the_plan():
         assert columns.offset.tolist() == [[2 * rank, 0]]
         assert columns.size.tolist() == [[2, 3]]
         assert columns.requires_grad.tolist() == columns.splittable.tolist() == [True]
-        assert columns.value.tolist() == [0]
+        assert columns.value.tolist() == [content_digest(torch.full((2, 3), float(rank)))]
         assert np.frombuffer(end.get().source(0), np.float32).tolist() == [float(rank)] * 6
 
 
