@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -359,13 +360,15 @@ class _NamedCall:
 # --- the end of the process ---------------------------------------------------------------------
 
 _running: set[_Save] = set()
-_at_exit = threading.Lock()
+# Why: a forked child has none of the threads that end them, and would wait for them at its exit.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def _drain_at_exit() -> None:
-    # Why so late: handlers run in reverse order, and Ray's own ends the connection.
-    if _at_exit.acquire(blocking=False):
-        atexit.register(_drain)
+    # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
+    # comes with the first `import ray`.
+    atexit.unregister(_drain)
+    atexit.register(_drain)
 
 
 def _drain() -> None:
