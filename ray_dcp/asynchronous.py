@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.errors import CheckpointError
 from ray_dcp.handle import SaveHandle, SaveReport
 from ray_dcp.operations import (
     CheckpointId,
@@ -46,10 +47,6 @@ from ray_dcp.seam.lazy_metadata import CommittedMetadata
 from ray_dcp.seam.state import stateful_to_state_dict
 
 __all__ = ["run_async_save"]
-
-RESERVED_KEYS = 12
-"""Operations that a save through plug-ins may need; all ranks reserve as many, in the order of
-their calls, and use them when the bytes are staged."""
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +237,7 @@ class _NativeSave(_Save):
             memory=session.plans, node=session.node,
         )  # fmt: skip
         go, captured = drive(join, call)
+        self._key = vitals.key or self._key
         account.planned(go)
         error = keeping.stage(self._key, go, captured, target, options, vitals)
         account.done("stage", keeping.num_bytes)
@@ -292,7 +290,7 @@ class _StagedByUser(_Save):
 
     def begin(self, state_dict: StateDict) -> None:
         """Stages the state as DCP does, in the caller's thread or the stager's."""
-        session = _Reserved(self._session)
+        session = _NamedCall(self._session)
         try:
             staged = self._stager.stage(stateful_to_state_dict(state_dict))
         except BaseException as error:
@@ -332,32 +330,27 @@ class _StagedByUser(_Save):
             self._stager.close()
 
 
-class _Reserved:
-    """A session whose next operations are named already: in the order of the users' calls."""
+class _NamedCall:
+    """A session whose next call is named already: in the order of the users' calls."""
 
     def __init__(self, session: RankSession) -> None:
         self.origin = session
         self._session = session
-        self._keys = iter([session.next_key() for _ in range(RESERVED_KEYS)])
+        self._key = session.next_key()
         self.rank = session.rank
         self.world_size = session.world_size
 
     def next_key(self) -> OpKey:
-        """Returns the key of the next operation."""
-        key = next(self._keys, None)
-        if key is None:
-            raise InternalError(f"A save needed more than {RESERVED_KEYS} operations")
-        return key
+        """Returns the key of that call."""
+        return self._key
 
     def call(self, request: Request) -> Reply:
         """Returns the coordinator's reply."""
         return self._session.call(request)
 
-    def activity(
-        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
-    ) -> Activity:  # fmt: skip
+    def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
         """Returns what the save uses the session through."""
-        return self._session.activity(timeout_s, next_key or self.next_key)
+        return self._session.activity(timeout_s, key or self._key)
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Fails a save on all ranks; returns whether that was still possible."""
@@ -367,13 +360,15 @@ class _Reserved:
 # --- the end of the process ---------------------------------------------------------------------
 
 _running: set[_Save] = set()
-_at_exit = threading.Lock()
+# Why: a forked child has none of the threads that end them, and would wait for them at its exit.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def _drain_at_exit() -> None:
-    # Why so late: handlers run in reverse order, and Ray's own ends the connection.
-    if _at_exit.acquire(blocking=False):
-        atexit.register(_drain)
+    # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
+    # comes with the first `import ray`.
+    atexit.unregister(_drain)
+    atexit.register(_drain)
 
 
 def _drain() -> None:

@@ -71,9 +71,7 @@ class RankCalls(Protocol):
 class RankSession(RankCalls, Protocol):
     """What an entrypoint needs of a session."""
 
-    def activity(
-        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
-    ) -> Activity:  # fmt: skip
+    def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
         """Returns what one call of the user uses the session through."""
         ...
 

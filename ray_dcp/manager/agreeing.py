@@ -16,22 +16,10 @@ from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.runtime.rank import drive
 from ray_dcp.runtime.telling import attempt, refusal
 
-__all__ = ["NUM_KEYS", "agree", "reserve"]
-
-NUM_KEYS = 2
-"""Operations of the session that one agreement takes."""
+__all__ = ["agree"]
 
 Facts = Any
 Decide = Callable[[Sequence[Facts]], Any]
-
-
-def reserve(session: RankSession) -> list[OpKey]:
-    """Returns the keys of an agreement that comes later, maybe in another thread.
-
-    Args:
-        session: Of this rank. All ranks reserve in the order of their calls.
-    """
-    return [session.next_key() for _ in range(NUM_KEYS)]
 
 
 def agree(
@@ -43,7 +31,7 @@ def agree(
     timeout_s: float,
     heartbeat_s: float,
     error: CheckpointError | None = None,
-    keys: Sequence[OpKey] | None = None,
+    key: OpKey | None = None,
 ) -> Any:
     """Returns what rank 0 decides from the facts of all ranks; the same on all.
 
@@ -55,7 +43,7 @@ def agree(
         timeout_s: Deadline for all ranks to come, in seconds.
         heartbeat_s: Silence after which a rank counts as frozen, in seconds.
         error: This rank can't take part, and why: all are told.
-        keys: As `reserve` gave them.
+        key: Of this call, if the session named it before.
 
     Raises:
         CheckpointError: What a rank could not do, or what `decide` raised: on all ranks.
@@ -65,8 +53,7 @@ def agree(
         if error is not None:
             raise error
         return decide([facts])
-    reserved = iter(keys or reserve(session))
-    with session.activity(heartbeat_s, reserved.__next__) as activity:
+    with session.activity(heartbeat_s, key) as activity:
         steps = _steps(
             activity.next_key, session.rank, session.world_size, what, facts, decide, timeout_s,
             error,

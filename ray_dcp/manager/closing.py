@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
+import os
 import weakref
 from typing import Protocol
 
@@ -28,9 +28,10 @@ def close_at_exit(manager: _Closable) -> None:
         manager: That has saves under way.
     """
     _open.add(manager)
-    # Why so late: handlers run in reverse order, and Ray's own ends the connection.
-    if _registered.acquire(blocking=False):
-        atexit.register(_close_all)
+    # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
+    # comes with the first `import ray`.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
 
 
 def forget(manager: _Closable) -> None:
@@ -39,7 +40,8 @@ def forget(manager: _Closable) -> None:
 
 
 _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
-_registered = threading.Lock()
+# Why: a forked child has none of the threads that end their saves.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def _close_all() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestError
 from ray_dcp.handle import SaveHandle
-from ray_dcp.manager.agreeing import agree, reserve
+from ray_dcp.manager.agreeing import agree
 from ray_dcp.manager.finishing import Finisher, UnderWay
 from ray_dcp.manager.places import Root, check_tag
 from ray_dcp.manager.preemption import Preemption
@@ -98,7 +98,7 @@ class Together:
         *,
         facts: Any = None,
         error: CheckpointError | None = None,
-        keys: Sequence[OpKey] | None = None,
+        key: OpKey | None = None,
         session: RankSession | None = None,
         timeout_s: float | None = None,
     ) -> Any:
@@ -107,7 +107,7 @@ class Together:
         return agree(
             session or self.session(), f"{what} in {self._root.url}", facts, decide,
             timeout_s=options.plan_timeout_s if timeout_s is None else timeout_s,
-            heartbeat_s=options.heartbeat_timeout_s, error=error, keys=keys,
+            heartbeat_s=options.heartbeat_timeout_s, error=error, key=key,
         )  # fmt: skip
 
     def should_save(self, step: int) -> bool:
@@ -180,15 +180,15 @@ class Together:
                 handle.cancel()
             self._ended(begun, False)
             raise
-        # Why now: keys are given in the order of the calls, which threads don't keep.
-        keys = reserve(self.session()) if self._settings.items else None
+        # Why now: calls are numbered in the order of the calls, which threads don't keep.
+        key = self.session().next_key() if self._settings.items else None
 
         def ended(error: CheckpointError | None) -> None:
             unknown = isinstance(error, CommitUnknownError)
             self._ended(begun, None if unknown else error is None)
 
         self.finisher.add(
-            UnderWay(step, handles, commit=partial(self._commit, begun, keys), ended=ended)
+            UnderWay(step, handles, commit=partial(self._commit, begun, key), ended=ended)
         )
         return True
 
@@ -246,7 +246,7 @@ class Together:
             "options": item.save_options,
         }
 
-    def _commit(self, begun: _Begun, keys: Sequence[OpKey] | None) -> None:
+    def _commit(self, begun: _Begun, key: OpKey | None) -> None:
         """Makes the step of its items: by a checkpoint of its own, that rank 0 saves."""
         if not self._settings.items:
             return
@@ -262,7 +262,7 @@ class Together:
         options = self._settings.unnamed.save_options
         # Why so long: where the items are committed is learned by one rank after the other.
         timeout_s = options.plan_timeout_s + options.commit_timeout_s
-        self.agree(f"the commit of step {begun.place.step}", decide, keys=keys, timeout_s=timeout_s)
+        self.agree(f"the commit of step {begun.place.step}", decide, key=key, timeout_s=timeout_s)
 
     def _ended(self, begun: _Begun, committed: bool | None) -> None:
         if self.session().rank == 0:

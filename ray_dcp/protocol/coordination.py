@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import count
 
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.protocol.attendance import Attendance
@@ -22,6 +24,7 @@ from ray_dcp.protocol.messages import (
     PartsHeld,
     PartsWritten,
     Refused,
+    Renumbered,
     Reply,
     Request,
     SaveJoin,
@@ -84,6 +87,7 @@ class Coordination(StagerHearing):
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
+        self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
         self._early, self._shelf = Early(), Shelf()
 
     def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
@@ -109,6 +113,9 @@ class Coordination(StagerHearing):
             lost.pop(request.rank, None)
             self._attendance.came(request, beats_s)
         machine = self._active.get(request.key) or self._finished.get(request.key)
+        seq = self._renumbered(machine, request)
+        if seq is not None:
+            return (Answer(request.key, request.rank, step_of(request), Renumbered(seq)),)
         if machine is not None and machine.is_ahead(request):
             return self._pass_by(machine, request)
         if machine is not None:
@@ -332,6 +339,29 @@ class Coordination(StagerHearing):
         """Operations that are not over, in the order in which they began."""
         return tuple(self._active)
 
+    def _renumbered(self, machine: Machine | None, request: Request) -> int | None:
+        """Returns the number of a call whose rank missed earlier ones; None where it has its own.
+
+        The others gave up the operation that this rank begins. Is it late with the same call, or
+        was that another one, which it never made? One that calls something else is not late, nor
+        one that comes too late twice in a row: it makes what the others call next.
+        """
+        key, rank = request.key, request.rank
+        if key.step or not isinstance(request, SaveJoin | LoadJoin | Exchange):
+            return None
+        if machine is None and not self._has_forgotten(key):
+            return None
+        if machine is not None:
+            if not machine.went_without(request):
+                return None
+            late = self._late.setdefault(key.session, {})
+            trim(self._late, SESSIONS)
+            if machine.is_same_call(request) and late.get(rank) != key.seq - 1:
+                late[rank] = key.seq
+                return None
+        begun = (seq for seq in count(key.seq + 1) if not self._is_over(replace(key, seq=seq)))
+        return next(begun)
+
     def _begin(self, request: Request) -> Machine:
         machine = self._machine_for(request)
         machine.tell_of = partial(self._attendance.tell, machine.key)
@@ -363,7 +393,7 @@ class Coordination(StagerHearing):
 
     def _has_forgotten(self, key: OpKey) -> bool:
         forgotten = self._forgotten.get(key.session)
-        return forgotten is not None and key.seq in forgotten
+        return forgotten is not None and key in forgotten
 
     def _pass_by(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
@@ -378,7 +408,7 @@ class Coordination(StagerHearing):
             self._attendance.ended(machine.key)
             while len(self._finished) > MEMORY:
                 key, _ = self._finished.popitem(last=False)
-                self._forgotten.setdefault(key.session, Forgotten()).add(key.seq)
+                self._forgotten.setdefault(key.session, Forgotten()).add(key)
                 trim(self._forgotten, SESSIONS)
         if isinstance(machine, StagedSaveMachine):
             commands += self._let_in(machine.key.session)

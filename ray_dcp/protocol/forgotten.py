@@ -13,8 +13,8 @@ __all__ = ["Early", "Forgotten", "trim"]
 EARLY = 1024
 """Operations of which something is known before they begin."""
 
-GAPS = 1024
-"""Operations of a session that may end, and be forgotten, before one with a lower number begins."""
+LAST = 1024
+"""Operations of a session that are known to have ended one by one; all before them have."""
 
 
 class Forgotten:
@@ -25,20 +25,18 @@ class Forgotten:
     """
 
     def __init__(self) -> None:
-        self._below = 0
-        self._others: set[int] = set()
+        self._before = (-1, 0)
+        self._last: set[tuple[int, int]] = set()
 
-    def __contains__(self, seq: int) -> bool:
-        return seq < self._below or seq in self._others
+    def __contains__(self, key: OpKey) -> bool:
+        return (at := (key.seq, key.step)) <= self._before or at in self._last
 
-    def add(self, seq: int) -> None:
+    def add(self, key: OpKey) -> None:
         """Notes that an operation ended and is not remembered."""
-        self._others.add(seq)
-        if len(self._others) > GAPS:
-            self._below = max(self._below, min(self._others))
-        while self._below in self._others:
-            self._others.remove(self._below)
-            self._below += 1
+        self._last.add((key.seq, key.step))
+        if len(self._last) > LAST:
+            self._before = max(self._before, min(self._last))
+            self._last = {at for at in self._last if at > self._before}
 
 
 class Early:

@@ -19,8 +19,9 @@ from ray_dcp.plan.values import Int32Array, RankPlan, UInt64Array
 __all__ = [
     "DeferredPlace", "Exchange", "Exchanged", "Fenceable", "FileReceipt", "LoadDone", "LoadGo",
     "LoadJoin", "LoadOutcome", "LoadProceed", "LoadReady", "Noted", "OpKey", "PartsHeld",
-    "PartsWritten", "PlanOrigin", "Refused", "Reply", "Request", "SaveAgain", "SaveGo", "SaveJoin",
-    "SaveOutcome", "SaveReceipt", "SaveStaged", "SendItems", "TakeOver", "Target",
+    "PartsWritten", "PlanOrigin", "Refused", "Renumbered", "Reply", "Request", "SaveAgain",
+    "SaveGo", "SaveJoin", "SaveOutcome", "SaveReceipt", "SaveStaged", "SendItems", "TakeOver",
+    "Target",
 ]  # fmt: skip
 
 
@@ -31,13 +32,15 @@ checkpoints, where another job had left it."""
 
 @dataclass(frozen=True)
 class OpKey:
-    """Names one call of all ranks: the n-th operation of a session."""
+    """Names one operation of all ranks: a step of the n-th call of their users."""
 
     session: str
     """Name of the session: run, ranks of the group, generation of the group."""
     seq: int
-    """How many operations this rank began before this one. Equal on all ranks, or the ranks
-    have lost each other, which the coordinator reports."""
+    """How many calls the ranks made before this one. A rank that missed calls learns that by
+    `Renumbered`."""
+    step: int = 0
+    """How many operations of this call were named before: a call through plug-ins takes several."""
 
 
 @dataclass(frozen=True)
@@ -361,6 +364,13 @@ class Refused:
     error: CheckpointError
 
 
+@dataclass(frozen=True)
+class Renumbered:
+    """Coordinator → rank: the others made calls without this rank. Begin this call as `seq`."""
+
+    seq: int
+
+
 Fenceable = SaveReceipt | SaveStaged | PartsHeld | PartsWritten
 """What names the attempt that it is about."""
 
@@ -387,4 +397,5 @@ Reply = (
     | LoadOutcome
     | Exchanged
     | Refused
+    | Renumbered
 )

@@ -77,6 +77,7 @@ class Operation(ABC):
         self._openings: dict[int, Opening] = {}
         self._differing: dict[int, Opening] = {}
         self._lost: set[int] = set()
+        self._absent: frozenset[int] = frozenset()
         self._waiting: dict[tuple[int, str], None] = {}
         self._given: dict[tuple[int, str], Reply] = {}
         self._outcome: Reply | None = None
@@ -135,6 +136,15 @@ class Operation(ABC):
     def awaits(self, rank: int) -> bool:
         """Returns whether a rank has not joined yet."""
         return self.phase == "joining" and rank not in self._roll.came
+
+    def went_without(self, request: Request) -> bool:
+        """Returns whether it failed before a rank came, which now begins something as this."""
+        opening = isinstance(request, SaveJoin | LoadJoin | Exchange)
+        return opening and self.over and request.rank in self._absent
+
+    def is_same_call(self, request: Opening) -> bool:
+        """Returns whether a rank may call what the others called: they may differ themselves."""
+        return self._have_disagreed() or identity(request) == identity(self._first)
 
     def performed(self, task: Task, result: Result) -> Commands:
         """Takes the result of a task; that of a task given up on is dropped.
@@ -311,6 +321,8 @@ class Operation(ABC):
         self._grace = False
 
     def _end(self, phase: str) -> list[Command]:
+        if self.phase == "joining":
+            self._absent = frozenset(range(self.world_size)) - self._roll.came
         self._abandon()
         self._to(phase)
         self.over = True

@@ -6,13 +6,13 @@ all) takes the others along instead of letting them wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.protocol.messages import OpKey, Reply, Request
+from ray_dcp.protocol.messages import OpKey, Renumbered, Reply, Request
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.vitals import Vitals
 
@@ -29,9 +29,11 @@ class ActiveSession(Protocol):
     world_size: int
     plans: PlanMemory
     node: str
+    skipped_calls: int
+    """How many calls the other ranks made without this one."""
 
     def next_key(self) -> OpKey:
-        """Returns the key of the next operation."""
+        """Returns the key of the next call."""
         ...
 
     def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
@@ -61,7 +63,7 @@ class Activity:
     Args:
         session: Of this rank.
         timeout_s: `heartbeat_timeout_s` of the call, in seconds.
-        next_key: Names the operations; the session by default.
+        key: Of this call, if the session named it before.
 
     Attributes:
         vitals: How far it is.
@@ -69,18 +71,19 @@ class Activity:
     Example:
         >>> from ray_dcp.runtime.inline import InlineSession
         >>> with InlineSession("doc").activity(60.0) as activity:
-        ...     activity.next_key()
-        OpKey(session='doc', seq=0)
+        ...     activity.next_key(), activity.next_key()
+        (OpKey(session='doc', seq=0, step=0), OpKey(session='doc', seq=0, step=1))
     """
 
     def __init__(
         self,
         session: ActiveSession,
         timeout_s: float,
-        next_key: Callable[[], OpKey] | None = None,
+        key: OpKey | None = None,
     ) -> None:
         self.vitals = Vitals()
-        self._next_key = next_key or session.next_key
+        self._named, self._num_steps = key, 0
+        self._seq: int | None = None
         self._session = session
         self._timeout_s = timeout_s
 
@@ -106,7 +109,11 @@ class Activity:
 
     def next_key(self) -> OpKey:
         """Returns the key of the next operation."""
-        key = self._next_key()
+        named = self._named = self._named or self._session.next_key()
+        if self._seq is None:
+            self._seq = named.seq + self._session.skipped_calls
+        key = replace(named, seq=self._seq, step=self._num_steps)
+        self._num_steps += 1
         self.vitals.names(key)
         return key
 
@@ -114,14 +121,25 @@ class Activity:
         """Returns the coordinator's reply.
 
         Args:
-            request: As for the session.
+            request: As for the session; it is sent under the number that this call has now.
 
         Raises:
             CheckpointError: As the session does.
         """
-        return self._session.call(request, beats_s=self._timeout_s)
+        while True:
+            seq = request.key.seq if self._seq is None else self._seq
+            sent = replace(request, key=replace(request.key, seq=seq))
+            reply = self._session.call(sent, beats_s=self._timeout_s)
+            if not isinstance(reply, Renumbered):
+                return reply
+            self._seq = reply.seq
+            self.vitals.renumber(reply.seq)
+            missed = reply.seq - (self._named or request.key).seq
+            self._session.skipped_calls = max(self._session.skipped_calls, missed)
 
     def __enter__(self) -> Activity:
+        # Why now: a call that fails before its first operation counts as well.
+        self._named = self._named or self._session.next_key()
         self._session.begins(self.vitals, self._timeout_s)
         return self
 

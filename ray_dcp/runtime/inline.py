@@ -75,12 +75,13 @@ class InlineSession:
 
     Example:
         >>> InlineSession("doc").next_key()
-        OpKey(session='doc', seq=0)
+        OpKey(session='doc', seq=0, step=0)
     """
 
     rank = 0
     world_size = 1
     node = ""
+    skipped_calls = 0
 
     def __init__(self, name: str = "inline", *, performer: Performer = perform) -> None:
         self.name = name
@@ -95,16 +96,14 @@ class InlineSession:
         self.plans = PlanMemory()
 
     def next_key(self) -> OpKey:
-        """Returns the key of the next operation."""
+        """Returns the key of the next call."""
         with self._lock:
             self._next_seq += 1
             return OpKey(self.name, self._next_seq - 1)
 
-    def activity(
-        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
-    ) -> Activity:  # fmt: skip
+    def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
         """Returns what a call of the user uses this session through; see `Session.activity`."""
-        return Activity(self, timeout_s, next_key)
+        return Activity(self, timeout_s, key)
 
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible. See `Session.cancel`."""

@@ -130,7 +130,8 @@ def load_rank(
             raise refusal(proceed, rank)
         if checkpoint is None or work is None or prepared is None:
             raise error or refusal(proceed, rank)
-        fill = partial(reading.fill, checkpoint, work, prepared, proceed.share, key)
+        # Why not `key`: the call may have another number by now.
+        fill = partial(reading.fill, checkpoint, work, prepared, proceed.share, vitals.key or key)
         counts, error = attempt(fill, "reading", rank)
         vitals.enter("waiting")
         if vitals.abandoned is not None:

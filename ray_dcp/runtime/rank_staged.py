@@ -54,7 +54,7 @@ def save_staged_rank(
     try:
         vitals.enter("staging")
         # What goes wrong here is told to all by `finish`.
-        keeping.stage(key, go, captured, target, options, vitals)
+        keeping.stage(vitals.key or key, go, captured, target, options, vitals)
         outcome = yield from keeping.finish()
         committed = vitals.over = True
     finally:

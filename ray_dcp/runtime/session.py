@@ -75,7 +75,7 @@ class Session:
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
-        self._next_seq, self.plans = 0, PlanMemory()
+        self._next_seq, self.skipped_calls, self.plans = 0, 0, PlanMemory()
         self._handle: Any = None
         from ray_dcp.runtime import hooks
 
@@ -93,9 +93,9 @@ class Session:
         return f"Session({self.name!r}, rank={self.rank}, world_size={self.world_size})"
 
     def next_key(self) -> OpKey:
-        """Returns the key of this rank's next operation.
+        """Returns the key of this rank's next call of its user.
 
-        Ranks that call the same operations in the same order get the same keys.
+        Ranks that make the same calls in the same order get the same keys.
 
         Raises:
             InvalidRequestError: The session was closed.
@@ -105,18 +105,16 @@ class Session:
             self._next_seq += 1
             return OpKey(self.name, self._next_seq - 1)
 
-    def activity(
-        self, timeout_s: float, next_key: Callable[[], OpKey] | None = None
-    ) -> Activity:  # fmt: skip
+    def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
         """Returns what a call of the user uses this session through: a context manager.
 
         While it is entered this rank beats, and notices a coordinator that does not answer.
 
         Args:
             timeout_s: `heartbeat_timeout_s` of that call, in seconds.
-            next_key: Names its operations, when that is not to be `next_key` of this session.
+            key: Of that call, if `next_key` named it before.
         """
-        return Activity(self, timeout_s, next_key)
+        return Activity(self, timeout_s, key)
 
     def call(self, request: Request, *, beats_s: float | None = None) -> Reply:
         """Returns the coordinator's reply to a request.

@@ -37,15 +37,16 @@ def name_of(key: OpKey, epoch: int) -> str:
 
     Example:
         >>> key_of(name_of(OpKey("run/1", 7), 2))
-        (OpKey(session='run/1', seq=7), 2)
+        (OpKey(session='run/1', seq=7, step=0), 2)
     """
-    return f"{epoch}:{key.seq}:{key.session}"
+    return f"{epoch}:{key.seq}.{key.step}:{key.session}"
 
 
 def key_of(name: str) -> tuple[OpKey, int]:
     """Returns the operation and the epoch that `name_of` made a name of."""
-    epoch, seq, session = name.split(":", 2)
-    return OpKey(session, int(seq)), int(epoch)
+    epoch, at, session = name.split(":", 2)
+    seq, step = at.split(".")
+    return OpKey(session, int(seq), int(step)), int(epoch)
 
 
 class StagerKeeping:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,13 @@ class Vitals:
         """Notes that a save or load begins: the one that a rank must not leave silently."""
         self.key, self.over, self.stop, self.abandoned = key, False, Stop(), None
         self.names(key)
+
+    def renumber(self, seq: int) -> None:
+        """Notes that this call has another number: the other ranks made calls without this one."""
+        with self._lock:
+            self._first_seq = self._last_seq = seq
+            if self.key is not None:
+                self.key = replace(self.key, seq=seq)
 
     def abandon(self, error: CheckpointError) -> None:
         """Notes that there is no coordinator any more that knows this save or load."""

@@ -212,6 +212,19 @@ def test_ranks_give_a_frozen_coordinator_up_and_settle(threads, tmp_path, when, 
         assert eventually(lambda: sessions[0].coordinator_info()["epoch"] > epoch)
 
 
+def test_a_save_that_a_rank_missed_breaks_no_later_one(threads, tmp_path):
+    with ranks(2) as sessions:
+        error, _ = try_save(sessions[0], str(tmp_path / "step-1"), plan_timeout_s=2.0)
+        assert type(error) is DeadlineError
+        assert error.rank == 1
+        for step in (2, 3):
+            path = str(tmp_path / f"step-{step}")
+            saves = [threads.submit(try_save, each, path) for each in sessions]
+            ends = [save.result(180)[0] for save in saves]
+            assert [type(end) for end in ends] == [SaveOutcome, SaveOutcome], ends
+            load_and_check(state_of(1), 1, path)
+
+
 def attempts_at(path) -> list[str]:
     """Returns the attempts that records at a place name."""
     from ray_dcp.format.manifest import decode_record, record_key

@@ -48,7 +48,7 @@ def run(
     ready: list[tuple[int, Any]] = [(index, None) for index in range(len(ranks))]
     while ready or waiting:
         if not ready:
-            key = min((key for key, _ in waiting), key=lambda key: key.seq)
+            key = min((key for key, _ in waiting), key=lambda key: (key.seq, key.step))
             commands = coordination.expired(key, "joining")
             assert commands, f"nothing will happen, and {waiting} wait"
         else:

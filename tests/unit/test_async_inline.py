@@ -339,6 +339,77 @@ def test_a_script_that_ends_says_that_a_save_failed(tmp_path):
     assert "nobody asked" in ended.stderr
 
 
+PENDING = """
+import atexit, os, sys, threading, time
+from concurrent.futures import Future
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+import ray_dcp
+
+path = sys.argv[1]
+
+class Later(AsyncStager):
+    def __init__(self):
+        self.staged = Future()
+
+    def stage(self, state_dict):
+        self.state = state_dict
+        return self.staged
+
+    def release(self):
+        self.staged.set_result(self.state)
+
+stager = Later()
+"""
+
+FORKS = """
+handle = ray_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=path, async_stager=stager)
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+end_s = time.monotonic() + 60
+ended = (0, 0)
+while ended[0] == 0 and time.monotonic() < end_s:
+    ended = os.waitpid(child, os.WNOHANG)
+    time.sleep(0.05)
+if ended[0] == 0:
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    print("the child hangs")
+else:
+    print("the child ended with", os.waitstatus_to_exitcode(ended[1]))
+stager.release()
+handle.result(180)
+"""
+
+IMPORTS_LATE = """
+ray_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=path).result(180)
+
+def ends_the_connection():  # as that which `import ray` registers
+    print("saved before" if handle.done() else "lost")
+
+def release_late():
+    threading.main_thread().join()
+    stager.release()
+
+atexit.register(ends_the_connection)
+handle = ray_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=path, async_stager=stager)
+threading.Thread(target=release_late, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"), [(FORKS, "the child ended with 7"), (IMPORTS_LATE, "saved before")]
+)
+def test_a_save_that_is_pending_at_exit_is_awaited_by_its_own_process(ending, said, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", PENDING + ending, str(tmp_path / "c")],
+        check=True, cwd=REPOSITORY, timeout=400, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.stdout.strip() == said
+    assert ray_dcp.verify(tmp_path / "c").ok
+
+
 def test_warming_up_touches_memory_for_the_first_save():
     keeping._memory.clear()
     ray_dcp.warm_up({"w": torch.zeros(3 << 20), "n": 1}, no_dist=True).result(180)

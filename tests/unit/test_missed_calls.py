@@ -1,0 +1,202 @@
+"""A rank that misses a call: one failed operation, and all ranks agree on the next one again."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ray_dcp.errors import CheckpointError, DeadlineError, RankDisagreementError
+from ray_dcp.manager.agreeing import agree
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.commands import step_of
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.messages import OpKey, SaveOutcome, Target
+from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.plan_memory import PlanMemory
+from ray_dcp.runtime.rank import drive, save_rank
+from ray_dcp.runtime.shell import Shell
+from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
+
+LIMIT_S = 120.0
+"""Far more than any call here takes, in seconds."""
+
+
+class Hub:
+    """One coordination for the ranks of a session, which are threads."""
+
+    def __init__(self):
+        self.shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), perform)
+        self.changed = threading.Condition()
+        self.waiting = set()
+        self.told = {}
+
+    def call(self, request):
+        at = (request.key, request.rank, step_of(request))
+        with self.changed:
+            self.waiting.add(at)
+            refused = self.shell.receive(request)
+            self.work_off()
+            assert self.changed.wait_for(lambda: at in self.told or refused, LIMIT_S)
+            self.waiting.discard(at)
+            return self.told.pop(at, refused)
+
+    def work_off(self):
+        while self.shell.tasks:
+            self.shell.perform(0)
+        answers, self.shell.answers = self.shell.answers, []
+        self.told.update({(each.key, each.rank, each.step): each.reply for each in answers})
+        self.changed.notify_all()
+
+    def wait_for(self, *ranks):
+        """Returns when just these ranks wait for an answer."""
+        with self.changed:
+            awaited = {*ranks}
+            assert self.changed.wait_for(
+                lambda: {at[1] for at in self.waiting - self.told.keys()} == awaited, LIMIT_S
+            )
+
+    def expire(self):
+        """Lets the deadline pass for which ranks wait."""
+        with self.changed:
+            assert self.shell.expire()
+            self.work_off()
+
+
+class HubSession:
+    """The session of one rank."""
+
+    node = ""
+    skipped_calls = 0
+
+    def __init__(self, hub, rank, world_size):
+        self.hub, self.rank, self.world_size = hub, rank, world_size
+        self.plans, self.calls = PlanMemory(), 0
+
+    def next_key(self):
+        self.calls += 1
+        return OpKey("run", self.calls - 1)
+
+    def call(self, request, *, beats_s=None):
+        return self.hub.call(request)
+
+    def activity(self, timeout_s, next_key=None):
+        return Activity(self, timeout_s, next_key)
+
+    def begins(self, vitals, timeout_s):
+        pass
+
+    def ends(self, vitals):
+        pass
+
+    def save(self, path):
+        """Returns what came of a save: an outcome or an error."""
+        try:
+            with self.activity(60.0) as activity:
+                return drive(
+                    save_rank(
+                        activity.next_key(), rank=self.rank, world_size=self.world_size,
+                        target=Target(path), options=SaveOptions(), vitals=activity.vitals,
+                        capture=lambda: NumpyCapture(state_of(1), self.rank, self.world_size),
+                        memory=self.plans,
+                    ),
+                    activity.call,
+                )  # fmt: skip
+        except CheckpointError as error:
+            return error
+
+    def agree(self, what):
+        """Returns what the ranks agree on: the highest of their numbers."""
+        how = {"timeout_s": 60.0, "heartbeat_s": 60.0}
+        try:
+            return agree(self, what, self.rank, max, **how)
+        except CheckpointError as error:
+            return error
+
+
+class Job:
+    def __init__(self, pool, world_size=2):
+        self.pool, self.hub = pool, Hub()
+        self.ranks = [HubSession(self.hub, rank, world_size) for rank in range(world_size)]
+
+    def all_do(self, what, *arguments):
+        """Returns what comes of a call of all ranks."""
+        calls = [self.pool.submit(getattr(rank, what), *arguments) for rank in self.ranks]
+        return [call.result(LIMIT_S) for call in calls]
+
+    def without_rank_1(self, what, *arguments):
+        """Returns what comes of a call that rank 1 does not make."""
+        others = [rank for rank in self.ranks if rank.rank != 1]
+        calls = [self.pool.submit(getattr(rank, what), *arguments) for rank in others]
+        self.hub.wait_for(*(rank.rank for rank in others))
+        self.hub.expire()
+        return [call.result(LIMIT_S) for call in calls]
+
+
+@pytest.fixture
+def job():
+    with ThreadPoolExecutor(4) as pool:
+        yield Job(pool, 3)
+
+
+def test_a_save_that_one_rank_missed_fails_alone_and_the_next_ones_are_saved(job, tmp_path):
+    for error in job.without_rank_1("save", str(tmp_path / "step-1")):
+        assert type(error) is DeadlineError
+        assert error.rank == 1
+    for step in (2, 3):
+        outcomes = job.all_do("save", str(tmp_path / f"step-{step}"))
+        assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+        load_and_check(state_of(1), 2, str(tmp_path / f"step-{step}"))
+
+
+def test_a_rank_that_missed_several_calls_of_several_steps_each_comes_to_the_next(job, tmp_path):
+    for number in range(20):
+        for error in job.without_rank_1("agree", f"question {number}"):
+            assert type(error) is DeadlineError
+    assert job.all_do("agree", "the last question") == [2, 2, 2]
+    outcomes = job.all_do("save", str(tmp_path / "step-1"))
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+
+
+def test_a_rank_that_comes_first_after_a_call_that_it_missed_waits_for_the_others(job, tmp_path):
+    job.without_rank_1("save", str(tmp_path / "step-1"))
+    path = str(tmp_path / "step-2")
+    early = job.pool.submit(job.ranks[1].save, path)
+    job.hub.wait_for(1)
+    calls = [early, *(job.pool.submit(job.ranks[rank].save, path) for rank in (0, 2))]
+    outcomes = [call.result(LIMIT_S) for call in calls]
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+
+
+def test_a_rank_that_is_merely_late_is_told_that_its_save_has_failed(job, tmp_path):
+    told = job.without_rank_1("save", str(tmp_path / "step-1"))
+    late = job.ranks[1].save(str(tmp_path / "step-1"))
+    assert type(late) is DeadlineError
+    assert late.message == told[0].message
+    outcomes = job.all_do("save", str(tmp_path / "step-2"))
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+
+
+def test_ranks_that_always_save_to_one_path_agree_after_the_second_failure(job, tmp_path):
+    path = str(tmp_path / "latest")
+    job.without_rank_1("save", path)
+    # It can't be known that this is not the save that the others gave up.
+    assert type(job.ranks[1].save(path)) is DeadlineError
+    job.without_rank_1("save", path)
+    outcomes = job.all_do("save", path)
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
+
+
+def test_ranks_whose_calls_are_one_apart_agree_once_the_odd_one_has_failed(job, tmp_path):
+    extra = job.pool.submit(job.ranks[0].save, str(tmp_path / "extra"))
+    job.hub.wait_for(0)
+    others = [job.pool.submit(job.ranks[rank].save, str(tmp_path / "step-1")) for rank in (1, 2)]
+    for error in [call.result(LIMIT_S) for call in (extra, *others)]:
+        assert type(error) is RankDisagreementError
+    # Rank 0 comes to that step now, and the others go on.
+    left = job.pool.submit(job.ranks[0].save, str(tmp_path / "step-1"))
+    job.hub.wait_for(0)
+    job.hub.expire()
+    assert type(left.result(LIMIT_S)) is DeadlineError
+    outcomes = job.all_do("save", str(tmp_path / "step-2"))
+    assert [type(outcome) for outcome in outcomes] == [SaveOutcome] * 3, outcomes
