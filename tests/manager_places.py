@@ -111,3 +111,9 @@ def newest_state(storage: Storage, states):
         return None
     newest = list(found.steps.values())[-1]
     return standing_state(opener(root_of(storage).below(newest.name)), states)
+
+
+def folders_of(storage: Storage) -> set[str]:
+    """Returns the folders in which more is left than the record that says what stands."""
+    keys = (entry.key.partition("/") for entry in storage.list())
+    return {name for name, _, rest in keys if not rest.startswith("manifest-")}

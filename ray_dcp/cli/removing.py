@@ -15,6 +15,7 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.run_files import SHARED_FOLDER, TAGS, note_key, tag_key, tag_of
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.transfer.announcements import Announced, fence
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.runs import step_of
 from ray_dcp.view.states import FOREIGN
@@ -50,7 +51,7 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
     if not dry_run:
         agree(f"delete {names} ({size_text(total)})", yes=yes)
     for step, mark in zip(found, marks, strict=True):
-        reports = [delete(step.path, dry_run=dry_run)]
+        reports = [mark.delete(force=force, dry_run=dry_run)]
         reports += [
             delete(place_below(step.path, folder), dry_run=dry_run)
             for folder in step.listed.items.values()
@@ -75,26 +76,55 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
 
 
 class _Marks:
-    """Tags and note of a step, in the run that its folder lies in."""
+    """A step, with its tags and note in the run that its folder lies in."""
 
     def __init__(self, step: StepView) -> None:
         run, _, name = step.path.url.rstrip("/").rpartition("/")
+        self._view = step
+        self._name = name
         self._step = step_of(name)
-        self._place = step.path
+        self._run = replace(step.path, url=run)
         self._shared = None
         self.tags: tuple[str, ...] = ()
         if self._step is not None and run and not run.endswith("/"):
-            self._shared = open_storage(place_below(replace(step.path, url=run), SHARED_FOLDER))
-            found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
-            self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+            self._shared = open_storage(place_below(self._run, SHARED_FOLDER))
+            self._look()
+
+    def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
+        """Deletes the step that was looked at, unless it was given a tag or replaced since."""
+        from ray_dcp.runtime.deleting import delete
+        from ray_dcp.runtime.perform import new_attempt
+
+        manifest = self._view.listed.manifest
+        expected = None if manifest is None else manifest.attempt
+        if dry_run or self._shared is None or self._step is None:
+            return delete(self._view.path, expected=expected, dry_run=dry_run)
+        # Why: who gives it a tag from here on ends the deletion, or is told that it came too late.
+        mark = Announced(self._step, new_attempt(), self._name)
+        self._shared.write(mark.key, b"")
+        try:
+            self._look()
+            _check_deletable(self._view, self, force=force)
+            return delete(self._view.path, expected=expected, attempt=mark.attempt)
+        finally:
+            # Why all: a manager may have decided to remove another step because this one stood.
+            fence(
+                self._shared, lambda name: open_storage(place_below(self._run, name)),
+                f"step {self._step} was removed",
+            )  # fmt: skip
 
     def forget(self) -> None:
         """Takes away what is told about a step that is gone: its number may come again."""
-        storage = open_storage(self._place)
+        storage = open_storage(self._view.path)
         storage.delete([e.key for e in storage.list("step-info-") if info_slot(e.key) is not None])
         if self._shared is not None and self._step is not None:
             keys = [tag_key(self._step, tag) for tag in self.tags]
             self._shared.delete([*keys, note_key(self._step)])
+
+    def _look(self) -> None:
+        if self._shared is not None:
+            found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
+            self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
 
 
 @click.command()

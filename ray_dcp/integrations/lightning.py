@@ -17,15 +17,12 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from ray_dcp.entrypoints import async_save, load, save
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.step_names import StepNames
 from ray_dcp.handle import SaveHandle
-from ray_dcp.manager.places import Root
-from ray_dcp.manager.steps import Steps
+from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.leftovers import target_of
 from ray_dcp.seam.tensors import dtype_of
-from ray_dcp.store.opening import open_storage
 from ray_dcp.view.checkpoint_view import open as open_view
 
 __all__ = ["RayDcpCheckpointIO"]
@@ -134,8 +131,7 @@ class RayDcpCheckpointIO(CheckpointIO):
         self._raise_failures(wait=True)
         target = target_of(path, None)
         place = PurePath(target.url)
-        steps = Steps(Root(Target(str(place.parent))), StepNames(), open_storage)
-        steps.remove(place.name)
+        remove_folder(Target(str(place.parent)), place.name)
 
     def teardown(self) -> None:
         """Waits for saves in the background.

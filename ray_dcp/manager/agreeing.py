@@ -7,19 +7,51 @@ its own signals or its own look at the storage.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.operations import RankSession
 from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.runtime.rank import drive
 from ray_dcp.runtime.telling import attempt, refusal
 
-__all__ = ["agree"]
+__all__ = ["agree", "within"]
+
+T = TypeVar("T")
 
 Facts = Any
 Decide = Callable[[Sequence[Facts]], Any]
+
+
+def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
+    """Returns what work gives that may hang in the storage: it is left to itself then.
+
+    Args:
+        timeout_s: How long to wait for it, in seconds.
+        what: It does, in words.
+        work: Runs in a thread of its own.
+
+    Raises:
+        StorageError: It did not end in time.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="ray_dcp manager decides", daemon=True).start()
+    if not wait([done], timeout_s).done:
+        raise StorageError(
+            f"expected the storage to answer within {timeout_s:g} s, but {what} still waits for "
+            f"it, and is left to itself. Look after the storage, or raise plan_timeout_s"
+        )
+    return done.result()
 
 
 def agree(
@@ -52,7 +84,7 @@ def agree(
     if session.world_size == 1:
         if error is not None:
             raise error
-        return decide([facts])
+        return within(timeout_s, what, lambda: decide([facts]))
     with session.activity(heartbeat_s, key) as activity:
         steps = _steps(
             activity.next_key, session.rank, session.world_size, what, facts, decide, timeout_s,
@@ -79,10 +111,14 @@ def _steps(
     outbox = {}
     if rank == 0:
         told = [json.loads(reply.inbox[sender]) for sender in range(world_size)]
-        decided, error = attempt(lambda: json.dumps(decide(told)), what, rank)
+        decided, error = attempt(
+            lambda: json.dumps(within(timeout_s, what, lambda: decide(told))), what, rank
+        )
         if decided is not None:
             outbox = dict.fromkeys(range(world_size), decided.encode())
-    reply = yield Exchange(second, rank, world_size, f"{what}: decided", outbox, timeout_s, error)
+    # Why twice: rank 0 may use up the first for its decision, and has to tell that.
+    tag = f"{what}: decided"
+    reply = yield Exchange(second, rank, world_size, tag, outbox, 2 * timeout_s, error)
     if not isinstance(reply, Exchanged):
         raise refusal(reply, rank)
     return json.loads(reply.inbox[0])

@@ -18,7 +18,15 @@ from functools import cached_property
 from typing import Final, Literal
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, record_key, slot_of
+from ray_dcp.format.manifest import (
+    MAX_RECORD_BYTES,
+    AbortRecord,
+    DeleteRecord,
+    Manifest,
+    decode_record,
+    record_key,
+    slot_of,
+)
 from ray_dcp.format.step_info import (
     CatalogueRow,
     StepInfo,
@@ -29,7 +37,7 @@ from ray_dcp.format.step_info import (
     info_slot,
 )
 from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager.places import CATALOGUE, FOLDER, Root, tag_of
+from ray_dcp.manager.places import CATALOGUE, FOLDER, READING, Root, tag_of
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.retention import StepFacts
 from ray_dcp.store.storage import KeyMissingError, Storage
@@ -43,6 +51,7 @@ Opener = Callable[[Target], Storage]
 _OURS = re.compile(r"__\d+_\d+\..+\.distcp")
 LEFTOVER: Final = "leftover"
 """In a folder is something of ours, and nothing is committed."""
+_LEASE = re.compile(rf"{READING}(\d{{1,18}})\..+")
 _READ_THREADS = 32
 _FEW = 4
 
@@ -83,6 +92,8 @@ class _Unread:
     """Highest slot in use."""
     infos: Sequence[int | None]
     """Slots of its infos."""
+    is_bare: bool
+    """Nothing but records is in it."""
 
 
 @dataclass
@@ -93,7 +104,11 @@ class Catalogue:
     """Committed ones, ascending."""
     tags: dict[int, frozenset[str]] = field(default_factory=dict)
     leftovers: dict[str, int] = field(default_factory=dict)
-    """Step folders of ours, by name, where nothing is committed: deleted, or never finished."""
+    """Step folders of ours, by name, where nothing is committed and files are left."""
+    deleted: dict[str, CatalogueRow] = field(default_factory=dict)
+    """Step folders, by name, of which nothing is left but the record that says so."""
+    read_by: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Keys of the leases on a step, in the shared folder."""
     num_read: int = 0
     """Of how many folders records had to be read."""
 
@@ -107,8 +122,7 @@ class Catalogue:
 
     def add(self, found: StepFound) -> None:
         """Adds a step that was committed."""
-        self.steps[found.step] = found
-        self.steps = dict(sorted(self.steps.items()))
+        self.steps = dict(sorted({**self.steps, found.step: found}.items()))
         self.leftovers.pop(found.name, None)
 
 
@@ -152,6 +166,10 @@ def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None
         tagged = tag_of(key)
         if tagged is not None:
             tags.setdefault(tagged[0], set()).add(tagged[1])
+        lease = _LEASE.fullmatch(key)
+        if lease is not None:
+            step = int(lease[1])
+            found.read_by[step] = (*found.read_by.get(step, ()), key)
     found.tags = {step: frozenset(names) for step, names in tags.items()}
     known = _known(storage, before, CATALOGUE in shared)
     numbered = ((names.step_of(name), name, keys) for name, keys in sorted(folders.items()))
@@ -166,6 +184,8 @@ def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None
         one = next(read) if isinstance(seen, _Unread) else seen
         if isinstance(one, StepFound):
             found.steps[step] = _preferred(found.steps.get(step), one, names)
+        elif isinstance(one, CatalogueRow):
+            found.deleted[name] = one
         elif one is LEFTOVER:
             found.leftovers[name] = step
     found.steps = dict(sorted(found.steps.items()))
@@ -198,6 +218,7 @@ def publish(root: Root, catalogue: Catalogue, opener: Opener) -> None:
         StorageError: It could not be written; nothing depends on it.
     """
     rows = [f.row for f in catalogue.steps.values() if f.is_ours and f.is_readable]
+    rows += catalogue.deleted.values()
     opener(root.shared).write(CATALOGUE, encode_catalogue(rows))
 
 
@@ -216,7 +237,7 @@ def _known(
     storage: Storage, before: Catalogue | None, is_published: bool
 ) -> Mapping[str, CatalogueRow]:
     if before is not None:
-        return {found.name: found.row for found in before.steps.values()}
+        return {found.name: found.row for found in before.steps.values()} | before.deleted
     if not is_published:
         return {}
     try:
@@ -231,7 +252,7 @@ def _known(
 
 def _look_into(
     step: int, name: str, keys: Iterable[str], known: Mapping[str, CatalogueRow]
-) -> StepFound | _Unread | Literal["leftover"] | None:
+) -> StepFound | _Unread | CatalogueRow | Literal["leftover"] | None:
     """Returns what the names in a folder and what is known of it tell."""
     # Why so plainly: this runs 10,000 times when a long run is opened.
     last, infos, tables, is_ours, is_stock = 0, [], [], False, False
@@ -257,8 +278,11 @@ def _look_into(
         and any(row.attempt in t for t in tables)
     ):
         return StepFound(step, name, row)
+    is_bare = not (is_ours or is_stock or infos or tables)
+    if row is not None and not row.slot and row.last_slot == last and is_bare:
+        return row
     if last:
-        return _Unread(step, name, last, infos)
+        return _Unread(step, name, last, infos, is_bare)
     if is_stock and not is_ours:
         return StepFound(step, name, CatalogueRow(name, 0, 0, "", 0.0, None), is_ours=False)
     return LEFTOVER if is_ours or infos else None
@@ -266,10 +290,10 @@ def _look_into(
 
 def _read_all(
     folders: Sequence[_Unread], root: Root, opener: Opener, storage: Storage
-) -> Iterator[StepFound | Literal["leftover"]]:
+) -> Iterator[StepFound | CatalogueRow | Literal["leftover"]]:
     """Yields what the records of folders say, in their order."""
 
-    def read(folder: _Unread) -> StepFound | Literal["leftover"]:
+    def read(folder: _Unread) -> StepFound | CatalogueRow | Literal["leftover"]:
         return _read(folder, root, opener, storage)
 
     # Why only there: a file is read in less time than a thread takes over, a request is waited for.
@@ -282,21 +306,23 @@ def _read_all(
 
 def _read(
     folder: _Unread, root: Root, opener: Opener, storage: Storage
-) -> StepFound | Literal["leftover"]:
+) -> StepFound | CatalogueRow | Literal["leftover"]:
     name, last = folder.name, folder.last
     try:
-        slot, manifest = _standing(storage, name, last, lambda: opener(root.below(name)))
+        slot, record = _standing(storage, name, last, lambda: opener(root.below(name)))
     except StorageError:
         raise
     except CheckpointError as error:
         logger.warning("What stands in %s/%s can't be told: %s", root.url, name, error)
         row = CatalogueRow(name, last, 0, "", 0.0, None)
         return StepFound(folder.step, name, row, is_readable=False)
-    if manifest is None:
-        return LEFTOVER
+    if not isinstance(record, Manifest):
+        if record is None or not folder.is_bare:
+            return LEFTOVER
+        return CatalogueRow(name, last, 0, record.attempt, record.created_s, None)
     info = _info_below(storage, name, slot, folder.infos)
-    created_s = manifest.created_s if info is None else info.created_s
-    row = CatalogueRow(name, last, slot, manifest.attempt, created_s, info)
+    created_s = record.created_s if info is None else info.created_s
+    row = CatalogueRow(name, last, slot, record.attempt, created_s, info)
     return StepFound(folder.step, name, row)
 
 
@@ -313,17 +339,15 @@ def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> S
 
 def _standing(
     storage: Storage, name: str, last: int, open_folder: Callable[[], Storage]
-) -> tuple[int, Manifest | None]:
-    """Returns what stands in a folder; the record in the highest slot nearly always decides it."""
+) -> tuple[int, Manifest | DeleteRecord | None]:
+    """Returns what decides in a folder: nearly always the record in the highest slot."""
     with suppress(KeyMissingError, DamagedCheckpointError):
         data = storage.read(f"{name}/{record_key(last)}", 0, MAX_RECORD_BYTES + 1)
         record = decode_record(data, key=record_key(last))
-        if isinstance(record, Manifest) and record.previous_slot < last:
+        if not isinstance(record, AbortRecord) and record.previous_slot < last:
             return last, record
     decides = read_slots(open_folder()).decides
-    if decides is None or not isinstance(decides.record, Manifest):
-        return 0, None
-    return decides.slot, decides.record
+    return (0, None) if decides is None else (decides.slot, decides.record)
 
 
 def _info_below(

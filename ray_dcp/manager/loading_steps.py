@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,12 +15,11 @@ import torch.distributed as dist
 from ray_dcp.entrypoints import load
 from ray_dcp.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     DamagedCheckpointError,
     MissingKeyError,
     StorageError,
 )
-from ray_dcp.manager.catalogue import StepFound
+from ray_dcp.manager.catalogue import StepFound, look_at_step
 from ray_dcp.manager.places import Root
 from ray_dcp.manager.reading import Lease
 from ray_dcp.manager.restoring import (
@@ -40,6 +40,8 @@ from ray_dcp.seam.report import LoadReport
 from ray_dcp.store.opening import open_storage
 
 __all__ = ["Restoring"]
+
+MOST_LOOKS = 20
 
 logger = logging.getLogger(__name__)
 
@@ -87,24 +89,32 @@ class Restoring:
 
     def _chosen(self, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
         """Returns the steps to try, on rank 0, after making sure that the first stays."""
-        gone: set[int] = set()
-        while True:
+        left = threading.Event()
+        leases.callback(left.set)
+        for _ in range(MOST_LOOKS):
             catalogue = self._writer.look()
-            for step in gone:
-                catalogue.steps.pop(step, None)
             found = candidates(wanted, catalogue, self._settings.retention, self._root.url)
+            first = found[0]
             lease = Lease(
-                self._root, found[0].step, open_storage, lease_s=self._settings.lease_s
+                self._root, first.step, open_storage, lease_s=self._settings.lease_s
             )  # fmt: skip
             try:
                 leases.enter_context(lease)
-            except CheckpointNotFoundError:
-                gone.add(found[0].step)
-                continue
+                if left.is_set():  # nobody waits for the answer any more
+                    leases.close()
             except StorageError as error:
                 # Why not raised: who may only read can still load; nothing keeps the step then.
-                logger.info("Step %d is read without a lease: %s", found[0].step, error)
-            return found
+                logger.info("Step %d is read without a lease: %s", first.step, error)
+                return found
+            # Why again: it may have been deleted before the lease was there.
+            if look_at_step(self._root, first.name, first.step, open_storage) is not None:
+                return found
+            lease.__exit__()
+        raise StorageError(
+            f"{self._root.url} was deleted from {MOST_LOOKS} times while a step was looked for: "
+            f"who deletes there all the time? Try again when that is over",
+            checkpoint_id=self._root.url,
+        )
 
     def _first_that_loads(
         self,
@@ -122,8 +132,15 @@ class Restoring:
                 error.step = step if error.step is None else error.step
                 if wanted != "auto" or not falls_back(error):
                     raise
-                skipped.append((step, error))
-                continue
+                # Why once more: one read that failed is no proof of damage.
+                try:
+                    reports = self._load(step, folder, saved, state_dict, options, True)
+                except CheckpointError as again:
+                    again.step = step if again.step is None else again.step
+                    if not falls_back(again):
+                        raise
+                    skipped.append((step, again))
+                    continue
             self._check_replaced(reports, skipped)
             self._tell(step, skipped)
             return RestoreReport(
@@ -178,8 +195,8 @@ class Restoring:
         for number, error in skipped:
             warnings.warn(
                 f"Restored step {step} of {self._root.url} instead of the newer step {number}, "
-                f"which can't be loaded: {error}. It does not count any more, and may be saved "
-                f"again; look at it with `ray-dcp verify`",
+                f"which can't be loaded: {error}. It neither counts for retention nor is it "
+                f"deleted, and may be saved again; look at it with `ray-dcp verify`",
                 UserWarning,
                 stacklevel=5,
             )

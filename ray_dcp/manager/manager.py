@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
 from ray_dcp.format.step_names import STEP_NAME
+from ray_dcp.manager.agreeing import within
 from ray_dcp.manager.closing import close_at_exit, forget
 from ray_dcp.manager.loading_steps import Restoring
 from ray_dcp.manager.looking import Looks
@@ -37,6 +38,8 @@ __all__ = ["CheckpointManager"]
 
 DRAIN_S = 300.0
 """How long `join` waits for deletions, in seconds."""
+CLOSE_S = 120.0
+"""How long `close` waits until others may write, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +364,10 @@ class CheckpointManager(Looks):
             forget(self)
             self._together.finisher.close()
             self._preemption.stop()
-            self._writer.close()
+            try:
+                within(CLOSE_S, f"closing {self!r}", self._writer.close)
+            except StorageError as error:
+                logger.warning("%s", error)
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -22,7 +22,6 @@ from ray_dcp.store.location import url_below
 
 __all__ = [
     "CATALOGUE",
-    "DELETING",
     "FOLDER",
     "NOTES",
     "READING",
@@ -36,7 +35,6 @@ __all__ = [
 
 FOLDER = SHARED_FOLDER
 READING = "reading/"
-DELETING = "deleting/"
 
 
 @dataclass(frozen=True)

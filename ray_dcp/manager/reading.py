@@ -1,7 +1,7 @@
 """Leases: a step that somebody reads is not deleted meanwhile.
 
-The reader writes its lease and then looks for the mark of a deletion; who deletes writes that mark
-and then looks for leases. One of the two sees the other, whatever the order.
+The reader writes its lease and then fences the deletions that are announced; who deletes announces
+it and then looks for leases. See `ray_dcp.transfer.announcements`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
-from ray_dcp.manager.places import DELETING, READING, Root
+from ray_dcp.errors import CheckpointError
+from ray_dcp.manager.places import READING, Root
 from ray_dcp.manager.processes import Beating, Holder, Unchanged, this_process
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.announcements import fence
 
-__all__ = ["Deletions", "Lease"]
+__all__ = ["Lease", "Readers"]
 
 Opener = Callable[[Target], Storage]
 
 
 class Lease:
-    """Keeps a step while it is entered.
+    """Keeps a step while it is entered. Look whether the step is there *after* that.
 
     Args:
         root: Where.
@@ -32,8 +33,8 @@ class Lease:
         beats: Let others see that this process lives, in a thread.
 
     Raises:
-        CheckpointNotFoundError: When entered: the step is being deleted.
-        StorageError: When entered: the lease could not be written.
+        StorageError: When entered: the lease could not be written, or a deletion of the step that
+            is announced could not be ended.
     """
 
     def __init__(
@@ -61,13 +62,12 @@ class Lease:
     def __enter__(self) -> Lease:
         storage = self._opener(self._root.shared)
         storage.write(self._key, self._holder.encode())
-        if any(e.key == _mark(self._step) for e in storage.list(_mark(self._step))):
-            with suppress(CheckpointError):
-                storage.delete([self._key])
-            raise CheckpointNotFoundError(
-                f"step {self._step} of {self._root.url} is being deleted; take a newer one",
-                step=self._step,
-            )
+        fence(
+            storage,
+            lambda name: self._opener(self._root.below(name)),
+            f"step {self._step} is read by {self._holder}",
+            self._step,
+        )
         if self._beats and storage.traits.shared:
             self._beating = Beating(self._beat, self._lease_s / 3)
         return self
@@ -84,68 +84,34 @@ class Lease:
         self._opener(self._root.shared).write(self._key, self._holder.encode(number))
 
 
-class Deletions:
-    """What who deletes asks before it does.
+class Readers:
+    """Tells whether who reads a step still does.
 
     Args:
-        root: Where.
-        opener: What opens storages.
         lease_s: Silence after which a reader on another machine counts as gone, in seconds.
-        holder: Who deletes; this process by default.
+        holder: Who asks; this process by default.
         unchanged: Tells how long a lease has stayed as it is.
     """
 
     def __init__(
-        self,
-        root: Root,
-        opener: Opener,
-        *,
-        lease_s: float,
-        holder: Holder | None = None,
-        unchanged: Unchanged | None = None,
+        self, *, lease_s: float, holder: Holder | None = None, unchanged: Unchanged | None = None
     ) -> None:
-        self._root = root
-        self._opener = opener
         self._lease_s = lease_s
         self._holder = holder or this_process()
         self._unchanged = unchanged or Unchanged()
 
-    def begin(self, step: int) -> bool:
-        """Marks a step as being deleted, unless somebody reads it.
+    def is_live(self, shared: Storage, key: str) -> bool:
+        """Tells whether a lease is held; removes it where its holder is gone.
 
-        Returns:
-            Whether it may be deleted; `end` takes the mark away.
-
-        Raises:
-            StorageError: The storage failed.
-        """
-        storage = self._opener(self._root.shared)
-        storage.write(_mark(step), b"")
-        if not any(self._is_live(storage, e.key) for e in storage.list(f"{READING}{step}.")):
-            return True
-        storage.delete([_mark(step)])
-        return False
-
-    def end(self, step: int) -> None:
-        """Takes the mark away.
+        Args:
+            shared: What managers share.
+            key: Of the lease.
 
         Raises:
             StorageError: The storage failed.
         """
-        self._opener(self._root.shared).delete([_mark(step)])
-
-    def forget_marks(self) -> None:
-        """Takes away the marks of a writer that is gone. Only for who has the right to write.
-
-        Raises:
-            StorageError: The storage failed.
-        """
-        storage = self._opener(self._root.shared)
-        storage.delete([entry.key for entry in storage.list(DELETING)])
-
-    def _is_live(self, storage: Storage, key: str) -> bool:
         try:
-            data = storage.read(key)
+            data = shared.read(key)
         except KeyMissingError:
             return False
         holder = Holder.decode(data)
@@ -153,9 +119,5 @@ class Deletions:
         if lives is None:
             lives = self._unchanged.since_s(key, data) < self._lease_s
         if not lives:
-            storage.delete([key])
+            shared.delete([key])
         return lives
-
-
-def _mark(step: int) -> str:
-    return f"{DELETING}{step}"

@@ -1,20 +1,17 @@
-"""Deletes steps off the save path: in a thread, with retries, one after the other.
+"""Removes what may go off the save path: in a thread, pass by pass, with retries.
 
-One failure ends nothing: the step is tried again, later and later, and what is left when the
-process ends is found by the next writer.
+One failure ends nothing: what could not be removed is tried again, later and later, and what is
+left when the process ends is found by the next writer.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
-from ray_dcp.manager.reading import Deletions
-from ray_dcp.manager.steps import Steps
-from ray_dcp.manager.writing import Right
 
 __all__ = ["Remover"]
 
@@ -22,66 +19,50 @@ FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
 LEASED_RETRY_S = 5.0
 """How long to wait before a step that is read is tried again, in seconds."""
+MOST_TRIES = 20
+"""Passes in a row that may fail before the rest is left to the pass after the next save."""
 
+Left = Mapping[str, CheckpointError | None]
 logger = logging.getLogger(__name__)
 
 
 class Remover:
-    """Removes step folders that may go.
+    """Runs passes of removal, one at a time.
 
     Args:
-        steps: Of the root.
-        right: To write there; without it nothing is removed.
-        deletions: Knows who reads.
-        lock: Guards `steps`.
-        threaded: In a thread; else `drain` removes.
-        most_tries: After so many failures a folder is left to the next writer.
+        url: Of the root, for messages.
+        remove: One pass; returns what could not be removed, see `Writer.remove_superfluous`.
+        threaded: In a thread; else `drain` runs them.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        right: Right,
-        deletions: Deletions,
-        lock: threading.RLock,
-        *,
-        threaded: bool = True,
-        most_tries: int = 20,
-    ) -> None:
-        self._steps = steps
-        self._right = right
-        self._deletions = deletions
-        self._lock = lock
+    def __init__(self, url: str, remove: Callable[[], Left], *, threaded: bool = True) -> None:
+        self._url = url
+        self._remove = remove
         self._threaded = threaded
-        self._most_tries = most_tries
-        self._todo: list[tuple[float, int, str, int]] = []
-        self._told: dict[str, CheckpointError] = {}
-        self._woken = threading.Condition()
+        self._changed = threading.Condition()
+        self._due_s: float | None = None
+        self._tries = 0
+        self._left: Left = {}
         self._thread: threading.Thread | None = None
         self._busy = False
         self._closed = False
-        self._number = 0
 
     @property
     def failed(self) -> dict[str, CheckpointError]:
-        """Folders whose last try failed, by name, with why; empty when all went well."""
-        with self._woken:
-            return dict(self._told)
+        """Folders that the last pass could not remove, by name, with why."""
+        with self._changed:
+            return {name: error for name, error in self._left.items() if error is not None}
 
-    def remove(self, name: str) -> None:
-        """Takes on a folder, whose removal has been decided (`Steps.doom`).
-
-        Args:
-            name: Of the folder.
-        """
-        with self._woken:
-            self._add(name, 0.0, 0)
-            if self._threaded and self._thread is None:
+    def wake(self) -> None:
+        """Has a pass run soon."""
+        with self._changed:
+            self._due_s, self._tries = time.monotonic(), 0
+            if self._threaded and self._thread is None and not self._closed:
                 self._thread = threading.Thread(
                     target=self._run, name="ray_dcp removal", daemon=True
                 )
                 self._thread.start()
-            self._woken.notify_all()
+            self._changed.notify_all()
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Waits until all that can be removed now is removed.
@@ -95,92 +76,65 @@ class Remover:
             Whether nothing is left that could be removed now.
         """
         if not self._threaded:
-            while self._try_one():
-                pass
+            while self._is_due():
+                self._pass()
             return True
-        with self._woken:
-            return self._woken.wait_for(lambda: not self._busy and not self._ready(), timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy and not self._is_due(), timeout_s)
 
     def close(self) -> None:
         """Ends the thread after what it does now."""
-        with self._woken:
+        with self._changed:
             self._closed = True
-            self._woken.notify_all()
+            self._changed.notify_all()
             thread = self._thread
         if thread is not None:
             thread.join(LAST_RETRY_S)
 
-    def _add(self, name: str, wait_s: float, tries: int) -> None:
-        self._number += 1
-        heapq.heappush(self._todo, (time.monotonic() + wait_s, self._number, name, tries))
-
-    def _ready(self) -> bool:
-        return bool(self._todo) and self._todo[0][0] <= time.monotonic()
+    def _is_due(self) -> bool:
+        return self._due_s is not None and self._due_s <= time.monotonic()
 
     def _run(self) -> None:
         while True:
-            with self._woken:
-                while not self._closed and not self._ready():
-                    self._woken.notify_all()
-                    wait_s = self._todo[0][0] - time.monotonic() if self._todo else None
-                    self._woken.wait(None if wait_s is None else max(0.0, wait_s))
+            with self._changed:
+                while not self._closed and not self._is_due():
+                    due_s = self._due_s
+                    wait_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+                    self._changed.wait(wait_s)
                 if self._closed:
                     return
-            self._try_one()
+            self._pass()
 
-    def _try_one(self) -> bool:
-        """Tries the folder whose turn it is; tells whether there was one."""
-        with self._woken:
-            if not self._ready():
-                return False
-            _, _, name, tries = heapq.heappop(self._todo)
-            self._busy = True
-        again_s, error = None, None
+    def _pass(self) -> None:
+        with self._changed:
+            self._busy, self._due_s = True, None
+        left: Left = {}
         try:
-            again_s, error = self._remove(name, tries)
+            left = self._remove()
+        except (CheckpointExistsError, InvalidRequestError) as error:
+            # Why no more: whoever lost the right must not delete.
+            logger.info("Nothing is removed from %s any more: %s", self._url, error)
+        except CheckpointError as error:
+            left = {"": error}
         finally:
-            with self._woken:
-                self._busy = False
-                self._told.pop(name, None)
-                if error is not None:
-                    self._told[name] = error
-                if again_s is not None:
-                    self._add(name, again_s, tries + (error is not None))
-                self._woken.notify_all()
-        return True
+            with self._changed:
+                self._busy, self._left = False, left
+                if left and self._due_s is None:
+                    self._try_again(left)
+                self._changed.notify_all()
 
-    def _remove(self, name: str, tries: int) -> tuple[float | None, CheckpointError | None]:
-        """Removes a folder; returns after how many seconds to try again, and what went wrong."""
-        step = self._steps.names.step_of(name)
-        try:
-            # Why each time: whoever lost the right must not delete any more.
-            self._right.check()
-        except (CheckpointExistsError, InvalidRequestError):
-            return None, None
-        except CheckpointError as error:
-            return self._later(name, tries, error)
-        try:
-            if step is not None and not self._deletions.begin(step):
-                return LEASED_RETRY_S, None
-            self._steps.remove(name)
-            if step is not None:
-                self._deletions.end(step)
-        except CheckpointError as error:
-            return self._later(name, tries, error)
-        with self._lock:
-            self._steps.doomed.discard(name)
-        return None, None
-
-    def _later(
-        self, name: str, tries: int, error: CheckpointError
-    ) -> tuple[float | None, CheckpointError]:
-        """Returns after how many seconds a folder is tried again; None when no more."""
-        if tries + 1 >= self._most_tries:
+    def _try_again(self, left: Left) -> None:
+        failed = {name: error for name, error in left.items() if error is not None}
+        if failed:
+            self._tries += 1
+        told = "; ".join(f"{name or 'all'}: {error}" for name, error in failed.items())
+        if self._tries >= MOST_TRIES:
             logger.warning(
-                "%s/%s could not be deleted in %d tries and is left: %s. The next writer tries "
-                "again", self._steps.root.url, name, tries + 1, error,
+                "Steps of %s could not be deleted in %d tries and are left: %s. The next save "
+                "tries again", self._url, self._tries, told,
             )  # fmt: skip
-            return None, error
-        if tries == 0:
-            logger.info("Deleting %s/%s is tried again: %s", self._steps.root.url, name, error)
-        return min(LAST_RETRY_S, FIRST_RETRY_S * 2**tries), error
+            return
+        if self._tries == 1:
+            logger.info("Deleting from %s is tried again: %s", self._url, told)
+        wait_s = FIRST_RETRY_S * 2 ** (self._tries - 1) if failed else LEASED_RETRY_S
+        self._due_s = time.monotonic() + min(LAST_RETRY_S, wait_s)

@@ -16,18 +16,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
-from ray_dcp.format.manifest import Manifest, record_key, slot_of
+from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key, slot_of
 from ray_dcp.format.step_info import StepInfo, encode_info, info_key, info_slot
 from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager.catalogue import Catalogue, look, look_at_step
-from ray_dcp.manager.places import TAGS, Root, check_tag, note_key, tag_key
+from ray_dcp.manager.catalogue import Catalogue, StepFound, look
+from ray_dcp.manager.places import TAGS, Root, check_tag, tag_key, tag_of
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.retention import RetentionPolicy, superfluous
 from ray_dcp.runtime.deleting import delete
+from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.slots import read_slots, used_slots
 
-__all__ = ["Order", "Place", "Steps", "check_item_name"]
+__all__ = [
+    "Going",
+    "Order",
+    "Place",
+    "Steps",
+    "TagChange",
+    "check_item_name",
+    "going",
+    "remove_folder",
+    "remove_step",
+]
 
 Opener = Callable[[Target], Storage]
 Order = Literal["increasing", "any"]
@@ -50,6 +61,26 @@ class Place:
         return f"{item}.{self.last_slot}" if self.last_slot else item
 
 
+@dataclass(frozen=True)
+class TagChange:
+    """What becomes of the tags of a step that is saved."""
+
+    added: frozenset[str] = frozenset()
+    """They were given before the commit, and are taken away where there is none."""
+    dropped: frozenset[str] = frozenset()
+    """They go when the commit has replaced what had them."""
+
+
+@dataclass(frozen=True)
+class Going:
+    """A step folder that may go, as it was decided about."""
+
+    step: int
+    name: str
+    attempt: str | None
+    """That stands there; "" where crashes left files, None where that can't be told."""
+
+
 class Steps:
     """The steps of a root, as its writer sees them.
 
@@ -60,10 +91,11 @@ class Steps:
         order: Whether a step may be older than the newest.
 
     Attributes:
-        catalogue: What is committed; `refresh` looks again.
+        catalogue: What was committed when it was last looked: it answers, and decides nothing.
         pending: Steps of which a save is under way.
-        damaged: Steps that could not be loaded: they don't count, and may be saved again.
-        doomed: Folders that are being removed.
+        damaged: Steps that could not be loaded: they don't count, don't go, and may be saved again.
+        leaving: Folders of which the removal is being decided.
+        saved_last: The step that this process committed last: it stays.
     """
 
     def __init__(
@@ -76,19 +108,17 @@ class Steps:
         self.catalogue = Catalogue()
         self.pending: set[int] = set()
         self.damaged: set[int] = set()
-        self.doomed: set[str] = set()
+        self.leaving: frozenset[str] = frozenset()
+        self.saved_last: int | None = None
 
-    def refresh(self) -> Catalogue:
-        """Looks at the storage; returns what is committed.
+    def look(self) -> Catalogue:
+        """Returns what is committed, by a look at the storage. Changes nothing here.
 
         Raises:
             StorageError: It can't be read.
         """
         before = self.catalogue if self.catalogue.steps else None
-        self.catalogue = look(self.root, self.names, self.opener, before)
-        for name in self.doomed:
-            self.doom(name)
-        return self.catalogue
+        return look(self.root, self.names, self.opener, before)
 
     @property
     def newest(self) -> int | None:
@@ -106,13 +136,6 @@ class Steps:
         Raises:
             InvalidRequestError: It is committed or under way already, or older than the newest.
         """
-        name = self.names.name_of(step)
-        if name in self.doomed:
-            raise InvalidRequestError(
-                f"step {step} is being deleted, and somebody still reads it; save it again when "
-                f"that is over",
-                step=step,
-            )
         if step in self.pending:
             raise InvalidRequestError(
                 f"step {step} is being saved already; wait for it with join() before it is saved "
@@ -124,6 +147,7 @@ class Steps:
         if step in self.catalogue.steps:
             if replace or self.order == "any":
                 return
+            name = self.names.name_of(step)
             raise InvalidRequestError(
                 f"step {step} is committed already in {self.root.url}/{name}. Save the next step; "
                 f"or give replace=True to save over it, atomically; or delete({step}) first",
@@ -148,13 +172,18 @@ class Steps:
         slots = used_slots(self.opener(self.root.below(name)))
         return Place(step, name, slots[-1] if slots else 0)
 
-    def prepare(self, place: Place, info: StepInfo, tags: Collection[str] = ()) -> None:
+    def prepare(self, place: Place, info: StepInfo, tags: Collection[str] = ()) -> TagChange:
         """Writes what is told about a step, for the commit that comes next to its folder.
+
+        Tags of what stands there stay as long as it does; see `TagChange`.
 
         Args:
             place: Of the step.
             info: What is told.
-            tags: That it gets; it loses those that it has.
+            tags: That it gets.
+
+        Returns:
+            What becomes of the tags when the save has ended.
 
         Raises:
             StorageError: It could not be written.
@@ -162,37 +191,33 @@ class Steps:
         self.opener(self.root.below(place.name)).write(
             info_key(place.last_slot), encode_info(info)
         )  # fmt: skip
-        had = self.catalogue.tags.get(place.step, frozenset())
+        had = self.tags_of(place.step) if place.last_slot else frozenset()
         for tag in sorted({*tags} - had):
             self.tag(place.step, tag)
-        for tag in sorted(had - {*tags}):
-            self.untag(place.step, tag)
+        return TagChange(frozenset(tags) - had, had - {*tags})
 
-    def note(self, place: Place) -> bool:
-        """Takes a step that was committed into the catalogue.
-
-        Returns:
-            Whether it is committed.
+    def tags_of(self, step: int) -> frozenset[str]:
+        """Returns the tags of a step, by a look at the storage.
 
         Raises:
-            StorageError: The storage can't be read.
+            StorageError: It can't be listed.
         """
-        found = look_at_step(self.root, place.name, place.step, self.opener)
-        if found is None:
-            return False
+        keys = (entry.key for entry in self.opener(self.root.shared).list(f"{TAGS}{step}."))
+        return frozenset(tagged[1] for key in keys if (tagged := tag_of(key)) is not None)
+
+    def note(self, found: StepFound) -> None:
+        """Takes a step that was committed into the catalogue."""
         self.catalogue.add(found)
-        self.damaged.discard(place.step)
-        return True
+        self.damaged.discard(found.step)
+        self.saved_last = found.step
 
     def tag(self, step: int, tag: str) -> None:
-        """Gives a tag to a step: retention then keeps it.
+        """Gives a tag to a step.
 
         Raises:
             StorageError: It could not be written.
         """
         self.opener(self.root.shared).write(tag_key(step, check_tag(tag)), b"")
-        had = self.catalogue.tags.get(step, frozenset())
-        self.catalogue.tags[step] = had | {tag}
 
     def untag(self, step: int, tag: str) -> None:
         """Takes a tag from a step; does nothing when it has none.
@@ -201,42 +226,39 @@ class Steps:
             StorageError: It could not be removed.
         """
         self.opener(self.root.shared).delete([tag_key(step, check_tag(tag))])
-        self.catalogue.tags[step] = self.catalogue.tags.get(step, frozenset()) - {tag}
 
     def superfluous(
-        self, policy: RetentionPolicy | None, protected: Collection[int] = ()
-    ) -> tuple[str, ...]:
+        self, catalogue: Catalogue, policy: RetentionPolicy | None
+    ) -> tuple[Going, ...]:
         """Returns the folders that may go: steps by the policy, and what was left by crashes.
 
-        Only folders of steps older than the newest good one are named.
+        Only folders of steps older than the newest good one are named. Steps that could not be
+        loaded neither count nor go: a read that failed is no proof of damage.
 
         Args:
+            catalogue: What is committed.
             policy: What to keep; None for all steps.
-            protected: Steps that stay whatever it says.
 
         Raises:
             InvalidRequestError: The policy gives no usable answer.
         """
-        # What can't be read is neither counted nor deleted.
-        if policy is None and not self.catalogue.leftovers:
+        if policy is None and not catalogue.leftovers:
             return ()
-        facts = [one for one in self.catalogue.facts() if one.step not in self.damaged]
+        facts = [one for one in catalogue.facts() if one.step not in self.damaged]
         if not facts:
             return ()
         newest = max(one.step for one in facts)
-        going = superfluous(facts, policy, protected={*protected, *self.pending})
-        if policy is not None:
-            bad = {s for s in self.damaged if s < newest and not self.catalogue.tags.get(s)}
-            going += tuple(sorted((bad & self._deletable()) - self.pending - {*protected}))
-        left = [
-            name
-            for name, step in self.catalogue.leftovers.items()
-            if step < newest and step not in self.pending and step not in self.catalogue.steps
-        ]
-        return (*(self.catalogue.steps[step].name for step in going), *left)
+        protected = {*self.pending, newest if self.saved_last is None else self.saved_last}
+        steps = (catalogue.steps[s] for s in superfluous(facts, policy, protected=protected))
+        left = (
+            Going(step, name, "")
+            for name, step in catalogue.leftovers.items()
+            if step < newest and step not in self.pending and step not in catalogue.steps
+        )
+        return (*map(going, steps), *left)
 
-    def newer_than(self, step: int) -> list[str]:
-        """Returns the folders of later steps, newest first.
+    def newer_than(self, step: int) -> list[Going]:
+        """Returns the later steps, newest first.
 
         Raises:
             InvalidRequestError: One was not written by ray_dcp.
@@ -244,10 +266,10 @@ class Steps:
         later = [found for number, found in self.catalogue.steps.items() if number > step]
         for found in later:
             self.check_deletable(found.step)
-        return [found.name for found in reversed(later)]
+        return [going(found) for found in reversed(later)]
 
-    def check_deletable(self, step: int) -> str:
-        """Returns the folder of a step after checking that it can be deleted.
+    def check_deletable(self, step: int) -> Going:
+        """Returns a step after checking that it can be deleted.
 
         Raises:
             CheckpointNotFoundError: It is not committed.
@@ -270,49 +292,15 @@ class Steps:
                 f"delete it. Remove the directory if you want it gone",
                 step=step,
             )
-        return found.name
+        return going(found)
 
-    def remove(self, name: str, *, purge: bool = True) -> None:
-        """Deletes what ray_dcp wrote into a step folder. May be repeated.
-
-        Args:
-            name: Of the folder.
-            purge: Also the record that says so: the folder is gone. An attempt to save that step
-                which has lain still all the time could then commit it; without, it can't.
-
-        Raises:
-            StorageError: Something is left; the step is gone all the same, or was not touched.
-        """
-        self._take_back(name)
-        storage = self.opener(self.root.below(name))
-        keys = [entry.key for entry in storage.list()]
-        for item in _items_among(keys):
-            self._take_back(f"{name}/{item}")
-            self._purge(f"{name}/{item}")
-        storage.delete([key for key in keys if info_slot(key) is not None])
-        if purge:
-            self._purge(name)
-        step = self.names.step_of(name)
-        shared = self.opener(self.root.shared)
-        told = [entry.key for entry in shared.list(f"{TAGS}{step}.")]
-        shared.delete(told if step is None else [*told, note_key(step)])
-
-    def doom(self, name: str) -> None:
-        """Notes that a folder is going to be removed: it counts no more.
-
-        Args:
-            name: Of the folder.
-        """
-        step = self.names.step_of(name)
-        self.doomed.add(name)
-        if step is None:
-            return
-        known = self.catalogue.steps.get(step)
-        if known is not None and known.name == name:
-            del self.catalogue.steps[step]
-            self.damaged.discard(step)
-            self.catalogue.tags.pop(step, None)
-        self.catalogue.leftovers.pop(name, None)
+    def forget(self, going: Going) -> None:
+        """Takes a step that was deleted out of the catalogue, unless it was saved again."""
+        self.catalogue.leftovers.pop(going.name, None)
+        known = self.catalogue.steps.get(going.step)
+        if known is not None and (known.name, known.row.attempt) == (going.name, going.attempt):
+            del self.catalogue.steps[going.step]
+            self.damaged.discard(going.step)
 
     def remove_replaced_items(self, place: Place) -> None:
         """Deletes the items of a step that its commit does not refer to any more.
@@ -323,37 +311,96 @@ class Steps:
         found = self.catalogue.steps.get(place.step)
         if found is None or found.row.info is None:
             return
-        storage = self.opener(self.root.below(place.name))
-        keys = [entry.key for entry in storage.list()]
+        keys = [entry.key for entry in self.opener(self.root.below(place.name)).list()]
         for item in sorted(_items_among(keys) - {*found.row.info.items.values()}):
-            self._take_back(f"{place.name}/{item}")
-            self._purge(f"{place.name}/{item}")
+            # Why older ones alone: a later one belongs to a save that came after this one.
+            if _begun_at(item) < place.last_slot:
+                remove_folder(self.root.target, f"{place.name}/{item}", None, self.opener)
 
-    def _deletable(self) -> set[int]:
-        return {s for s, found in self.catalogue.steps.items() if found.is_ours}
 
-    def _take_back(self, name: str) -> None:
-        try:
-            report = delete(self.root.below(name), opener=self.opener)
-        except CheckpointNotFoundError:
-            return
-        if report.warnings:
-            raise StorageError(
-                f"{self.root.url}/{name} is deleted, but its files are not: "
-                f"{'; '.join(report.warnings)}"
-            )
+def remove_step(
+    root: Root, going: Going, opener: Opener, attempt: str, check: Callable[[], object]
+) -> None:
+    """Deletes what ray_dcp wrote into a step folder, all but the record that says so.
 
-    def _purge(self, name: str) -> None:
-        """Removes the records of a folder of which nothing stands, the one that says so last."""
-        storage = self.opener(self.root.below(name))
-        found = read_slots(storage, tolerant=True)
-        if found.decides is not None and isinstance(found.decides.record, Manifest):
-            return  # saved again since
-        slots = sorted(slot for e in storage.list("manifest-") if (slot := slot_of(e.key)))
-        # Why from the root: a folder that becomes empty is removed by the storage it lies in.
-        whole = self.opener(self.root.target)
-        for slot in slots:
-            whole.delete([f"{name}/{record_key(slot)}"])
+    That record stays for good: without it, an attempt that has lain still since before could
+    commit, or delete, what is saved there next.
+
+    Args:
+        root: Where.
+        going: What was decided about; anything else is left alone.
+        opener: What opens storages.
+        attempt: Under which the deletion is announced.
+        check: Called right before the delete record is committed; raises what keeps the step.
+
+    Raises:
+        CheckpointExistsError: Something else stands there by now, or somebody ended the deletion.
+        StorageError: Something is left; the step is gone all the same, or was not touched.
+    """
+    folder = root.below(going.name)
+    keys = [entry.key for entry in opener(folder).list()]
+    # Careful: looked at before the record. Whoever saves the step after it uses other folders.
+    items = {
+        item: _standing_attempt(opener(root.below(f"{going.name}/{item}")))
+        for item in sorted(_items_among(keys))
+    }
+    check()
+    _delete(folder, opener, going.attempt, attempt)
+    for item, seen in items.items():
+        remove_folder(root.target, f"{going.name}/{item}", seen, opener)
+    opener(folder).delete([key for key in keys if info_slot(key) is not None])
+
+
+def remove_folder(
+    parent: Target, name: str, expected: str | None = None, opener: Opener = open_storage
+) -> None:
+    """Deletes a checkpoint with its records, for good: nothing is saved to that folder again.
+
+    Args:
+        parent: What the folder lies in.
+        name: Of the folder.
+        expected: See `ray_dcp.delete`.
+        opener: What opens storages.
+
+    Raises:
+        StorageError: Something is left.
+    """
+    target = place_below(parent, name)
+    _delete(target, opener, expected)
+    decides = read_slots(opener(target), tolerant=True).decides
+    if decides is not None and isinstance(decides.record, DeleteRecord):
+        slots = [slot for slot in used_slots(opener(target)) if slot <= decides.slot]
+        # Why from above: a folder that becomes empty is removed by the storage it lies in.
+        opener(parent).delete([f"{name}/{record_key(slot)}" for slot in slots])
+
+
+def _delete(
+    target: Target, opener: Opener, expected: str | None, attempt: str | None = None
+) -> None:
+    try:
+        report = delete(target, opener=opener, expected=expected, attempt=attempt)
+    except CheckpointNotFoundError:
+        return
+    if report.warnings:
+        raise StorageError(
+            f"{target.url} is deleted, but its files are not: {'; '.join(report.warnings)}"
+        )
+
+
+def _standing_attempt(storage: Storage) -> str:
+    decides = read_slots(storage, tolerant=True).decides
+    is_commit = decides is not None and isinstance(decides.record, Manifest)
+    return decides.record.attempt if decides is not None and is_commit else ""
+
+
+def _begun_at(item: str) -> int:
+    """Returns the highest slot that was in use when the save of an item began."""
+    return int(item.partition(".")[2] or 0)
+
+
+def going(found: StepFound) -> Going:
+    """Returns a step as it may go."""
+    return Going(found.step, found.name, found.row.attempt if found.is_readable else None)
 
 
 def check_item_name(name: object) -> str:

@@ -5,6 +5,8 @@ Every method is called by all ranks, in the same order. Restores are in `loading
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,23 +15,35 @@ from typing import Any
 import torch.distributed as dist
 
 from ray_dcp.entrypoints import async_save, save
-from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestError
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.handle import SaveHandle
-from ray_dcp.manager.agreeing import agree
+from ray_dcp.manager.agreeing import agree, within
 from ray_dcp.manager.finishing import Finisher, UnderWay
 from ray_dcp.manager.places import Root, check_tag
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.settings import Item, Settings, state_of
 from ray_dcp.manager.steps import Place
 from ray_dcp.manager.writer import Writer
-from ray_dcp.operations import RankSession, session_for
+from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.protocol.save_policy import SaveFacts, asks_only_the_step
+from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Won
+from ray_dcp.runtime.inline import InlineSession
+from ray_dcp.runtime.outcome import settle
+from ray_dcp.runtime.perform import new_attempt
 from ray_dcp.runtime.telling import attempt
+from ray_dcp.seam.paths import decide_save
 from ray_dcp.store.opening import place_below
 
 __all__ = ["Telling", "Together"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +63,8 @@ class _Begun:
     place: Place
     target: Target
     """Its folder, reached as the root is."""
+    attempt: str
+    """That makes the step of its items."""
 
 
 class Together:
@@ -209,28 +225,41 @@ class Together:
         states, error = attempt(
             lambda: state_of(self._settings.items, state_dict), "looking at the state", session.rank
         )
-        decided = self.agree(
-            f"saving step {step}", partial(self._decide_save, step, force, telling),
-            facts=self._preemption.is_told, error=error, session=session,
-        )  # fmt: skip
+        left = threading.Event()
+        try:
+            decided = self.agree(
+                f"saving step {step}", partial(self._decide_save, step, force, telling, left),
+                facts=self._preemption.is_told, error=error, session=session,
+            )  # fmt: skip
+        except BaseException:
+            left.set()
+            self._writer.give_up(step)
+            raise
         if decided is None:
             return None, {}
-        place = Place(step, *decided)
-        return _Begun(place, self._root.below(place.name)), states or {}
+        name, last_slot, attempt_id = decided
+        place = Place(step, name, last_slot)
+        return _Begun(place, self._root.below(name), attempt_id), states or {}
 
     def _decide_due(self, step: int, preempted: Sequence[bool]) -> bool:
         return self._writer.due(step, any(preempted))
 
     def _decide_save(
-        self, step: int, force: bool, telling: Telling, preempted: Sequence[bool]
-    ) -> tuple[str, int] | None:
+        self,
+        step: int,
+        force: bool,
+        telling: Telling,
+        left: threading.Event,
+        preempted: Sequence[bool],
+    ) -> tuple[str, int, str] | None:
         if not self._writer.due(step, any(preempted), force=force):
             return None
         place = self._writer.begin(
             step, preempted=any(preempted), replace=telling.replace, metrics=telling.metrics,
             metadata=telling.metadata, tags=[check_tag(tag) for tag in telling.tags],
+            wanted=lambda: not left.is_set(),
         )  # fmt: skip
-        return place.name, place.last_slot
+        return place.name, place.last_slot, new_attempt()
 
     def _parts(self) -> list[tuple[str, Item]]:
         return list(self._settings.items.items()) or [("", self._settings.unnamed)]
@@ -247,26 +276,72 @@ class Together:
         }
 
     def _commit(self, begun: _Begun, key: OpKey | None) -> None:
-        """Makes the step of its items: by a checkpoint of its own, that rank 0 saves."""
+        """Makes the step of its items: by a checkpoint of its own, that rank 0 saves.
+
+        Raises:
+            CommitUnknownError: Nobody could say whether the step is committed.
+            CheckpointError: It is not, and never will be.
+        """
         if not self._settings.items:
             return
 
         def decide(_: Sequence[Any]) -> None:
             place = begun.place
             folders = {name: place.folder_of(name) for name in self._settings.items}
-            save(
-                {"step": place.step, "items": folders},
-                checkpoint_id=begun.target, no_dist=True, options=SaveOptions(),
+            alone = InlineSession("step", new_attempt=lambda: begun.attempt)
+            run_save(
+                decide_save(None, None, begun.target), alone,
+                {"step": place.step, "items": folders}, SaveOptions(), begun.target,
             )  # fmt: skip
 
         options = self._settings.unnamed.save_options
         # Why so long: where the items are committed is learned by one rank after the other.
         timeout_s = options.plan_timeout_s + options.commit_timeout_s
-        self.agree(f"the commit of step {begun.place.step}", decide, key=key, timeout_s=timeout_s)
+        what = f"the commit of step {begun.place.step}"
+        try:
+            self.agree(what, decide, key=key, timeout_s=timeout_s)
+        except CheckpointError as error:
+            self._settle(begun, error, what, timeout_s)
+
+    def _settle(self, begun: _Begun, error: CheckpointError, what: str, timeout_s: float) -> None:
+        """Returns if the storage says that the step is committed; else it never will be.
+
+        Why: the commit may have happened before the ranks lost each other, or may still happen.
+        """
+        ended: Decision
+        try:
+            ended = within(
+                timeout_s, what,
+                lambda: settle(
+                    begun.target, begun.attempt, reason=error.message, rank=self.session().rank
+                ),
+            )  # fmt: skip
+        except StorageError as silent:
+            ended = Open(silent)
+        match ended:
+            case Won() | Lost():
+                logger.warning("%s happened, though the ranks lost each other: %s", what, error)
+            case Fenced():
+                raise error
+            case Open(why):
+                raise CommitUnknownError(
+                    f"{what} failed, and the storage did not say whether it happened: {error}; "
+                    f"{why}. Ask ray_dcp.outcome({begun.target.url!r}, {begun.attempt!r}) later",
+                    attempt=begun.attempt,
+                    step=begun.place.step,
+                ) from error
 
     def _ended(self, begun: _Begun, committed: bool | None) -> None:
-        if self.session().rank == 0:
-            self._writer.finish(begun.place, committed)
+        if self.session().rank != 0:
+            return
+        what = f"the end of step {begun.place.step}"
+        try:
+            within(
+                self._settings.unnamed.save_options.commit_timeout_s, what,
+                lambda: self._writer.finish(begun.place, committed),
+            )  # fmt: skip
+        except StorageError as error:
+            logger.warning("%s: %s", what, error)
 
     def _refuse_read_only(self) -> None:
         if self._settings.read_only:

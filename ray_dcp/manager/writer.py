@@ -10,30 +10,35 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.format.step_info import StepInfo, check_metadata
-from ray_dcp.manager.catalogue import Catalogue, publish
-from ray_dcp.manager.places import Root, check_tag
+from ray_dcp.manager.catalogue import Catalogue, StepFound, look_at_step, publish
+from ray_dcp.manager.places import READING, Root, check_tag, note_key
 from ray_dcp.manager.processes import Holder
-from ray_dcp.manager.reading import Deletions
+from ray_dcp.manager.reading import Readers
 from ray_dcp.manager.removal import Remover
 from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.steps import Place, Steps
+from ray_dcp.manager.steps import Going, Place, Steps, TagChange, remove_step
 from ray_dcp.manager.writing import Right
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.retention import check_metrics
 from ray_dcp.protocol.save_policy import SaveFacts
+from ray_dcp.runtime.perform import new_attempt
 from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.announcements import Announced, fence
 
 __all__ = ["Writer"]
 
 PUBLISH_EVERY = 64
 """Steps that the catalogue file may lack before it is written again."""
-
-DRAIN_S = 60.0
-"""How long a save waits for the removal of an older one of the same step, in seconds."""
 
 Opener = Callable[[Target], Storage]
 logger = logging.getLogger(__name__)
@@ -54,7 +59,7 @@ class Writer:
     Attributes:
         steps: What is committed.
         remover: Removes what may go.
-        lock: Guards `steps`.
+        lock: Guards `steps`; nobody asks the storage anything while he has it.
     """
 
     def __init__(
@@ -78,10 +83,9 @@ class Writer:
         self._right = Right(
             root, opener, lease_s=settings.lease_s, holder=holder, beats=threaded
         )  # fmt: skip
-        self._deletions = Deletions(root, opener, lease_s=settings.lease_s, holder=holder)
-        self.remover = Remover(
-            self.steps, self._right, self._deletions, self.lock, threaded=threaded
-        )  # fmt: skip
+        self._readers = Readers(lease_s=settings.lease_s, holder=holder)
+        self._tag_changes: dict[int, TagChange] = {}
+        self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._last_begun_s = clock()
         self._preemption_saved = False
         self._is_known = False
@@ -93,8 +97,16 @@ class Writer:
         Raises:
             StorageError: It can't be read.
         """
+        before = self.steps.catalogue.steps
+        return self._take_in(self.steps.look(), before)
+
+    def _take_in(self, found: Catalogue, before: Mapping[int, StepFound]) -> Catalogue:
+        """Makes a look the catalogue, with what this process saved since that began."""
         with self.lock:
-            found = self.steps.refresh()
+            for step, one in self.steps.catalogue.steps.items():
+                if before.get(step) != one:
+                    found.add(one)
+            self.steps.catalogue = found
             self._is_known = True
             return found
 
@@ -112,9 +124,9 @@ class Writer:
         policy = self._settings.policy
         if force or policy is None:
             return force
+        if not self._is_known:
+            self.look()
         with self.lock:
-            if not self._is_known:
-                self.look()
             facts = SaveFacts(
                 step=step,
                 last_step=self.steps.newest,
@@ -132,6 +144,7 @@ class Writer:
         metrics: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         tags: Collection[str] = (),
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Place:
         """Returns where a step is to be saved, after writing what is told about it.
 
@@ -142,6 +155,7 @@ class Writer:
             metrics: Of the step, by name.
             metadata: The user's.
             tags: That it gets.
+            wanted: Whether somebody still waits for the answer.
 
         Raises:
             InvalidRequestError: The step, a metric, the metadata or a tag can't be taken.
@@ -149,29 +163,40 @@ class Writer:
             StorageError: The storage failed.
         """
         self._take_right()
-        if self._settings.names.name_of(step) in self.steps.doomed:
-            self.remover.drain(DRAIN_S)
+        metrics = check_metrics(metrics, self._settings.retention)
+        metadata = check_metadata(metadata)
+        tags = frozenset(check_tag(tag) for tag in tags)
         with self.lock:
             self.steps.check_step(step, replace=replace)
-            info = StepInfo(
-                step=step,
-                created_s=float(self._now()),
-                metrics=check_metrics(metrics, self._settings.retention),
-                metadata=check_metadata(metadata),
-            )
-            tags = frozenset(check_tag(tag) for tag in tags)
-            place = self.steps.place(step)
-            if self._settings.items:
-                folders = {name: place.folder_of(name) for name in self._settings.items}
-                info = StepInfo(
-                    step=step, created_s=info.created_s, metrics=info.metrics,
-                    metadata=info.metadata, items=folders,
-                )  # fmt: skip
-            self.steps.prepare(place, info, tags)
+            if not wanted():
+                raise StorageError(
+                    f"the storage of {self.root.url} answered too late to save step {step}",
+                    step=step,
+                )
             self.steps.pending.add(step)
+            is_leaving = self._settings.names.name_of(step) in self.steps.leaving
+        try:
+            if is_leaving:
+                self._fence(f"step {step} is saved again", step)
+            place = self.steps.place(step)
+            info = StepInfo(
+                step=step, created_s=float(self._now()), metrics=metrics, metadata=metadata,
+                items={name: place.folder_of(name) for name in self._settings.items},
+            )  # fmt: skip
+            change = self.steps.prepare(place, info, tags)
+        except BaseException:
+            self.give_up(step)
+            raise
+        with self.lock:
+            self._tag_changes[step] = change
             self._last_begun_s = self._clock()
             self._preemption_saved = self._preemption_saved or preempted
             return place
+
+    def give_up(self, step: int) -> None:
+        """Notes that no save of a step is under way."""
+        with self.lock:
+            self.steps.pending.discard(step)
 
     def finish(self, place: Place, committed: bool | None) -> None:
         """Takes in how a save has ended, and lets go what is superfluous now.
@@ -180,38 +205,95 @@ class Writer:
             place: Of the step.
             committed: None: nobody said; the storage is asked.
         """
+        self.give_up(place.step)
         with self.lock:
-            self.steps.pending.discard(place.step)
-            if committed is False:
-                # Why: if it was due for a preemption, the next step is.
-                self._preemption_saved = False
+            change = self._tag_changes.pop(place.step, TagChange())
+            # Why: if it was due for a preemption, the next step is.
+            self._preemption_saved = self._preemption_saved and committed is not False
+        try:
+            gone = change.added if committed is False else change.dropped if committed else ()
+            if gone:
+                # Why: whoever took the right may have saved the step, and tagged it, since.
+                self._right.check()
+            for tag in sorted(gone):
+                self.steps.untag(place.step, tag)
+            found = None
+            if committed is not False:
+                found = look_at_step(self.root, place.name, place.step, self._opener)
+            if found is None:
                 return
-            try:
-                if not self.steps.note(place):
-                    return
+            with self.lock:
+                self.steps.note(found)
                 self._unpublished += 1
-                if place.last_slot and self._settings.items:
-                    self.steps.remove_replaced_items(place)
-                self.retire(protected={place.step})
-            except CheckpointError as error:
-                # Why not raised: the step is saved. What was not done is done after the next one.
-                self._is_known = False
-                logger.warning("After the commit of step %d: %s", place.step, error)
-
-    def retire(self, protected: Collection[int] = ()) -> None:
-        """Decides which steps go, and has them removed.
-
-        Args:
-            protected: Steps that stay.
-
-        Raises:
-            StorageError: The storage failed.
-        """
-        with self.lock:
-            for name in self.steps.superfluous(self._settings.retention, protected):
-                self._let_go(name)
+                policy = self._settings.retention
+                is_full = bool(self.steps.superfluous(self.steps.catalogue, policy))
+            if is_full:
+                self.remover.wake()
+            if place.last_slot and self._settings.items:
+                self.steps.remove_replaced_items(place)
             if self._unpublished >= PUBLISH_EVERY:
                 self._publish()
+        except CheckpointError as error:
+            # Why not raised: the step is saved. What was not done is done after the next one.
+            self._is_known = False
+            logger.warning("After the save of step %d: %s", place.step, error)
+
+    def remove_superfluous(self) -> dict[str, CheckpointError | None]:
+        """Removes the steps that retention gives up, and what crashes left.
+
+        What is known decides only which removals are announced. What protects a step is read after
+        that, and what is deleted is the attempt that was decided about or nothing.
+
+        Returns:
+            Folders that could not be removed now, by name, with why; None: somebody reads it.
+
+        Raises:
+            CheckpointExistsError: Another process has the right to write.
+            InvalidRequestError: This one has given it back, or the policy gives no usable answer.
+            StorageError: The storage failed.
+        """
+        left: dict[str, CheckpointError | None] = {}
+        tried: set[Going] = set()
+        try:
+            while chosen := self._choose(tried):
+                tried |= {*chosen}
+                self._remove_all(chosen, left)
+        finally:
+            with self.lock:
+                self.steps.leaving = frozenset()
+        return left
+
+    def _choose(self, tried: Collection[Going]) -> list[Going]:
+        """Returns what may go as far as is known."""
+        with self.lock:
+            found = self.steps.superfluous(self.steps.catalogue, self._settings.retention)
+            chosen = [one for one in found if one not in tried]
+            self.steps.leaving = frozenset(one.name for one in chosen)
+            return chosen
+
+    def _remove_all(
+        self, chosen: Collection[Going], left: dict[str, CheckpointError | None]
+    ) -> None:
+        self._right.check()
+        announced = [(one, self._announce(one)) for one in chosen]
+        before = self.steps.catalogue.steps
+        # Careful: all that protects a step is read here, by one listing, and none of it is known.
+        found = self.steps.look()
+        with self.lock:
+            still = {*self.steps.superfluous(found, self._settings.retention)}
+        read_by = found.read_by
+        self._take_in(found, before)
+        for one, mark in announced:
+            try:
+                is_read = self._is_read(read_by.get(one.step, ()))
+                if one not in still or is_read:
+                    self._withdraw(mark)
+                else:
+                    self._remove(one, mark)
+                if is_read:
+                    left[one.name] = None
+            except CheckpointError as error:
+                left[one.name] = error
 
     def delete(self, step: int) -> None:
         """Deletes a step now; its folder keeps the record that says so.
@@ -224,9 +306,8 @@ class Writer:
             StorageError: The storage failed.
         """
         self._take_right()
-        with self.lock:
-            self.look()
-            self._delete_now(step, self.steps.check_deletable(step))
+        self.look()
+        self._delete_now(self.steps.check_deletable(step))
 
     def rewind(self, step: int) -> tuple[int, ...]:
         """Deletes all steps after one, newest first; returns them.
@@ -235,14 +316,11 @@ class Writer:
             CheckpointError: As `delete` does; the steps that were not yet deleted stay.
         """
         self._take_right()
+        self.look()
         gone = []
-        with self.lock:
-            self.look()
-            for name in self.steps.newer_than(step):
-                later = self.steps.names.step_of(name)
-                if later is not None:
-                    self._delete_now(later, name)
-                    gone.append(later)
+        for later in self.steps.newer_than(step):
+            self._delete_now(later)
+            gone.append(later.step)
         return tuple(gone)
 
     def tag(self, step: int, tag: str, *, remove: bool = False) -> None:
@@ -255,21 +333,27 @@ class Writer:
         """
         check_tag(tag)
         self._take_right()
-        with self.lock:
+        self.look()
+        self.steps.check_deletable(step)
+        if remove:
+            self.steps.untag(step, tag)
+            return
+        self.steps.tag(step, tag)
+        self._fence(f"step {step} was given the tag {tag!r}", step)
+        self.look()
+        try:
             self.steps.check_deletable(step)
-            if remove:
-                self.steps.untag(step, tag)
-            else:
-                self.steps.tag(step, tag)
+        except CheckpointError:
+            self.steps.untag(step, tag)  # it was deleted meanwhile
+            raise
 
     def close(self) -> None:
         """Gives the right back, so that others need not wait."""
         self.remover.close()
         try:
             if self._right.is_taken:
-                with self.lock:
-                    if self._unpublished:
-                        self._publish()
+                if self._unpublished:
+                    self._publish()
                 self._right.give_back()
         except CheckpointError as error:
             logger.info("The right to write to %s was not given back: %s", self.root.url, error)
@@ -283,27 +367,62 @@ class Writer:
             )
         had_it = self._right.is_taken
         self._right.take(even_if_held=self._settings.takeover)
-        with self.lock:
-            if not had_it:
-                self._deletions.forget_marks()
-            if not had_it or not self._is_known:
-                self._unpublished += self.look().num_read
+        if not had_it:
+            self._fence("another process writes to the run", None)
+        if not had_it or not self._is_known:
+            self._unpublished += self.look().num_read
 
-    def _let_go(self, name: str) -> None:
-        self.steps.doom(name)
-        self.remover.remove(name)
-
-    def _delete_now(self, step: int, name: str) -> None:
-        if not self._deletions.begin(step):
+    def _delete_now(self, going: Going) -> None:
+        mark = self._announce(going)
+        keys = [entry.key for entry in self._shared.list(f"{READING}{going.step}.")]
+        if self._is_read(keys):
+            self._withdraw(mark)
             raise CheckpointError(
-                f"step {step} of {self.root.url} is being read by another process; delete it "
-                f"when that is over",
-                step=step,
+                f"step {going.step} of {self.root.url} is being read by another process; delete "
+                f"it when that is over",
+                step=going.step,
             )
-        self.steps.remove(name, purge=False)
-        self.steps.doom(name)
-        self.steps.doomed.discard(name)
-        self._deletions.end(step)
+        tags = self.steps.tags_of(going.step)
+        self._remove(going, mark)
+        self._right.check()
+        for tag in sorted(tags):
+            self.steps.untag(going.step, tag)
+        # Why: a removal may have been decided because this step stood.
+        self._fence(f"step {going.step} was deleted", None)
+
+    @property
+    def _shared(self) -> Storage:
+        return self._opener(self.root.shared)
+
+    def _fence(self, reason: str, step: int | None) -> None:
+        fence(self._shared, lambda name: self._opener(self.root.below(name)), reason, step)
+
+    def _is_read(self, leases: Collection[str]) -> bool:
+        return any(self._readers.is_live(self._shared, key) for key in leases)
+
+    def _announce(self, going: Going) -> Announced:
+        mark = Announced(going.step, new_attempt(), going.name)
+        self._shared.write(mark.key, b"")
+        return mark
+
+    def _withdraw(self, mark: Announced) -> None:
+        self._shared.delete([mark.key])
+
+    def _remove(self, going: Going, mark: Announced) -> None:
+        try:
+            remove_step(self.root, going, self._opener, mark.attempt, self._right.check)
+        except CheckpointExistsError:
+            self._withdraw(mark)
+            raise
+        except CheckpointError:
+            # Why: a delete record that is on its way may still arrive. Where that can't be ended
+            # either, the announcement stays for whoever protects the step next.
+            with suppress(CheckpointError):
+                self._fence(f"a deletion of step {going.step} failed", going.step)
+            raise
+        with self.lock:
+            self.steps.forget(going)
+        self._shared.delete([mark.key, note_key(going.step)])
 
     def _publish(self) -> None:
         self._unpublished = 0

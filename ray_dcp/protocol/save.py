@@ -244,6 +244,11 @@ class SaveMachine(JoinedSave):
             return self._fail(disagreeing_values(planned.disagreements, self._target.url))
         self._plan = planned.plan
         self._attempt = self._new_attempt()
+        if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
+            # Why possible: whoever makes up attempts may tell them to others before.
+            return self._fail(SaveCancelledError(
+                f"Attempt {self._attempt} was ended by another rank before this save was planned"
+            ))  # fmt: skip
         self._vote = self._new_vote()
         self._call("writing")
         go = partial(

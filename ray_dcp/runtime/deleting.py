@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.sweep import attempts_of, sweep, verdicts
@@ -49,6 +49,8 @@ def delete(
     storage_options: Mapping[str, object] | None = None,
     dry_run: bool = False,
     opener: Opener = open_storage,
+    expected: str | None = None,
+    attempt: str | None = None,
 ) -> CollectReport:
     """Deletes the checkpoint at a path, with all that other attempts left there.
 
@@ -62,6 +64,9 @@ def delete(
         storage_options: For the storage.
         dry_run: Only tell what would be deleted.
         opener: What opens the storage.
+        expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
+            other one is left alone. None for whatever stands.
+        attempt: Of the delete record, where it was announced (`transfer.announcements`).
 
     Returns:
         What was deleted. Files that could not be are told in `kept` and `warnings`: the checkpoint
@@ -70,6 +75,8 @@ def delete(
     Raises:
         CheckpointNotFoundError: There is nothing.
         InvalidRequestError: What stands there was not written by ray_dcp.
+        CheckpointExistsError: Another checkpoint than the expected one stands there, or somebody
+            ended the deletion that was announced; nothing is deleted.
         StorageError: The storage failed before anything was decided; or it did not say whether
             the delete happened, which the message tells.
 
@@ -85,14 +92,22 @@ def delete(
     for _ in range(MOST_TRIES):
         place = look_at(storage)
         _check_deletable(place)
-        if isinstance(place.standing.record, DeleteRecord):
+        if isinstance(place.standing.record, DeleteRecord) and not (
+            # Why: what began since then may still be committed, unless another record ends it.
+            expected == "" and attempts_of(place.sizes, place.known) - place.known
+        ):
             return _finish_delete(place, place.standing.record, dry_run)
-        record = _delete_record(place)
+        _check_expected(place, expected)
+        if attempt in place.known:
+            raise _ended(storage)
+        record = _delete_record(place, attempt or new_attempt())
         if dry_run:
             return _finish_delete(place, record, dry_run)
         match _bury(target, record, opener):
             case Won() as won:
                 return _finish_won(place, record, won)
+            case Fenced():
+                raise _ended(storage)
             case Open(error):
                 unsure = copy.copy(error)
                 unsure.message += ". Whether the checkpoint was deleted is unknown: delete again"
@@ -131,7 +146,26 @@ def _check_deletable(place: Place) -> None:
         )
 
 
-def _delete_record(place: Place) -> DeleteRecord:
+def _ended(storage: Storage) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        "Expected to delete the checkpoint, but somebody who keeps it ended that: a tag, a "
+        "reader, or another process that writes to its run. It stands",
+        checkpoint_id=storage.url,
+    )
+
+
+def _check_expected(place: Place, expected: str | None) -> None:
+    manifest = place.standing.manifest
+    found = "" if manifest is None else manifest.attempt
+    if expected is not None and found != expected:
+        raise CheckpointExistsError(
+            f"Expected to delete {f'attempt {expected}' if expected else 'what crashes left'}, but "
+            f"{f'attempt {found}' if found else 'nothing'} stands there by now, and stays",
+            checkpoint_id=place.storage.url,
+        )
+
+
+def _delete_record(place: Place, attempt: str) -> DeleteRecord:
     standing = place.standing
     manifest = standing.manifest
     # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
@@ -139,7 +173,7 @@ def _delete_record(place: Place) -> DeleteRecord:
     is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
     told = not standing.slots.unreadable
     return DeleteRecord(
-        attempt=new_attempt(),
+        attempt=attempt,
         reason=DELETED_BY_USER,
         created_s=time.time(),
         replaced_metadata=place.foreign if is_replaced else None,

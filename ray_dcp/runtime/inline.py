@@ -72,6 +72,7 @@ class InlineSession:
     Args:
         name: Of the session.
         performer: What carries out tasks.
+        new_attempt: Names attempts.
 
     Example:
         >>> InlineSession("doc").next_key()
@@ -83,7 +84,13 @@ class InlineSession:
     node = ""
     skipped_calls = 0
 
-    def __init__(self, name: str = "inline", *, performer: Performer = perform) -> None:
+    def __init__(
+        self,
+        name: str = "inline",
+        *,
+        performer: Performer = perform,
+        new_attempt: Callable[[], str] = new_attempt,
+    ) -> None:
         self.name = name
         self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), performer)
         self._performer = performer

@@ -121,7 +121,7 @@ def load_newest_rank(
     for folder in names.steps:
         checkpoint_id = names.checkpoint_id(folder.name)
         try:
-            value = yield from load(checkpoint_id)
+            value = yield from _loaded(checkpoint_id, load)
         except CheckpointError as error:
             if falls_back(error):
                 skipped.append((checkpoint_id, error))
@@ -134,6 +134,18 @@ def load_newest_rank(
             raise
         return Newest(value, checkpoint_id, folder.step, tuple(skipped))
     raise _nothing_loaded(names.url, steps, skipped)
+
+
+def _loaded(
+    checkpoint_id: str, load: Callable[[str], Generator[Request, Reply, T]]
+) -> Generator[Request, Reply, T]:
+    """Loads a checkpoint, and once more where that failed: one bad read is no proof of damage."""
+    try:
+        return (yield from load(checkpoint_id))
+    except CheckpointError as error:
+        if not falls_back(error):
+            raise
+    return (yield from load(checkpoint_id))
 
 
 def falls_back(error: CheckpointError) -> bool:

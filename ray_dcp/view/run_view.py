@@ -24,6 +24,7 @@ from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace, as_target
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
+from ray_dcp.transfer.announcements import fence
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.diffing import diff_tables
@@ -248,7 +249,7 @@ class RunView:
 
         Raises:
             InvalidRequestError: A tag can't be one, or the step has no number.
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: There is no such step, or it was deleted meanwhile.
             StorageError: It could not be written.
         """
         number = self.check_step(key)
@@ -256,10 +257,22 @@ class RunView:
         shared = open_storage(place_below(self.place, SHARED_FOLDER))
         if remove:
             shared.delete(keys)
-        else:
-            for one in keys:
-                shared.write(one, b"")
-        return self.refresh()
+            return self.refresh()
+        for one in keys:
+            shared.write(one, b"")
+        # Why after that: who deletes the step announces it, and looks for tags then.
+        fence(
+            shared, lambda name: open_storage(place_below(self.place, name)),
+            f"step {number} was given a tag", number,
+        )  # fmt: skip
+        run, before = self.refresh(), self.step(key)
+        found = next((one for one in run if one.name == before.name), None)
+        if found is None or (found.state == "deleted" != before.state):
+            shared.delete(keys)
+            raise CheckpointNotFoundError(
+                f"expected step {number} in {self.url}, but it was deleted before it had the tag"
+            )
+        return run
 
     def annotate(self, key: int | str, note: str) -> RunView:
         """Puts a text on a step, in place of the one that is there; an empty one removes it.

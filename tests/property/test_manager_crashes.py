@@ -24,7 +24,6 @@ from ray_dcp.testing import (
     interrupted_system,
 )
 from ray_dcp.testing.invariants import (
-    all_keys,
     an_allowed_checkpoint_loads_whole,
     expect,
     is_same,
@@ -32,6 +31,7 @@ from ray_dcp.testing.invariants import (
     standing_state,
 )
 from tests.manager_places import (
+    folders_of,
     newest_state,
     opener_of,
     root_of,
@@ -55,9 +55,7 @@ def a_later_writer_leaves_one_step(after):
     save_step(writer, after.storage, 9, NEXT)
     expect(list(writer.look().steps) == [9], f"there are steps {list(writer.look().steps)}")
     expect(is_same(newest_state(after.storage, after.states), NEXT), "the later save does not load")
-    ours = {key.partition("/")[0] for key in all_keys(after.storage)} - {
-        key.partition("/")[0] for key in after.foreign
-    }
+    ours = folders_of(after.storage) - {key.partition("/")[0] for key in after.foreign}
     expect(ours == {"step-00000009", FOLDER}, f"there is left {sorted(ours)}")
 
 

@@ -19,7 +19,6 @@ import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
     StorageError,
@@ -33,17 +32,27 @@ from ray_dcp.format.step_info import (
     encode_info,
 )
 from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager import CheckpointManager, LatestN
+from ray_dcp.manager import CheckpointManager, LatestN, removal
 from ray_dcp.manager.catalogue import look, publish
 from ray_dcp.manager.places import CATALOGUE, FOLDER
 from ray_dcp.manager.processes import Unchanged, this_process
-from ray_dcp.manager.reading import Deletions, Lease
+from ray_dcp.manager.reading import Lease, Readers
 from ray_dcp.manager.writing import Right
+from ray_dcp.runtime.deleting import delete
 from ray_dcp.store.faults import Fault, Script
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing import NEW, OLD
-from tests.manager_places import HERE, opener_of, root_of, save_step, settings, writer_of
+from ray_dcp.testing import NEW, NEXT, OLD, Place
+from ray_dcp.transfer.announcements import Announced
+from tests.manager_places import (
+    HERE,
+    folders_of,
+    opener_of,
+    root_of,
+    save_step,
+    settings,
+    writer_of,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 ELSEWHERE = replace(this_process(), machine="another machine", host="elsewhere")
@@ -207,11 +216,12 @@ def test_who_lost_the_right_deletes_nothing_any_more(storage):
     writer = writer_of(storage, max_to_keep=1)
     save_step(writer, storage, 1, OLD)
     save_step(writer, storage, 2, NEW)
-    with writer.lock:
-        writer._let_go("step-00000002")
+    place = writer.begin(3)
+    Place(opener_of(storage)(writer.root.below(place.name))).save(NEXT, 2)
     right(storage, replace(HERE, nonce="other")).take()
+    writer.finish(place, True)
     writer.remover.drain()
-    assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [2]
+    assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [2, 3]
 
 
 def test_a_read_only_manager_writes_nothing(tmp_path):
@@ -244,57 +254,83 @@ def test_a_step_that_is_read_is_not_deleted_before_that_is_over(tmp_path):
     with reader.reading(1) as checkpoint_id:
         manager.save(2, state(2))
         manager.join()
-        assert manager.all_steps() == [2]  # decided, and not done
+        assert manager.all_steps() == [1, 2]
         found = state()
         ray_dcp.load(found, checkpoint_id=checkpoint_id)
         assert found["w"][0].item() == 1
         with pytest.raises(CheckpointError):
             manager.delete(1)
-    manager._writer.remover._todo[0] = (0.0, *manager._writer.remover._todo[0][1:])
     manager.save(3, state(3))
     manager.join()
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003"]
+    assert manager.all_steps() == [3]
     manager.close()
 
 
-def test_a_reader_and_a_deletion_see_each_other_in_either_order(storage):
+def announce(storage, attempt="0123456789abcdef"):
+    """Announces a deletion of step 1, as one that is decided now, or was left by a crash."""
+    mark = Announced(1, attempt, "step-00000001")
+    storage.write(f"{FOLDER}/{mark.key}", b"")
+    return mark
+
+
+def test_a_reader_that_comes_before_the_delete_record_ends_the_deletion(storage):
     opener, root = opener_of(storage), root_of(storage)
-    deletions = Deletions(root, opener, lease_s=30.0, holder=HERE)
-    reader = Lease(root, 7, opener, lease_s=30.0, holder=HERE, beats=False)
-    with reader:
-        assert not deletions.begin(7)
-        assert deletions.begin(8)
-    assert deletions.begin(7)
-    with pytest.raises(CheckpointNotFoundError, match="being deleted"), reader:
-        pass
-    deletions.end(7)
-    with reader:
-        pass
-    assert [entry.key for entry in storage.list() if "reading" in entry.key] == []
+    save_step(writer_of(storage), storage, 1, OLD)
+    mark = announce(storage)
+    with Lease(root, 1, opener, lease_s=30.0, holder=HERE, beats=False):
+        with pytest.raises(CheckpointExistsError, match="somebody who keeps it"):
+            delete(root.below(mark.name), opener=opener, attempt=mark.attempt)
+        assert list(look(root, settings().names, opener).steps) == [1]
+    assert [e.key for e in storage.list(FOLDER) if "ing/" in e.key] == []
+
+
+def test_a_deletion_that_sees_a_reader_leaves_the_step(storage):
+    writer = writer_of(storage)
+    save_step(writer, storage, 1, OLD)
+    reader = Lease(writer.root, 1, opener_of(storage), lease_s=30.0, holder=HERE, beats=False)
+    with reader, pytest.raises(CheckpointError, match="being read"):
+        writer.delete(1)
+    writer.delete(1)
+    assert list(writer.look().steps) == []
+
+
+def test_what_a_killed_deletion_left_hides_no_step(tmp_path):
+    manager = manager_of(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    for left in ("3", "3.0123456789abcdef.step-00000003"):
+        mark = Path(tmp_path, FOLDER, "deleting", left)
+        mark.parent.mkdir(exist_ok=True)
+        mark.write_bytes(b"")
+        assert manager.restore("latest", state()).step == 3
+        assert manager.restore(3, state()).step == 3
+    manager.close()
 
 
 def test_a_reader_that_died_keeps_nothing(storage):
     opener, root = opener_of(storage), root_of(storage)
-    Lease(root, 7, opener, lease_s=30.0, holder=GONE, beats=False).__enter__()
-    assert Deletions(root, opener, lease_s=30.0, holder=HERE).begin(7)
+    lease = Lease(root, 7, opener, lease_s=30.0, holder=GONE, beats=False)
+    lease.__enter__()
+    shared = opener(root.shared)
+    assert not Readers(lease_s=30.0, holder=HERE).is_live(shared, lease._key)
+    assert shared.list("reading/") == []
 
 
 def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage):
     opener, root = opener_of(storage), root_of(storage)
     now = [0.0]
-    deletions = Deletions(
-        root, opener, lease_s=30.0, holder=HERE, unchanged=Unchanged(lambda: now[0])
-    )
+    readers = Readers(lease_s=30.0, holder=HERE, unchanged=Unchanged(lambda: now[0]))
     reader = Lease(root, 7, opener, lease_s=30.0, holder=ELSEWHERE, beats=False)
     reader.__enter__()
-    assert not deletions.begin(7)
+    shared = opener(root.shared)
+    assert readers.is_live(shared, reader._key)
     now[0] = 29.0
     reader._beat(1)
-    assert not deletions.begin(7)
+    assert readers.is_live(shared, reader._key)
     now[0] = 58.0
-    assert not deletions.begin(7)
+    assert readers.is_live(shared, reader._key)
     now[0] = 60.0
-    assert deletions.begin(7)
+    assert not readers.is_live(shared, reader._key)
 
 
 def test_follow_gives_each_new_newest_step_and_keeps_it_meanwhile(tmp_path):
@@ -333,29 +369,28 @@ def test_a_deletion_that_fails_is_tried_again_and_disturbs_no_save(storage, capl
         save_step(writer, wrapped, 1, OLD)
         save_step(writer, wrapped, 2, NEW)
         assert list(writer.remover.failed) == ["step-00000001"]
-        while writer.remover._todo:
-            writer.remover._todo[0] = (0.0, *writer.remover._todo[0][1:])
+        for _ in range(3):
+            writer.remover.wake()
             writer.remover.drain()
     assert writer.remover.failed == {}
-    assert {entry.key.split("/")[0] for entry in storage.list()} == {"step-00000002", FOLDER}
+    assert folders_of(storage) == {"step-00000002", FOLDER}
     assert "is tried again" in caplog.text
 
 
 def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_writer(
-    storage, caplog
+    storage, caplog, monkeypatch
 ):
     fails = Fault(operation="delete", key="step-00000001/*", error=5, times=None)
     with Script([fails]) as script:
         wrapped = script.wrap(storage)
         writer = writer_of(wrapped, max_to_keep=1)
-        writer.remover._most_tries = 2
+        monkeypatch.setattr(removal, "MOST_TRIES", 2)
+        monkeypatch.setattr(removal, "FIRST_RETRY_S", 0.0)
         save_step(writer, wrapped, 1, OLD)
         save_step(writer, wrapped, 2, NEW)
-        writer.remover._todo[0] = (0.0, *writer.remover._todo[0][1:])
-        writer.remover.drain()
     assert "could not be deleted in 2 tries" in caplog.text
     save_step(writer_of(storage, max_to_keep=1), storage, 3, NEW)
-    assert {entry.key.split("/")[0] for entry in storage.list()} == {"step-00000003", FOLDER}
+    assert folders_of(storage) == {"step-00000003", FOLDER}
 
 
 # --- the catalogue ------------------------------------------------------------------------------

@@ -324,9 +324,9 @@ def test_a_rank_that_is_lost_is_no_reason_to_fall_back(run, fate, damaged):
     if not damaged:
         assert isinstance(error, ParticipantError)
         assert isinstance(error, DeadlineError) == (fate == "freeze")
-    # A rank that is merely silent may be slow: it is missed when it does not come to the next.
-    gone_on = damaged and fate == "freeze"
-    assert ("skipped" in str(getattr(error, "__notes__", ""))) == gone_on
+    # A rank that is merely silent may be slow: it is missed when it does not come to the next try,
+    # which is of the same step.
+    assert "skipped" not in str(getattr(error, "__notes__", ""))
     assert isinstance(error, DeadlineError) == (fate == "freeze")
 
 
@@ -343,7 +343,7 @@ def test_a_slow_reader_has_its_time_before_the_next_step_is_given_up(torch_run, 
     checkpoints.data_file(torch_run / "step-10").unlink()
     options = LoadOptions(plan_timeout_s=50, read_timeout_s=700)
     load_newest(state_at(0), torch_run, options=options)
-    assert joined == [("10", 50), ("-9", 750)]
+    assert joined == [("10", 50), ("10", 750), ("-9", 750)]
 
 
 def test_a_rank_that_never_lists_is_told_within_the_deadline(run):
@@ -546,7 +546,7 @@ def test_a_meta_tensor_is_filled_from_the_older_step(torch_run):
     assert (state["w"] == 9).all()
 
 
-def test_a_planner_is_set_up_for_each_step(torch_run):
+def test_a_planner_is_set_up_for_each_try(torch_run):
     class Noting(DefaultLoadPlanner):
         def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
             setups.append(sorted(metadata.state_dict_metadata))
@@ -556,7 +556,7 @@ def test_a_planner_is_set_up_for_each_step(torch_run):
     checkpoints.data_file(torch_run / "step-10").unlink()
     state = state_at(0)
     report, _ = load_newest(state, torch_run, planner=Noting())
-    assert (report.step, report.path, len(setups)) == (9, "planner hooks", 2)
+    assert (report.step, report.path, len(setups)) == (9, "planner hooks", 3)
     assert (state["w"] == 9).all()
 
 
