@@ -54,12 +54,14 @@ __all__ = [
     "KeepTemplate",
     "MakeMetadata",
     "MakePlan",
+    "OutcomeRead",
     "Overtaken",
     "Perform",
     "Planned",
     "PublishMetadata",
     "Published",
     "ReadCheckpoint",
+    "ReadOutcome",
     "ReadRecord",
     "ReadRecords",
     "ReadTemplate",
@@ -155,6 +157,17 @@ class ReadRecord:
 
 
 @dataclass(frozen=True)
+class ReadOutcome:
+    """Tell whether a record decides an attempt already. Result: `OutcomeRead`.
+
+    Publishes the `.metadata` of the commit that stands, where whoever committed it did not.
+    """
+
+    target: Target
+    attempt: str
+
+
+@dataclass(frozen=True)
 class CreateAbort:
     """Create an abort record in this slot. Result: `RecordCreated` or `SlotTaken`."""
 
@@ -199,7 +212,7 @@ class CollectReplaced:
 
 
 Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | MakeMetadata
-Reading = ReadCheckpoint | ShareReads | ReadTemplate
+Reading = ReadCheckpoint | ReadOutcome | ShareReads | ReadTemplate
 Keeping = CollectReplaced | KeepTemplate
 Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | Keeping
 
@@ -312,6 +325,16 @@ class SlotFree:
 
 
 @dataclass(frozen=True)
+class OutcomeRead:
+    """What the records of a target say of one attempt."""
+
+    slot: int = 0
+    """Slot of the record that decides it; 0 while none does."""
+    record: bytes = b""
+    """Its manifest, where that was committed and not replaced since."""
+
+
+@dataclass(frozen=True)
 class Published:
     """`.metadata` was dealt with."""
 
@@ -331,10 +354,9 @@ class Failed:
     error: CheckpointError
 
 
-Seen = (
-    RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared | TemplateRead
-)
-Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
+Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared
+Found = OutcomeRead | TemplateRead
+Result = Seen | Found | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 
 @dataclass(frozen=True)

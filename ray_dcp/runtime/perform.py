@@ -36,8 +36,10 @@ from ray_dcp.protocol.commands import (
     KeepTemplate,
     MakeMetadata,
     MakePlan,
+    OutcomeRead,
     PublishMetadata,
     ReadCheckpoint,
+    ReadOutcome,
     ReadRecord,
     ReadRecords,
     ReadsShared,
@@ -52,6 +54,7 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.receipts import FileReceipts
+from ray_dcp.protocol.vote import Won
 from ray_dcp.runtime.commit_files import build_commit
 from ray_dcp.runtime.metadata_later import write_metadata
 from ray_dcp.runtime.plan_templates import keep_template, read_template
@@ -59,6 +62,7 @@ from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
     confirm_record,
+    decision_of,
     overtaken,
     read_standing,
     standing_records,
@@ -67,6 +71,7 @@ from ray_dcp.runtime.records import (
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import find_checkpoint
+from ray_dcp.transfer.slots import read_slots
 from ray_dcp.transfer.threads import run_tasks
 
 __all__ = ["new_attempt", "perform"]
@@ -129,6 +134,8 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return _create(opener(task.target), task.slot, task.record)
         case ReadRecord():
             return _confirmed_record(opener(task.target), task.slot)
+        case ReadOutcome():
+            return _outcome(opener(task.target), task)
         case CreateAbort():
             record = AbortRecord(attempt=task.attempt, reason=task.reason, rank=task.rank)
             return _create(opener(task.target), task.slot, encode_record(record))
@@ -266,6 +273,17 @@ def _create(storage: Storage, slot: int, record: bytes) -> RecordCreated | SlotT
         if isinstance(found, SlotTaken) and found.record != record:
             return found
     return RecordCreated(slot, overtaken(storage, slot, record))
+
+
+def _outcome(storage: Storage, task: ReadOutcome) -> OutcomeRead:
+    decision = decision_of(read_slots(storage, whole=True), task.attempt)
+    if not isinstance(decision, Won):
+        return OutcomeRead(0 if decision is None else decision.slot)
+    confirm_record(storage, decision.slot, decision.record)
+    # Suppressed: it is committed, and the next save or load publishes it.
+    with suppress(CheckpointError):
+        republish(storage, task.target.url)
+    return OutcomeRead(decision.slot, decision.record)
 
 
 def _confirmed_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
