@@ -18,6 +18,7 @@ from ray_dcp.protocol.commands import (
     Answer,
     Answers,
     Finished,
+    OutcomeRead,
     Perform,
     Published,
     RecordCreated,
@@ -25,12 +26,12 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import (
+    Noted,
     PartsHeld,
     PartsWritten,
     Reply,
     Request,
     SaveJoin,
-    SaveOutcome,
     SaveStaged,
     TakeOver,
 )
@@ -93,15 +94,15 @@ class StagedWorld:
         self.stagers = [Stager(f"{node}#0") for node in range(max(nodes) + 1)]
         self.others: list[Stager] = []
         self.epoch = 0
+        self.record: OutcomeRead = OutcomeRead()
+        """What the storage says of the attempt."""
         self.kept: tuple[list[Stager], list[Stager]] = ([], [])
         self.holders: list[Stager] = []
         self.asked: list[Stager] | None = None
         self._begin_coordinator()
         for rank in range(len(nodes)):
-            self.send(
-                SaveJoin(KEY, rank, len(nodes), TARGET, SaveOptions(), b"c", staged=True),
-                count=False,
-            )
+            join = SaveJoin(KEY, rank, len(nodes), TARGET, SaveOptions(), b"c", staged=True)
+            self.send(join)
         parts = tuple(
             RankPlan(rank, "torch_save", tuple(map(file_plan, sorted(own))))
             for rank, own in enumerate(self.files)
@@ -117,8 +118,8 @@ class StagedWorld:
         self.todo: list[Perform] = []
         self.armed = False
 
-    def send(self, request: Request, *, count: bool = True) -> None:
-        self._take(self.coordination.receive(pickle.loads(pickle.dumps(request))))
+    def send(self, request: Request) -> None:
+        commands = self.coordination.receive(pickle.loads(pickle.dumps(request)))
         held = request.held if isinstance(request, SaveStaged) else request
         if isinstance(held, PartsHeld) and self.coordination.staged_plan(KEY) is not None:
             stager = self.stager(held.stager)
@@ -126,6 +127,7 @@ class StagedWorld:
                 self.holders.append(stager)
                 if self.asked is not None and stager not in self.asked:
                     self._ask(stager)
+        self._take(commands)
 
     def _take(self, commands) -> None:
         for command in commands:
@@ -143,6 +145,8 @@ class StagedWorld:
             if rank.is_dead or rank.said is None or step_of(rank.said) != step:
                 continue
             said, rank.said = rank.said, None
+            if isinstance(said, PartsHeld) and isinstance(reply, Noted):
+                self.keep()  # before it is told
             if not isinstance(said, SaveStaged):
                 continue
             if isinstance(reply, TakeOver):
@@ -156,7 +160,11 @@ class StagedWorld:
         while self.todo:
             todo = self.todo.pop(0)
             name = type(todo.task).__name__
-            result = self.plan if name == "MakePlan" else RESULTS.get(name, Finished())
+            result = {"MakePlan": self.plan, "ReadOutcome": self.record, **RESULTS}.get(
+                name, Finished()
+            )
+            if name in ("CreateRecord", "CreateAbort"):
+                self.record = OutcomeRead(1, b"manifest" if name == "CreateRecord" else b"")
             self._take(self.coordination.performed(todo.key, todo.task, result))
 
     def keep(self) -> None:
@@ -171,13 +179,14 @@ class StagedWorld:
         self.kept = (copies[:2], list(self.holders))
 
     def restart(self) -> bool:
-        """Another coordinator comes; returns whether it could take the save up."""
-        if self.is_over:
-            return True
+        """Another coordinator comes; returns whether it could take the save up, if need be.
+
+        Also where the one before had ended it, and could not forget its plan any more.
+        """
         copies, holders = self.kept
         plans = [one.plan for one in copies if not one.is_dead and one.plan is not None]
         if not plans:
-            return False
+            return self.is_over
         self._begin_coordinator()
         self.holders, self.asked = [], holders
         self._take(self.coordination.resume(pickle.loads(plans[0])))
@@ -323,5 +332,11 @@ class StagedWorld:
         raise AssertionError(f"it never ends: {self.ranks}")
 
     @property
+    def is_unprotected(self) -> bool:
+        """Nobody was told that it holds bytes, or each stager that had the plan has died."""
+        copies, _ = self.kept
+        return all(stager.is_dead for stager in copies)
+
+    @property
     def committed(self) -> bool:
-        return isinstance(self.coordination.outcome(KEY), SaveOutcome)
+        return bool(self.record.record)

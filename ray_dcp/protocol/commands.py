@@ -52,12 +52,14 @@ __all__ = [
     "Finished",
     "MakeMetadata",
     "MakePlan",
+    "OutcomeRead",
     "Overtaken",
     "Perform",
     "Planned",
     "PublishMetadata",
     "Published",
     "ReadCheckpoint",
+    "ReadOutcome",
     "ReadRecord",
     "ReadRecords",
     "ReadsShared",
@@ -148,6 +150,17 @@ class ReadRecord:
 
 
 @dataclass(frozen=True)
+class ReadOutcome:
+    """Tell whether a record decides an attempt already. Result: `OutcomeRead`.
+
+    Publishes the `.metadata` of the commit that stands, where whoever committed it did not.
+    """
+
+    target: Target
+    attempt: str
+
+
+@dataclass(frozen=True)
 class CreateAbort:
     """Create an abort record in this slot. Result: `RecordCreated` or `SlotTaken`."""
 
@@ -194,7 +207,7 @@ class CollectReplaced:
 
 
 Writing = WriteTable | CreateRecord | CreateAbort | PublishMetadata | MakeMetadata
-Reading = ReadCheckpoint | ShareReads
+Reading = ReadCheckpoint | ReadOutcome | ShareReads
 Task = ReadRecords | MakePlan | BuildCommit | ReadRecord | Reading | Writing | CollectReplaced
 
 
@@ -306,6 +319,16 @@ class SlotFree:
 
 
 @dataclass(frozen=True)
+class OutcomeRead:
+    """What the records of a target say of one attempt."""
+
+    slot: int = 0
+    """Slot of the record that decides it; 0 while none does."""
+    record: bytes = b""
+    """Its manifest, where that was committed and not replaced since."""
+
+
+@dataclass(frozen=True)
 class Published:
     """`.metadata` was dealt with."""
 
@@ -326,7 +349,7 @@ class Failed:
 
 
 Seen = RecordsRead | RecordCreated | SlotTaken | SlotFree | CheckpointRead | ReadsShared
-Result = Seen | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
+Result = Seen | OutcomeRead | Planned | RowsMissing | CommitBuilt | Published | Finished | Failed
 
 
 @dataclass(frozen=True)

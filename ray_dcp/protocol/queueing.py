@@ -59,7 +59,7 @@ def let_in(saves: Iterable[StagedSaveMachine]) -> tuple[StagedSaveMachine, Comma
     staged = list(saves)
     under_way = [machine for machine in staged if machine.is_under_way]
     first = next((machine for machine in staged if machine.is_queued), None)
-    if first is None:
+    if first is None or any(machine.may_be_over for machine in under_way):
         return None
     match admit(first, under_way):
         case "begin":

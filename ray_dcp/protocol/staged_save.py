@@ -12,7 +12,8 @@ files has a receipt, whoever wrote it:
 | a stager is lost or lags | the rank hands its unwritten files to another: `TakeOver` |
 
 A coordinator that is made after this one died takes the save up from its `StagedPlan`; messages of
-the epoch in which it was planned count there too.
+the epoch in which it was planned count there too. It looks at the storage first: where a record
+decides the attempt already, the save is over.
 
 Before it plans it waits in the phase "queued" until `Coordination` lets it in, which counts the
 asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
@@ -29,7 +30,16 @@ from ray_dcp.errors import (
     CheckpointError,
     InternalError,
 )
-from ray_dcp.protocol.commands import Answer, Command, Planned, step_of
+from ray_dcp.protocol.commands import (
+    Answer,
+    Command,
+    Failed,
+    OutcomeRead,
+    Planned,
+    ReadOutcome,
+    Result,
+    step_of,
+)
 from ray_dcp.protocol.holding import Holding
 from ray_dcp.protocol.lagging import Pace, laggards
 from ray_dcp.protocol.messages import (
@@ -49,6 +59,7 @@ from ray_dcp.protocol.save_errors import both_gone, undecided
 from ray_dcp.protocol.staged_plan import StagedPlan
 from ray_dcp.protocol.strays import went_ahead
 from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.vote import Won
 
 __all__ = ["StagedSaveMachine"]
 
@@ -79,8 +90,11 @@ class StagedSaveMachine(QueuedSave):
         self._helped: set[int] = set()
 
     def staged_plan(self) -> StagedPlan | None:
-        """Returns what another coordinator needs to end this save; None when it is not planned."""
-        if self.phase != "writing" or self._plan is None:
+        """Returns what another coordinator needs to end this save.
+
+        None before it is planned, and once it is over or fails.
+        """
+        if self._plan is None or self._error is not None:
             return None
         return StagedPlan(
             first=replace(self._join, columns=b"", contents=b"", values=b"", stats=b""),
@@ -99,7 +113,8 @@ class StagedSaveMachine(QueuedSave):
             planned: As `staged_plan` gave it there.
 
         Returns:
-            What to do now. Who holds and has written what is to be told again, as it was then.
+            What to do now: among others to look whether the earlier coordinator had ended it. Who
+            holds and has written what is to be told again, as it was then.
         """
         # Why kept: what the ranks say is of the epoch in which they were told their parts.
         self._planned_in = planned.epoch
@@ -110,7 +125,12 @@ class StagedSaveMachine(QueuedSave):
         self._plan_files(planned.files)
         self._call("writing")
         self._tell(f"resumed from epoch {planned.epoch}")
-        return (self._arm(self._options.write_timeout_s),)
+        for rank, own in enumerate(self._files):
+            if not own:
+                # Why: it has no bytes that somebody could hold, and may be dead by now.
+                self._roll.note(rank, None)
+        look = self._perform(ReadOutcome(self._target, self._attempt))
+        return (self._arm(self._options.write_timeout_s), look)
 
     def receive(self, request: Request) -> Commands:
         """See `Operation.receive`; what is of another attempt or epoch is refused first."""
@@ -132,8 +152,7 @@ class StagedSaveMachine(QueuedSave):
         if self.phase != "writing":
             return ()
         self._tell(f"lost stager {stager}")
-        ranks = self._holding.by(stager)
-        return self._hand_over([rank for rank in ranks if self._left[rank]], reason, lost=True)
+        return self._hand_over(self.held_by(stager), reason, lost=True)
 
     def lags(self, rank: int, reason: str) -> Commands:
         """Takes that a rank's stager is much slower than the others.
@@ -180,11 +199,20 @@ class StagedSaveMachine(QueuedSave):
         return commands
 
     @property
+    def may_be_over(self) -> bool:
+        """It was taken up, and the storage has not said yet whether it had ended before."""
+        return isinstance(self._pending, ReadOutcome)
+
+    @property
     def holders(self) -> frozenset[str]:
         """The stagers that hold bytes which nobody has written yet."""
         if self.phase != "writing":
             return frozenset()
         return frozenset(held.stager for rank, held in self._holding.all() if self._left[rank])
+
+    def held_by(self, stager: str) -> list[int]:
+        """Returns the ranks of which a stager holds bytes that nobody has written yet."""
+        return [rank for rank in self._holding.by(stager) if self._left[rank]]
 
     # Events
 
@@ -217,6 +245,24 @@ class StagedSaveMachine(QueuedSave):
                 self._waiting[request.rank, step_of(request)] = None
                 return ()
         return super()._on_request(request)
+
+    def _on_result(self, result: Result) -> Commands:
+        match self.phase, result:
+            case "writing", OutcomeRead():
+                return self._take_outcome(result)
+            case "writing", Failed():
+                return ()  # nobody knows yet: the vote will find out
+        return super()._on_result(result)
+
+    def _take_outcome(self, found: OutcomeRead) -> Commands:
+        """Ends a save that the earlier coordinator had committed, or declared failed."""
+        if not found.slot:
+            return ()
+        if found.record:
+            self._won = Won(found.slot, found.record)
+        # Why "undecided" otherwise: each rank reads the reason for itself.
+        reply = self._success() if self._won else self._undecided()
+        return (*self._conclude(reply), *self._finish())
 
     def _on_plan(self, planned: Planned) -> Commands:
         self._plan_files(

@@ -55,6 +55,11 @@ class StagerHearing(ABC):
                     found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
         return found
 
+    def held_by(self, stager: str) -> dict[OpKey, list[int]]:
+        """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
+        machines = [one for one in self._active.values() if isinstance(one, StagedSaveMachine)]
+        return {one.key: ranks for one in machines if (ranks := one.held_by(stager))}
+
     def stager_heard(
         self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
     ) -> Commands:

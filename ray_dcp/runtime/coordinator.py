@@ -29,6 +29,7 @@ from ray_dcp.protocol.messages import (
     Reply,
     Request,
     SaveStaged,
+    TakeOver,
 )
 from ray_dcp.protocol.together import Together, Told
 from ray_dcp.runtime import hooks, ray_calls
@@ -95,8 +96,10 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
         self._performing = 0
-        self._stagers = StagerWatch(self._coordination, self._carry_out, namespace)
         self._plans = StagedPlans(name, self._coordination, self._carry_out, namespace)
+        self._stagers = StagerWatch(
+            self._coordination, self._carry_out, namespace, self._plans.lost
+        )
         self._resumed = asyncio.Event()
         self._watching: dict[OpKey, asyncio.Future[Reply]] = {}
         self._last_call_s = self._loop.time()
@@ -104,6 +107,12 @@ class Coordinator:
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         lives, me = hooks.life_of(actor_id).num_restarts, hooks.this_caller(os.getpid())
         self._heard = BeatHeard(actor_id, lives, str(me))
+        if lives > 0:
+            logger.warning(
+                "The coordinator of session %s died and was started anew (%s, epoch %d): "
+                "asynchronous saves that were staged go on, other saves and loads that were under "
+                "way fail and have to be called again", name, me, self.epoch,
+            )  # fmt: skip
         self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
@@ -164,7 +173,11 @@ class Coordinator:
             self._forget(at, future)
             return Refused(error)
         try:
-            return await future
+            reply = await future
+            if isinstance(request, PartsHeld) and isinstance(reply, Noted):
+                # Why first: who hears it may die, and this actor with it.
+                await self._plans.hold(request)
+            return reply
         finally:
             self._forget(at, future)
             self._last_call_s = self._loop.time()
@@ -250,8 +263,8 @@ class Coordinator:
 
     def _note_holders(self, requests: Sequence[Request]) -> None:
         """Takes who holds bytes of saves: with some of them lies what another coordinator needs."""
-        told = [one.held if isinstance(one, SaveStaged) else one for one in requests]
-        noted = [self._plans.note(held) for held in told if isinstance(held, PartsHeld)]
+        told = [one.held for one in requests if isinstance(one, SaveStaged)]
+        noted = [self._plans.note(held) for held in told if held is not None]
         if any(noted):
             self._start(self._plans.keep())
 
@@ -269,6 +282,7 @@ class Coordinator:
     # Commands
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
+        _warn_of_takeovers(commands)
         for command in commands:
             match command:
                 case Answer():
@@ -398,3 +412,15 @@ class Coordinator:
     def _is_idle(self) -> bool:
         busy = self._performing or self._meeting.num_waiting or self._waiting or self._together
         return not (busy or self._coordination.active)
+
+
+def _warn_of_takeovers(commands: Sequence[Command]) -> None:
+    asked: dict[tuple[OpKey, str], list[int]] = {}
+    for command in commands:
+        if isinstance(command, Answer) and isinstance(command.reply, TakeOver):
+            asked.setdefault((command.key, command.reply.reason), []).append(command.rank)
+    for (key, reason), ranks in asked.items():
+        logger.warning(
+            "Operation %d of session %s: ranks %s hand what is not written to another stager, as "
+            "theirs is slow or lost: %s", key.seq, key.session, sorted(ranks), reason,
+        )  # fmt: skip

@@ -11,16 +11,16 @@ from contextlib import suppress
 from typing import Literal
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
-from ray_dcp.format.manifest import AbortRecord, DeleteRecord, record_key
+from ray_dcp.format.manifest import record_key
 from ray_dcp.protocol.commands import Result
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.records import confirm_record
+from ray_dcp.runtime.records import confirm_record, decision_of
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
-from ray_dcp.transfer.slots import Deciding, Slots, read_slots
+from ray_dcp.transfer.slots import read_slots
 
 __all__ = ["Outcome", "outcome", "settle"]
 
@@ -59,8 +59,7 @@ def outcome(path: AnyPlace, attempt: str) -> Outcome:
             f"Expected the id of an attempt, found {attempt!r}. CommitUnknownError.attempt has it",
             key="attempt",
         )
-    decided, _ = _look(read_slots(open_storage(path), whole=True), attempt)
-    match decided:
+    match decision_of(read_slots(open_storage(path), whole=True), attempt):
         case Won() | Lost():
             return "committed"
         case Fenced():
@@ -95,7 +94,8 @@ def settle(
     """
     try:
         storage = opener(target)
-        decided, last_slot = _look(read_slots(storage, whole=True), attempt)
+        seen = read_slots(storage, whole=True)
+        decided = decision_of(seen, attempt)
         if decided is not None:
             with suppress(KeyMissingError):  # replaced and removed meanwhile
                 confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
@@ -105,7 +105,7 @@ def settle(
         return Open(error)
     if decided is not None:
         return decided
-    vote = Vote(target, attempt, last_slot + 1)
+    vote = Vote(target, attempt, seen.last_slot + 1)
     step: VoteTask | Decision = vote.abort(reason, rank)
     while not isinstance(step, Won | Fenced | Lost | Open):
         result: Result = perform(step, opener)
@@ -121,27 +121,3 @@ def _left_to_coordinator(storage: Storage) -> Open:
             f"the save may decide there, and no record of it names this attempt yet"
         )
     )
-
-
-def _look(slots: Slots, attempt: str) -> tuple[Won | Fenced | Lost | None, int]:
-    """Returns what the records say of an attempt, and the highest slot in use."""
-    decides = slots.decides
-    if decides is not None:
-        for verdict in decides.record.decided:
-            if verdict.attempt == attempt:
-                found = _replaced(decides) if verdict.committed else Fenced(decides.slot)
-                return found, slots.last_slot
-    # Careful: upwards, as the first record that names the attempt decides.
-    for slot, record in sorted(slots.records.items()):
-        if record.attempt == attempt and isinstance(record, AbortRecord):
-            return Fenced(slot), slots.last_slot
-        if record.attempt == attempt:
-            return Won(slot, slots.data[slot]), slots.last_slot
-    # Further down, a commit came too late, or is long replaced: the one that decides forgot it.
-    named = any(record.attempt == attempt for record in slots.older.values())
-    return Fenced(decides.slot) if decides is not None and named else None, slots.last_slot
-
-
-def _replaced(decides: Deciding) -> Lost:
-    is_delete = isinstance(decides.record, DeleteRecord)
-    return Lost(decides.slot, decides.record.attempt, is_delete)

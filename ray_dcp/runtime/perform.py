@@ -35,8 +35,10 @@ from ray_dcp.protocol.commands import (
     Finished,
     MakeMetadata,
     MakePlan,
+    OutcomeRead,
     PublishMetadata,
     ReadCheckpoint,
+    ReadOutcome,
     ReadRecord,
     ReadRecords,
     ReadsShared,
@@ -50,12 +52,14 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.protocol.receipts import FileReceipts
+from ray_dcp.protocol.vote import Won
 from ray_dcp.runtime.commit_files import build_commit
 from ray_dcp.runtime.metadata_later import write_metadata
 from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.runtime.publishing import publish, republish
 from ray_dcp.runtime.records import (
     confirm_record,
+    decision_of,
     overtaken,
     read_standing,
     standing_records,
@@ -64,6 +68,7 @@ from ray_dcp.runtime.records import (
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import find_checkpoint
+from ray_dcp.transfer.slots import read_slots
 from ray_dcp.transfer.threads import run_tasks
 
 __all__ = ["new_attempt", "perform"]
@@ -122,6 +127,8 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return _create(storage, task.slot, task.record, task.create_if_absent)
         case ReadRecord():
             return _confirmed_record(opener(task.target), task.slot)
+        case ReadOutcome():
+            return _outcome(opener(task.target), task)
         case CreateAbort():
             record = AbortRecord(attempt=task.attempt, reason=task.reason, rank=task.rank)
             storage = opener(task.target)
@@ -273,6 +280,17 @@ def _create(
         if found.record != record:
             return found
     return RecordCreated(slot, overtaken(storage, slot, record))
+
+
+def _outcome(storage: Storage, task: ReadOutcome) -> OutcomeRead:
+    decision = decision_of(read_slots(storage, whole=True), task.attempt)
+    if not isinstance(decision, Won):
+        return OutcomeRead(0 if decision is None else decision.slot)
+    confirm_record(storage, decision.slot, decision.record)
+    # Suppressed: it is committed, and the next save or load publishes it.
+    with suppress(CheckpointError):
+        republish(storage, task.target.url)
+    return OutcomeRead(decision.slot, decision.record)
 
 
 def _confirmed_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:

@@ -13,10 +13,17 @@ from typing import Protocol, runtime_checkable
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, record_key
+from ray_dcp.format.manifest import (
+    AbortRecord,
+    DeleteRecord,
+    Manifest,
+    decode_record,
+    record_key,
+)
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.protocol.commands import Overtaken, RecordsRead
 from ray_dcp.protocol.sweep import attempts_of, left_by_others, verdicts, was_committed
+from ray_dcp.protocol.vote import Fenced, Lost, Won
 from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, Storage
 from ray_dcp.transfer.opening import METADATA_KEY
 from ray_dcp.transfer.slots import Slots, read_slots, used_slots
@@ -24,6 +31,7 @@ from ray_dcp.transfer.slots import Slots, read_slots, used_slots
 __all__ = [
     "Standing",
     "confirm_record",
+    "decision_of",
     "everything",
     "foreign_metadata",
     "overtaken",
@@ -185,6 +193,31 @@ def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
         # meanwhile, a higher record decides, and one more below that does no harm.
         with suppress(KeyExistsError):
             storage.write(record_key(slot), data, create=True)
+
+
+def decision_of(slots: Slots, attempt: str) -> Won | Fenced | Lost | None:
+    """Returns what the records of a target decide about an attempt; None while it is open.
+
+    Args:
+        slots: Of the target, read whole.
+        attempt: Its id.
+    """
+    decides = slots.decides
+    if decides is not None:
+        for verdict in decides.record.decided:
+            if verdict.attempt == attempt:
+                is_delete = isinstance(decides.record, DeleteRecord)
+                replaced = Lost(decides.slot, decides.record.attempt, is_delete)
+                return replaced if verdict.committed else Fenced(decides.slot)
+    # Careful: upwards, as the first record that names the attempt decides.
+    for slot, record in sorted(slots.records.items()):
+        if record.attempt == attempt and isinstance(record, AbortRecord):
+            return Fenced(slot)
+        if record.attempt == attempt:
+            return Won(slot, slots.data[slot])
+    # Further down, a commit came too late, or is long replaced: the one that decides forgot it.
+    named = any(record.attempt == attempt for record in slots.older.values())
+    return Fenced(decides.slot) if decides is not None and named else None
 
 
 def without_stock_files(storage: Storage, keys: Iterable[str]) -> list[str]:

@@ -103,7 +103,7 @@ class Stager:
         self._spool = CopyingSpool(channels, options, reports.tell)
         self._arena = arena = channels["arena"].arena if "arena" in channels else None
         self._place = Place(
-            f"{stager_name(self._node_id)}#{secrets.token_hex(6)}",
+            f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
             arena.address if arena is not None else None,
             store.slot_bytes,
@@ -265,10 +265,10 @@ class Stager:
         self._touch()
         self._plans.pop(name, None)
 
-    async def shares(self, attempt: str) -> list[StageProgress]:
-        """Returns how far it is with each rank's share of an attempt."""
+    async def shares(self, attempt: str) -> tuple[str, list[StageProgress]]:
+        """Returns its name, and how far it is with each rank's share of an attempt."""
         self._touch()
-        return self._spool.shares(attempt)
+        return self._place.stager, self._spool.shares(attempt)
 
     async def in_flight(self, url: str) -> list[InFlight]:
         """Returns the saves to a place, or below it, that may still be committed."""

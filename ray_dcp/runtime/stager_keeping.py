@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey, PartsHeld, SaveGo, SaveStaged, TakeOver, Target
+from ray_dcp.protocol.messages import (
+    Noted,
+    OpKey,
+    PartsHeld,
+    SaveGo,
+    SaveStaged,
+    TakeOver,
+    Target,
+)
 from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.rank_save import Captured, await_outcome
 from ray_dcp.runtime.staging import Reporter, Staged
-from ray_dcp.runtime.telling import attempt
+from ray_dcp.runtime.telling import attempt, refusal
 from ray_dcp.runtime.unchanged import check_unchanged
 from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.stage.values import StageKey
@@ -171,5 +179,7 @@ class StagerKeeping:
         session = self._session
         stager = staged.stager_name
         held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation, helps)
-        session.call(held)
+        reply = session.call(held)
+        if not isinstance(reply, Noted):
+            raise refusal(reply, session.rank)
         return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from ray_dcp.runtime.stager_keeping import key_of
 from ray_dcp.stage.values import StageKey, StageReport
 
 __all__ = ["StagerWatch", "parts_written"]
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """How often stagers are asked, in seconds. They answer in a millisecond, and the whole save waits
@@ -37,6 +40,7 @@ class StagerWatch:
         coordination: What is told.
         carry_out: Does what it commands.
         namespace: Ray namespace of the stagers.
+        lost: Told of each stager that is lost, before `coordination` is.
     """
 
     def __init__(
@@ -44,11 +48,14 @@ class StagerWatch:
         coordination: Coordination,
         carry_out: Callable[[tuple[Command, ...]], None],
         namespace: str,
+        lost: Callable[[str], None],
     ) -> None:
         self._coordination = coordination
         self._carry_out = carry_out
         self._namespace = namespace
+        self._tell_lost = lost
         self._seen: dict[str, _Seen] = {}
+        self._lost: set[str] = set()
 
     async def watch(self) -> None:
         """Looks for ever."""
@@ -60,6 +67,7 @@ class StagerWatch:
         """Looks once at all stagers that are needed now."""
         now_s = asyncio.get_running_loop().time()
         needed = self._coordination.stagers()
+        self._lost &= needed.keys()
         self._seen = {name: self._seen.get(name, _Seen(heard_s=now_s)) for name in needed}
         for name, keys in needed.items():
             seen = self._seen[name]
@@ -96,6 +104,17 @@ class StagerWatch:
 
     def _lose(self, name: str, why: str) -> None:
         self._seen.pop(name, None)
+        if name not in self._lost:
+            self._lost.add(name)
+            logger.warning(
+                "Lost stager %s: %s. It had bytes of %s: ranks that live hand theirs to another "
+                "stager, and a save whose rank is dead as well fails", name, why,
+                "; ".join(
+                    f"ranks {ranks} in operation {key.seq} of session {key.session}"
+                    for key, ranks in self._coordination.held_by(name).items()
+                ),
+            )  # fmt: skip
+        self._tell_lost(name)
         self._carry_out(self._coordination.stager_lost(name, why))
 
 

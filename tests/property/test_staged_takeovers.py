@@ -26,7 +26,6 @@ events = st.one_of(
     st.tuples(st.just("lag"), RANKS),
     st.tuples(st.just("look")),
     st.tuples(st.just("kill stager"), STAGERS),
-    st.tuples(st.just("keep")),
     st.tuples(st.just("restart")),
 )
 
@@ -47,8 +46,6 @@ def play(world: StagedWorld, steps) -> bool:
                 world.kill_stager(how[0])
             case "kill rank":
                 world.kill_rank(how[0])
-            case "keep":
-                world.keep()
             case "restart":
                 if not world.restart():
                     return False
@@ -61,6 +58,7 @@ def test_while_all_ranks_live_the_save_is_committed(layout, steps):
     world = StagedWorld(NODES, LAYOUTS[layout])
     if not play(world, steps):
         event("nobody had the plan")
+        assert world.is_unprotected
         return
     world.settle()
     event(f"takeovers {min(3, sum(rank.takeovers for rank in world.ranks))}, epoch {world.epoch}")
@@ -98,14 +96,13 @@ STORIES = {
     ),
     "a coordinator that knows only of the helper": (
         "own",
-        [("lag", 0), ("step", 0, True), ("step", 1, False), ("keep",), ("kill stager", 0),
-         ("restart",)],
+        [("lag", 0), ("step", 0, True), ("step", 1, False), ("kill stager", 0), ("restart",)],
     ),
     "a coordinator that comes between the receipts": (
-        "own", [("keep",), ("write", 0), ("restart",), ("write", 1)],
+        "own", [("write", 0), ("restart",), ("write", 1)],
     ),
     "a coordinator that comes before the receipts, and one after": (
-        "own", [("keep",), ("restart",), ("keep",), ("write", 1), ("restart",)],
+        "own", [("restart",), ("write", 1), ("restart",)],
     ),
     "a helper that dies with one of two ranks' bytes": (
         "own",
@@ -128,19 +125,46 @@ def test_a_save_goes_on_after(story):
     assert world.committed
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_coordinator_asks_also_those_of_whom_it_hears_later_what_they_wrote(known):
+def test_a_coordinator_asks_also_those_of_whom_it_hears_later_what_they_wrote():
     world = StagedWorld(NODES, LAYOUTS["own"])
     for rank in range(4):
         world.step(rank)
-    world.keep()
+    known = world.kept
     world.step(4)
     world.write(2)
-    if known:
-        world.keep()
+    world.kept = known  # the coordinator died before it had put it there
     assert world.restart()
     world.settle()
     assert world.committed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_and_the_coordinator_may_die_once_all_is_staged(layout):
+    world = StagedWorld(NODES, LAYOUTS[layout])
+    for rank in range(len(NODES)):
+        world.step(rank)
+    for rank in range(len(NODES)):
+        world.ranks[rank].is_dead = True
+    assert world.restart()
+    for rank in range(len(NODES)):
+        world.kill_rank(rank)
+    world.settle()
+    assert world.committed
+
+
+@pytest.mark.parametrize("ends", ["committed", "aborted"])
+def test_a_coordinator_that_dies_right_after_the_end_leaves_nothing_to_wait_for(ends):
+    world = StagedWorld(NODES, LAYOUTS["own"])
+    for rank in range(len(NODES)):
+        world.step(rank)
+    if ends == "aborted":
+        world.kill_stager(2)
+        world.kill_rank(4)
+    world.settle()
+    assert world.committed == (ends == "committed")
+    assert world.restart()
+    world.work()
+    assert world.coordination.active == ()
 
 
 def test_nobody_hands_over_twice_what_he_was_asked_for_once():

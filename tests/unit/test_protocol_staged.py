@@ -27,7 +27,9 @@ from ray_dcp.protocol.commands import (
     Failed,
     Finished,
     MakePlan,
+    OutcomeRead,
     Published,
+    ReadOutcome,
     ReadRecords,
     RecordCreated,
     step_of,
@@ -520,13 +522,23 @@ def test_a_failed_save_makes_room(play):
 # Another coordinator
 
 
+UNDECIDED = OutcomeRead()
+
+
 class Resumed(StagedPlay):
     """A coordinator that takes up what the one of another play had planned."""
 
-    def take_up(self, before):
+    def take_up(self, before, outcome=UNDECIDED):
         planned = pickle.loads(pickle.dumps(before.coordination.staged_plan(KEY)))
         self._take(self.coordination.resume(planned))
+        assert self.todo.pop().task == ReadOutcome(TARGET, "a1")
+        if outcome is not None:
+            self.told(outcome)
         return self
+
+    def told(self, outcome):
+        task = ReadOutcome(TARGET, "a1")
+        self._take(self.coordination.performed(KEY, task, outcome))
 
 
 @pytest.fixture
@@ -537,7 +549,7 @@ def resumed(play):
     return Resumed(world_size=play.world_size, epoch=2).take_up(play)
 
 
-def test_only_what_is_planned_and_not_yet_committed_can_be_taken_up(play):
+def test_only_what_is_planned_and_not_over_can_be_taken_up(play):
     for rank in range(play.world_size):
         assert play.coordination.staged_plan(KEY) is None
         play.join_staged(rank)
@@ -547,7 +559,17 @@ def test_only_what_is_planned_and_not_yet_committed_can_be_taken_up(play):
     assert play.coordination.staged_plan(KEY) is not None
     for rank in range(play.world_size):
         play.held(rank)
+    # All is written and nothing committed: who dies now must leave it to another coordinator.
     play.write_all()
+    assert isinstance(play.task, BuildCommit)
+    assert play.coordination.staged_plan(KEY) is not None
+    commit(play)
+    assert play.coordination.staged_plan(KEY) is None
+
+
+def test_a_save_that_fails_is_not_left_to_another_coordinator(play):
+    play.to_staged()
+    play.cancel()
     assert play.coordination.staged_plan(KEY) is None
 
 
@@ -598,6 +620,75 @@ def test_a_dead_rank_does_not_matter_once_its_stager_has_said_that_it_holds_its_
     resumed.held(0)
     resumed.write_all(ranks=[0, 1])
     assert "lost" in resumed.task.reason
+
+
+def taken_up(play, outcome=None):
+    play.to_staged()
+    return Resumed(world_size=play.world_size, epoch=2).take_up(play, outcome)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (OutcomeRead(3, b"manifest"), SaveOutcome),
+        # An abort record, or a commit that was replaced: each rank reads which.
+        (OutcomeRead(3), CommitUnknownError),
+    ],
+)
+def test_a_save_that_storage_has_decided_is_dropped_and_the_next_one_begins(play, outcome, told):
+    resumed = taken_up(play)
+    assert resumed.staged(0) is None
+    join_second(resumed)
+    resumed.told(outcome)
+    reply = resumed.reply(0, "SaveStaged 0")
+    assert isinstance(reply.error if isinstance(reply, Refused) else reply, told)
+    assert resumed.coordination.active == (SECOND,)
+    assert isinstance(resumed.task, ReadRecords)
+
+
+@pytest.mark.parametrize("when_full", ["wait", "skip", "replace"])
+def test_the_next_save_waits_until_it_is_known_whether_the_one_taken_up_is_over(play, when_full):
+    resumed = taken_up(play)
+    join_second(resumed, when_full=when_full)
+    assert resumed.reply(0, "SaveJoin", key=SECOND) is None
+    resumed.told(OutcomeRead(3, b"manifest"))
+    assert isinstance(resumed.task, ReadRecords)
+
+
+@pytest.mark.parametrize("outcome", [OutcomeRead(), Failed(StorageError("no answer"))])
+def test_a_save_that_nothing_decides_goes_on_where_it_was_taken_up(play, outcome):
+    resumed = taken_up(play, outcome)
+    for rank in range(2):
+        resumed.staged(rank)
+        resumed.held(rank)
+    resumed.write_all()
+    commit(resumed)
+    assert isinstance(resumed.reply(1, "SaveStaged 0"), SaveOutcome)
+
+
+def test_a_save_whose_files_are_all_written_before_the_storage_answers_is_committed(play):
+    resumed = taken_up(play)
+    for rank in range(2):
+        resumed.held(rank)
+    resumed.write_all()
+    assert isinstance(resumed.task, BuildCommit)
+    resumed.told(OutcomeRead(3))  # late: the vote decides
+    commit(resumed)
+    assert isinstance(resumed.coordination.outcome(KEY), SaveOutcome)
+
+
+def test_a_dead_rank_without_files_does_not_matter_to_who_takes_a_save_up():
+    play = StagedPlay(world_size=2)
+    play.to_writing()
+    found = play.coordination.staged_plan(KEY)
+    found = replace(found, files=(found.files[0], frozenset()))
+    resumed = Resumed(world_size=2, epoch=2)
+    resumed._take(resumed.coordination.resume(found))
+    resumed.todo.clear()
+    resumed.held(0)
+    resumed.lose(0, 1)
+    resumed.write_all(ranks=[0])
+    commit(resumed)
 
 
 def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit_it(play):

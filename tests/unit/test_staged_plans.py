@@ -1,0 +1,304 @@
+"""A rank may die once it is told that its bytes are held: another coordinator has the plan then.
+
+The coordinator, its plans and the machine are real; Ray's control store is a dict, and stagers are
+objects that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+import ray_dcp
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.messages import Noted, PartsHeld, SaveJoin, SaveStaged, Target
+from ray_dcp.runtime import hooks, ray_calls
+from ray_dcp.runtime.coordinator import Coordinator
+from ray_dcp.runtime.outcome import settle
+from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.resuming import StagedPlans
+from ray_dcp.runtime.shell import Shell
+from ray_dcp.stage.values import StageKey, StageProgress
+from tests.protocol_play import KEY
+from tests.unit.test_protocol_staged import SECOND, StagedPlay
+
+
+class Stager:
+    """What a coordinator calls of a stager."""
+
+    def __init__(self, name, gate=None):
+        self.name, self.gate = name, gate
+        self.plans = {}
+        self.sealed = []
+        self.asked = []
+        for method in ("keep_plan", "plan_of", "drop_plan", "shares"):
+            setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
+
+    async def _keep_plan(self, name, data):
+        if self.gate is not None:
+            await self.gate.wait()
+        self.plans[name] = data
+
+    async def _plan_of(self, name):
+        return self.plans.get(name)
+
+    async def _drop_plan(self, name):
+        self.plans.pop(name, None)
+
+    async def _shares(self, attempt):
+        self.asked.append(attempt)
+        keys = [StageKey(f"1:{KEY.seq}:{KEY.session}", rank, attempt) for rank in self.sealed]
+        return self.name, [StageProgress(key, 8, 8, True, ()) for key in keys]
+
+
+class Cluster:
+    """Ray's control store and stagers, by the names of their actors."""
+
+    def __init__(self, monkeypatch):
+        self.stagers = {}
+        self.store = {}
+        monkeypatch.setattr(ray_calls, "get_actor", self._get_actor)
+        monkeypatch.setattr(hooks, "remember", self._remember)
+        monkeypatch.setattr(hooks, "recall", lambda name: self.store.get(name, ""))
+        monkeypatch.setattr(
+            hooks, "names_from", lambda prefix: [n for n in self.store if n.startswith(prefix)]
+        )
+
+    def add(self, number, gate=None):
+        self.stagers[f"s{number}"] = Stager(f"s{number}#0", gate)
+        return self.stagers[f"s{number}"]
+
+    def _get_actor(self, name, namespace):
+        if name not in self.stagers:
+            raise ValueError(f"no actor {name}")
+        return self.stagers[name]
+
+    def _remember(self, name, text):
+        if text:
+            self.store[name] = text
+        else:
+            self.store.pop(name, None)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    return Cluster(monkeypatch)
+
+
+class Actor(Coordinator):
+    """A coordinator without Ray, in which the save of a play is planned."""
+
+    def __init__(self, play):
+        self._loop = asyncio.get_running_loop()
+        self._called, self._resumed = asyncio.Event(), asyncio.Event()
+        self._resumed.set()
+        self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
+        self._performing = 0
+        self._tracing = SimpleNamespace(hears=lambda *_: None, tells=lambda _: None)
+        self._switchboard = SimpleNamespace(tidy=lambda: None)
+        self._together = SimpleNamespace(answer=lambda _: None, tell=lambda: None)
+        self._coordination = play.coordination
+        self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
+
+    async def _perform(self, command):
+        """Leaves its tasks undone."""
+
+    async def settled(self):
+        """Lets everything go on that can."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+
+def planned(world_size=2):
+    play = StagedPlay(world_size=world_size)
+    play.to_writing()
+    return play
+
+
+def held(rank, stager=None):
+    return PartsHeld(KEY, rank, "a1", 1, f"s{rank if stager is None else stager}#0")
+
+
+def another_coordinator():
+    """Returns the next coordinator's state after it has looked for what it can take up."""
+
+    async def story():
+        coordination = Coordination(epoch=2, new_attempt=lambda: "a2")
+        plans = StagedPlans("actor", coordination, lambda commands: None, "namespace")
+        await plans.resume()
+        return coordination
+
+    return asyncio.run(story())
+
+
+def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
+    play = planned()
+
+    async def story():
+        gate = asyncio.Event()
+        cluster.add(0, gate)
+        actor = Actor(play)
+        call = asyncio.ensure_future(actor.call(held(0)))
+        again = asyncio.ensure_future(actor.call(held(0)))
+        await actor.settled()
+        assert not call.done()
+        assert not again.done()
+        gate.set()
+        assert await call == await again == Noted()
+        return dict(cluster.store)
+
+    # As it was when the rank was told: everybody may die now.
+    cluster.store = asyncio.run(story())
+    assert another_coordinator().active == (KEY,)
+
+
+def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
+    play = planned()
+
+    async def story():
+        actor = Actor(play)
+        for rank in range(2):
+            cluster.add(rank).sealed = [rank]
+            assert await actor.call(held(rank)) == Noted()
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    coordination = another_coordinator()
+    assert [stager.asked for stager in cluster.stagers.values()] == [["a1"], ["a1"]]
+    assert coordination.held_by("s1#0") == {KEY: [1]}
+
+
+def test_the_plan_is_held_also_where_all_files_are_written_before_a_rank_says_so(cluster):
+    play = planned(1)
+    play.write_all()
+
+    async def story():
+        cluster.add(0)
+        assert await Actor(play).call(held(0)) == Noted()
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    assert another_coordinator().active == (KEY,)
+
+
+def test_where_no_stager_takes_the_plan_the_rank_is_told_all_the_same_with_a_warning(
+    cluster, caplog
+):
+    play = planned()
+
+    async def story():
+        return await Actor(play).call(held(0))  # its stager has died since
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(story()) == Noted()
+    assert "s0#0 did not take the plan of operation 0" in caplog.text
+
+
+def test_a_stager_that_is_lost_has_its_plan_kept_by_another(cluster):
+    play = planned()
+
+    async def story():
+        actor = Actor(play)
+        for number in range(3):
+            cluster.add(number)
+        for rank in range(2):
+            await actor.call(held(rank))
+        await actor._plans.keep()
+        for number in (0, 1):
+            del cluster.stagers[f"s{number}"]
+            actor._plans.lost(f"s{number}#0")
+        taken = PartsHeld(KEY, 0, "a1", 1, "s2#0", incarnation=1)
+        assert await actor.call(taken) == Noted()
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    assert another_coordinator().active == (KEY,)
+
+
+def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster):
+    play = planned(1)
+
+    async def story():
+        actor = Actor(play)
+        cluster.add(0)
+        await actor.call(held(0))
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(story())
+    new = cluster.add(0)
+    new.name, new.sealed = "s0#1", [0]
+    new.plans = dict.fromkeys(cluster.store, pickle.dumps(play.coordination.staged_plan(KEY)))
+    assert another_coordinator().held_by("s0#1") == {KEY: [0]}
+
+
+def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster):
+    play = planned()
+
+    async def begin():
+        actor = Actor(play)
+        cluster.add(0).sealed = [0]
+        await actor.call(held(0))
+        return dict(cluster.store)
+
+    cluster.store = asyncio.run(begin())
+    cluster.add(1).sealed = [1]
+
+    async def go_on():
+        after = StagedPlay(epoch=2)
+        actor = Actor(after)
+        await actor._plans.resume()
+        # Its rank waits already, and says once more who holds its bytes.
+        staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
+        call = asyncio.ensure_future(actor.call(staged))
+        await actor.settled()
+        await actor._plans.keep()
+        await actor._plans.keep()
+        call.cancel()
+
+    asyncio.run(go_on())
+    assert cluster.stagers["s1"].asked == ["a1"]
+
+
+def test_a_plan_that_nobody_has_any_more_is_a_warning(cluster, caplog):
+    cluster.store["staged:actor:0:run"] = '[["s0#0"], ["s0#0"]]'
+    with caplog.at_level(logging.WARNING):
+        assert another_coordinator().active == ()
+    assert "none of the stagers ['s0#0'] has its plan any more" in caplog.text
+    assert cluster.store == {}
+
+
+@pytest.mark.parametrize("ended", ["committed", "aborted"])
+def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ended):
+    """Its plan may be there still: whoever ended it died before it could forget it."""
+    target = Target(str(tmp_path / "c"))
+    before = StagedPlay()
+    before.to_writing(target=target)
+    planned_save = before.coordination.staged_plan(KEY)
+    attempt = planned_save.attempt
+    if ended == "committed":
+        handle = ray_dcp.async_save({"x": 1}, checkpoint_id=target.url, no_dist=True)
+        handle.committed(180)
+        attempt = handle.report().attempt
+        (tmp_path / "c" / ".metadata").unlink()  # it did not come to that
+    else:
+        settle(target, attempt, reason="played", rank=None)
+    planned_save = pickle.loads(pickle.dumps(planned_save))
+    object.__setattr__(planned_save, "attempt", attempt)
+
+    shell = Shell(Coordination(epoch=2, new_attempt=lambda: "a2"), perform)
+    shell._carry_out(shell.coordination.resume(planned_save))
+    elsewhere = Target(str(tmp_path / "d"))
+    for rank in range(2):
+        assert not shell.receive(
+            SaveJoin(SECOND, rank, 2, elsewhere, SaveOptions(), b"c", staged=True)
+        )
+    while shell.tasks and KEY in shell.coordination.active:
+        shell.perform(0)
+    assert shell.coordination.active == (SECOND,)
+    assert len(shell.tasks) == 1  # what the second one begins with
+    assert (tmp_path / "c" / ".metadata").exists() == (ended == "committed")
