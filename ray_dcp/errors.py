@@ -43,6 +43,7 @@ __all__ = [
     "ShapeMismatchError",
     "StateDictError",
     "StorageError",
+    "StorageRefusedError",
     "UncommittedCheckpointError",
     "UnsafeCheckpointError",
     "UnsupportedValueError",
@@ -194,6 +195,10 @@ class UnsafeCheckpointError(DamagedCheckpointError):
 
 class StorageError(CheckpointError, OSError):
     """The storage refused, failed or did not answer."""
+
+
+class StorageRefusedError(StorageError):
+    """The storage answered that it does not do this: to ask again changes nothing."""
 
 
 class ParticipantError(CheckpointError):

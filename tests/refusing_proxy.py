@@ -25,6 +25,7 @@ class Refusal:
         hits: Tells of method, path and query whether it concerns a request.
         after: So many of them pass first.
         times: So many are refused then; None for all.
+        passes_on: The server is asked all the same; only its answer is replaced.
     """
 
     status: int
@@ -32,6 +33,7 @@ class Refusal:
     hits: Callable[[str, str], bool]
     after: int = 0
     times: int | None = None
+    passes_on: bool = False
     seen: int = 0
     refused: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -53,6 +55,11 @@ class RefusingProxy:
 
     def __init__(self, port: int) -> None:
         self.refusal: Refusal | None = None
+        self.alters: Callable[[str, str], bool] = lambda method, path: False
+        """Tells of method and path whether a byte of the body is changed on its way."""
+        self.num_altered = 0
+        self.seen: list[str] = []
+        """Method and path of each request."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -76,9 +83,14 @@ class RefusingProxy:
 
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                proxy.seen.append(f"{self.command} {self.path}")
+                if body and proxy.alters(self.command, self.path):
+                    proxy.num_altered += 1
+                    body = body[:-1] + bytes([body[-1] ^ 1])
                 refusal = proxy.refusal
-                if refusal is not None and refusal.takes(self.command, self.path):
-                    self._refuse(refusal)
+                refused = refusal if refusal and refusal.takes(self.command, self.path) else None
+                if refused is not None and not refused.passes_on:
+                    self._refuse(refused)
                     return
                 if self._server is None:
                     self._server = http.client.HTTPConnection("127.0.0.1", port)
@@ -91,6 +103,9 @@ class RefusingProxy:
                 self._server.endheaders(body or None)
                 answer = self._server.getresponse()
                 data = answer.read()
+                if refused is not None:
+                    self._refuse(refused)
+                    return
                 self.send_response_only(answer.status)
                 for name, value in answer.getheaders():
                     if name.lower() not in ("transfer-encoding", "connection"):

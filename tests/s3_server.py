@@ -17,7 +17,13 @@ from pathlib import Path
 from ray_dcp.store.location import Location
 from ray_dcp.testing.dev_store import DevStore
 
-__all__ = ["CuttingProxy", "fresh_place", "server_on_memory_disk", "server_without_conditions"]
+__all__ = [
+    "CuttingProxy",
+    "fresh_place",
+    "server_on_memory_disk",
+    "server_without_conditions",
+    "unfinished_uploads",
+]
 
 
 def server_on_memory_disk() -> Iterator[DevStore]:
@@ -33,6 +39,21 @@ def server_on_memory_disk() -> Iterator[DevStore]:
 def fresh_place(server: DevStore) -> Location:
     """Returns a place that no other test uses."""
     return server.location / uuid.uuid4().hex
+
+
+def unfinished_uploads(place: Location) -> list[str]:
+    """Returns the keys of the uploads in parts that were begun and neither ended nor aborted."""
+    # Why inside: bench programs that start servers have no s3fs.
+    import s3fs
+
+    options = place.storage_options
+    s3 = s3fs.S3FileSystem(
+        key=options["access_key_id"], secret=options["secret_access_key"],
+        endpoint_url=options["endpoint"], skip_instance_cache=True,
+    )  # fmt: skip
+    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
+    found = s3.list_multipart_uploads(bucket) or ()
+    return [upload["Key"] for upload in found if upload["Key"].startswith(f"{prefix}/")]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.errors import CheckpointError, InternalError, StorageRefusedError
 from ray_dcp.protocol.commands import (
     CreateAbort,
     CreateRecord,
@@ -33,7 +33,7 @@ from ray_dcp.protocol.messages import Target
 
 __all__ = ["Decision", "Fenced", "Lost", "Open", "Vote", "VoteTask", "Won"]
 
-TRIES = 3
+TRIES = 1
 """How often a record is tried after failures whose fate is unknown. Storages retry by themselves
 as well; this is for those that lose answers."""
 
@@ -106,6 +106,7 @@ class Vote:
         self._record = b""
         self._abort: tuple[str, int | None] | None = None
         self._tries = TRIES
+        self._refused: StorageRefusedError | None = None
 
     def commit(self, record: bytes) -> VoteTask:
         """Returns the first task of committing.
@@ -126,6 +127,7 @@ class Vote:
         """
         self._abort = (reason, rank)
         self._tries = TRIES
+        self._refused = None
         return self._create()
 
     def tell(self, result: Result) -> VoteTask | Decision:
@@ -145,6 +147,8 @@ class Vote:
                 return self._found(result.slot, result.is_abort, result.record, result.overtaken)
             case SlotTaken():
                 return self._taken(result)
+            case SlotFree() if self._refused is not None:
+                return Open(self._refused)
             case SlotFree():
                 # Careful: the write that failed may still arrive. Trying again is safe, as the
                 # slot has one winner, and both would be this record.
@@ -186,6 +190,8 @@ class Vote:
 
     def _failed(self, error: CheckpointError) -> VoteTask | Decision:
         self._tries -= 1
-        if self._tries < 0:
+        if self._tries < 0 or self._refused is not None:
             return Open(error)
+        if isinstance(error, StorageRefusedError):
+            self._refused = error
         return ReadRecord(self.target, self.slot)

@@ -24,7 +24,13 @@ from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.protocol.commands import Overtaken, RecordsRead
 from ray_dcp.protocol.sweep import attempts_of, left_by_others, verdicts, was_committed
 from ray_dcp.protocol.vote import Fenced, Lost, Won
-from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, Storage
+from ray_dcp.store.storage import (
+    Entry,
+    KeyExistsError,
+    KeyMissingError,
+    Storage,
+    read_traits_of,
+)
 from ray_dcp.transfer.opening import METADATA_KEY
 from ray_dcp.transfer.slots import Slots, read_slots, used_slots
 
@@ -188,7 +194,7 @@ def confirm_record(storage: Storage, slot: int, data: bytes) -> None:
     Raises:
         StorageError: It could not be made durable.
     """
-    if storage.traits.create_if_absent:
+    if not read_traits_of(storage).durable and storage.traits.create_if_absent:
         # A storage says that a key is taken only when it is so for good. If it was removed
         # meanwhile, a higher record decides, and one more below that does no harm.
         with suppress(KeyExistsError):

@@ -5,17 +5,18 @@ Pure but for reading the error. A message never shows signatures or tokens, whic
 
 from __future__ import annotations
 
+import math
 import re
 
-from ray_dcp.errors import StorageError
+from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 
-__all__ = ["is_about_credentials", "is_cut", "is_past_the_end", "object_failure"]
+__all__ = ["ConflictError", "is_about_credentials", "is_past_the_end", "object_failure", "worth_s"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _TEXT = re.compile(r"<Message>([^<]*)</Message>")
-_RETRIES = re.compile(r"after (\d+) retries")
+_RETRIES = re.compile(r"(?:after|retried) (\d+) (?:retries|times)")
 _QUERY = re.compile(r"\?[^\s)]*")
 _OF_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
 _MOST_CHARS = 400
@@ -31,6 +32,7 @@ _WAY_OUT = {
     "InvalidAccessKeyId": "check the access key in storage_options or the environment",
     "AccessDenied": "give these credentials the right to do that, or choose another place",
     "SlowDown": "the store throttles: lower num_threads or num_requests, or retry later",
+    "BadDigest": "the network altered what was sent: use https, and check network and memory",
     "QuotaExceeded": "free space there, or save elsewhere",
     "StorageFull": "free space there, or save elsewhere",
 }
@@ -47,8 +49,22 @@ _CUT = (
     "error sending request", "error decoding response body", "error reading a body",
     "connection closed", "connection reset", "incomplete message", "timed out", "TimedOut",
     "IncompleteMessage", "ConnectionReset", "error trying to connect", "Connection refused",
-    "Wrong size", "operation timed out",
+    "Wrong size", "operation timed out", "response body error", "kind: Interrupted",
 )  # fmt: skip
+
+
+_CONNECT_S = 10.0
+"""How long a refused connection or an unknown host is tried again: nobody is there."""
+_PASSING_CODES = (
+    "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "SlowDown",
+    "BadDigest", "XAmzContentSHA256Mismatch",
+)  # fmt: skip
+"""The last two: the body was altered on its way."""
+_PASSING = ("408", "429", "500", "502", "503", "504")
+
+
+class ConflictError(Exception):
+    """A key could not be created, and yet there is none: another request was in the way."""
 
 
 def is_past_the_end(error: BaseException) -> bool:
@@ -63,9 +79,24 @@ def is_about_credentials(error: BaseException) -> bool:
     return _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
 
 
-def is_cut(error: BaseException) -> bool:
-    """Tells whether the connection failed, so that the same call may well succeed now."""
+def worth_s(error: BaseException) -> float:
+    """Returns for how long a call is worth further tries, in seconds from the first one.
+
+    Returns:
+        0 where the answer will be the same next time: 403, a request that is malformed.
+    """
     text = str(error)
+    if isinstance(error, ConflictError):
+        return math.inf
+    if _STATUS.search(text):
+        passes = _first(_STATUS, text) in _PASSING or _first(_CODE, text) in _PASSING_CODES
+        return math.inf if passes else 0.0
+    if "kind: Connect" in text:
+        return _CONNECT_S
+    return math.inf if _is_cut(text) else 0.0
+
+
+def _is_cut(text: str) -> bool:
     return not _STATUS.search(text) and any(sign in text for sign in _CUT)
 
 
@@ -94,7 +125,7 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
         return KeyMissingError(f"could not {doing} {where}: there is no such key", key=key)
     if name == "AlreadyExistsError" or (name == "PreconditionError" and doing == "create"):
         return KeyExistsError(f"could not {doing} {where}: it exists already", key=key)
-    retries = _first(_RETRIES, text) or "0"
+    retries = _first(_RETRIES, " ".join([*getattr(error, "__notes__", ()), text])) or "0"
     told = f"retried {retries} times" if retries != "0" else "not retried"
     said = _said(text, status, code)
     way_out = _WAY_OUT.get(code) or _BY_STATUS.get(status)
@@ -103,10 +134,13 @@ def object_failure(error: BaseException, doing: str, key: str, where: str) -> St
             "this server can't serve ranges: use another, or reach it through fsspec: "
             "Location(path, filesystem=s3fs.S3FileSystem(...))"
         )
-    if way_out is None and is_cut(error):
+    if way_out is None and _is_cut(text):
         way_out = "the connection failed: check the endpoint and the network, then retry"
     message = f"could not {doing} {where}: {said} ({name}, {told})"
-    return StorageError(message + (f"; {way_out}" if way_out else ""), key=key or None)
+    # Why not of a cut connection: that is no answer.
+    is_refused = bool(status) and worth_s(error) == 0
+    cls = StorageRefusedError if is_refused else StorageError
+    return cls(message + (f"; {way_out}" if way_out else ""), key=key or None)
 
 
 def _said(text: str, status: str, code: str) -> str:

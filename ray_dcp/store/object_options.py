@@ -28,7 +28,7 @@ _FSSPEC_NAMES = {
     "gs": {"token": "application_credentials", "endpoint_url": "base_url"},
     "az": {"connection_string": "", "anon": "skip_signature", "sas_token": "sas_key"},
 }
-_PASSED_ON = ("client_options", "retry_config", "credential_provider")
+_PASSED_ON = ("client_options", "credential_provider")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ class ObjectOptions:
     num_requests: int = 8
     """Parts of one file that are uploaded at the same time."""
     retry_timeout_s: float = 180.0
-    """How long a call is tried again, in seconds, with growing pauses and jitter."""
+    """How long a call that failed in a way that may pass is tried again, in seconds, with growing
+    pauses and jitter; one that nobody answers at most 10 s."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 from ray_dcp.errors import StorageError
 from ray_dcp.store.create_probe import creates_if_absent_in
 from ray_dcp.store.object_errors import (
+    ConflictError,
     is_about_credentials,
-    is_cut,
     is_past_the_end,
     object_failure,
+    worth_s,
 )
 from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_stores import (
     base_url,
+    client_of,
     forget_store,
     make_store,
     name_of_store,
@@ -88,7 +90,10 @@ class ObjectStorage:
         self._base = base_url(store)
         self._root = root.strip("/")
         self._options = options or ObjectOptions()
-        self._retrying = retrying or Retrying(self._options.retry_timeout_s)
+        client = client_of(store, self._options.retry_timeout_s)
+        # Why another client: that of `store` repeats requests by itself, which parts need.
+        self._calls = client.calls
+        self._retrying = retrying or client.retrying
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
@@ -111,7 +116,7 @@ class ObjectStorage:
         place.
 
         Raises:
-            StorageError: It could not be tried; not where this process may only read.
+            StorageError: It could not be tried, as where this process may only read.
         """
         return StorageTraits(
             create_if_absent=creates_if_absent_in(
@@ -148,7 +153,7 @@ class ObjectStorage:
         def fill() -> None:
             nonlocal done
             found = self._obstore.get(
-                self._store,
+                self._calls,
                 self._path(key),
                 options={"range": (start + done, start + len(view))},
             )
@@ -181,16 +186,13 @@ class ObjectStorage:
         # Why copied: obstore's store in memory keeps what it is given.
         view = as_bytes_view(data) if provider_of(self._store) else bytes(as_bytes_view(data))
         path = self._path(key)
-        # Careful: a create whose answer was lost is asked again, and may meet itself. Callers
-        # read back what is there and compare it with what they wrote.
-        self._asked(
-            "create" if create else "write",
-            key,
-            lambda: self._obstore.put(
-                self._store, path, view, mode="create" if create else "overwrite",
-                use_multipart=False,
-            ),
-        )  # fmt: skip
+        if create:
+            self._asked("create", key, partial(self._create, path, view))
+        else:
+            self._asked(
+                "write", key,
+                lambda: self._obstore.put(self._calls, path, view, use_multipart=False),
+            )  # fmt: skip
 
     def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` and `direct` change nothing.
@@ -200,6 +202,7 @@ class ObjectStorage:
         check_key(key)
         return ObjectWriter(
             self._store, self._path(key), key, self._where(key), self._options,
+            create=self._create, look=partial(self._obstore.head, self._calls),
             ask=partial(self._asked, "publish", key),
             ask_once=partial(self._asked, "publish", key, repeat=False),
         )  # fmt: skip
@@ -216,8 +219,25 @@ class ObjectStorage:
                 for path in some:
                     self._delete_one(path)
 
+    def _create(self, path: str, body: Any) -> None:
+        """Puts a key if there is none.
+
+        Careful: one whose answer was lost is asked again, and may meet itself. Callers read back
+        what is there and compare it with what they wrote.
+        """
+        try:
+            self._obstore.put(self._calls, path, body, mode="create", use_multipart=False)
+        except self._obstore.exceptions.AlreadyExistsError as error:
+            # Why looked at: obstore says the same of a conflict with another request (409), after
+            # which there may be no such key.
+            try:
+                self._obstore.head(self._calls, path)
+            except FileNotFoundError:
+                raise ConflictError("the store answered a conflict with another request") from error
+            raise
+
     def _delete(self, paths: builtins.list[str]) -> None:
-        self._obstore.delete(self._store, paths)
+        self._obstore.delete(self._calls, paths)
 
     def _delete_one(self, path: str) -> None:
         try:
@@ -231,13 +251,13 @@ class ObjectStorage:
         path = self._path(key)
 
         def get() -> bytes:
-            return bytes(self._obstore.get(self._store, path, options=options).bytes())
+            return bytes(self._obstore.get(self._calls, path, options=options).bytes())
 
         return self._asked("read", key, get)
 
     def _size(self, key: str) -> int:
         path = self._path(key)
-        found = self._asked("read", key, lambda: self._obstore.head(self._store, path))
+        found = self._asked("read", key, lambda: self._obstore.head(self._calls, path))
         return int(found["size"])
 
     def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
@@ -247,13 +267,17 @@ class ObjectStorage:
             doing: Verb for messages.
             key: The key concerned.
             act: Asks it.
-            repeat: Asks again when the connection was cut.
+            repeat: Asks again what may pass.
 
         Raises:
             StorageError: What `object_failure` makes of its error.
         """
+
+        def failed(error: Exception) -> str:
+            return object_failure(error, doing, key, self._where(key)).message
+
         try:
-            return self._retrying.call(act, is_cut) if repeat else act()
+            return self._retrying.call(act, worth_s, failed, doing) if repeat else act()
         except StorageError:
             raise
         except Exception as exc:
@@ -262,10 +286,15 @@ class ObjectStorage:
             if is_about_credentials(exc):
                 # Why: those of the environment are read when a client is made, and may be renewed.
                 forget_store(self._store)
-            failure = object_failure(exc, doing, key, self._where(key))
-            for note in getattr(exc, "__notes__", ()):
-                failure.message += f" ({note})"
-            raise failure from exc
+            raise object_failure(exc, doing, key, self._where(key)) from exc
+        except BaseException as exc:
+            if type(exc).__name__ != "PanicException":
+                raise
+            raise StorageError(
+                f"could not {doing} {self._where(key)}: the client library broke down: {exc}; "
+                f"check the endpoint in storage_options or the environment",
+                key=key or None,
+            ) from None
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if self._root else key
@@ -277,6 +306,7 @@ class ObjectStorage:
     def _obstore(self) -> Any:
         # Why inside: obstore is an extra.
         import obstore
+        import obstore.exceptions
 
         return obstore
 
@@ -285,12 +315,7 @@ class ObjectStorage:
     def _probe_put(self, name: str, data: bytes) -> bool:
         path = self._path(TEMP_PREFIX + name)
         try:
-            self._asked(
-                "create", TEMP_PREFIX + name,
-                lambda: self._obstore.put(
-                    self._store, path, data, mode="create", use_multipart=False
-                ),
-            )  # fmt: skip
+            self._asked("create", TEMP_PREFIX + name, partial(self._create, path, data))
         except KeyExistsError:
             return False
         return True
@@ -300,7 +325,7 @@ class ObjectStorage:
         try:
             return self._asked(
                 "read", TEMP_PREFIX + name,
-                lambda: bytes(self._obstore.get(self._store, path).bytes()),
+                lambda: bytes(self._obstore.get(self._calls, path).bytes()),
             )  # fmt: skip
         except KeyMissingError:
             return None
@@ -344,7 +369,7 @@ class ObjectStorage:
 
         def listed() -> builtins.list[Entry]:
             found = []
-            for chunk in self._obstore.list(self._store, place or None, chunk_size=1000):
+            for chunk in self._obstore.list(self._calls, place or None, chunk_size=1000):
                 for item in chunk:
                     key = item["path"].removeprefix(head)
                     if key.startswith(prefix) and not _is_hidden(key):
@@ -365,4 +390,6 @@ def _is_hidden(key: str) -> bool:
 
 def _is_of_the_store(error: Exception) -> bool:
     is_obstore = type(error).__module__.partition(".")[0] == "obstore"
-    return is_obstore or isinstance(error, (OSError, NotImplementedError, ValueError))
+    return is_obstore or isinstance(
+        error, (OSError, NotImplementedError, ValueError, ConflictError)
+    )

@@ -5,20 +5,24 @@ What is done with a client is in `object_storage`.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import split_url
 from ray_dcp.store.object_options import ObjectOptions, split_options
+from ray_dcp.store.retrying import Retrying
 
 __all__ = [
     "PROVIDERS",
     "base_url",
+    "client_of",
     "forget_store",
     "make_store",
     "name_of_store",
@@ -32,13 +36,10 @@ PROVIDERS = {
 }  # fmt: skip
 """URL scheme -> provider, which is also the scheme of the URLs that we write."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    # Why unsigned: our own checksums cover every byte, and hashing bodies by SHA-256 costs five
-    # times what the upload does (measured: 1.03 instead of 0.22 s of CPU per GiB).
-    "s3": {"unsigned_payload": True},
-    "gs": {},
-    "az": {},
-}
+_ENDPOINTS = (
+    "aws_endpoint_url_s3", "endpoint_url", "endpoint", "aws_endpoint_url", "aws_endpoint",
+    "base_url", "azure_endpoint", "azure_storage_endpoint",
+)  # fmt: skip
 _REQUEST_TIMEOUT = timedelta(seconds=120)
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 _MOST_RETRIES = 20
@@ -46,6 +47,7 @@ _MOST_KEPT = 32
 
 _LOCK = threading.Lock()
 _KEPT: OrderedDict[str, tuple[Any, ObjectOptions]] = OrderedDict()
+_CLIENTS: OrderedDict[tuple[int, float], tuple[Any, Client]] = OrderedDict()
 
 
 def make_store(
@@ -83,6 +85,41 @@ def make_store(
     return made
 
 
+class Client(NamedTuple):
+    """What calls a store."""
+
+    calls: Any
+    """The same store, by a client that tries once."""
+    retrying: Retrying
+    """For all calls, so that they have one budget."""
+
+
+def client_of(store: Any, timeout_s: float) -> Client:
+    """Returns what calls a store; the same for all who ask.
+
+    Args:
+        store: A store of obstore.
+        timeout_s: Of a call with all its repetitions.
+    """
+    key = (id(store), timeout_s)
+    with _LOCK:
+        found = _CLIENTS.pop(key, None)
+        if found is None:
+            calls = store
+            if provider_of(store) is not None:
+                calls = type(store)(
+                    prefix=store.prefix, config=store.config, client_options=store.client_options,
+                    credential_provider=store.credential_provider,
+                    retry_config={"max_retries": 0},
+                )  # fmt: skip
+            # Why the store as well: its id is not given to another one while it is kept.
+            found = (store, Client(calls, Retrying(timeout_s)))
+        _CLIENTS[key] = found
+        while len(_CLIENTS) > _MOST_KEPT:
+            _CLIENTS.popitem(last=False)
+    return found[1]
+
+
 def forget_store(store: Any) -> None:
     """Has the next one who asks for this client get a new one, with the credentials of then.
 
@@ -92,6 +129,8 @@ def forget_store(store: Any) -> None:
     with _LOCK:
         for name in [name for name, (kept, _) in _KEPT.items() if kept is store]:
             del _KEPT[name]
+        for key in [key for key, (kept, _) in _CLIENTS.items() if kept is store]:
+            del _CLIENTS[key]
 
 
 def place_in(store: Any, url: str) -> Target:
@@ -151,7 +190,16 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
             f"{provider}:// needs obstore, which is not installed: pip install 'ray-dcp[s3]'"
         ) from exc
     ours, config, more = split_options(provider, options)
-    config = {**_DEFAULTS[provider], **config}
+    endpoint = _endpoint(config)
+    _check_endpoint(endpoint)
+    if provider == "s3":
+        # Why: TLS finds what is altered on the way, and hashing bodies by SHA-256 costs five times
+        # what the upload does (measured: 1.03 instead of 0.22 s of CPU per GiB). Without TLS the
+        # server has nothing else to check a body by, unless the user chose a checksum. Why twice:
+        # of the signed hash and the checksum some servers check only one (SeaweedFS the latter).
+        is_checked = _is_encrypted(endpoint) or any("checksum" in name for name in config)
+        more = {} if is_checked else {"checksum_algorithm": "SHA256"}
+        config = {"unsigned_payload": is_checked, **more, **config}
     if "@" in bucket and provider == "az":
         bucket, _, account = bucket.partition("@")
         config.setdefault("account_name", account.partition(".")[0])
@@ -163,7 +211,7 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
         "allow_http": True,
     }
     client.update(more.get("client_options") or {})
-    retries = more.get("retry_config") or {
+    retries = {
         "max_retries": _MOST_RETRIES,
         "retry_timeout": timedelta(seconds=ours.retry_timeout_s),
     }
@@ -184,8 +232,32 @@ def _make(provider: str, bucket: str, options: Mapping[str, object]) -> tuple[An
 
 
 def _endpoint(config: Mapping[str, Any]) -> str:
-    names = ("aws_endpoint_url_s3", "endpoint", "aws_endpoint", "base_url")
-    return next((str(config[name]) for name in names if config.get(name)), "")
+    return next((str(config[name]) for name in _ENDPOINTS if config.get(name)), "")
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Checks a URL, as obstore breaks down at the first call by one that is none.
+
+    Raises:
+        InvalidRequestError: It is not one of a server.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if endpoint and not (is_url and endpoint.isascii() and not set(endpoint) & set(" \t\r\n")):
+        raise InvalidRequestError(
+            f"storage option endpoint must be a URL such as https://host:9000, but is {endpoint!r}",
+            key="endpoint",
+        )
+
+
+def _is_encrypted(endpoint: str) -> bool:
+    """Tells whether connections to an endpoint of S3 have TLS; those to Amazon's own have it."""
+    environment = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoints = [endpoint] if endpoint else [os.environ.get(name, "") for name in environment]
+    return not any(found.lower().startswith("http:") for found in endpoints)
 
 
 def _without(text: str, config: Mapping[str, Any]) -> str:

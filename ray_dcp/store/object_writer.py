@@ -122,6 +122,8 @@ class ObjectWriter:
         key: For messages.
         where: URL of the key, for messages.
         options: Length of parts, how many at a time, memory.
+        create: Puts a path if there is none.
+        look: Raises where nothing is at a path.
         ask: Calls the store and gives its errors their meaning.
         ask_once: As `ask`, but never calls twice.
     """
@@ -134,10 +136,14 @@ class ObjectWriter:
         where: str,
         options: ObjectOptions,
         *,
+        create: Callable[[str, Any], None],
+        look: Callable[[str], object],
         ask: _Ask,
         ask_once: _Ask,
     ) -> None:
         self._store = store
+        self._create = create
+        self._look = look
         self._path = path
         self._key = key
         self._where = where
@@ -236,23 +242,12 @@ class ObjectWriter:
             self._upload.add(array)
 
     def _put_whole(self) -> None:
-        import obstore
-
         body: Any = self._head or b""
-
-        def put() -> None:
-            obstore.put(self._store, self._path, body, mode="create")
-
-        self._ask(put)
+        self._ask(lambda: self._create(self._path, body))
 
     def _check_free(self) -> None:
-        import obstore
-
-        def look() -> None:
-            obstore.head(self._store, self._path)
-
         try:
-            self._ask(look)
+            self._ask(lambda: self._look(self._path))
         except KeyMissingError:
             return
         raise KeyExistsError(f"could not publish {self._where}: it exists already", key=self._key)

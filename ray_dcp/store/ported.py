@@ -36,6 +36,7 @@ T = TypeVar("T")
 _HEAD_BYTES = 8 << 20
 """Files up to this length are put at once, and so created only if absent where that can be."""
 _RETRY_S = 60.0
+_REFUSED_S = 10.0
 
 
 class HiddenStream(Protocol):
@@ -246,7 +247,7 @@ class PortedStorage:
             StorageError: With what it said, and without credentials.
         """
         try:
-            return self._retrying.call(act, _may_pass) if repeat else act()
+            return self._retrying.call(act, _worth_s, kind=doing) if repeat else act()
         except StorageError:
             raise
         except Exception as exc:
@@ -384,5 +385,7 @@ def _is_temporary(key: str) -> bool:
     return key.rpartition("/")[2].startswith(TEMP_PREFIX)
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, ConnectionError | TimeoutError)
+def _worth_s(error: Exception) -> float:
+    if isinstance(error, ConnectionRefusedError):
+        return _REFUSED_S
+    return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0

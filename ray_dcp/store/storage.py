@@ -51,8 +51,8 @@ class StorageTraits:
 
     create_if_absent: bool
     """`write(create=True)` and `PartWriter.commit` have exactly one winner, whoever asks from
-    wherever. False where they look first and then write, or where that could not be tried: then a
-    save's coordinator alone decides (see `ray_dcp.runtime.outcome`)."""
+    wherever. False where they look first and then write: then a save's coordinator alone decides
+    (see `ray_dcp.runtime.outcome`)."""
     durable: bool
     """What was written survives a power cut."""
     shared: bool
@@ -84,13 +84,16 @@ class ReadTraits:
     others no more than a copy."""
     shared: bool = True
     """Other processes see it."""
+    durable: bool = False
+    """What can be read survives a power cut. False where a writer that died may have named a file
+    without making that durable."""
 
 
 LOCAL_DISK = ReadTraits()
-MEMORY = ReadTraits(request_s=1e-6, bytes_per_s=5e9, shared=False)
+MEMORY = ReadTraits(request_s=1e-6, bytes_per_s=5e9, shared=False, durable=True)
 NETWORK_DISK = ReadTraits(request_s=1e-3, bytes_per_s=250e6)
 """NFS, Lustre and the like: through the page cache of each node."""
-OBJECT_STORE = ReadTraits(request_s=30e-3, bytes_per_s=100e6, cached=False)
+OBJECT_STORE = ReadTraits(request_s=30e-3, bytes_per_s=100e6, cached=False, durable=True)
 
 
 def read_traits_of(storage: object) -> ReadTraits:
@@ -149,7 +152,11 @@ class Storage(Protocol):
 
     @property
     def traits(self) -> StorageTraits:
-        """What this storage can do."""
+        """What this storage can do; for those who are about to write, as it may have to be tried.
+
+        Raises:
+            StorageError: It could not be tried.
+        """
         ...
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:

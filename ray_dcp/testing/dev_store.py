@@ -170,9 +170,7 @@ class DevStore:
         """Waits until the bucket can be listed."""
         from ray_dcp.store.opening import open_storage
 
-        probe = {"max_retries": 0}
-        place = Location(self.location.url, {**self.options, "retry_config": probe})
-        storage = open_storage(place)
+        storage = open_storage(Location(self.location.url, {**self.options, "retry_timeout_s": 1}))
         while True:
             if self._process is not None and self._process.poll() is not None:
                 raise ParticipantError(

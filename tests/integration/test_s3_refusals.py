@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
-import s3fs
 import torch
 
 import ray_dcp
 from ray_dcp.errors import CommitUnknownError, StorageError
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.perform import perform
 from ray_dcp.store.location import Location
+from ray_dcp.store.object_storage import ObjectStorage
+from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.retrying import Retrying
+from tests.numpy_ranks import save_ranks, state_of
 from tests.refusing_proxy import CUT, Refusal, RefusingProxy
-from tests.s3_server import fresh_place
+from tests.s3_server import fresh_place, unfinished_uploads
 
 PART = 5 << 20
 
@@ -53,24 +59,20 @@ def is_part(method: str, path: str) -> bool:
     return method == "PUT" and "partNumber=" in path
 
 
+def is_data(method: str, path: str) -> bool:
+    return method == "PUT" and ".distcp" in path
+
+
+def is_table(method: str, path: str) -> bool:
+    return method == "PUT" and "chunks." in path
+
+
 def is_manifest(method: str, path: str) -> bool:
     return method == "PUT" and "manifest-" in path
 
 
 def is_read(method: str, path: str) -> bool:
     return method == "GET" and ".distcp" in path
-
-
-def unfinished_uploads(place: Location) -> list[str]:
-    """Returns the keys of the uploads in parts that were begun and neither ended nor aborted."""
-    options = place.storage_options
-    s3 = s3fs.S3FileSystem(
-        key=options["access_key_id"], secret=options["secret_access_key"],
-        endpoint_url=options["endpoint"], skip_instance_cache=True,
-    )  # fmt: skip
-    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
-    found = s3.list_multipart_uploads(bucket)
-    return [upload["Key"] for upload in found if upload["Key"].startswith(f"{prefix}/")]
 
 
 def old_stands_and_nothing_is_left(place: Location) -> None:
@@ -133,6 +135,82 @@ def test_a_commit_that_is_refused_is_told_as_unknown_and_can_be_ended(place, pro
     assert ray_dcp.outcome(place, attempt) == "open"
     old_stands_and_nothing_is_left(place)
     assert ray_dcp.outcome(place, attempt) == "aborted"
+
+
+def test_a_commit_that_can_be_read_back_is_one_whatever_was_answered(place, proxy):
+    there = through(proxy, place)
+    proxy.refusal = Refusal(403, "AccessDenied", is_manifest, passes_on=True)
+    ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
+    assert proxy.refusal.refused == 1
+    assert ray_dcp.read_state_dict(place)["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_conflict_with_another_request_does_not_fail_a_save(place, proxy):
+    there = through(proxy, place, 60)
+    for hits in (is_data, is_manifest):
+        proxy.refusal = Refusal(409, "ConditionalRequestConflict", hits, times=2)
+        ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
+        assert proxy.refusal.refused == 2
+
+
+@pytest.mark.parametrize("hits", [is_data, is_part, is_table], ids=["file", "part", "table"])
+def test_what_is_altered_on_its_way_is_not_committed(place, proxy, hits):
+    there = through(proxy, place)
+    ray_dcp.save({"w": torch.ones(4)}, checkpoint_id=there, no_dist=True)
+    proxy.alters = hits
+    new = {"w": torch.zeros(2 * PART if hits is is_part else 4)}
+    with pytest.raises(StorageError, match=r"BadDigest.*the network altered.*https"):
+        ray_dcp.save(new, checkpoint_id=there, no_dist=True)
+    assert proxy.num_altered
+    proxy.alters = lambda method, path: False
+    old_stands_and_nothing_is_left(place)
+
+
+def test_what_is_altered_once_is_sent_again(place, proxy):
+    proxy.alters = lambda method, path: method == "PUT" and not proxy.num_altered
+    state = {"w": torch.arange(100.0)}
+    ray_dcp.save(state, checkpoint_id=through(proxy, place, 60), no_dist=True)
+    assert proxy.num_altered == 1
+    assert torch.equal(ray_dcp.read_state_dict(place)["w"], state["w"])
+
+
+class Time:
+    """A clock that goes on by what is slept, and a hundredth of a second a look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        self.now_s += 0.01
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "most"), [(503, "SlowDown", 40), (403, "AccessDenied", 4)]
+)
+def test_a_save_has_one_budget_however_often_it_looks_again(
+    place, proxy, caplog, status, code, most
+):
+    """Its vote tries again by itself, and so do its ranks when they are told of no outcome."""
+    time, options = Time(), through(proxy, place).storage_options
+    retrying = Retrying(20.0, clock=time.clock, sleep=time.sleep)
+    store, ours = make_store("s3", "ckpt", options)
+    root = place.url.removeprefix("s3://ckpt/")
+
+    def opener(_):
+        return ObjectStorage(store, root, options=ours, retrying=retrying)
+
+    proxy.refusal = Refusal(status, code, is_manifest)
+    ranks = save_ranks(state_of(1), 2, place.url, opener=opener)
+    results = run_ranks(ranks, performer=partial(perform, opener=opener))
+    assert {type(result.error) for result in results} == {CommitUnknownError}
+    assert time.now_s < 30
+    assert 0 < proxy.refusal.refused <= most
+    told = [record for record in caplog.records if "SlowDown" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"] * (status == 503)
 
 
 @pytest.mark.parametrize("refusal", ["throttling", "an expired token"])

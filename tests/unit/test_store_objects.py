@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
+import socket
 import threading
 
 import fsspec
@@ -13,10 +15,10 @@ import obstore.store
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
 
-from ray_dcp.errors import StorageError
+from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store.create_probe import creates_if_absent_in, forget_probes
 from ray_dcp.store.fsspec_storage import FsspecStorage
-from ray_dcp.store.object_errors import is_cut, is_past_the_end, object_failure
+from ray_dcp.store.object_errors import is_past_the_end, object_failure, worth_s
 from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import name_of_store
@@ -159,23 +161,16 @@ def test_a_race_that_several_win_is_seen():
     assert not creates_if_absent_in("racy", put, values.get, lambda name: values.pop(name, None))
 
 
-def test_a_store_that_may_only_be_read_is_asked_again_later():
+def test_a_store_that_can_not_be_tried_is_an_error_and_is_asked_again_later():
     forget_probes()
 
     def refused(*_: object) -> bool:
-        raise StorageError("no") from PermissionDeniedError("no")
+        raise StorageError("may only be read")
 
     server = Server()
-    refusing = [refused, lambda _: None, lambda _: None]
-    assert not creates_if_absent_in("read-only", *refusing)
+    with pytest.raises(StorageError, match="may only be read"):
+        creates_if_absent_in("read-only", refused, refused, refused)
     assert server.probe("read-only")
-
-    def gone(*_: object) -> bool:
-        raise StorageError("gone")
-
-    with pytest.raises(StorageError, match="gone"):
-        creates_if_absent_in("gone", gone, gone, gone)
-    assert server.probe("gone")
 
 
 # retries
@@ -202,13 +197,85 @@ def test_a_call_is_repeated_until_its_total_deadline():
 
     retrying = Retrying(10.0, clock=lambda: now[0], sleep=sleep, random_share=lambda: 0.5)
     with pytest.raises(ConnectionError) as raised:
-        retrying.call(fail, lambda error: True)
+        retrying.call(fail, lambda error: 60.0)
     assert now[0] <= 11.0
     assert len(tries) >= 4
-    assert raised.value.__notes__ == [f"tried {len(tries)} times"]
+    assert raised.value.__notes__ == [f"retried {len(tries) - 1} times"]
+    # Whoever asks again soon, as an outer loop does, has no second budget.
     with pytest.raises(ConnectionError) as once:
-        retrying.call(fail, lambda error: False)
+        retrying.call(fail, lambda error: 60.0)
     assert not hasattr(once.value, "__notes__")
+    # Nor where calls of another kind succeed.
+    assert retrying.call(lambda: 1, lambda error: 60.0, kind="read") == 1
+    with pytest.raises(ConnectionError) as twice:
+        retrying.call(fail, lambda error: 60.0)
+    assert not hasattr(twice.value, "__notes__")
+    now[0] += 10.0
+    before = len(tries)
+    with pytest.raises(ConnectionError):
+        retrying.call(fail, lambda error: 3.0)
+    assert 1 < len(tries) - before < 5
+
+
+def test_a_store_that_answered_again_has_a_whole_budget_again():
+    now, answers = [0.0], iter([])
+
+    def ask() -> int:
+        now[0] += 1.0
+        answer = next(answers, None)
+        if answer is None:
+            raise ConnectionError("cut")
+        return answer
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    retrying = Retrying(10.0, clock=lambda: now[0], sleep=sleep)
+    with pytest.raises(ConnectionError, match="cut"):
+        retrying.call(ask, lambda error: 60.0)
+    answers = iter([1])
+    assert retrying.call(ask, lambda error: 60.0) == 1
+    begun_s = now[0]
+    with pytest.raises(ConnectionError, match="cut"):
+        retrying.call(ask, lambda error: 60.0)
+    assert now[0] - begun_s > 5.0
+
+
+def test_what_will_be_the_same_next_time_is_asked_once():
+    retrying = Retrying(10.0, sleep=lambda _: pytest.fail("waited"))
+    for error in (GenericError(f"{PUT} - status code: 403: no"), ValueError("malformed")):
+        with pytest.raises(type(error)):
+            retrying.call(lambda error=error: (_ for _ in ()).throw(error), worth_s)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_an_endpoint_where_nobody_is_fails_within_seconds_and_says_so_before(caplog, host):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    store = obstore.store.S3Store(
+        "b", endpoint=f"http://{host}:{port}", access_key_id="k", secret_access_key="s",
+        client_options={"allow_http": True},
+    )  # fmt: skip
+    retrying = Retrying(180.0, clock=lambda: now[0], sleep=sleep, random_share=lambda: 0.5)
+    storage = ObjectStorage(store, "run", retrying=retrying)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(StorageError, match=r"retried \d times.*check the endpoint"),
+    ):
+        storage.list()
+    assert 5.0 < now[0] <= 10.0
+    (warning,) = caplog.records
+    assert "could not list s3://b/run: " in warning.getMessage()
+    slept.clear()
+    with pytest.raises(StorageError, match="not retried"):
+        storage.list("a/")
+    assert slept == []
 
 
 class CutStore:
@@ -263,15 +330,15 @@ def test_two_servers_with_a_bucket_of_the_same_name_are_two_stores():
         (FileNotFoundError("Object at location k not found: status code: 404 Not Found: "
                            "<Error><Code>NoSuchKey</Code>"), KeyMissingError, "no such key"),
         (FileNotFoundError("status code: 404 Not Found: <Error><Code>NoSuchBucket</Code>"
-                           "<Message>none</Message>"), StorageError, "create the bucket"),
+                           "<Message>none</Message>"), StorageRefusedError, "create the bucket"),
         (AlreadyExistsError("x"), KeyExistsError, "exists already"),
         (GenericError(f"{PUT}, after 3 retries - status code: 503: <Code>SlowDown</Code>"),
          StorageError, "503 SlowDown .*retried 3 times.*throttles"),
-        (GenericError(f"{PUT} - status code: 400: <Code>ExpiredToken</Code>"), StorageError,
+        (GenericError(f"{PUT} - status code: 400: <Code>ExpiredToken</Code>"), StorageRefusedError,
          "not retried.*credential_provider"),
         (GenericError(f"{PUT} - status code: 403: <Code>RequestTimeTooSkewed</Code>"),
-         StorageError, "set this machine's clock"),
-        (GenericError(f"{PUT} - status code: 507: full"), StorageError, "free space"),
+         StorageRefusedError, "set this machine's clock"),
+        (GenericError(f"{PUT} - status code: 507: full"), StorageRefusedError, "free space"),
         (GenericError(f"{PUT}, after 2 retries - HTTP error: error sending request"), StorageError,
          "retried 2 times.*check the endpoint and the network"),
     ],
@@ -286,10 +353,13 @@ def test_an_error_says_what_failed_whether_it_was_retried_and_the_way_out(error,
     assert "X-Amz-Signature" not in failure.message
 
 
-def test_cut_connections_are_told_from_answers():
-    assert is_cut(GenericError(f"{PUT} - HTTP error: error sending request"))
-    assert not is_cut(GenericError(f"{PUT} - status code: 403: timed out"))
-    assert not is_cut(PermissionDeniedError("no"))
+def test_what_may_pass_is_told_from_what_will_not():
+    assert worth_s(GenericError(f"{PUT} - HTTP error: error sending request")) > 1000
+    assert worth_s(GenericError(f"{PUT} - status code: 503: no")) > 1000
+    assert worth_s(GenericError(f"{PUT} - status code: 400: <Code>RequestTimeout</Code>")) > 1000
+    assert worth_s(GenericError(f"{PUT} - HTTP error: error sending request: kind: Connect")) == 10
+    assert worth_s(GenericError(f"{PUT} - status code: 403: timed out")) == 0
+    assert worth_s(PermissionDeniedError("no")) == 0
     assert is_past_the_end(GenericError("status code: 416 Range Not Satisfiable"))
     assert not is_past_the_end(GenericError("status code: 403, request 41612"))
 

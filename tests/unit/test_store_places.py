@@ -13,7 +13,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from pyarrow import fs as arrow
 
 import ray_dcp
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.arrow_storage import ArrowStorage
 from ray_dcp.store.fsspec_storage import FsspecStorage
@@ -22,6 +22,7 @@ from ray_dcp.store.location import Location, as_target, url_below
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_options import ObjectOptions, split_options
 from ray_dcp.store.object_storage import ObjectStorage
+from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
 
 SECRET = "hush-hush-secret"
@@ -172,6 +173,44 @@ def test_a_wrong_storage_option_is_told_without_its_value(options, message):
     with pytest.raises(InvalidRequestError, match=message) as raised:
         open_storage(Location("s3://bucket/run", options))
     assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["127.0.0.1:9000", "not a url", "http://", "http://[bad", "http://host:port", "ftp://host",
+     "http://a b", "http://127.0.0.1:99999", "https:///x"],
+)  # fmt: skip
+def test_an_endpoint_that_is_no_url_is_told(endpoint):
+    for scheme in ("s3", "az"):
+        with pytest.raises(InvalidRequestError, match="endpoint must be a URL such as https://"):
+            open_storage(Location(f"{scheme}://bucket/run", {"endpoint": endpoint}))
+
+
+def test_an_endpoint_of_the_environment_that_is_no_url_is_an_error_of_the_storage(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
+    options = {"access_key_id": "k", "secret_access_key": SECRET, "region": "r"}
+    with pytest.raises(StorageError, match="check the endpoint in storage_options or the env"):
+        open_storage(Location("s3://malformed/run", options)).list()
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "is_hashed"),
+    [
+        ({"endpoint": "http://host"}, "", True),
+        ({"endpoint": "https://host"}, "http://host", False),
+        ({}, "", False),
+        ({}, "http://host", True),
+        ({"endpoint": "http://host", "checksum_algorithm": "CRC64NVME"}, "", False),
+    ],
+)
+def test_bodies_are_hashed_for_the_server_where_nothing_else_protects_them(
+    monkeypatch, given, environment, is_hashed
+):
+    if environment:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", environment)
+    config = make_store("s3", f"hashed-{is_hashed}-{environment[:5]}", given)[0].config
+    assert (config["unsigned_payload"] == "false") == is_hashed
+    assert ("checksum_algorithm" in config) == (is_hashed or "checksum_algorithm" in given)
 
 
 def test_options_of_s3fs_are_understood():
