@@ -6,7 +6,7 @@ Who opens it and what becomes of the receipt is in `writer`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -84,9 +84,6 @@ class PartFile:
             self.flush()
         self._plan, self._source = self._plans[index], self._sources[index]
         self._source.before_wait = self.flush
-        # Why: an upload sends a tensor from where it lies, if that stays as it is.
-        lend = getattr(self._writer, "lend", None) if self._source.keeps else None
-        self._give: Callable[[BytesLike], None] = lend or self._writer.write
 
     def _write_fixed(self) -> None:
         """Writes the header and all planned pieces of a rank."""
@@ -135,7 +132,7 @@ class PartFile:
             whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
             self._pack.clear()
             if len(whole):
-                self._give(whole)
+                self._writer.write(whole)
         self._flushed = self._end
         # Careful: of a rank without fixed items nothing is written yet, wherever the file is.
         end = self._end - self._moved
@@ -223,7 +220,7 @@ class PartFile:
             for start in range(0, len(payload), step):
                 part = payload[start : start + step]
                 self._checks.frombytes(block_checks(part, block_bytes).tobytes())
-                self._give(part)
+                self._writer.write(part)
                 self._end += len(part)
                 self.flush()
         if self._end != end:
