@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
@@ -223,16 +222,11 @@ class _WatchedWriter:
         self._vitals = vitals
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        # Why here: only some writers take bytes that are lent.
-        return partial(self._give, found) if name == "lend" else found
+        return getattr(self._inner, name)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._give(self._inner.write, data)
-
-    def _give(self, take: Callable[[Any], None], data: bytes | bytearray | memoryview) -> None:
         with self._vitals.at(self._key):
-            take(data)
+            self._inner.write(data)
         self._vitals.moved(len(data))
 
     def commit(self) -> None:

@@ -153,8 +153,8 @@ def refusals(tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the elements as uint8, one dimension, C order.
 
-    A view of the tensor's own memory when that is contiguous on the CPU, else of a copy. The view
-    keeps the memory alive.
+    A view of the tensor's own memory when that is contiguous on the CPU, else of a copy, which is
+    read-only. The view keeps the memory alive.
 
     Args:
         tensor: A plain tensor that `refusal` has nothing against. A conjugate or negative view
@@ -174,12 +174,12 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
             pass
     own = tensor.is_cpu and not tensor.is_nested and tensor.is_contiguous()
     if not own or tensor.is_conj() or tensor.is_neg():
-        tensor = _host_copy(tensor)
+        return writable_bytes(_host_copy(tensor)).toreadonly()
     return writable_bytes(tensor)
 
 
 def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
-    """Returns `host_bytes` of each tensor; those of small ones in one joined copy.
+    """Returns `host_bytes` of each tensor; those of small ones in one joined copy, read-only.
 
     Args:
         tensors: As for `host_bytes`.
@@ -199,6 +199,7 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
         # Why the difference: the second makes a view of each tensor first, for half the time.
         flat = all(tensor.dim() == 1 for tensor in tensors)
         data = writable_bytes(torch.cat(tensors) if flat else _flatten_dense_tensors(tensors))
+    data = data.toreadonly()
     ends = list(accumulate(lengths))
     return [data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 

@@ -179,8 +179,6 @@ class StagedPieces:
             are written since the last time.
     """
 
-    keeps = False  # windows are given to others as soon as `written` has passed them
-
     def __init__(
         self,
         job: Job,

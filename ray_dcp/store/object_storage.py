@@ -195,10 +195,7 @@ class ObjectStorage:
             )  # fmt: skip
 
     def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        """See `Storage.open_writer`; `sync` and `direct` change nothing.
-
-        The writer can also `lend`: see `ray_dcp.store.storage.LendingWriter`.
-        """
+        """See `Storage.open_writer`; `sync` and `direct` change nothing."""
         check_key(key)
         return ObjectWriter(
             self._store, self._path(key), key, self._where(key), self._options,

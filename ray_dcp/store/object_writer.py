@@ -114,7 +114,7 @@ def budget_of(options: ObjectOptions) -> UploadBudget:
 
 
 class ObjectWriter:
-    """Implements `LendingWriter`.
+    """Implements `PartWriter`.
 
     Args:
         store: A store of obstore.
@@ -160,10 +160,6 @@ class ObjectWriter:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """See `PartWriter.write`: copies, unless the bytes can't change."""
         self._add(data, copy=not isinstance(data, bytes))
-
-    def lend(self, data: bytes | bytearray | memoryview) -> None:
-        """See `LendingWriter.lend`."""
-        self._add(data, copy=False)
 
     def commit(self) -> None:
         """See `PartWriter.commit`; does nothing when it was committed.

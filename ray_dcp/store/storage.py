@@ -20,7 +20,6 @@ __all__ = [
     "Entry",
     "KeyExistsError",
     "KeyMissingError",
-    "LendingWriter",
     "PartWriter",
     "ReadTraits",
     "Storage",
@@ -125,19 +124,6 @@ class PartWriter(Protocol):
 
     def abort(self) -> None:
         """Drops what was written. Never raises; does nothing after `commit`."""
-        ...
-
-
-@runtime_checkable
-class LendingWriter(PartWriter, Protocol):
-    """A writer that need not copy what it is given, if it may keep it for a while."""
-
-    def lend(self, data: bytes | bytearray | memoryview) -> None:
-        """Appends bytes that stay as they are until `commit` or `abort` has returned.
-
-        Raises:
-            StorageError: As `write`.
-        """
         ...
 
 

@@ -6,7 +6,7 @@ Who opens it and what becomes of the receipt is in `writer`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -56,9 +56,6 @@ class PartFile:
         self._key = key
         self._source = source
         source.before_wait = self.flush
-        # Why: an upload sends a tensor from where it lies, if that stays as it is.
-        lend = getattr(writer, "lend", None) if source.keeps else None
-        self._give: Callable[[BytesLike], None] = lend or writer.write
         self._stop = stop
         self._pack: list[BytesLike] = []
         self._end = 0
@@ -107,7 +104,7 @@ class PartFile:
             whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
             self._pack.clear()
             if len(whole):
-                self._give(whole)
+                self._writer.write(whole)
         self._flushed = self._end
         self._source.written(self._end)
 
@@ -193,7 +190,7 @@ class PartFile:
             for start in range(0, len(payload), step):
                 part = payload[start : start + step]
                 self._checks.frombytes(block_checks(part, block_bytes).tobytes())
-                self._give(part)
+                self._writer.write(part)
                 self._end += len(part)
                 self.flush()
         if self._end != end:

@@ -5,8 +5,12 @@ Nothing here opens a file.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from ray_dcp.plan.values import FilePlan
 from ray_dcp.transfer.pieces import contradiction
@@ -14,6 +18,9 @@ from ray_dcp.transfer.pieces import contradiction
 __all__ = ["BytesLike", "Deferred", "ItemPieces", "ManySource", "PieceSource", "Source"]
 
 BytesLike = bytes | bytearray | memoryview
+
+_COPIED_BYTES = 4 << 20
+"""Whole checksum blocks; hashed and written while they are in the processor's cache."""
 
 
 @runtime_checkable
@@ -45,19 +52,17 @@ class PieceSource(Protocol):
     """Set by whoever takes the bytes; called before this waits for more of them, which may come
     only when those that were given are written."""
 
-    @property
-    def keeps(self) -> bool:
-        """What `parts` gives stays as it is until the file is committed, so that it may be lent."""
-        ...
-
     def small(self, first: int, stop: int) -> Iterable[memoryview]:
-        """Returns the bytes of consecutive pieces of at most 128 KiB, whole."""
+        """Returns the bytes of consecutive pieces of at most 128 KiB, whole.
+
+        Nobody changes them before `written` has passed them.
+        """
         ...
 
     def parts(self, piece: int) -> Iterable[memoryview]:
         """Returns the bytes of a piece, in parts; each but the last is whole checksum blocks.
 
-        Each is used before the next one is asked for.
+        Each is used before the next one is asked for, and nobody changes it until then.
         """
         ...
 
@@ -71,7 +76,10 @@ class PieceSource(Protocol):
 
 
 class ItemPieces:
-    """The `PieceSource` of items that are whole in memory.
+    """The `PieceSource` of items that are whole in memory, which others may go on writing to.
+
+    *Invariant*: what it gives is a copy, unless it is read-only. A tensor that another thread
+    changes between its checksum and its way to the storage would be committed, and never load.
 
     Args:
         plan: Of the file.
@@ -79,8 +87,6 @@ class ItemPieces:
         source: Gives the items.
         deferred: Gives the deferred items.
     """
-
-    keeps = True
 
     def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
         self.before_wait = _nothing
@@ -90,6 +96,8 @@ class ItemPieces:
         self._row = [*plan.row.tolist(), *plan.deferred.tolist()]
         self._start = plan.source_start.tolist()
         self._num_bytes = plan.payload_bytes.tolist()
+        self._place = plan.payload_offset.tolist()
+        self._buffer: npt.NDArray[np.uint8] | None = None
         self._item_row = -1
         self._item = memoryview(b"")
         self._data: tuple[int, memoryview] | None = None
@@ -100,15 +108,17 @@ class ItemPieces:
         for index, item in enumerate(self._items(rows), first):
             num_bytes, start = self._num_bytes[index], self._start[index]
             whole = len(item) == num_bytes and not start
-            yield item if whole else self._part_of(item, self._row[index], start, num_bytes)
+            part = item if whole else self._part_of(item, self._row[index], start, num_bytes)
+            yield part if part.readonly else memoryview(bytes(part))
 
-    def parts(self, piece: int) -> Sequence[memoryview]:
+    def parts(self, piece: int) -> Iterable[memoryview]:
         """See `PieceSource.parts`."""
         if piece >= len(self._start):
             (_, data), self._data = self._deferred_item(piece), None
             return (data,)
         row = self._row[piece]
-        return (self._part_of(self._item_of(row), row, self._start[piece], self._num_bytes[piece]),)
+        part = self._part_of(self._item_of(row), row, self._start[piece], self._num_bytes[piece])
+        return (part,) if part.readonly else self._copied(part, self._place[piece])
 
     def num_bytes(self, piece: int) -> int:
         """See `PieceSource.num_bytes`."""
@@ -119,6 +129,24 @@ class ItemPieces:
 
     def written(self, end: int) -> None:
         """Does nothing: the items stay where they are."""
+
+    def _copied(self, data: memoryview, place: int) -> Iterator[memoryview]:
+        """Yields copies of the data, one after another in the same memory.
+
+        Args:
+            data: What to copy.
+            place: Where it begins in the file. Copies lie in a page of memory as in one of the
+                file, so that a file that is written past the page cache needs no other copy.
+        """
+        if self._buffer is None:
+            self._buffer = np.frombuffer(mmap.mmap(-1, _COPIED_BYTES + mmap.PAGESIZE), np.uint8)
+        source, first = np.frombuffer(data, np.uint8), place % mmap.PAGESIZE
+        for start in range(0, len(source), _COPIED_BYTES):
+            part = source[start : start + _COPIED_BYTES]
+            target = self._buffer[first : first + len(part)]
+            # Why not by memoryviews: they keep other threads from running meanwhile.
+            np.copyto(target, part)
+            yield target.data
 
     def _items(self, rows: Sequence[int]) -> Iterator[memoryview]:
         if isinstance(self._source, ManySource) and len(rows) > 1:

@@ -61,31 +61,18 @@ class TestS3(StorageConformance):
 # uploads in parts
 
 
-@pytest.mark.parametrize("method", ["write", "lend"])
 @pytest.mark.parametrize("extra", [1, 3 * PART, 4 * PART + 17])
-def test_a_file_of_several_parts_is_whole(place, method, extra):
+def test_a_file_of_several_parts_is_whole(place, extra):
     storage = open_storage(with_options(place, request_bytes=PART, upload_bytes=2 * PART))
     data = random_bytes(PART + extra)
     writer = storage.open_writer("part")
     for start in range(0, len(data), 3_000_017):
-        getattr(writer, method)(data[start : start + 3_000_017].data)
+        writer.write(data[start : start + 3_000_017].data)
         assert storage.list() == []
     writer.commit()
     target = bytearray(len(data))
     storage.read_into("part", 0, memoryview(target))
     assert target == data.tobytes()
-
-
-def test_a_lent_file_of_several_parts_is_not_copied(place):
-    storage = open_storage(with_options(place, request_bytes=PART))
-    data = random_bytes(3 * PART)
-    writer = storage.open_writer("part")
-    writer.lend(data.data[: 2 * PART])
-    writer.lend(data.data[2 * PART :])
-    first = writer._counted(data.data[:10], copy=False)
-    assert np.shares_memory(first, data)
-    writer.commit()
-    assert storage.list()[0].num_bytes == len(data)
 
 
 def test_an_upload_that_is_given_up_leaves_nothing_behind(server, place):
@@ -131,7 +118,7 @@ def test_an_upload_survives_cut_connections(server, place, proxy, up):
     data = random_bytes(4 * PART + 5)
     writer = storage.open_writer("part")
     proxy.cut(times=3, after_up=up)
-    writer.lend(data.data)
+    writer.write(data.data)
     writer.commit()
     assert proxy.num_cut >= 1
     assert open_storage(place).read("part") == data.tobytes()

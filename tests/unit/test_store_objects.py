@@ -90,17 +90,39 @@ def test_pieces_come_in_order_and_end_or_fail():
         next(failing)
 
 
-def test_memory_that_was_lent_comes_back_to_the_budget():
+def test_memory_of_an_upload_comes_back_to_the_budget():
     store = obstore.store.S3Store("b", access_key_id="k", secret_access_key="s")
     storage = ObjectStorage(store, options=ObjectOptions(upload_bytes=77 << 20))
     writer = storage.open_writer("part")
-    writer.lend(bytes(1000))
+    writer.write(bytes(1000))
     assert writer._own.num_bytes == 1000
     own = writer._own
     writer.abort()
     del writer
     gc.collect()
     assert own.num_bytes == 0
+
+
+def test_an_upload_is_never_begun_again_with_what_is_left(monkeypatch):
+    store = obstore.store.S3Store("b", access_key_id="k", secret_access_key="s")
+    storage = ObjectStorage(store, options=ObjectOptions(request_bytes=5 << 20))
+    calls = []
+
+    def put(store, path, pieces, **_):
+        calls.append(len(next(pieces)))
+        raise GenericError("HTTP error: error sending request")
+
+    monkeypatch.setattr(obstore, "put", put)
+    monkeypatch.setattr(obstore, "head", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    writer = storage.open_writer("part")
+    with pytest.raises(StorageError, match="could not publish s3://b/part"):
+        write_and_commit(writer)
+    assert len(calls) == 1
+
+
+def write_and_commit(writer) -> None:
+    writer.write(bytes(9 << 20))
+    writer.commit()
 
 
 # probe

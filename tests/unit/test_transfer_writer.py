@@ -432,10 +432,60 @@ def test_an_error_keeps_other_threads_from_beginning_more():
     assert len(begun) <= 2
 
 
+class Busy:
+    """Arrays that another thread writes to: at each look at one, and at each write to a file."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def change(self):
+        for array in self.arrays:
+            array += 1
+
+    def source(self, row):
+        self.change()
+        return raw(self.arrays[row])
+
+    def on(self, storage):
+        writers = type(storage).open_writer
+
+        def open_writer(key, **how):
+            writer = writers(storage, key, **how)
+            write = writer.write
+
+            def change_and_write(data):
+                self.change()
+                write(data)
+
+            writer.write = change_and_write
+            return writer
+
+        storage.open_writer = open_writer
+        return storage
+
+
+@pytest.mark.parametrize("container", ["torch_save", "safetensors"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_stored_has_its_checksum_also_where_tensors_change_meanwhile(
+    storage, container, direct
+):
+    arrays = [np.zeros(size, np.float32) for size in (3, 30_000, 700, 900_000, 3_000_001)]
+    plan = plan_of(arrays, container=container, header=b"h" * 24)
+    busy = Busy(arrays)
+    receipt = write_file(
+        busy.on(storage), plan, "a1", source=busy.source, deferred=no_deferred, direct=direct
+    )
+    assert arrays[0][0] > len(arrays)  # it was written to, by looks and by writes
+    places = zip(plan.payload_offset, plan.payload_bytes, plan.block_bytes, strict=True)
+    stored = [
+        block_checks(storage.read(KEY, int(start), int(length)), int(block_bytes))
+        for start, length, block_bytes in places
+    ]
+    assert np.array_equal(np.concatenate(stored), receipt.checks)
+
+
 class Parts:
     """A `PieceSource` of one large piece, in parts of these lengths."""
-
-    keeps = False
 
     def __init__(self, *lengths):
         self.lengths = lengths
