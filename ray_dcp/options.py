@@ -88,9 +88,6 @@ class SaveOptions:
     """How many of the last committed asynchronous saves of a run (those into one folder) stay in
     the memory of the nodes, beside those under way, while there is room: loads take their bytes
     from there, and verify them. They outlive the ranks."""
-    keep_peer_copy: bool = False
-    """What stays in memory by `keep_in_memory` is also copied into the memory of another node, and
-    so survives the loss of one. Needs a cluster of two nodes or more."""
     check_unchanged: bool = False
     """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
     between the call and the end of staging, because a thread or a CUDA stream still wrote into
@@ -127,12 +124,6 @@ class SaveOptions:
                 f"SaveOptions.keep_in_memory must be a number of checkpoints, 0 or more, but is "
                 f"{keep!r}",
                 key="keep_in_memory",
-            )
-        if self.keep_peer_copy and not keep:
-            raise InvalidRequestError(
-                "SaveOptions.keep_peer_copy copies what stays in memory, but keep_in_memory is 0. "
-                "Set keep_in_memory as well",
-                key="keep_peer_copy",
             )
 
 

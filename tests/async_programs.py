@@ -349,3 +349,19 @@ def begin_large_and_kill_coordinator(
         return current_session().coordinator_info()["epoch"], HELD["handle"].report().attempt
 
     return attempt(save)
+
+
+def save_and_kill_coordinator(path: str, steps: int) -> Attempt:
+    """Saves again and again; rank 0 kills the coordinator as soon as it knows of each commit."""
+
+    def save() -> Any:
+        for step in range(1, steps + 1):
+            pid = current_session().coordinator_info()["pid"]
+            handle = ray_dcp.async_save(mixed_state(step), checkpoint_id=path)
+            handle.committed(180)
+            if dist.get_rank() == 0:
+                os.kill(pid, signal.SIGKILL)
+            dist.barrier()
+        return current_session().coordinator_info()["epoch"]
+
+    return attempt(save)

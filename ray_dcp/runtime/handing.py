@@ -110,10 +110,11 @@ def _hand_windows(
     wanted = set(range(len(plan.files)) if order.files is None else order.files)
     scratch = np.zeros(0, dtype=np.uint8)
     slots.extend(grant.slots)
-    in_memory, told_s = order.channel == "arena", time.monotonic()
+    arena = link.arena if order.channel == "arena" else None
+    told_s = time.monotonic()
     for window in range(layout.num_windows):
         while window >= len(slots):
-            if in_memory and window:
+            if arena is not None and window:
                 # Nothing is written, and so no room made, before the stager knows of it.
                 link.post("deliver", order.key, window - 1)
             more = link.call(
@@ -125,8 +126,8 @@ def _hand_windows(
             for freed in grant.freed:
                 handed.refs.pop(freed, None)
         used = int(layout.used_bytes[window]) if layout.files_of(window) & wanted else 0
-        if in_memory and link.arena is not None:
-            fill(layout, window, link.arena.slot_array(slots[window].index)[:used])
+        if arena is not None:
+            fill(layout, window, arena.slot_array(slots[window].index)[:used])
             # The last one is told by `seal`.
             if window < layout.num_windows - 1 and time.monotonic() - told_s > TELL_S:
                 link.post("deliver", order.key, window)

@@ -24,21 +24,19 @@ from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.runtime import hooks, metrics, ray_calls
 from ray_dcp.runtime.hooks import Caller, store_bytes
 from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
-from ray_dcp.runtime.peer_copy import alive_nodes, next_node, pull, push
 from ray_dcp.runtime.place import Place, as_window
 from ray_dcp.runtime.rehearsal import begin_rehearsal
 from ray_dcp.runtime.reporting import Reporter, Reports
 from ray_dcp.stage.arena import Arena, free_memory_bytes
-from ray_dcp.stage.copies import CopyingSpool
 from ray_dcp.stage.jobs import arena_channel, channel_of
 from ray_dcp.stage.kept import Kept, Part, registered_name
 from ray_dcp.stage.priority import step_behind
+from ray_dcp.stage.spool import Spool
 from ray_dcp.stage.values import (
     ArenaAddress,
     Grant,
     InFlight,
     Slot,
-    StagedCopy,
     StageKey,
     StageOrder,
     StageProgress,
@@ -67,6 +65,7 @@ ranks that are started anew."""
 class _Rank:
     caller: Caller
     process: str
+    owner: str
     pidfd: int = -1
 
 
@@ -76,19 +75,16 @@ class Stager:
     Args:
         lease_s: It leaves after so many seconds without calls, ranks and work.
         options: How to stage.
-        namespace: Ray namespace of the stagers.
     """
 
-    def __init__(
-        self, lease_s: float, options: StagerOptions, namespace: str = NAMESPACE
-    ) -> None:  # fmt: skip
-        self._namespace = namespace
+    def __init__(self, lease_s: float, options: StagerOptions) -> None:
         self._loop = asyncio.get_running_loop()
         self._self = ray.get_runtime_context().current_actor
         self._node_id = ray.get_runtime_context().get_node_id()
         self._lease_s = lease_s
-        self._options = options
         self._ranks: dict[str, _Rank] = {}
+        self._gone: dict[str, float] = {}
+        """Owners of memory that have gone, and when."""
         self._adopted: dict[tuple[int, int], Arena] = {}
         self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
         self._last_call_s = self._loop.time()
@@ -100,8 +96,8 @@ class Stager:
             channels["arena"] = arena_channel(limit_bytes, options)
         self._limit_bytes = limit_bytes
         reports = Reports(self._loop, self._give_up)
-        self._spool = CopyingSpool(channels, options, reports.tell)
-        self._arena = arena = channels["arena"].arena if "arena" in channels else None
+        self._spool = Spool(channels, options, reports.tell)
+        arena = channels["arena"].arena if "arena" in channels else None
         self._place = Place(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
@@ -155,9 +151,11 @@ class Stager:
         before = self._ranks.pop(name, None)
         if before is not None:
             self._unwatch(before)
+            self._gone[before.owner] = self._loop.time()
             if before.process != process:
                 self._spool.process_died(before.process)
-        rank = self._ranks[name] = _Rank(caller, process)
+        rank = self._ranks[name] = _Rank(caller, process, owner)
+        self._gone.pop(owner, None)
         if pid is not None:
             # Suppressed: then Ray's tables tell, a second later.
             with suppress(AttributeError, OSError):
@@ -285,11 +283,6 @@ class Stager:
         self._touch()
         return await asyncio.to_thread(self._spool.fetch, parts)
 
-    async def copy_from(self, origin: Any, copied: StagedCopy) -> bool:
-        """Copies what another node keeps; returns whether it is here now. See `peer_copy`."""
-        self._touch()
-        return self._arena is not None and await pull(copied, origin, self._spool, self._arena)
-
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
         """Gives up. See `Spool.cancel`."""
         self._touch()
@@ -314,6 +307,7 @@ class Stager:
         if rank is not None and rank.process == process:
             del self._ranks[name]
             self._unwatch(rank)
+            self._gone[rank.owner] = self._loop.time()
         self._spool.process_died(process)
         self._last_call_s = self._loop.time()
 
@@ -338,24 +332,18 @@ class Stager:
                     for name, rank in unseen.items():
                         if rank.caller in dead:
                             self._ended(name, rank.process)
+            gone_s = self._loop.time() - self._lease_s
+            self._gone = {owner: at_s for owner, at_s in self._gone.items() if at_s > gone_s}
+            present = {*self._gone, *(rank.owner for rank in self._ranks.values())}
+            await asyncio.to_thread(self._spool.shrink, present)
             # Suppressed: loads on this node find what is kept all the same.
             with suppress(CheckpointError, RayError):
                 await self._register()
-                for copied in self._spool.to_copy():
-                    await push(copied, self._self, await asyncio.to_thread(self._peer))
             idle_s = self._loop.time() - self._last_call_s
             lease_s = max(self._lease_s, KEPT_S) if self._spool.num_kept() else self._lease_s
             if not self._ranks and not self._spool.num_active() and idle_s >= lease_s:
                 await self._register(())
                 ray_calls.kill(self._self, no_restart=True)
-
-    def _peer(self) -> Any:
-        node = next_node(self._node_id, alive_nodes())
-        if node is None:
-            return None
-        return stager_of(
-            node, namespace=self._namespace, lease_s=self._lease_s, options=self._options
-        )
 
     async def _register(self, kept: Collection[str] | None = None) -> None:
         """Lets the other nodes find what is kept here."""
@@ -391,4 +379,4 @@ def stager_of(
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     )
-    return actor.remote(check_lease(lease_s), options or StagerOptions(), namespace)
+    return actor.remote(check_lease(lease_s), options or StagerOptions())

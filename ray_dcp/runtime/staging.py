@@ -30,6 +30,7 @@ from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.reporting import Reporter
 from ray_dcp.runtime.stager import stager_of
 from ray_dcp.runtime.staging_link import ENTER_S, Link, StagerGone, link_to, map_behind
+from ray_dcp.stage.arena import Arena
 from ray_dcp.stage.filling import Pin, fill_window, filler_of
 from ray_dcp.stage.jobs import lost_memory
 from ray_dcp.stage.layout import StagingLayout, plan_digest
@@ -126,12 +127,13 @@ class RankStaging:
                 with suppress(CheckpointError, StagerGone):
                     ready()
                     link = self.link()
+                    arena = link.arena
                     for slot in link.call("warm", self._owner, num_bytes, timeout_s=WARM_S):
-                        if link.arena is None:
+                        if arena is None:
                             break
                         if pin is not None:
-                            link.arena.pin_with(pin)
-                        link.arena.touch(slot)
+                            arena.pin_with(pin)
+                        arena.touch(slot)
             finally:
                 done.set_result(None)
 
@@ -180,8 +182,9 @@ class RankStaging:
         for number in range(MOST_STAGERS):
             key = key if number == 0 else replace(key, incarnation=key.incarnation + 1)
             link = self.link()
-            if link.arena is not None and copier.pin is not None:
-                link.arena.pin_with(copier.pin)
+            arena = link.arena
+            if arena is not None and copier.pin is not None:
+                arena.pin_with(copier.pin)
             order = StageOrder(
                 key, self._owner, self._process, plan_id, None, lengths, target, options,
                 link.channel, link.window_bytes,
@@ -193,9 +196,8 @@ class RankStaging:
             except StagerGone:
                 self.replace(link)
                 continue
-            return Staged(
-                self, link, order, plan, reporter, handed, time.perf_counter() - started_s
-            )
+            stall_s = time.perf_counter() - started_s
+            return Staged(self, link, arena, order, plan, reporter, handed, stall_s)
         raise ParticipantError(
             f"expected a stager to stay alive on this node, but {MOST_STAGERS} died one after the "
             f"other while rank {key.rank} staged; look into their logs",
@@ -240,13 +242,16 @@ class RankStaging:
                 dead.close()
                 self._link = link_to(
                     self._stager, self.name, self._process,
-                    not_this=dead.stager, timeout_s=timeout_s,
+                    owner=self._owner, not_this=dead.stager, timeout_s=timeout_s,
                 )  # fmt: skip
             return self._link
 
     def link_elsewhere(self, stager: Any, timeout_s: float) -> Link:
         """Returns the way to the stager of another node."""
-        return link_to(lambda: stager, self.name, self._process, may_map=False, timeout_s=timeout_s)
+        return link_to(
+            lambda: stager, self.name, self._process,
+            owner=self._owner, may_map=False, timeout_s=timeout_s,
+        )  # fmt: skip
 
 
 class Staged:
@@ -261,6 +266,7 @@ class Staged:
         self,
         staging: RankStaging,
         link: Link,
+        arena: Arena | None,
         order: StageOrder,
         plan: RankPlan,
         reporter: Reporter | None,
@@ -275,7 +281,7 @@ class Staged:
         self._plan = plan
         self._reporter = reporter
         self._handed = handed
-        self._arena = link.arena
+        self._arena = arena
 
     @property
     def key(self) -> StageKey:
@@ -360,6 +366,8 @@ class Staged:
         """
         self._link.post("release", self.key, committed)
         self._handed.refs.clear()
+        # Why: whoever keeps the handle of a save must not keep a dead stager's memory mapped.
+        self._arena = None
 
     def _hand_over(
         self, link: Link, order: StageOrder, timeout_s: float, stop: Stop | None, *, here: bool

@@ -114,6 +114,7 @@ class Link:
 
     def close(self) -> None:
         """Lets go of its process and its memory, which stays while somebody reads from it."""
+        self.arena = None
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -153,7 +154,7 @@ def link_to(
     name: str,
     process: str,
     *,
-    owner: str | None = None,
+    owner: str,
     not_this: str | None = None,
     may_map: bool = True,
     timeout_s: float = ENTER_S,
@@ -164,7 +165,7 @@ def link_to(
         stager: Returns its handle, after making it if there is none.
         name: Of this rank on the node.
         process: Names this process.
-        owner: Of memory that a rank of an earlier process may have had.
+        owner: Of the memory that this rank uses, and that one of an earlier process may have had.
         not_this: A stager that is dead; its name may still be found for a moment.
         may_map: Whether to map its memory.
         timeout_s: How long to try, in seconds.
@@ -197,9 +198,7 @@ def link_to(
     link = Link(handle, place, arena, pidfd)
     caller = hooks.this_caller(os.getpid())
     pid = None if arena is None else os.getpid()
-    link.own_slots = link.call(
-        "enter", name, process, caller, pid, owner or name, timeout_s=timeout_s
-    )
+    link.own_slots = link.call("enter", name, process, caller, pid, owner, timeout_s=timeout_s)
     return link
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -180,11 +180,16 @@ class DeviceFiller:
 
     def finish(self) -> None:
         """See `Filler.finish`."""
-        for stream in self._streams.values():
-            self._driver.wait(stream)
+        # Why a stack: where one device fails, the others still write.
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            for stream in self._streams.values():
+                stack.callback(self._driver.wait, stream)
+        self._host.finish()
+
+    def _forget(self) -> None:
         self._under_way.clear()
         self._row, self._bytes = -1, None
-        self._host.finish()
 
     def _device_of(self, row: int) -> torch.device | None:
         tensor = self._values[row]

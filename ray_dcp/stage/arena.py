@@ -26,8 +26,9 @@ from ray_dcp.stage.values import ArenaAddress, Slot
 __all__ = ["Arena", "free_memory_bytes", "touch"]
 
 _PAGE = 4096
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
-"""MADV_POPULATE_READ and _WRITE: touch pages without changing them (Linux 5.14)."""
+_POPULATE_READ, _POPULATE_WRITE, _REMOVE = 22, 23, 9
+"""MADV_POPULATE_READ and _WRITE: touch pages without changing them (Linux 5.14). MADV_REMOVE: free
+them for all who have them mapped."""
 _TOUCH_BYTES = 8 << 20
 
 
@@ -43,8 +44,11 @@ class Arena:
 
     def __init__(self, fd: int, address: ArenaAddress) -> None:
         self.address = address
+        self._pin: Pin | None = None
+        self._pinned: dict[int, Callable[[], None] | None] = {}
         # Why not __del__: it also runs on half-built objects and at interpreter exit.
-        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._close_fd = weakref.finalize(self, _let_go, fd, self._pinned)
+        self._close_fd.atexit = False  # the driver may be gone by then
         self._first = _first_slot(address.num_slots)
         try:
             self._map = mmap.mmap(fd, self._first + address.num_slots * address.slot_bytes)
@@ -57,8 +61,6 @@ class Arena:
             ) from exc
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._generations: UInt64Array = self._bytes[: address.num_slots * 8].view(np.uint64)
-        self._pin: Pin | None = None
-        self._pinned: dict[int, Callable[[], None] | None] = {}
         self._pinning = threading.Lock()
         _HERE.setdefault(address.identity, self)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
@@ -173,17 +175,22 @@ class Arena:
         _populate(self._slice(index), _POPULATE_READ)
         self._use(index)
 
+    def discard(self, index: int) -> None:
+        """Gives a slot's memory back to the machine, whoever has it mapped; its bytes are 0 then.
+
+        Nobody may use the slot, nor have its pages registered with a device.
+        """
+        found = self._slice(index)
+        _madvise(int(found.__array_interface__["data"][0]), len(found), _REMOVE)
+
     def close(self) -> None:
         """Closes this process's descriptor; the memory goes with the last view of it."""
         if self._close_fd.alive:
             if _HERE.get(self.address.identity) is self:
                 del _HERE[self.address.identity]
-            self._close_fd()
             with self._pinning:
-                undone, self._pinned, self._pin = [*self._pinned.values()], {}, None
-            for undo in undone:
-                if undo is not None:
-                    undo()
+                self._pin = None
+                self._close_fd()
             self._bytes, self._generations = np.zeros(0, np.uint8), np.zeros(0, np.uint64)
             # Suppressed: somebody still reads from it.
             with suppress(BufferError):
@@ -200,6 +207,15 @@ class Arena:
     def _slice(self, index: int) -> np.ndarray:
         start = self._first + index * self.address.slot_bytes
         return self._bytes[start : start + self.address.slot_bytes]
+
+
+def _let_go(fd: int, pinned: dict[int, Callable[[], None] | None]) -> None:
+    """Gives an arena's pages back to the device's driver, then closes its descriptor."""
+    while pinned:
+        _, undo = pinned.popitem()
+        if undo is not None:
+            undo()
+    os.close(fd)
 
 
 def touch(array: np.ndarray) -> None:

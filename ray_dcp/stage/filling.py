@@ -6,7 +6,8 @@ into slots that are registered with the device's driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -165,19 +166,19 @@ def fill_window(
     row, offset = layout.row[own].tolist(), layout.offset[own].tolist()
     length, start = layout.num_bytes[own].tolist(), layout.source_start[own].tolist()
     first = 0
-    for stop in _run_ends(layout, own):
-        begin, end = offset[first], offset[stop - 1] + length[stop - 1]
-        if stop - first > 1:
-            run = slice(first, stop)
-            filler.fill_many(row[run], start[run], length[run], target[begin:end])
-        elif layout.is_deferred[low + first]:
-            data = deferred(row[first])
-            part = memoryview(data)[start[first] : start[first] + length[first]]
-            np.copyto(target[begin:end], np.frombuffer(part, dtype=np.uint8))
-        else:
-            filler.fill(row[first], start[first], target[begin:end])
-        first = stop
-    filler.finish()
+    with _finished(filler):
+        for stop in _run_ends(layout, own):
+            begin, end = offset[first], offset[stop - 1] + length[stop - 1]
+            if stop - first > 1:
+                run = slice(first, stop)
+                filler.fill_many(row[run], start[run], length[run], target[begin:end])
+            elif layout.is_deferred[low + first]:
+                data = deferred(row[first])
+                part = memoryview(data)[start[first] : start[first] + length[first]]
+                np.copyto(target[begin:end], np.frombuffer(part, dtype=np.uint8))
+            else:
+                filler.fill(row[first], start[first], target[begin:end])
+            first = stop
 
 
 def fill_rows(
@@ -192,16 +193,30 @@ def fill_rows(
         target: uint8[sum of the lengths].
     """
     first = begin = 0
-    while first < len(rows):
-        stop, end = first + 1, begin + lengths[first]
-        if lengths[first] >= _SMALL_BYTES:
-            filler.fill(rows[first], 0, target[begin:end])
-        else:
-            while stop < len(rows) and lengths[stop] < _SMALL_BYTES and stop - first < _MOST_JOINED:
-                stop, end = stop + 1, end + lengths[stop]
-            run = slice(first, stop)
-            filler.fill_many(rows[run], [0] * (stop - first), lengths[run], target[begin:end])
-        first, begin = stop, end
+    with _finished(filler):
+        while first < len(rows):
+            stop, end = first + 1, begin + lengths[first]
+            if lengths[first] >= _SMALL_BYTES:
+                filler.fill(rows[first], 0, target[begin:end])
+            else:
+                last = min(len(rows), first + _MOST_JOINED)
+                while stop < last and lengths[stop] < _SMALL_BYTES:
+                    stop, end = stop + 1, end + lengths[stop]
+                run = slice(first, stop)
+                filler.fill_many(rows[run], [0] * (stop - first), lengths[run], target[begin:end])
+            first, begin = stop, end
+
+
+@contextmanager
+def _finished(filler: Filler) -> Iterator[None]:
+    """Lets a filler finish what was begun, also where a copy fails midway."""
+    try:
+        yield
+    except BaseException:
+        # Why: what is still under way would come into memory that is somebody else's by then.
+        with suppress(Exception):
+            filler.finish()
+        raise
     filler.finish()
 
 

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ray_dcp.errors import CheckpointError, ParticipantError
+from ray_dcp.errors import CheckpointError, LimitError, ParticipantError
 from ray_dcp.plan.values import RankPlan
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.arena import Arena
@@ -20,7 +20,6 @@ from ray_dcp.stage.slots import SlotLedger
 from ray_dcp.stage.values import (
     Grant,
     Slot,
-    StagedCopy,
     StageKey,
     StageOrder,
     StageProgress,
@@ -40,6 +39,8 @@ __all__ = [
     "channel_of",
     "died",
     "lost_memory",
+    "no_thread",
+    "unwritten",
     "write_staged",
 ]
 
@@ -105,8 +106,6 @@ class Job:
     """Its rank was told so."""
     is_released: bool = False
     """Its rank knows the outcome: it is forgotten as soon as it is over, if it is not kept."""
-    is_copied: bool = False
-    """Another node was asked to keep a copy."""
     is_dropped: bool = False
     """It failed, or was cancelled: nobody will load it."""
     wants_more: list[tuple[int, Future[Grant | Unknown]]] = field(default_factory=list)
@@ -140,16 +139,6 @@ class Job:
                 self.slots,
             )
             for file in self.files
-        )
-
-    def as_copy(self) -> StagedCopy:
-        """Returns what another node needs to copy it from here."""
-        key = replace(self.order.key, incarnation=-1 - self.order.key.incarnation)
-        return StagedCopy(
-            replace(self.order, key=key, plan=self.plan, process=""),
-            tuple(self.reports[file] for file in self.files),
-            tuple(self.slots),
-            tuple(self.layout.used_bytes.tolist()),
         )
 
     def failure(self) -> CheckpointError | None:
@@ -292,14 +281,35 @@ def write_staged(
         pieces = StagedPieces(job, file, turn, passed)
         storage = opener(order.target)
         receipt = write_pieces(storage, plan, order.key.attempt, pieces, options=order.options)
-    except CheckpointError as exc:
-        return StageReport(order.key, plan.file, None, exc)
     except Exception as exc:  # noqa: BLE001 - told to whoever collects the receipts
-        error = CheckpointError(
-            f"writing staged bytes failed: {type(exc).__name__}: {exc}", key=plan.key
-        )
-        return StageReport(order.key, plan.file, None, error)
+        return unwritten(job, file, exc)
     return StageReport(order.key, plan.file, receipt)
+
+
+def unwritten(job: Job, file: int, error: BaseException) -> StageReport:
+    """Returns the report of a file that could not be written.
+
+    Args:
+        job: Whose.
+        file: Position in `plan.files`.
+        error: Why.
+    """
+    plan = job.plan.files[file]
+    if not isinstance(error, CheckpointError):
+        error = CheckpointError(
+            f"writing staged bytes failed: {type(error).__name__}: {error}", key=plan.key
+        )
+    return StageReport(job.order.key, plan.file, None, error)
+
+
+def no_thread(rank: int, error: RuntimeError) -> LimitError:
+    """Returns the error for a share that the stager has no thread to write with."""
+    return LimitError(
+        f"expected the node's stager to start a thread that writes the bytes of rank {rank}, but "
+        f"{error}: the node has as many processes and threads as it may. Raise the limit (ulimit "
+        f"-u, or pids of the container), or end what needs them, and save again",
+        rank=rank,
+    )
 
 
 def lost_memory(rank: int) -> ParticipantError:

@@ -11,7 +11,7 @@ rank may go on (`may_seal`), for nobody could hand their bytes over again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -76,18 +76,13 @@ class SlotLedger(Generic[J]):
         self._free = set(range(num_slots))
         self._generation = [0] * num_slots
         self._last_owner: list[str | None] = [None] * num_slots
+        self._users: list[set[str]] = [set() for _ in range(num_slots)]
         self._warm: set[int] = set()
 
     @property
     def num_used(self) -> int:
         """How many slots are granted now."""
         return self.num_slots - len(self._free)
-
-    @property
-    def num_idle(self) -> int:
-        """How many slots are free, or only kept."""
-        kept = (job for job in self._jobs.values() if job.is_kept and _is_idle(job))
-        return len(self._free) + sum(w.slot is not None for job in kept for w in job.windows)
 
     def begin(
         self,
@@ -127,6 +122,7 @@ class SlotLedger(Generic[J]):
             self._waiting.popleft()
             self._generation[index] += 1
             self._last_owner[index] = job.owner
+            self._users[index].add(job.owner)
             slot = Slot(index, self._generation[index])
             job.windows[job.num_granted].slot = slot
             given.append(Granted(name, job.num_granted, slot))
@@ -197,7 +193,25 @@ class SlotLedger(Generic[J]):
         chosen = [*own, *more][:count]
         for index in chosen:
             self._last_owner[index] = owner
+            self._users[index].add(owner)
         return chosen
+
+    def cool(self, owners: Collection[str]) -> int | None:
+        """Returns a free slot that none of some owners ever used, as one that was never touched.
+
+        Why none ever: who used it may have registered its pages with a device, which would go on
+        writing to them.
+
+        Args:
+            owners: Whose slots keep their memory.
+        """
+        for index in self._free & self._warm:
+            if self._users[index].isdisjoint(owners):
+                self._users[index].clear()
+                self._last_owner[index] = None
+                self._warm.discard(index)
+                return index
+        return None
 
     def owned(self, owner: str) -> list[int]:
         """Returns the slots that a rank had last, which have memory."""

@@ -15,7 +15,16 @@ from typing import Any
 from ray_dcp.errors import CheckpointError, LimitError, SaveCancelledError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.arena import Arena
-from ray_dcp.stage.jobs import Channel, Job, answer, died, lost_memory, write_staged
+from ray_dcp.stage.jobs import (
+    Channel,
+    Job,
+    answer,
+    died,
+    lost_memory,
+    no_thread,
+    unwritten,
+    write_staged,
+)
 from ray_dcp.stage.known_plans import KnownPlans
 from ray_dcp.stage.priority import step_behind
 from ray_dcp.stage.spool_state import SpoolState
@@ -198,6 +207,8 @@ class Spool(SpoolState):
             if len(slots) != layout.num_windows:
                 job.error = lost_memory(order.key.rank)
             self._start(job)
+            if job.is_over and job.error is not None:
+                raise job.error
             return True
 
     def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
@@ -274,9 +285,11 @@ class Spool(SpoolState):
         if job.wants_seal and error is None and not job.is_sealed and job.channel is not None:
             ledger = job.channel.ledger
             if ledger.may_seal(job.order.key):
+                self._start(job)
+                error = job.failure()
+            if error is None and ledger.may_seal(job.order.key):
                 ledger.seal(job.order.key)
                 job.is_sealed = job.rank_is_done = True
-                self._start(job)
         for waiting in job.wants_seal if error is not None or job.is_sealed else ():
             answer(waiting, error, True)
         if error is not None or job.is_sealed:
@@ -294,9 +307,16 @@ class Spool(SpoolState):
         self._settle(job)
 
     def _start(self, job: Job) -> None:
-        if not job.is_working and not job.is_over:
-            job.is_working = True
+        if job.is_working or job.is_over:
+            return
+        job.is_working = True
+        try:
             threading.Thread(target=self._work, args=(job,), daemon=True).start()
+        except RuntimeError as exc:
+            job.is_working = False
+            # Why no report: it would take a thread. The rank is told, which waits for an answer.
+            job.tells_error = False
+            self._fail(job, no_thread(job.order.key.rank, exc))
 
     def _tidy(self, job: Job) -> None:
         if job.is_over and job.rank_is_done and not self._shelf.takes(job):
@@ -325,10 +345,15 @@ class Spool(SpoolState):
     # In the threads of a job
 
     def _work(self, job: Job) -> None:
-        # Suppressed: nothing is raised there, each file's error is reported.
-        with suppress(BaseException):
+        try:
             threads = min(job.order.options.num_threads, max(len(job.files), 1))
             run_tasks(job.files, lambda file: self._write(job, file), threads)
+        except BaseException as exc:  # noqa: BLE001 - told to whoever collects the receipts
+            # Suppressed: nobody takes reports any more.
+            with suppress(BaseException):
+                for file in job.files:
+                    if file not in job.reports:
+                        self._tell(job, file, unwritten(job, file, exc))
         with self._lock:
             job.is_working, job.is_over = False, True
             self._settle(job)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from ray_dcp.stage.jobs import Channel, Job
 from ray_dcp.stage.kept import Kept, Part
 from ray_dcp.stage.shelf import Shelf
-from ray_dcp.stage.values import InFlight, StagedCopy, StageKey, StageProgress
+from ray_dcp.stage.values import InFlight, StageKey, StageProgress
 
 __all__ = ["SpoolState"]
 
@@ -41,24 +41,7 @@ class SpoolState:
         """Returns how far each share of an attempt is, the later incarnation last."""
         with self._lock:
             jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
-            own = [job for job in jobs if not job.is_dropped and job.order.key.incarnation >= 0]
-            return [job.progress() for job in own]
-
-    def to_copy(self) -> list[StagedCopy]:
-        """Returns what another node is to keep as well, each once."""
-        with self._lock:
-            found = [
-                job
-                for job in self._jobs.values()
-                if job.is_kept
-                and job.is_committed
-                and job.order.options.keep_peer_copy
-                and job.order.key.incarnation >= 0
-                and not job.is_copied
-            ]
-            for job in found:
-                job.is_copied = True
-            return [job.as_copy() for job in found]
+            return [job.progress() for job in jobs if not job.is_dropped]
 
     def paces(self) -> dict[StageKey, tuple[int, int]]:
         """Returns bytes written and bytes in all of every job that is not kept for loads."""
@@ -132,6 +115,21 @@ class SpoolState:
         channel.arena.touch(index)
         with self._lock:
             channel.ledger.warmed(index)
+
+    def shrink(self, owners: Collection[str]) -> None:
+        """Gives memory back to the machine that no rank has used but those that are gone.
+
+        Args:
+            owners: Those that are there, or may come again: their slots stay warm.
+        """
+        channel = self._channels.get("arena")
+        while channel is not None and channel.arena is not None:
+            # Why one by one: to free a slot takes some milliseconds, in which others wait.
+            with self._lock:
+                index = channel.ledger.cool(owners)
+                if index is None:
+                    return
+                channel.arena.discard(index)
 
     # With the lock held
 

@@ -22,7 +22,6 @@ __all__ = [
     "StageOrder",
     "StageProgress",
     "StageReport",
-    "StagedCopy",
     "StagerOptions",
     "Unknown",
 ]
@@ -181,19 +180,6 @@ class InFlight:
     attempt: str
     is_written: bool
     """The stager has written its part: only the commit is awaited."""
-
-
-@dataclass(frozen=True)
-class StagedCopy:
-    """Stager → the stager of another node: copy this share from my memory."""
-
-    order: StageOrder
-    """With its plan; its key has a negative incarnation: nothing of it is to be written."""
-    reports: tuple[StageReport, ...]
-    slots: tuple[Slot, ...]
-    """Of the windows, in the memory of who sends this."""
-    used_bytes: tuple[int, ...]
-    """Of each window."""
 
 
 @dataclass(frozen=True)

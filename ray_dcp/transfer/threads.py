@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 __all__ = ["Stop", "run_tasks", "run_within"]
@@ -95,9 +96,13 @@ def run_tasks(
         except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
             stop.because(exc)
 
-    threads = [threading.Thread(target=drain, daemon=True) for _ in range(num_threads - 1)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
+    # Suppressed: there are no more threads, and fewer do it as well.
+    with suppress(RuntimeError):
+        for _ in range(num_threads - 1):
+            thread = threading.Thread(target=drain, daemon=True)
+            thread.start()
+            threads.append(thread)
     drain()
     for thread in threads:
         thread.join()

@@ -30,7 +30,7 @@ LONGEST = (
     "test_train", "test_reshard", "test_async_saves", "test_cluster_configs", "test_bench_soak",
     "test_torchrun", "test_runtime_own_ray", "test_shared_reads", "test_memory_tier",
     "test_runtime_workers", "test_s3_cluster", "test_heartbeats", "test_async_bad_input",
-    "test_dcp_examples", "test_full_disk", "test_bench_async", "test_gatherers", "test_peer_copy",
+    "test_dcp_examples", "test_full_disk", "test_bench_async", "test_gatherers",
     "test_manager_ranks", "test_bad_input_ranks", "test_no_collectives", "test_newest_ranks",
 )  # fmt: skip
 """Files that take longest come first: several processes then end at about the same time."""

@@ -84,6 +84,16 @@ def test_a_staged_save_survives_its_coordinator(ranks, tmp_path):
         assert ray_dcp.verify(path).ok
 
 
+def test_a_coordinator_that_dies_right_after_a_commit_does_not_hold_up_the_next_save(
+    ranks, tmp_path
+):
+    path = str(tmp_path / "c")
+    came = ranks.run(programs.save_and_kill_coordinator, path, 4)
+    assert [one.error for one in came] == [None, None]
+    assert came[0].value > 4
+    assert ranks.run(programs.mixed_is, path, 4) == [True, True]
+
+
 def test_a_staged_save_survives_its_coordinator_and_all_its_ranks(ranks, tmp_path):
     path = tmp_path / "c"
     with pytest.raises(ParticipantError, match="died"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +356,40 @@ def test_warming_touches_the_memory_that_the_rank_gets(namespace, places):
     assert shared_kb >= 40 * 1024
     handle = staged(staging, share([10 * MIB]), places[0])
     assert eventually(lambda: handle.progress().reports)
+    staging.close()
+
+
+def test_memory_of_a_rank_that_is_gone_goes_while_others_of_the_node_stay(namespace, places):
+    gone = RankStaging.open("gone", namespace=namespace, lease_s=1.0, options=SMALL)
+    stays = RankStaging.open("stays", namespace=namespace, lease_s=1.0)
+    what = share([20 * MIB])
+    staged = gone.stage(
+        StageKey("s", 0, "a1"), what.plan, what.items, target=places[0], options=SaveOptions()
+    )
+    address = stays.link().arena.address
+
+    def memory() -> int:
+        return os.stat(f"/proc/{address.pid}/fd/{address.fd}").st_blocks * 512
+
+    assert memory() >= 20 * MIB
+    staged.release(committed=True)
+    gone.close()
+    assert eventually(lambda: memory() < 2 * MIB)
+    stays.close()
+
+
+def test_a_save_that_has_ended_does_not_keep_its_stager_s_memory_mapped(namespace, places):
+    staging = RankStaging.open("one", namespace=namespace, options=SMALL)
+    what = share([20 * MIB])
+    staged = staging.stage(
+        StageKey("s", 0, "a1"), what.plan, what.items, target=places[0], options=SaveOptions()
+    )
+    link = staging.link()
+    arena = weakref.ref(link.arena)
+    staging.replace(link)
+    assert arena() is not None  # another stager may have to take it over
+    staged.release()
+    assert eventually(lambda: gc.collect() and arena() is None)
     staging.close()
 
 

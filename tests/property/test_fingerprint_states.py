@@ -303,8 +303,6 @@ def test_options_count_if_the_plan_depends_on_them_and_else_do_not():
     count = {}
     for field in fields(SaveOptions):
         changes = {field.name: other_value(field.name, field.default)}
-        if field.name == "keep_peer_copy":
-            changes["keep_in_memory"] = 1
         key, digest = planned_under(SaveOptions(**changes))
         # Never a wrong plan: what has one name is one plan.
         assert key != usual[0] or digest == usual[1], field.name

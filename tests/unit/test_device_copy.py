@@ -6,6 +6,7 @@ a real GPU where there is one.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -239,3 +240,45 @@ def test_work_that_a_gpu_was_given_before_is_in_the_copy():
     filler.finish()
     tensor.zero_()
     assert (target.view(np.float32) == 200).all()
+
+
+def test_pages_are_given_back_with_an_arena_that_nobody_closes():
+    driver = Late(torch.zeros(1))
+    arena = Arena.create(2, 4096)
+    arena.pin_with(driver.pin)
+    arena.slot_array(0)
+    arena.slot_array(1)
+    assert len(driver.pinned) == 2
+    del arena
+    gc.collect()
+    assert not driver.pinned
+
+
+def test_nothing_is_under_way_any_more_when_a_copy_has_failed():
+    tensors = [torch.randn(100, 300), torch.randn(100, 300)]
+    driver = Late(*tensors)
+    filler = DeviceFiller(tensors, HostFiller(TensorBytes(tensors)), driver)
+    lengths = [tensors[0].nbytes, tensors[1].nbytes + 4]  # not what was planned
+    with pytest.raises(InternalError, match="row 1"):
+        fill_rows(filler, [0, 1], lengths, np.zeros(sum(lengths), np.uint8))
+    assert not driver.begun
+
+
+def test_all_devices_are_waited_for_where_one_fails():
+    tensors = [torch.zeros(70_000), torch.zeros(70_000, device="meta")]
+
+    class Failing(Late):
+        def stream(self, device):
+            return str(device)
+
+        def wait(self, stream):
+            self.told.append(stream)
+            raise RuntimeError(f"{stream} is lost")
+
+    driver = Failing(*tensors)
+    filler = DeviceFiller(tensors, HostFiller(TensorBytes(tensors)), driver)
+    for row in range(2):
+        filler.fill(row, 0, np.zeros(280_000, np.uint8))
+    with pytest.raises(RuntimeError, match="is lost"):
+        filler.finish()
+    assert {"cpu", "meta"} <= set(driver.told)

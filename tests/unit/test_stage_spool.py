@@ -362,3 +362,111 @@ def test_no_data_is_lost_when_files_are_not_synced_or_direct(places):
     node.rank(what, places[0], options=options).stage()
     assert node.idle()
     assert same_files(*places)
+
+
+def without_threads(monkeypatch, after=0):
+    """No thread can be started any more, but for the next few."""
+    real, left = threading.Thread.start, [None] * after
+
+    def start(thread):
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_a_rank_is_told_at_once_that_nobody_can_write_its_bytes(places, monkeypatch):
+    what = share([3 * MIB] * 2)
+    node = Node(4)
+    rank = node.rank(what, places[0]).begin()
+    with monkeypatch.context() as patch:
+        without_threads(patch)
+        for _ in range(rank.num_windows):
+            rank.fill()
+        with pytest.raises(LimitError, match="thread"):
+            node.spool.seal(rank.order.key).result(180)
+    node.spool.cancel(rank.order.key, by_rank=True)
+    assert node.idle()
+    what.written(places[1])
+    node.rank(what, places[0], "again").stage()
+    assert node.idle()
+    assert same_files(*places)
+
+
+def test_bytes_of_a_dead_stager_that_nobody_can_write_are_refused(places, monkeypatch):
+    what = share([3 * MIB])
+    rank = Node(8, opener=lambda target: threading.Event().wait(60)).rank(what, places[0])
+    rank.stage()
+    order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
+    without_threads(monkeypatch)
+    with pytest.raises(LimitError, match="thread"):
+        Node(4).spool.adopt(order, None, rank.channel.arena, tuple(rank.slots))
+
+
+def test_one_thread_writes_all_files_where_no_more_can_be_started(places, monkeypatch):
+    what = share([3 * MIB] * 4, part_bytes=3 * MIB)
+    what.written(places[1])
+    assert len(what.plan.files) > 1
+    node = Node(16)
+    rank = node.rank(what, places[0], options=SaveOptions(num_threads=4))
+    without_threads(monkeypatch, after=1)
+    rank.stage()
+    assert node.idle()
+    assert same_files(*places)
+    assert len(node.reports) == len(what.plan.files)
+
+
+def test_every_file_is_reported_whatever_goes_wrong_beside_the_writing(places, monkeypatch):
+    what = share([3 * MIB] * 2, part_bytes=3 * MIB)
+
+    def refuse(*_):
+        raise OSError("no such niceness")
+
+    monkeypatch.setattr("ray_dcp.stage.spool.step_behind", refuse)
+    node = Node(8)
+    node.rank(what, places[0]).stage()
+    assert node.idle()
+    assert [report.file for report in node.reports] == [f.file for f in what.plan.files]
+    assert all("no such niceness" in report.error.message for report in node.reports)
+
+
+def memory(arena):
+    """Returns the bytes that a machine spends on an arena."""
+    return os.fstat(arena.address.fd).st_blocks * 512
+
+
+def test_memory_that_only_ranks_that_are_gone_have_used_is_given_back(places):
+    node = Node(16)
+    node.may_report.clear()  # so that each has slots of its own
+    for number, owner in enumerate(["gone", "stays"]):
+        what = share([7 * MIB], seed=number)
+        node.rank(what, Target(f"{places[0].url}{number}"), str(number), owner=owner).stage()
+    node.may_report.set()
+    assert node.idle()
+    before = memory(node.arena)
+    node.spool.shrink({"gone", "stays"})
+    assert memory(node.arena) == before
+    node.spool.shrink({"stays"})
+    assert memory(node.arena) <= before // 2 + MIB
+    # What stays is warm still, and what went can be used again.
+    assert len(node.spool.owned("stays")) == 4
+    assert node.spool.owned("gone") == ()
+    what = share([25 * MIB], seed=9)
+    what.written(places[1])
+    node.rank(what, places[0], "all", owner="new").stage()
+    assert node.idle()
+    assert same_files(*places)
+
+
+def test_a_slot_that_a_rank_which_stays_once_used_keeps_its_memory(places):
+    node = Node(4)
+    for number, owner in enumerate(["stays", "gone"]):
+        what = share([7 * MIB], seed=number)
+        node.rank(what, Target(f"{places[0].url}{number}"), str(number), owner=owner).stage()
+        assert node.idle()
+    before = memory(node.arena)
+    node.spool.shrink({"stays"})
+    # It may have registered these pages with a device, which would go on writing to them.
+    assert memory(node.arena) == before

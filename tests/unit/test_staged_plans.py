@@ -23,6 +23,7 @@ from ray_dcp.runtime.outcome import settle
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.resuming import StagedPlans
 from ray_dcp.runtime.shell import Shell
+from ray_dcp.runtime.stager_watch import StagerWatch
 from ray_dcp.stage.values import StageKey, StageProgress
 from tests.protocol_play import KEY
 from tests.unit.test_protocol_staged import SECOND, StagedPlay
@@ -302,3 +303,36 @@ def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ende
     assert shell.coordination.active == (SECOND,)
     assert len(shell.tasks) == 1  # what the second one begins with
     assert (tmp_path / "c" / ".metadata").exists() == (ended == "committed")
+
+
+def test_a_stager_that_is_lost_is_one_warning_with_its_ranks(cluster, caplog):
+    play = StagedPlay(world_size=2)
+    play.to_staged()
+    lost = []
+
+    async def story():
+        watch = StagerWatch(play.coordination, lambda commands: None, "namespace", lost.append)
+        for _ in range(5):
+            await watch.look()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    told = [record.getMessage() for record in caplog.records]
+    assert sorted(message[:14] for message in told) == ["Lost stager s0", "Lost stager s1"]
+    assert all("ranks [" in message and "operation 0" in message for message in told)
+    assert {"s0", "s1"} == set(lost)
+
+
+def test_who_hands_over_and_why_is_one_warning(caplog):
+    play = StagedPlay(world_size=2)
+    play.to_staged()
+
+    async def story():
+        Actor(play)._carry_out(play.coordination.stager_lost("s1", "it froze"))
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    (record,) = caplog.records
+    assert "ranks [1] hand" in record.getMessage()
+    assert "it froze" in record.getMessage()

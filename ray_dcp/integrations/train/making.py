@@ -39,7 +39,7 @@ def checkpointer(
         save_interval: `save` saves the steps that this divides.
         on_error: What happens when a save fails: `"warn"` and go on, or `"raise"` on every rank,
             which ends the worker group. A call that differs between ranks is raised in any case.
-        options: How to save; `keep_in_memory` and `keep_peer_copy` make restarts quick.
+        options: How to save; `keep_in_memory` makes restarts quick.
         load_options: How to restore.
         storage_options: Credentials and options of an `s3://`, `gs://` or `az://` storage path;
             by default those of its URL, and of the environment.
