@@ -1,8 +1,71 @@
-"""For all tests: what a shell leaves to those that it starts in the background is set right."""
+"""For all tests: the environment that they begin with, whatever the shell around them has."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
 
-# Why: it makes them ignore SIGINT, and so Ctrl-C would do nothing in tests of Ctrl-C.
+import pytest
+
+# Why: a shell makes those that it starts in the background ignore SIGINT, and so Ctrl-C would do
+# nothing in tests of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before ray is imported anywhere: 2.60 otherwise writes a token to the home directory, and its
+# memory monitor kills our actors when somebody else fills the machine.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# Why: `ray.init()` joins the cluster that RAY_ADDRESS names, or the newest whose address lies in
+# this directory. Tests join none that they did not start; its sockets need a short path.
+os.environ.pop("RAY_ADDRESS", None)
+DIRECTORY = tempfile.mkdtemp(prefix="rt", dir="/tmp")
+os.environ["RAY_TMPDIR"] = DIRECTORY
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+
+
+FIRST = ("unit", "property")
+"""Folders whose tests start no cluster: what they find is known within minutes."""
+LONGEST = (
+    "test_matrix", "test_train", "test_async_saves", "test_cluster_configs", "test_reshard",
+    "test_bad_input_ranks", "test_torchrun", "test_runtime_own_ray", "test_shared_reads",
+    "test_memory_tier", "test_runtime_workers", "test_s3_cluster", "test_heartbeats",
+    "test_async_bad_input", "test_dcp_examples", "test_full_disk", "test_gatherers",
+    "test_peer_copy", "test_manager_ranks", "test_no_collectives", "test_newest_ranks",
+)  # fmt: skip
+"""Files of the other folders that take longest: they come first of these, so that several
+processes end at about the same time."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+
+    def turn(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return -1 if folder in FIRST else place.get(item.path.stem, len(LONGEST))
+
+    items.sort(key=turn)
+
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Makes all that tests share anew after one that failed: so it fails no other."""
+    if item.stash.get(_FAILED, False):
+        item.session._setupstate.teardown_exact(None)

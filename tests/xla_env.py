@@ -56,6 +56,12 @@ def interpreter(place: Path) -> Path:
     return place.expanduser().absolute() / "bin" / "python"
 
 
+def chosen() -> Path:
+    """Returns the path of the interpreter that the tests use, there or not."""
+    told = os.environ.get(PYTHON_VARIABLE)
+    return Path(told) if told else interpreter(DEFAULT_PLACE)
+
+
 def build(place: Path) -> Path:
     """Builds the environment if it is not complete; returns its interpreter.
 

@@ -61,6 +61,15 @@ class Loads:
         """Returns what each of some ranks writes so far."""
         return np.asarray(self._bytes[ranks])
 
+    def by_node(self, ranks: Ranks) -> npt.NDArray[np.intp]:
+        """Returns the positions of ranks in an order in which those of a node are adjacent.
+
+        Example:
+            >>> Loads(np.zeros(4, dtype=np.int64), (0, 1, 0, 1)).by_node(np.arange(4)).tolist()
+            [0, 2, 1, 3]
+        """
+        return np.argsort(self._node[ranks], kind="stable")
+
     def of(self, ranks: Ranks) -> bytes:
         """Returns what names all that decides how some ranks share what they hold.
 
@@ -78,8 +87,8 @@ class Loads:
         """Returns which holders are to write: their positions, ascending.
 
         Nodes first, then ranks of each: as many as leave every one of them with `min_bytes` at
-        least, among them what it writes anyway. Where that is not all, those that write anyway
-        come first, as they have a file, and of others those with the least to write, at equal
+        least, among them what it writes anyway. Where that is not all, those come first who have
+        as much at the lowest level, then those who have a file, and of equal ones those at equal
         distances.
 
         Args:
@@ -98,11 +107,10 @@ class Loads:
             return np.arange(len(holders))
         load = self._bytes[holders]
         names, node = np.unique(self._node[holders], return_inverse=True)
-        node_load = self._node_bytes[names]
-        has_file = np.bincount(node, weights=load > 0) > 0
-        chosen = _chosen(node_load, has_file, total, min_bytes)
-        if len(names) == len(holders):
-            return np.flatnonzero(chosen[node])
+        node_load, most = self._node_bytes[names], np.zeros(len(names), dtype=np.int64)
+        np.maximum.at(most, node, load)
+        # Why not node_load alone: what others on the node write is in files of theirs.
+        chosen = _chosen(node_load, most, total, min_bytes)
         share = np.zeros(len(names), dtype=np.int64)
         share[chosen] = level_shares(node_load[chosen], total)
         low = load + _within(node, load, share)
@@ -111,7 +119,7 @@ class Loads:
         writes = (share > 0)[node]
         for index in np.flatnonzero((share > 0) & (lowest < min_bytes)).tolist():
             own = np.flatnonzero(node == index)
-            writes[own] = _chosen(load[own], load[own] > 0, int(share[index]), min_bytes)
+            writes[own] = _chosen(load[own], load[own], int(share[index]), min_bytes)
         return np.flatnonzero(writes)
 
     def shares(self, ranks: Ranks, total: int) -> Int64Array:
@@ -160,51 +168,48 @@ def _within(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Arra
     return np.asarray(np.maximum(level[group] - load, 0))
 
 
-def _chosen(load: Int64Array, has_file: BoolArray, total: int, min_bytes: int) -> BoolArray:
-    """Returns which of several share `total`; at least one."""
-    if _level(load, total) >= min_bytes:
-        return np.ones(len(load), dtype=bool)
-    chosen = has_file.copy()
-    idle = np.flatnonzero(~has_file)
-    if has_file.any() and _level(load[has_file], total) >= min_bytes:
-        more = _most(load[has_file], load[idle], total, min_bytes)
-        chosen[idle[_spread(load[idle], more)]] = True
-        return chosen
-    pool = np.flatnonzero(has_file) if has_file.any() else idle
-    count = min(max(total // min_bytes, 1), len(pool))
-    chosen[:] = False
-    chosen[pool[_spread(load[pool], count)]] = True
+def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> BoolArray:
+    """Returns which of several nodes (or ranks) share `total`; at least one.
+
+    Args:
+        load: int64[k], what each writes anyway.
+        most: int64[k], how much of that is in one file of a holder; 0 where there is none.
+        total: What they share.
+        min_bytes: What one file of each should have at least.
+    """
+    # The level at which a file of each has enough, and more than it had.
+    enough = load + np.maximum(min_bytes - most, 1)
+    has_file = most > 0
+    rank = np.where(has_file, np.maximum(load + 1, min_bytes), enough)
+    order = np.lexsort((-load, enough, ~has_file, rank))
+    count = _most(load, enough, order[:0], order, total)
+    if count == 0:
+        # Too little for the first: one takes it, whose file lacks least.
+        order, count = np.lexsort((load, enough - load)), 1
+    keys = np.stack([rank, has_file, enough, load])
+    alike = (keys == keys[:, order[count - 1, None]]).all(axis=0)
+    taken, equal = order[:count][~alike[order[:count]]], np.flatnonzero(alike)
+    num_equal = count - len(taken)
+    taken = np.append(taken, equal[np.arange(num_equal) * len(equal) // num_equal])
+    chosen = np.zeros(len(load), dtype=bool)
+    chosen[taken] = True
+    # To those who have files already, no further file is made.
+    more = order[has_file[order] & ~chosen[order]]
+    chosen[more[: _most(load, enough, taken, more, total)]] = True
     return chosen
 
 
-def _most(load: Int64Array, more: Int64Array, total: int, min_bytes: int) -> int:
-    """Returns how many more may share, the lowest first, so that the level stays high enough."""
-    ordered = np.sort(more)
+def _most(
+    load: Int64Array, enough: Int64Array, taken: Int64Array, more: Int64Array, total: int
+) -> int:
+    """Returns how many more, the first ones, may share so that each comes to its `enough`."""
     low, high = 0, len(more)
     while low < high:
         middle = (low + high + 1) // 2
-        if _level(np.append(load, ordered[:middle]), total) >= min_bytes:
+        those = np.append(taken, more[:middle])
+        level = int((load[those] + level_shares(load[those], total)).min())
+        if level >= enough[those].max():
             low = middle
         else:
             high = middle - 1
     return low
-
-
-def _level(load: Int64Array, total: int) -> int:
-    """Returns what the lowest has in the end."""
-    return int((load + level_shares(load, total)).min())
-
-
-def _spread(load: Int64Array, count: int) -> Int64Array:
-    """Returns positions of those with the least load; of equal ones, at equal distances.
-
-    Example:
-        >>> _spread(np.array([0, 0, 5, 0, 0]), 2).tolist()
-        [0, 3]
-    """
-    if count <= 0:
-        return np.zeros(0, dtype=np.int64)
-    most = np.partition(load, count - 1)[count - 1]
-    sure, equal = np.flatnonzero(load < most), np.flatnonzero(load == most)
-    more = count - len(sure)
-    return np.sort(np.append(sure, equal[np.arange(more) * len(equal) // more]))

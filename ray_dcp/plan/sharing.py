@@ -290,6 +290,9 @@ def _cut_line(
     Returns:
         `(box, first row, rows, which of the ranks)` of each piece.
     """
+    # Why node by node: a node is then off by a row at most, however many of its ranks share.
+    order = loads.by_node(ranks)
+    ranks = ranks[order]
     ends = np.cumsum(num_bytes)
     cuts = np.cumsum(loads.shares(ranks, int(ends[-1])))[:-1]
     box = np.minimum(np.searchsorted(ends, cuts, side="right"), len(ends) - 1)
@@ -306,7 +309,7 @@ def _cut_line(
     piece_box = np.searchsorted(before, begin, side="right") - 1
     count = np.diff(np.append(begin, before[-1]))
     loads.add(ranks[owner], count * (num_bytes // rows)[piece_box] + ITEM_COST_BYTES)
-    return piece_box, begin - before[piece_box], count, owner
+    return piece_box, begin - before[piece_box], count, order[owner]
 
 
 def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:

@@ -19,7 +19,7 @@ from ray.exceptions import (
 )
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
-from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime import hooks, ray_calls
 
 __all__ = ["call_actor", "check_ray"]
 
@@ -34,6 +34,7 @@ _PAUSE_S = (0.05, 2.0)
 T = TypeVar("T")
 
 
+@hooks.starting_no_ray()
 def call_actor(
     who: str,
     handle: Callable[[bool], Any],

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.naming import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
 
@@ -22,6 +22,7 @@ def await_ready(coordinator: Any, timeout_s: float) -> None:
         ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
 
 
+@hooks.starting_no_ray()
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
     """Returns the handle of a session's coordinator, after making it if there is none.
 

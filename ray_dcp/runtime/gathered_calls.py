@@ -70,9 +70,9 @@ class GatheredCalls:
         import ray
         from ray.exceptions import RayError
 
-        from ray_dcp.runtime import ray_calls
+        from ray_dcp.runtime import hooks, ray_calls
 
-        if not ray.is_initialized():  # a call would begin a new Ray, without being asked
+        if not ray.is_initialized():
             return None
         from ray_dcp.runtime.gatherer import gatherer_of
 
@@ -82,7 +82,8 @@ class GatheredCalls:
                 self._handle = gatherer_of(
                     self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
                 )
-            answer = self._handle.call.remote(request, caller, beats_s)
+            with hooks.starting_no_ray():
+                answer = self._handle.call.remote(request, caller, beats_s)
             while ray.is_initialized():
                 left_s = end_s - time.monotonic()
                 done, _ = ray_calls.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))

@@ -23,7 +23,7 @@ from ray_dcp.protocol.gathering import Gathering
 from ray_dcp.protocol.messages import OpKey, Reply, Request
 from ray_dcp.protocol.together import Together
 from ray_dcp.protocol.verdict import Opening
-from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime import hooks, ray_calls
 from ray_dcp.runtime.coordinator_handle import coordinator_of
 from ray_dcp.runtime.hooks import Caller
 from ray_dcp.runtime.naming import MOST_CALLS, check_lease, gatherer_name
@@ -148,6 +148,7 @@ class Gatherer:
                 ray_calls.kill(self._self, no_restart=True)
 
 
+@hooks.starting_no_ray()
 def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:
     """Returns the handle of a group's gatherer, after making it if there is none.
 

@@ -188,6 +188,7 @@ class _Beating:
         self._fresh = False
         self._actor_id = ""
 
+    @hooks.starting_no_ray()
     def run(self) -> None:
         heart = self._heart
         while True:

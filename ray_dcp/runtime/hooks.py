@@ -6,6 +6,7 @@ Ray to use; nothing else of the runtime depends on Ray's inside.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import platform
@@ -39,6 +40,7 @@ __all__ = [
     "recall",
     "remember",
     "signal_handlers_kept",
+    "starting_no_ray",
     "store_bytes",
     "this_caller",
     "train_ranks",
@@ -77,6 +79,44 @@ def _private(what: str, use: Callable[[], T]) -> T:
             f"Ray {ray.__version__} says {type(error).__name__}: {error}. Install a tested Ray, "
             f"or report this"
         ) from error
+
+
+class _Asked(threading.local):
+    """Whether Ray's calls of this thread must not start a cluster."""
+
+    now = False
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def starting_no_ray() -> Iterator[None]:
+    """Makes `remote` raise `RaySystemError` in this thread while the process has no Ray.
+
+    *Why*: Ray's own joins the newest cluster of the machine then, or starts one, without being
+    asked. A thread that follows a save would, when another thread shuts Ray down between its look
+    and its call, and then wait for an answer that no other cluster can give.
+    """
+    _private("calls that start no cluster", _ask_before_init)
+    before, _asked.now = _asked.now, True
+    try:
+        yield
+    finally:
+        _asked.now = before
+
+
+@functools.cache
+def _ask_before_init() -> None:
+    from ray._private import auto_init_hook
+
+    init = auto_init_hook.auto_init_ray
+
+    def init_unless_asked_not_to() -> None:
+        if not _asked.now:
+            init()
+
+    auto_init_hook.auto_init_ray = init_unless_asked_not_to
 
 
 def next_epoch(name: str) -> int:

@@ -355,6 +355,7 @@ class Stager:
         self._registered = now
 
 
+@hooks.starting_no_ray()
 def stager_of(
     node_id: str,
     *,

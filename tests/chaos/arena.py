@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# Before ray is imported: see tests/integration/conftest.py.
+# Before ray is imported: see tests/conftest.py.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.chaos.arena import Arena
 from tests.integration.conftest import THIRD_PARTY_WARNINGS
+
+if TYPE_CHECKING:
+    from tests.chaos.arena import Arena
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="package")
 def arena() -> Iterator[Arena]:
     """Where the cells are played; when it is closed nothing of it may be left."""
+    # Why here: as in tests/integration/conftest.py.
+    from tests.chaos.arena import Arena
+
     with Arena() as arena:
         yield arena
         left = arena.leaks()

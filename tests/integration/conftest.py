@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ray_dcp.errors import CheckpointError
+from tests import xla_env
+from tests.polling import lives
 from tests.s3_server import server_on_memory_disk
 
-# Before ray is imported anywhere: 2.60 otherwise writes a token to the home directory, and its
-# memory monitor kills our actors when somebody else fills the machine.
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if TYPE_CHECKING:
+    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.testing.dev_store import DevStore
 
 THIRD_PARTY_WARNINGS = (
     # Stock DCP says so when it is used in one process, which tests of our files do on purpose.
@@ -26,23 +29,18 @@ THIRD_PARTY_WARNINGS = (
 
 DAEMONS = {"num_cpus": 8, "object_store_memory": 256 << 20, "include_dashboard": False}
 
-LONGEST = (
-    "test_train", "test_reshard", "test_async_saves", "test_cluster_configs", "test_bench_soak",
-    "test_torchrun", "test_runtime_own_ray", "test_shared_reads", "test_memory_tier",
-    "test_runtime_workers", "test_s3_cluster", "test_heartbeats", "test_async_bad_input",
-    "test_dcp_examples", "test_full_disk", "test_bench_async", "test_gatherers",
-    "test_manager_ranks", "test_bad_input_ranks", "test_no_collectives", "test_newest_ranks",
-)  # fmt: skip
-"""Files that take longest come first: several processes then end at about the same time."""
+OF_TORCH_XLA = "test_exchange_torch29.py"
+collect_ignore = [] if xla_env.chosen().exists() else [OF_TORCH_XLA]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    own = [index for index, item in enumerate(items) if item.path.parent == here]
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    ordered = sorted((items[i] for i in own), key=lambda item: rank.get(item.path.stem, len(rank)))
-    for index, item in zip(own, ordered, strict=True):
-        items[index] = item
+def pytest_report_header() -> str | None:
+    if not collect_ignore:
+        return None
+    return (
+        f"left out: {OF_TORCH_XLA}, as there is no environment of torch_xla at "
+        f"{xla_env.chosen()} (make it with `python -m tests.xla_env`, or set "
+        f"{xla_env.PYTHON_VARIABLE})"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,37 +48,93 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+@pytest.fixture(autouse=True)
+def sound_group(request: pytest.FixtureRequest) -> None:
+    """Hands a test the group that its module calls `ranks` or `workers` with ranks that live."""
+    # Why here: the process that hands out the tests reads this file too, and needs no Ray.
+    from ray_dcp.runtime.workers import WorkerGroup
+
+    for name in {"ranks", "workers"} & {*request.fixturenames}:
+        group = request.getfixturevalue(name)
+        if isinstance(group, WorkerGroup):
+            mend(group)
+
+
+def mend(group: WorkerGroup) -> None:
+    """Replaces the ranks of a group if one of them does not answer."""
+    try:
+        group.run(os.getpid)
+    except CheckpointError:
+        group.resize(group.world_size)
+
+
 @pytest.fixture(scope="session")
-def server():
-    """A real S3 server; one for all modules, as it takes seconds to start and to stop."""
+def servers() -> Iterator[DevStore]:
     yield from server_on_memory_disk()
 
 
-@pytest.fixture(scope="session")
-def ray_address():
-    """Ray's daemons, which many modules share: to start them takes longer than most of these."""
-    from ray.cluster_utils import Cluster
+@pytest.fixture(scope="module")
+def server(servers: DevStore) -> DevStore:
+    """A real S3 server; one for all modules, as it takes seconds to start and to stop."""
+    if not lives(servers.pid or 0):
+        servers.stop()
+        servers.start()
+    return servers
 
-    directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
-    (Path(directory) / "ray").mkdir()
-    # Why: Ray writes the address of the newest cluster there, and everybody reads it.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", directory)
-        head = {**DAEMONS, "temp_dir": f"{directory}/ray"}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-    yield cluster.address
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", directory)
-        cluster.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
+
+class Daemons:
+    """Ray's daemons, in a directory of their own; none before they are asked for."""
+
+    def __init__(self) -> None:
+        self._directory = ""
+        self._cluster: Any = None
+
+    def address(self) -> str:
+        """Returns where they are, after starting them again if one of them has ended."""
+        from ray.cluster_utils import Cluster
+
+        if self._cluster is not None and not self._cluster.head_node.remaining_processes_alive():
+            self.close()
+        if self._cluster is None:
+            self._directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+            (Path(self._directory) / "ray").mkdir()
+            with self._named_here():
+                head = {**DAEMONS, "temp_dir": f"{self._directory}/ray"}
+                self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        return self._cluster.address
+
+    def close(self) -> None:
+        """Ends them, and removes all that they have on disk."""
+        if self._cluster is not None:
+            with self._named_here():
+                self._cluster.shutdown()
+            self._cluster = None
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    @contextmanager
+    def _named_here(self) -> Iterator[None]:
+        """Why: Ray writes the address of the newest cluster there, and everybody reads it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TMPDIR", self._directory)
+            yield
+
+
+@pytest.fixture(scope="session")
+def ray_daemons() -> Iterator[Daemons]:
+    with closing(Daemons()) as daemons:
+        yield daemons
 
 
 @pytest.fixture(scope="module")
-def ray_session(ray_address):
-    """A driver on this machine for one module; every actor that it leaves is ended."""
+def ray_session(ray_daemons: Daemons) -> Iterator[str]:
+    """A driver on this machine for one module; every actor that it leaves is ended.
+
+    Its Ray is shared by the modules of this process: to start one takes longer than most of them.
+    """
     import ray
 
-    ray.init(ray_address, log_to_driver=False, configure_logging=False, namespace="tests")
+    address = ray_daemons.address()
+    ray.init(address, log_to_driver=False, configure_logging=False, namespace="tests")
     yield ray.get_runtime_context().gcs_address
     # Also those that live on by themselves, and what they have in memory.
     for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -91,12 +145,13 @@ def ray_session(ray_address):
 
 
 @pytest.fixture(scope="module")
-def own_ray_session():
+def own_ray_session() -> Iterator[str]:
     """A Ray for one module, with its environment; everything it leaves is removed."""
     import ray
 
     directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
     ray.init(
+        "local",
         **DAEMONS,
         log_to_driver=False,
         configure_logging=False,

@@ -8,12 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests import cli_story
-from tests.s3_server import server_on_memory_disk
-
-
-@pytest.fixture(scope="module")
-def server():
-    yield from server_on_memory_disk()
 
 
 def test_every_verb_prints_what_it_did(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

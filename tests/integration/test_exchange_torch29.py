@@ -1,6 +1,7 @@
 """Exchange with torch 2.9, the oldest that is supported and the only one of torch_xla.
 
-Needs the environment of `tests.xla_env`, which is too large to be made by a test run.
+Needs the environment of torch_xla that `python -m tests.xla_env` makes (2.4 GB): without it this
+file is left out of a run, whose header says so.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import exchange_program
-from tests.xla_env import DEFAULT_PLACE, PYTHON_VARIABLE, interpreter
+from tests import exchange_program, xla_env
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,26 +27,13 @@ Told = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def python29() -> Path:
-    """The interpreter that has torch 2.9."""
-    told = os.environ.get(PYTHON_VARIABLE)
-    python = Path(told) if told else interpreter(DEFAULT_PLACE)
-    if not python.exists():
-        pytest.skip(
-            f"no torch 2.9 at {python}: make it with `python -m tests.xla_env` (2.4 GB), or set "
-            f"{PYTHON_VARIABLE} to an interpreter that has it"
-        )
-    return python
-
-
-@pytest.fixture(scope="module")
-def run29(python29: Path) -> Callable[..., list[Told]]:
+def run29() -> Callable[..., list[Told]]:
     """Does jobs of `tests.exchange_program` under torch 2.9."""
 
     def run(*jobs: tuple[str, str, Path]) -> list[Told]:
         words = [str(word) for job in jobs for word in job]
         process = subprocess.run(
-            [str(python29), "-m", "tests.exchange_program", *words],
+            [str(xla_env.chosen()), "-m", "tests.exchange_program", *words],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
             capture_output=True,

@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime.attach import Invitation, attach
+from ray_dcp.runtime.coordinator_handle import coordinator_of
 from ray_dcp.runtime.own_ray import start_own_ray
 from ray_dcp.runtime.session import current_session
+from ray_dcp.runtime.stager import stager_of
 from tests.polling import eventually, lives, session_members
 
 REPOSITORY = Path(__file__).parents[2]
@@ -181,6 +185,14 @@ def test_a_process_that_is_alone_needs_no_ray():
         env=plain_environment(), timeout=400, check=True,
     )  # fmt: skip
     assert finished.stdout.split() == ["None", "False"]
+
+
+@pytest.mark.parametrize("make", [coordinator_of, stager_of], ids=["coordinator", "stager"])
+def test_an_actor_of_ours_is_not_made_in_a_ray_that_nobody_asked_for(make):
+    # As in a thread that follows a save, when another one has just shut Ray down.
+    with pytest.raises(RaySystemError):
+        make("a" * 56, lease_s=60.0)
+    assert not ray.is_initialized()
 
 
 def test_a_process_group_without_torch_distributed_is_refused():
