@@ -253,7 +253,7 @@ class _Rows:
         if is_sharded(value):
             self._sharded(fqn, value)
         elif isinstance(value, torch.Tensor):
-            data = self._dump(fqn, _alone(value))
+            data = self._dump(fqn, _alone(value, fqn))
             self._add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, tuple(value.shape),
                       value.requires_grad)  # fmt: skip
             self._value.append(bytes_digest(data) if self._digests else 0)
@@ -277,7 +277,7 @@ class _Rows:
             row = len(self.values)
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
             if not is_plain(tensor):
-                kind, source = _OPAQUE, _Deferred(fqn, None, self._dump(fqn, _alone(tensor)))
+                kind, source = _OPAQUE, _Deferred(fqn, None, self._dump(fqn, _alone(tensor, fqn)))
             elif (reason := refusal(tensor)) is not None:
                 raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")
             self._add(kind, source, held.dtype, held.shape, held.requires_grad)
@@ -360,13 +360,11 @@ def padded(shapes: Sequence[tuple[int, ...]], ndim: Int8Array) -> Int64Array:
     return shape
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     """Returns a tensor subclass as it is pickled: detached, on the CPU, in its own storage."""
     tensor = tensor.detach()
-    if tensor.is_meta:
-        raise UnsupportedValueError(
-            f"a {type(tensor).__qualname__} is on the meta device and has no bytes"
-        )
+    if tensor.is_meta or tensor.is_nested:
+        raise UnsupportedValueError(f"{fqn!r} ({type(tensor).__qualname__}) {refusal(tensor)}")
     if tensor.device.type != "cpu":
         return tensor.cpu()
     try:
