@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -26,7 +26,6 @@ from ray_dcp.handle import SaveHandle, SaveReport
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
-    StateDict,
     capture_of,
     run_save,
     target_of,
@@ -54,7 +53,7 @@ logger = logging.getLogger(__name__)
 def run_async_save(
     decision: Decision,
     session: RankSession,
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     options: SaveOptions | None,
     checkpoint_id: CheckpointId | None,
     *,
@@ -199,7 +198,7 @@ class _NativeSave(_Save):
     def _takeovers(self) -> int:
         return 0 if self._keeping is None else self._keeping.takeovers
 
-    def begin(self, state_dict: StateDict) -> None:
+    def begin(self, state_dict: Mapping[str, Any]) -> None:
         """Stages the state, in the caller's thread."""
         with ExitStack() as stack:
             activity = stack.enter_context(
@@ -222,7 +221,7 @@ class _NativeSave(_Save):
 
         self._go_on(finish_all)
 
-    def _stage(self, session: Activity, state_dict: StateDict) -> Callable[[], Metadata]:
+    def _stage(self, session: Activity, state_dict: Mapping[str, Any]) -> Callable[[], Metadata]:
         target, options, vitals = target_of(self._decision), self._options, session.vitals
         account, call = self._account, self._account.watching(session.call)
         take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
@@ -288,7 +287,7 @@ class _StagedByUser(_Save):
         self._stager = stager
         self._staging = type(stager).__name__
 
-    def begin(self, state_dict: StateDict) -> None:
+    def begin(self, state_dict: Mapping[str, Any]) -> None:
         """Stages the state as DCP does, in the caller's thread or the stager's."""
         session = _NamedCall(self._session)
         try:

@@ -54,7 +54,8 @@ def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_ru
 def metadata(path: str, dry_run: bool) -> None:
     """Write the .metadata of the checkpoint at PATH, so that stock DCP can read it.
 
-    For a checkpoint that was saved with SaveOptions(stock_metadata=False).
+    For a checkpoint that was saved with SaveOptions(stock_metadata=False), or was copied without
+    its dot file.
     """
     from ray_dcp.runtime.metadata_later import write_metadata
     from ray_dcp.view.checkpoint_view import open as open_checkpoint
@@ -66,5 +67,5 @@ def metadata(path: str, dry_run: bool) -> None:
     elif write_metadata(absolute_target(place)):
         click.echo(f"stock DCP can read {path}")
     else:
-        click.echo(f"{path} was replaced meanwhile, or is of another version of ray_dcp")
+        click.echo(f"{path} was replaced meanwhile by a save that leaves .metadata out")
         raise SystemExit(2)

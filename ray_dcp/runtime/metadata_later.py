@@ -26,7 +26,8 @@ def write_metadata(
 ) -> bool:
     """Writes DCP's `.metadata` for a checkpoint that was saved with `stock_metadata=False`.
 
-    Where it is there already, or only missing or older than it should be, that is put right. A save
+    Where it is there already, or only missing or older than it should be, that is put right; so is
+    a copy that was made without it. A save
     that commits meanwhile decides what is there in the end.
 
     Args:
@@ -36,7 +37,7 @@ def write_metadata(
 
     Returns:
         Whether stock DCP can read the checkpoint now. False: a later save replaced it meanwhile and
-        leaves `.metadata` out, or another version of ray_dcp has to write it.
+        leaves `.metadata` out.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.

@@ -255,7 +255,7 @@ class _Rows:
         if is_sharded(value):
             self._sharded(fqn, value)
         elif isinstance(value, torch.Tensor):
-            data = self._dump(fqn, _alone(value))
+            data = self._dump(fqn, _alone(value, fqn))
             self._add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, tuple(value.shape),
                       value.requires_grad)  # fmt: skip
             self._value.append(bytes_digest(data) if self._digests else 0)
@@ -279,7 +279,7 @@ class _Rows:
             row, value = len(self.values), 0
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
             if not is_plain(tensor):
-                data = self._dump(fqn, _alone(tensor))
+                data = self._dump(fqn, _alone(tensor, fqn))
                 kind, source = _OPAQUE, _Deferred(fqn, None, data)
                 value = bytes_digest(data) if self._digests and held.replicated else 0
             elif (reason := refusal(tensor)) is not None:
@@ -371,13 +371,11 @@ def padded(shapes: Sequence[tuple[int, ...]], ndim: Int8Array) -> Int64Array:
     return shape
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     """Returns a tensor subclass as it is pickled: detached, on the CPU, in its own storage."""
     tensor = tensor.detach()
-    if tensor.is_meta:
-        raise UnsupportedValueError(
-            f"a {type(tensor).__qualname__} is on the meta device and has no bytes"
-        )
+    if tensor.is_meta or tensor.is_nested:
+        raise UnsupportedValueError(f"{fqn!r} ({type(tensor).__qualname__}) {refusal(tensor)}")
     if tensor.device.type != "cpu":
         return tensor.cpu()
     try:

@@ -32,7 +32,12 @@ from ray_dcp.protocol.messages import OpKey
 from ray_dcp.seam.awaiting import await_future
 from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.rounds import Group, Sealed, Steps, all_reduce, reduce_scatter, reserve
-from ray_dcp.seam.state import put_back, stateful_to_load_targets, stateful_to_state_dict
+from ray_dcp.seam.state import (
+    LoadTargets,
+    Stored,
+    stateful_to_load_targets,
+    stateful_to_state_dict,
+)
 from ray_dcp.store.location import AnyPlace
 
 __all__ = ["foreign_load", "foreign_save", "set_up_save_planner"]
@@ -150,20 +155,24 @@ def foreign_load(
         rank, world_size, timeout_s, "load", _text(checkpoint_id), coordinator_rank,
     )  # fmt: skip
     load = _Load(group, storage_reader, DefaultLoadPlanner() if planner is None else planner)
-    targets: dict[str, Any] = {}
+    loaded: LoadTargets | None = None
+
+    def state_for(metadata: Metadata) -> MutableMapping[str, Any]:
+        nonlocal loaded
+        if not stateful:
+            # Why not a copy: `load_state_dict` of DCP hands its own argument to the planner.
+            return state_dict
+        loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
+        return loaded.values
 
     def local_plan() -> LoadPlan:
         if checkpoint_id is not None:
             storage_reader.reset(checkpoint_id)  # type: ignore[arg-type]
-        if stateful:
-            targets.update(stateful_to_load_targets(state_dict))
-            return load.local_step(targets)
-        # Why not a copy: `load_state_dict` of DCP hands its own argument to the planner.
-        return load.local_step(state_dict)
+        return load.local_step(state_for)
 
     def put_loaded_back() -> None:
-        if stateful:
-            put_back(state_dict, targets)
+        if loaded is not None:
+            loaded.put_back(state_dict)
 
     return load.together(local_plan, put_loaded_back)
 
@@ -280,8 +289,9 @@ class _Load:
         self.reader = reader
         self.planner = planner
 
-    def local_step(self, state: MutableMapping[str, Any]) -> LoadPlan:
+    def local_step(self, state_for: Callable[[Metadata], MutableMapping[str, Any]]) -> LoadPlan:
         metadata, is_global = self._read_metadata()
+        state = state_for(metadata)
         is_coordinator = self.group.is_coordinator
         self.planner.set_up_planner(state, metadata, is_coordinator)  # type: ignore[arg-type]
         if _takes_kwargs(self.reader.set_up_storage_reader):

@@ -41,7 +41,7 @@ def columns_of(rows: Sequence[Row], paths: Mapping[str, Path]) -> Columns:
     dtypes = tuple(dict.fromkeys(row.dtype for row in rows if row.dtype is not None))
     name_index = {name: index for index, name in enumerate(names)}
     dtype_index: dict[str | None, int] = {dtype: index for index, dtype in enumerate(dtypes)}
-    width = max((len(row.shape) for row in rows), default=0)
+    width = max((1, *(len(row.shape) for row in rows)))
 
     def boxes(field: str, fill: int) -> Any:
         padded = [(*getattr(r, field), *[fill] * (width - len(r.shape))) for r in rows]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,9 +36,8 @@ from ray_dcp.seam.objects import dump_object, is_simple, load_object, simple_dig
 from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planned_metadata import is_path, metadata_problems
 from ray_dcp.seam.planned_rows import Row, columns_of, tensor_data_of
-from ray_dcp.seam.pure_planners import PurePlans, is_declared_pure, structure_digest
 from ray_dcp.seam.replica_digests import bytes_digest, content_digest
-from ray_dcp.seam.rounds import Group, Steps, all_reduce, reduce_scatter, reserve
+from ray_dcp.seam.rounds import Group, Steps, reduce_scatter, reserve
 from ray_dcp.seam.state import stateful_to_state_dict
 from ray_dcp.seam.tensors import dtype_name, host_bytes, is_plain, refusal
 
@@ -71,7 +69,6 @@ def capture_with_planner(
     `set_up_planner` and `create_local_plan` run on every rank. Only where the planner plans
     globally in its own way (`plans_globally`) are plans exchanged, and `create_global_plan` runs
     on the coordinator rank, `finish_plan` on all; else the plan of ray_dcp shares out replicas.
-    Where it is declared pure (`pure_planners`) and nothing changed, these hooks do not run.
     `resolve_data` runs to check each item, and where much was resolved again when bytes are read.
 
     Args:
@@ -95,12 +92,7 @@ def capture_with_planner(
             can't be told by a native checkpoint; or the state dict has a `PerRank`.
     """
     refuse_per_rank(state_dict, f"the planner {type(planner).__name__}")
-    pure = None
-    if is_declared_pure(planner):
-        pure = PurePlans(
-            planner, rank=rank, world_size=world_size, coordinator_rank=coordinator_rank
-        )
-    num_steps = (1 if pure is None else 2) if plans_globally(planner) else 0
+    num_steps = int(plans_globally(planner))
     next_of_save = reserve(next_key, num_steps=num_steps, world_size=world_size)
     group = Group(
         next_of_save, rank, world_size, options.plan_timeout_s, "save", checkpoint_id,
@@ -110,13 +102,9 @@ def capture_with_planner(
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
-        # Why before: the planner may change it. Its settings it may only compute now.
-        structure = b"" if pure is None else structure_digest(state)
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
-        if pure is not None:
-            pure.look(structure)
 
-    return hooks.steps(set_up, pure)
+    return hooks.steps(set_up)
 
 
 def plans_globally(planner: SavePlanner) -> bool:
@@ -159,55 +147,23 @@ class _Hooks:
         """Returns what `code` returns; errors of the planner come as `CheckpointError`."""
         return call_user_code(f"{self.name}.{hook}", code, rank=self.group.rank)
 
-    def steps(self, set_up: Callable[[], None], pure: PurePlans | None) -> Steps[Capture]:
+    def steps(self, set_up: Callable[[], None]) -> Steps[Capture]:
         if plans_globally(self.planner):
-            return (yield from self.steps_of_all(set_up, pure))
+            return (yield from self.steps_of_all(set_up))
         self.guard("set_up_planner", set_up)
-        roll, is_known = (b"", False) if pure is None else pure.agree([pure.offer()])
-        known = pure.plan_for(roll) if pure is not None and is_known else None
-        if known is not None:
-            return self.capture(*known, is_shared=True)
         plan = self.guard("create_local_plan", self.whole_local_plan)
-        paths = self.paths_of(plan.planner_data)
-        return self.made(plan, paths, roll, pure, is_shared=True)
+        return self.capture(plan.items, self.paths_of(plan.planner_data), is_shared=True)
 
-    def steps_of_all(self, set_up: Callable[[], None], pure: PurePlans | None) -> Steps[Capture]:
+    def steps_of_all(self, set_up: Callable[[], None]) -> Steps[Capture]:
         """As `steps`, for a planner that decides between ranks."""
-        roll = b""
-        if pure is not None:
-
-            def offer() -> tuple[bytes, tuple[bytes, ...]]:
-                set_up()
-                return pure.offer()
-
-            agreed = yield from all_reduce(self.group, "settings", offer, pure.agree)
-            roll, is_known = self.guard("plan_settings", agreed)
-            known = pure.plan_for(roll) if is_known else None
-            if known is not None:
-                return self.capture(*known, is_shared=False)
 
         def local_plan() -> SavePlan:
-            if pure is None:
-                set_up()
+            set_up()
             return self.planner.create_local_plan()
 
         part = yield from reduce_scatter(self.group, "plan", local_plan, self.global_plan)
         plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
-        return self.made(plan, paths, roll, pure, is_shared=False)
-
-    def made(
-        self,
-        plan: SavePlan,
-        paths: dict[str, Path],
-        roll: bytes,
-        pure: PurePlans | None,
-        *,
-        is_shared: bool,
-    ) -> Capture:
-        """Captures what the hooks planned just now."""
-        told = [] if pure is None else pure.made(roll, plan.items, paths)
-        found = self.capture(plan.items, paths, is_shared=is_shared)
-        return replace(found, warnings=(*found.warnings, *told))
+        return self.capture(plan.items, paths, is_shared=False)
 
     def whole_local_plan(self) -> SavePlan:
         """Returns the local plan, never "as last time": that only spares DCP its gather."""

@@ -31,7 +31,7 @@ from ray_dcp.seam.failures import call_user_code
 from ray_dcp.seam.objects import load_object
 from ray_dcp.seam.read_items import Boxes, BoxItem
 from ray_dcp.seam.rounds import Group, Steps, reduce_scatter, reserve
-from ray_dcp.seam.state import put_back, stateful_to_load_targets
+from ray_dcp.seam.state import LoadTargets, Stored, stateful_to_load_targets
 from ray_dcp.seam.targets import Targets
 from ray_dcp.seam.tensors import dtype_of
 
@@ -102,14 +102,16 @@ def _steps(
     stateful: bool,
 ) -> Steps[Targets]:
     name = type(planner).__name__
-    state: MutableMapping[str, Any] = state_dict
+    loaded: LoadTargets | None = None
 
     def guard(hook: str, code: Callable[[], Any]) -> Any:
         return call_user_code(f"{name}.{hook}", code, rank=group.rank)
 
     def set_up() -> None:
-        nonlocal state
-        state = stateful_to_load_targets(state_dict) if stateful else state_dict
+        nonlocal loaded
+        if stateful:
+            loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
+        state = state_dict if loaded is None else loaded.values
         planner.set_up_planner(state, metadata, group.is_coordinator)  # type: ignore[arg-type]
 
     def local_plan() -> LoadPlan:
@@ -130,8 +132,8 @@ def _steps(
 
     def finish() -> None:
         reads.boxes.finish()
-        if stateful:
-            put_back(state_dict, state)
+        if loaded is not None:
+            loaded.put_back(state_dict)
 
     return reads.targets(metadata, finish)
 

@@ -1,4 +1,4 @@
-"""`prime_optimizer`: gives an optimizer the state that it would only make at its first step.
+"""Gives an optimizer the state that it would only make at its first step.
 
 A load is in place, so that the state must be there before. Nothing else may change by that.
 """
@@ -15,7 +15,7 @@ import torch
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.seam.spmd import is_on_xla, xla_modules
 
-__all__ = ["prime_optimizer"]
+__all__ = ["prime", "prime_optimizer"]
 
 AT_ONCE_BYTES = 256 << 20
 """Parameters that are primed together, in bytes: as much memory is needed beside them."""
@@ -62,6 +62,17 @@ def prime_optimizer(optimizer: O) -> O:
         raise InvalidRequestError(
             f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}", key="optimizer"
         )
+    prime(optimizer)
+    return optimizer
+
+
+def prime(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Does what `prime_optimizer` does, and returns the parameters that have state only by it.
+
+    Raises:
+        InvalidRequestError: It needs a closure, as `LBFGS`.
+        Exception: What its step raised; no state was added.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError(
             "LBFGS has no state before a step with a closure; make one, and load then",
@@ -74,11 +85,22 @@ def prime_optimizer(optimizer: O) -> O:
         for parameter in group["params"]
         if parameter.requires_grad and not optimizer.state.get(parameter)
     ]
-    with _without_gradients(optimizer), _without_hooks(optimizer):
-        for some in _batches(todo):
-            _prime(optimizer, some)
+    options = [dict(group) for group in optimizer.param_groups]
+    try:
+        with _without_gradients(optimizer), _without_hooks(optimizer):
+            for some in _batches(todo):
+                _prime(optimizer, some)
+    except BaseException:
+        for parameter, _ in todo:
+            optimizer.state.pop(parameter, None)
+        raise
+    finally:
+        # Why: some count their steps in the options of a group.
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.clear()
+            group.update(before)
     _sync()
-    return optimizer
+    return [parameter for parameter, _ in todo if optimizer.state.get(parameter)]
 
 
 def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any]]]) -> None:
@@ -98,7 +120,8 @@ def _prime(optimizer: torch.optim.Optimizer, some: list[tuple[Any, dict[str, Any
                 parameter.grad = None
                 parameter.detach().copy_(value)
         for parameter, group in some:
-            _to_beginning(optimizer, parameter, group)
+            if parameter in optimizer.state:
+                _to_beginning(optimizer, parameter, group)
     _sync()
 
 

@@ -7,6 +7,7 @@ Dispatches as DCP does: `DTensor`, `ShardedTensor`, and any tensor with DCP's ow
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +235,10 @@ def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> 
         return _from_protocol(tensor, fqn, saving)
     if not is_plain(local):
         local = tensor.to_local()
-    _check_fit(local, layout.local_size, fqn)
+    if local.numel() == 0 and 0 in layout.local_size:
+        # Why: FSDP2 makes an empty shard with no rows, its placements tell of rows without columns.
+        local = local.reshape(layout.local_size)
+    _check_fit(local, layout.local_size, fqn, _cut_unevenly(tensor))
     pieces = _pieces(local, layout)
     return Sharded(layout.shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
 
@@ -251,12 +255,32 @@ def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
     return tuple(pieces)
 
 
-def _check_fit(local: Any, size: tuple[int, ...], fqn: str) -> None:
+def _cut_unevenly(tensor: DTensor) -> str | None:
+    """Returns why torch's parts of a tensor are others than its placements say, and the way out."""
+    for placement in tensor.placements:
+        if isinstance(placement, _StridedShard):
+            dim, shape = placement.dim, tuple(tensor.shape)
+            whole = math.prod(
+                tensor.device_mesh.size(number)
+                for number, other in enumerate(tensor.placements)
+                if isinstance(other, (Shard, _StridedShard)) and other.dim == dim
+            )
+            if shape[dim] % whole:
+                return (
+                    f"dimension {dim} of {shape} is cut over two dimensions of its mesh, into "
+                    f"{whole} parts that are not equal, which FSDP2 cuts otherwise than its own "
+                    f"placements {tensor.placements} say. Make it a multiple of {whole}, shard "
+                    f"another dimension (shard_placement_fn of fully_shard), or save full_tensor()"
+                )
+    return None
+
+
+def _check_fit(local: Any, size: tuple[int, ...], fqn: str, why: str | None = None) -> None:
     if tuple(local.shape) != size:
+        why = why or "was it made by DTensor.from_local without the global shape, or padded?"
         raise UnsupportedValueError(
             f"the local tensor of {fqn!r} has shape {tuple(local.shape)}, but its mesh and "
-            f"placements say {size}; was it made by DTensor.from_local without the global "
-            "shape, or padded?",
+            f"placements say {size}; {why}",
             key=fqn,
         )
 

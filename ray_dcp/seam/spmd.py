@@ -92,10 +92,6 @@ class SPMDSavePlanner(DefaultSavePlanner):
         super().set_up_planner(plain, storage_meta, is_coordinator)
         self.flatten_state_dict = True
 
-    def plan_settings(self) -> tuple[()]:
-        """Returns nothing: plans follow from the structure of the state; see `pure_planners`."""
-        return ()
-
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner.create_local_plan`."""
         plain = create_default_local_save_plan(self.state_dict, self.is_coordinator)

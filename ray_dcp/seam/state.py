@@ -1,29 +1,100 @@
 """Top-level `Stateful` values: into plain state before a save or load, and back after a load.
 
 Nested `Stateful` values are left alone, as DCP leaves them.
+
+Modules and optimizers are `Stateful` too, and a checkpoint must fit whatever they are at the load:
+DDP, FSDP and `torch.compile` put names of their own in front of a module's, an optimizer numbers
+its parameters, and makes its state only in its first step. So they are asked through torch's own
+helpers, which name everything by parameter, and an optimizer that has not stepped is primed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as _stock
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ray_dcp.errors import StateDictError
-from ray_dcp.seam.key_maps import concerns
+from ray_dcp.seam.flatten import flatten
+from ray_dcp.seam.key_maps import below, concerns
+from ray_dcp.seam.priming import prime
+from ray_dcp.seam.state_dicts import (
+    as_if_stepped,
+    copied,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
-__all__ = ["put_back", "stateful_to_load_targets", "stateful_to_state_dict"]
+__all__ = [
+    "LoadTargets",
+    "Stored",
+    "check_all_taken",
+    "check_mapping",
+    "stateful_to_load_targets",
+    "stateful_to_state_dict",
+]
 
 _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, dict, list, int, float, str, bool})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint holds, by the names that a state dict asks by."""
+
+    names: Collection[str]
+    """FQNs; looked up, so a mapping or a set."""
+    is_object: Callable[[str], bool]
+    """Whether the value of a name is no tensor."""
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> Stored:
+        """Returns what DCP's metadata tells."""
+        items = metadata.state_dict_metadata
+        return cls(items, lambda name: isinstance(items[name], BytesStorageMetadata))
+
+
+@dataclass(frozen=True)
+class LoadTargets:
+    """The state to load into, of everything that a user gave to `load`."""
+
+    values: dict[str, Any]
+    """By key, sorted; `Stateful` values as their state."""
+    parts: Mapping[str, Stateful]
+    """What takes the loaded state, of those."""
+
+    def put_back(self, state_dict: MutableMapping[str, Any]) -> None:
+        """Hands the loaded state to the `Stateful` values and replaces all others.
+
+        Args:
+            state_dict: What the user gave to `load`; changed in place.
+
+        Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
+        """
+        for key in _sorted_keys(state_dict):
+            if key not in state_dict or key not in self.values:
+                continue
+            if key in self.parts:
+                self.parts[key].load_state_dict(self.values[key])
+            else:
+                state_dict[key] = self.values[key]
 
 
 def stateful_to_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a shallow copy in which every top-level `Stateful` is its `state_dict()`.
 
     Args:
-        state_dict: What the user gave to `save`. Not changed.
+        state_dict: What the user gave to `save`. Not changed. Modules and optimizers give their
+            state by the names that parameters have without DDP, FSDP and `torch.compile`; an
+            optimizer whose parameters are not all of one module in it gives its own numbers.
 
     Returns:
         The same keys in the same order.
@@ -31,72 +102,239 @@ def stateful_to_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         StateDictError: `state_dict` is no mapping.
 
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        >>> state = stateful_to_state_dict({"model": model, "optimizer": optimizer, "step": 3})
+        >>> sorted(state["model"]), sorted(state["optimizer"]["state"]), state["step"]
+        (['bias', 'weight'], ['bias', 'weight'], 3)
+
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_stateful_to_state_dict`.
     """
-    _check_mapping(state_dict)
+    check_mapping(state_dict)
+    modules = _modules(state_dict)
     return {
-        key: value if type(value) in _NEVER else _plain(value) for key, value in state_dict.items()
+        key: part.state_dict() if (part := _part(value, modules)) is not None else value
+        for key, value in state_dict.items()
     }
 
 
 def stateful_to_load_targets(
-    state_dict: Mapping[str, Any], prefixes: Sequence[str] = ()
-) -> dict[str, Any]:
+    state_dict: Mapping[str, Any], stored: Stored, prefixes: Sequence[str] = ()
+) -> LoadTargets:
     """Returns the state to load into: sorted by key, `Stateful` values as their `state_dict()`.
 
     Keys are sorted so that all ranks call `state_dict()` (which may run collectives of the
-    training job) in the same order.
+    training job) in the same order. Neither parameters nor optimizers change.
 
     Args:
         state_dict: What the user gave to `load`. Not changed.
+        stored: What the checkpoint holds. A module or optimizer is asked by its own names where
+            the checkpoint has more of these: stock DCP saves them so. An optimizer that has not
+            stepped asks for the state that is stored.
         prefixes: See `LoadOptions.prefixes`: keys that they do not concern are left out.
-
-    Returns:
-        A new dictionary with the same values or their states.
 
     Raises:
         StateDictError: `state_dict` is no mapping, or its keys can't be sorted.
 
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
     """
-    _check_mapping(state_dict)
-    # Why the second look: a `state_dict()` call may drop keys of the mapping that holds it.
-    return {
-        key: value if type(value := state_dict[key]) in _NEVER else _plain(value)
-        for key in _sorted_keys(state_dict)
-        if (not prefixes or concerns(str(key), prefixes)) and key in state_dict
-    }
-
-
-def put_back(state_dict: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Hands the loaded state to the `Stateful` values and replaces all others.
-
-    Args:
-        state_dict: What the user gave to `load`; changed in place.
-        loaded: The value of `stateful_to_load_targets`, after it was loaded into.
-
-    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load`.
-    """
+    check_mapping(state_dict)
+    modules = _modules(state_dict)
+    targets = LoadTargets({}, parts := {})
     for key in _sorted_keys(state_dict):
-        if key not in state_dict or key not in loaded:
+        # Why the second look: a `state_dict()` call may drop keys of the mapping that holds it.
+        if (prefixes and not concerns(str(key), prefixes)) or key not in state_dict:
             continue
         value = state_dict[key]
-        if type(value) not in _NEVER and _is_stateful(value):
-            value.load_state_dict(loaded[key])
+        part = _part(value, modules)
+        if part is None:
+            targets.values[key] = value
         else:
-            state_dict[key] = loaded[key]
+            parts[key], targets.values[key] = _asked(key, value, part, stored)
+    return targets
 
 
-def _plain(value: Any) -> Any:
-    return value.state_dict() if _is_stateful(value) else value
+def check_all_taken(
+    state_dict: Mapping[str, Any], unexpected: Collection[str], *, strict: bool | None
+) -> None:
+    """Raises where a checkpoint holds state of a module or optimizer that it would not get.
+
+    Args:
+        state_dict: What the user gave to `load`.
+        unexpected: Names of the checkpoint that nobody asks for.
+        strict: See `LoadOptions.strict`.
+
+    Raises:
+        StateDictError: There is such state, and it matters.
+    """
+    if strict is False or not unexpected:
+        return
+    kinds = (nn.Module, torch.optim.Optimizer)
+    whole = [str(key) for key, value in state_dict.items() if isinstance(value, kinds)]
+    left = [name for name in unexpected if below(name, whole)]
+    if left:
+        raise StateDictError(
+            f"the checkpoint holds state of a module or optimizer that the one to load into does "
+            f"not have: {', '.join(map(repr, left[:8]))}{' and more' if len(left) > 8 else ''} "
+            f"({len(left)} in all). Make it as it was saved (an optimizer that makes its state "
+            f"only with a closure has to step once before), or leave this out with "
+            f"LoadOptions(strict=False)",
+            key=left[0],
+        )
 
 
-def _is_stateful(value: Any) -> bool:
+class _Model:
+    """A module under the names that it has without wrappers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._has_own_names = False
+
+    def state_dict(self) -> dict[str, Any]:
+        # Why: torch's helper leaves out what is on no device, and so it would be lost.
+        tensors = chain(self._module.parameters(), self._module.buffers())
+        if not any(tensor.is_meta for tensor in tensors):
+            try:
+                return get_model_state_dict(self._module)
+            except (AttributeError, AssertionError, RuntimeError):
+                # It has keys that are no attributes: `weight.absmax` of a quantised layer.
+                pass
+        self._has_own_names = True
+        return self._module.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._has_own_names:
+            self._module.load_state_dict(state_dict)
+        else:
+            set_model_state_dict(self._module, state_dict)
+
+
+class _Optimizer:
+    """An optimizer under the names of its module's parameters, or under its own numbers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None) -> None:
+        self._optimizer = optimizer
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._primed(when=not self._optimizer.state):
+            return self._named()
+
+    def asked(self, key: str, stored: Stored) -> dict[str, Any]:
+        """Returns the state to load into: what is there, and of what is not, what is stored."""
+        with self._primed(when=True) as primed:
+            made = [self._optimizer.state[parameter] for parameter in primed]
+            found = self._named()
+        for name, state in list(found.get("state", {}).items()):
+            if any(state is one for one in made):
+                inner = flatten({key: {"state": {name: state}}}).names
+                if not any(each in stored.names for each in inner):
+                    del found["state"][name]
+        groups = f"{key}.param_groups."
+        options = {str(index): group for index, group in enumerate(found.get("param_groups", []))}
+        for name in stored.names:
+            if name.startswith(groups) and stored.is_object(name):
+                index, _, option = name.removeprefix(groups).partition(".")
+                if index in options and "." not in option:
+                    # A scheduler that is not made yet had put it there: "initial_lr".
+                    options[index].setdefault(option, None)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._module is None:
+            self._optimizer.load_state_dict(state_dict)
+            return
+        with as_if_stepped([self._optimizer]):
+            # Why not strict: a parameter that never had a gradient has no state.
+            _stock.set_optimizer_state_dict(
+                self._module, self._optimizer, copied(state_dict),
+                options=StateDictOptions(strict=False),
+            )  # fmt: skip
+
+    def _named(self) -> dict[str, Any]:
+        if self._module is None:
+            return self._optimizer.state_dict()
+        with as_if_stepped([self._optimizer]):
+            found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
+        return dict(found)
+
+    @contextmanager
+    def _primed(self, *, when: bool) -> Iterator[list[torch.Tensor]]:
+        """Gives it the state of step 0 where it has none, for the time of the block."""
+        made: list[torch.Tensor] = []
+        if when:
+            try:
+                made = prime(self._optimizer)
+            except Exception:  # noqa: BLE001 - whatever its step raises: it has no state then
+                made = []
+        try:
+            yield made
+        finally:
+            for parameter in made:
+                self._optimizer.state.pop(parameter, None)
+
+
+def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:
+    """Returns what takes the state of a value, and the state to load into.
+
+    Of a module or optimizer in the form of which the checkpoint has more names.
+    """
+    forms: list[Stateful] = [part]
+    if isinstance(part, _Model):
+        forms.append(value)
+    elif isinstance(part, _Optimizer):
+        forms.append(_Optimizer(value, None))
+    best: tuple[Stateful, Any] = part, None
+    most = -1
+    for form in forms:
+        state = form.asked(key, stored) if isinstance(form, _Optimizer) else form.state_dict()
+        if len(forms) == 1:
+            return form, state
+        names = flatten({key: state}).names
+        num_found = sum(name in stored.names for name in names)
+        if num_found > most:
+            best, most = (form, state), num_found
+        if num_found == len(names):
+            break
+    return best
+
+
+def _part(value: Any, modules: list[nn.Module]) -> Stateful | None:
+    """Returns what gives and takes the state of a value; None if it is its own state."""
     # Why: the protocol check costs 5 us, and most values of a flat state dict are tensors.
-    return type(value) not in _NEVER and isinstance(value, Stateful)
+    if type(value) in _NEVER or not isinstance(value, Stateful):
+        return None
+    if isinstance(value, nn.Module) and _gives_torchs(value, nn.Module):
+        return _Model(value)
+    if isinstance(value, torch.optim.Optimizer):
+        is_torchs = _gives_torchs(value, torch.optim.Optimizer)
+        return _Optimizer(value, _owner(value, modules) if is_torchs else None)
+    return value
 
 
-def _check_mapping(state_dict: object) -> None:
+def _gives_torchs(value: Any, cls: Any) -> bool:
+    """Whether nobody has replaced its `state_dict`, whose names are the user's then."""
+    return type(value).state_dict is cls.state_dict and "state_dict" not in vars(value)
+
+
+def _modules(state_dict: Mapping[str, Any]) -> list[nn.Module]:
+    # Why sorted: names must not depend on the order in which a user gives modules.
+    found = [(str(key), v) for key, v in state_dict.items() if isinstance(v, nn.Module)]
+    return [module for _, module in sorted(found, key=lambda one: one[0])]
+
+
+def _owner(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> nn.Module | None:
+    """Returns the first module that has all parameters of an optimizer."""
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module in modules:
+        if wanted <= {id(parameter) for parameter in module.parameters()}:
+            return module
+    return None
+
+
+def check_mapping(state_dict: object) -> None:
+    """Raises `StateDictError` for a state dict that is no mapping."""
     if not isinstance(state_dict, Mapping):
         raise StateDictError(
             f"expected a state dict (a mapping of names to values), found "

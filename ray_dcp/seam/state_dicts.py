@@ -7,7 +7,6 @@ from then on), and dicts that are handed over to be loaded are not changed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,11 @@ from torch.distributed.checkpoint import state_dict as _stock
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ray_dcp.errors import MissingKeyError, StateDictError
+from ray_dcp.seam.priming import prime
 
 __all__ = [
+    "as_if_stepped",
+    "copied",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -163,7 +165,7 @@ def set_optimizer_state_dict(
     """
     every = _tuple(optimizers)
     with _telling_of_empty(), _initialised(every, keep=True):
-        _stock.set_optimizer_state_dict(model, every, _copied(optim_state_dict), options=options)
+        _stock.set_optimizer_state_dict(model, every, copied(optim_state_dict), options=options)
 
 
 def set_state_dict(
@@ -195,7 +197,7 @@ def set_state_dict(
     with _telling_of_empty(), _initialised(every, keep=True):
         return _stock.set_state_dict(
             model, every, model_state_dict=dict(model_state_dict),
-            optim_state_dict=_copied(optim_state_dict), options=options,
+            optim_state_dict=copied(optim_state_dict), options=options,
         )  # fmt: skip
 
 
@@ -204,7 +206,7 @@ def _tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
     """Returns the dicts that torch changes anew; the values in them stay the same."""
     if not isinstance(state, dict):
         return state
@@ -237,101 +239,51 @@ def _initialised(optimizers: tuple[torch.optim.Optimizer, ...], *, keep: bool) -
     Args:
         optimizers: Which; those that have a state are left alone.
         keep: Whether it stays when the block ends well.
+
+    Raises:
+        StateDictError: An optimizer can't make its state without a real step.
     """
-    made: list[torch.optim.Optimizer] = []
-    stateless: list[torch.Tensor] = []
+    made: list[tuple[torch.optim.Optimizer, list[torch.Tensor]]] = []
     ended_well = False
     try:
         for optimizer in optimizers:
-            if _may_initialise(optimizer):
-                made.append(optimizer)
-                _initialise(optimizer)
-                if not optimizer.state:
-                    # Why: torch would take its own step with one that never has a state.
-                    stateless += _with_gradients(optimizer)
-        yield
+            if not optimizer.state:
+                made.append((optimizer, _primed(optimizer)))
+        with as_if_stepped(optimizers):
+            yield
         ended_well = True
     finally:
-        for parameter in stateless:
-            parameter.grad = None
         if not (keep and ended_well):
-            for optimizer in made:
-                # Why not in place: what was handed out must stay as it is.
-                optimizer.state = type(optimizer.state)(*_factory(optimizer.state))
+            for optimizer, parameters in made:
+                for parameter in parameters:
+                    optimizer.state.pop(parameter, None)
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Gives one parameter a gradient: the sign for torch that nothing is to be made."""
-    chosen = [p for p in _parameters(optimizer) if p.requires_grad][:1]
-    for parameter in chosen:
-        parameter.grad = torch.zeros_like(parameter)
-    return chosen
-
-
-def _factory(state: Any) -> tuple[Any, ...]:
-    return (state.default_factory,) if hasattr(state, "default_factory") else ()
-
-
-def _may_initialise(optimizer: torch.optim.Optimizer) -> bool:
-    return not optimizer.state and all(p.grad is None for p in _parameters(optimizer))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _initialise(optimizer: torch.optim.Optimizer) -> None:
-    """Lets it take a step that changes nothing but its state, and sets its counts back to 0.
-
-    Careful: without "lr" in a group the step may move its parameters; these are put back.
-    """
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    lrs = [group.get("lr") for group in groups]
-    moving = [
-        (p, p.detach().clone()) for group in groups if "lr" not in group for p in group["params"]
-    ]
-    hooks = _hooks_of(optimizer)
+def _primed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     try:
-        for name in hooks:
-            setattr(optimizer, name, OrderedDict())
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-            if "lr" in group:
-                group["lr"] = torch.zeros_like(lr) if _is_tensor(lr := group["lr"]) else 0.0
-        # Why of the class: schedulers put a counter in front of the instance's own.
-        type(optimizer).step(optimizer, closure=None)
+        return prime(optimizer)
     except Exception as error:
         raise StateDictError(
             f"{type(optimizer).__name__} has not stepped yet and can't make its state without a "
             f"real step ({type(error).__name__}: {error}); step once before"
         ) from error
+
+
+@contextmanager
+def as_if_stepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Keeps torch's helpers from stepping with an optimizer without state.
+
+    A gradient is the sign for them that no state is to be made.
+    """
+    lent: list[torch.Tensor] = []
+    try:
+        for optimizer in optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if not optimizer.state and all(p.grad is None for p in parameters):
+                for parameter in [p for p in parameters if p.requires_grad][:1]:
+                    parameter.grad = torch.zeros_like(parameter)
+                    lent.append(parameter)
+        yield
     finally:
-        for name, value in hooks.items():
-            setattr(optimizer, name, value)
-        for group, lr in zip(groups, lrs, strict=True):
-            if "lr" in group:
-                group["lr"] = lr
-        for parameter in _parameters(optimizer):
+        for parameter in lent:
             parameter.grad = None
-        with torch.no_grad():
-            for parameter, value in moving:
-                parameter.copy_(value)
-    for state in optimizer.state.values():
-        if isinstance(state, dict) and "step" in state:
-            state["step"] = _zero(state["step"])
-
-
-def _zero(step: Any) -> Any:
-    return step.zero_() if _is_tensor(step) else type(step)(0)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}

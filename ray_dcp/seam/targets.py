@@ -15,13 +15,13 @@ from ray_dcp.collector import collector_paused
 from ray_dcp.errors import CoverageError, InvalidRequestError, MissingKeyError, StateDictError
 from ray_dcp.options import LoadOptions
 from ray_dcp.plan.reading import ReadPlan, Wanted, plan_reads
-from ray_dcp.plan.values import ChunkTable
+from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.seam.flatten import Flat, flatten, flatten_top
 from ray_dcp.seam.item_placer import ItemPlacer
 from ray_dcp.seam.key_maps import below, stored_names
 from ray_dcp.seam.per_rank import OwnValues
 from ray_dcp.seam.placing import ObjectTaker, Placing
-from ray_dcp.seam.state import put_back, stateful_to_load_targets
+from ray_dcp.seam.state import LoadTargets, Stored, check_all_taken, stateful_to_load_targets
 from ray_dcp.transfer.reader import TargetSink
 
 __all__ = ["ObjectTaker", "TargetSink", "Targets", "plan_targets"]
@@ -103,7 +103,8 @@ def plan_targets(
         MissingKeyError: The checkpoint lacks keys; all are named, with similar ones it has.
         ShapeMismatchError: Global shapes differ, or dtypes do in a way that `options.dtype`
             forbids; all are named.
-        StateDictError: `options.strict` and there are unexpected keys; or a tensor of the
+        StateDictError: `options.strict` and there are unexpected keys, or some are of a module
+            or optimizer of the state dict and `options.strict` is not False; or a tensor of the
             checkpoint is asked for by a value that is none.
         UnsupportedValueError: A target can't be written to.
         InvalidRequestError: `options.key_map` or `options.prefixes` does not fit.
@@ -114,13 +115,19 @@ def plan_targets(
     """
     options = options or LoadOptions()
     prefixes = tuple(options.prefixes)
-    loaded = stateful_to_load_targets(state_dict, prefixes) if stateful else state_dict
+    index = stored_names(table.names, options.key_map)
+    loaded = None
+    if stateful:
+        stored = Stored(index, lambda name: bool(table.kind[index[name]] == Kind.OBJECT))
+        loaded = stateful_to_load_targets(state_dict, stored, prefixes)
     placing = Placing(table, options, flatten_sharded_tensors=flatten_sharded_tensors)
     with collector_paused():
-        index = stored_names(table.names, options.key_map)
-        flat = _wanted(_matching_flat(loaded, index, flatten_state_dict), prefixes)
+        values = state_dict if loaded is None else loaded.values
+        flat = _wanted(_matching_flat(values, index, flatten_state_dict), prefixes)
         own = OwnValues(flat, index, rank, world_size)
         missing, unexpected = _compared(own, index, table.names, options)
+        if loaded is not None:
+            check_all_taken(state_dict, unexpected, strict=options.strict)
         placing.fill(own.rest, index)
         placing.check()
     whole = [number for number, _, _ in placing.objects]
@@ -195,7 +202,7 @@ def _targets(
     placing: Placing,
     own: OwnValues,
     state_dict: MutableMapping[str, Any],
-    loaded: MutableMapping[str, Any],
+    loaded: LoadTargets | None,
     missing: tuple[str, ...],
     unexpected: tuple[str, ...],
 ) -> Targets:
@@ -218,8 +225,8 @@ def _targets(
     def finish() -> None:
         placing.finish()
         own.finish()
-        if loaded is not state_dict:
-            put_back(state_dict, loaded)
+        if loaded is not None:
+            loaded.put_back(state_dict)
 
     return Targets(
         wanted=raw,

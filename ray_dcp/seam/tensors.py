@@ -125,7 +125,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "is on the meta device and has no bytes: give it some (.to_empty(), a load) first"
     if tensor.is_nested:
-        return "is a nested tensor: save its buffer and offsets instead"
+        return "is a nested tensor: save list(tensor.unbind()), or .values() and .offsets()"
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}: save its parts, or .to_dense()"
     if tensor.dtype not in _NAMES:
@@ -189,7 +189,8 @@ def host_bytes_of_many(tensors: list[torch.Tensor]) -> list[memoryview]:
     lengths = [tensor.nbytes for tensor in tensors]
     dtypes = {tensor.dtype for tensor in tensors}
     if (
-        sum(lengths) > min(_MAX_JOINED_BYTES, _SMALL_BYTES * len(tensors))
+        len(tensors) == 1  # torch's flatten gives a view of it, which may be a negative one
+        or sum(lengths) > min(_MAX_JOINED_BYTES, _SMALL_BYTES * len(tensors))
         or len(dtypes) != 1
         or not dtypes <= _JOINED
         or not all(tensor.is_cpu for tensor in tensors)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, DamagedCheckpointError
-from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import record_key, slot_of
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.store.storage import KeyMissingError, PartWriter, Storage
@@ -73,7 +72,7 @@ def plan_copy(storage: Storage, checkpoint: Checkpoint) -> CopyPlan:
     if manifest.metadata is not None:
         with suppress(KeyMissingError):
             data = storage.read(METADATA_KEY)
-            if digest_bytes(data).hex() == manifest.metadata.digest:
+            if not checkpoint.metadata_is_stale:
                 last.append((METADATA_KEY, data))
     beside = [key for key in told if key not in entries]
     return CopyPlan((*files, *((key, found[key]) for key in beside)), tuple(last))

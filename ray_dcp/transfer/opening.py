@@ -32,7 +32,13 @@ from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.check_file import CheckFile, check_against
 from ray_dcp.transfer.checkpoint import Checkpoint, CheckpointKind
 from ray_dcp.transfer.lookaround import not_found
-from ray_dcp.transfer.metadata_beside import METADATA_KEY, decode_foreign, is_ours, is_stale
+from ray_dcp.transfer.metadata_beside import (
+    METADATA_KEY,
+    decode_foreign,
+    is_ours,
+    is_stale,
+    projects,
+)
 from ray_dcp.transfer.plain_files import plain_files, plain_table
 from ray_dcp.transfer.slots import Deciding, read_slots
 from ray_dcp.transfer.table_parts import TableParts, table_parts
@@ -227,7 +233,11 @@ def _newest_native(storage: Storage, committed: Committed, metadata: bytes | Non
     while True:
         stale = is_stale(committed.slot, committed.manifest, metadata)
         try:
-            return _native(storage, committed, metadata_is_stale=stale)
+            found = _native(storage, committed, metadata_is_stale=stale)
+            if stale and metadata is not None:
+                is_its = projects(metadata, committed.manifest.attempt, found.decoded())
+                return found._replace(metadata_is_stale=not is_its)
+            return found
         except DamagedCheckpointError:
             newer = newest_record(storage)
             if newer is None or newer.slot <= committed.slot:

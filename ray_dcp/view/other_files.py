@@ -24,6 +24,7 @@ from ray_dcp.format.safetensors_frame import (
 )
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.transfer.metadata_beside import projects
 
 __all__ = ["INDEX_SUFFIX", "index_problem", "is_header_of", "metadata_problem", "record_notes"]
 
@@ -34,7 +35,7 @@ Findings = tuple[tuple[str, int] | None, str | None]
 """`((what is wrong, length of the file) or None, a note or None)`."""
 
 
-def metadata_problem(storage: Storage, manifest: Manifest) -> Findings:
+def metadata_problem(storage: Storage, manifest: Manifest, table: ChunkTable) -> Findings:
     """Returns what is wrong with the `.metadata` that stock DCP reads beside a manifest of ours.
 
     Why a missing or older one is no damage: a crash between commit and publication leaves it, and
@@ -48,7 +49,7 @@ def metadata_problem(storage: Storage, manifest: Manifest) -> Findings:
     except KeyMissingError:
         return None, f"{key} is missing: stock DCP can't read this checkpoint"
     digest = digest_bytes(data).hex()
-    if digest == expected:
+    if digest == expected or projects(data, manifest.attempt, table):
         return None, None
     # Careful: the bit that flipped may be one of the attempt. The files' names have it, too.
     is_earlier = _attempt_of(data) is not None and manifest.attempt.encode() not in data

@@ -162,7 +162,7 @@ def _other_files(
     """Returns problems and notes of the files that hold no chunks."""
     manifest, problems, notes = checkpoint.manifest, [], []
     if manifest is not None:
-        wrong, note = metadata_problem(storage, manifest)
+        wrong, note = metadata_problem(storage, manifest, checkpoint.table)
         if wrong is not None and manifest.metadata is not None:
             problems.append(Problem(manifest.metadata.key, None, 0, wrong[1], wrong[0]))
         notes += [] if note is None else [note]

@@ -416,3 +416,16 @@ def test_warming_up_touches_memory_for_the_first_save():
     assert keeping._memory.idle_bytes >= 12 << 20
     with pytest.raises(InvalidRequestError, match="mapping"):
         ray_dcp.warm_up([torch.zeros(3)])
+
+
+@pytest.mark.parametrize("name", ["negative", "conjugate", "one of two"])
+def test_a_single_view_that_shows_other_bytes_is_saved_as_it_shows_them(name, tmp_path):
+    views = {
+        "negative": {"v": torch._neg_view(torch.ones(2, 2))},
+        "conjugate": {"v": torch.full((2, 2), 1 + 2j).conj()},
+        "one of two": {"v": torch._neg_view(torch.ones(2, 2)), "w": torch.ones(2)},
+    }
+    state = views[name]
+    ray_dcp.async_save(state, checkpoint_id=tmp_path / "c", no_dist=True).result()
+    found = ray_dcp.read_state_dict(tmp_path / "c")
+    assert found["v"].tolist() == state["v"].tolist()

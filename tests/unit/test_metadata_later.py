@@ -1,5 +1,6 @@
 """A save without `.metadata`: what reads it, who makes it later, and what may remove it again."""
 
+import shutil
 from functools import partial
 
 import pytest
@@ -157,3 +158,30 @@ def test_a_failure_to_make_it_later_fails_nothing(tmp_path):
 def test_other_words_than_later_are_refused():
     with pytest.raises(InvalidRequestError, match="stock_metadata must be True or False"):
         ray_dcp.SaveOptions(stock_metadata="never")
+
+
+def test_a_copy_that_lacks_the_dot_file_gets_one_of_its_own(tmp_path):
+    first, copy = tmp_path / "run" / "step-1", tmp_path / "elsewhere" / "step-1"
+    ray_dcp.save(state_of(1), checkpoint_id=first)
+    copy.mkdir(parents=True)
+    for file in first.iterdir():
+        if file.name != ".metadata":
+            shutil.copy(file, copy)
+    done = CliRunner().invoke(main, ["metadata", str(copy)])
+    assert (done.exit_code, done.output) == (0, f"stock DCP can read {copy}\n")
+    assert loaded(stock_load, copy)
+    assert dcp.FileSystemReader(copy).read_metadata().storage_meta.checkpoint_id == str(copy)
+    made = (copy / ".metadata").read_bytes()
+    assert made != (first / ".metadata").read_bytes()
+    assert loaded(ray_dcp.load, copy)
+    report = ray_dcp.verify(copy)
+    assert report.ok
+    assert report.notes == ()
+    assert (copy / ".metadata").read_bytes() == made
+    ray_dcp.copy(copy, tmp_path / "third")
+    assert loaded(stock_load, tmp_path / "third")
+    # What is no projection of the checkpoint is still damage, and made anew.
+    (copy / ".metadata").write_bytes(made.replace(b"1.0.0", b"1.0.1"))
+    assert not ray_dcp.verify(copy).ok
+    assert ray_dcp.write_metadata(copy)
+    assert (copy / ".metadata").read_bytes() == made

@@ -450,3 +450,64 @@ def test_the_state_dict_is_not_changed_and_the_tensors_not_copied() -> None:
     tensor[0] = 1
     assert np.frombuffer(captured.source(0), np.float32).tolist() == [1, 0, 0]
     assert state == {"a": {"w": tensor}}
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize(("mesh", "length"), [((2, 2), 1), ((2, 2), 3), ((3, 2), 5), ((2, 4), 6)])
+def test_fsdp_with_tp_leaves_ranks_without_elements(style, mesh, length):
+    world = mesh[0] * mesh[1]
+    columns, features = (4, length) if style is ColwiseParallel else (length, 3)
+
+    def linear() -> nn.Linear:
+        torch.manual_seed(1)
+        return nn.Linear(columns, features, bias=False)
+
+    def sharded(model: nn.Linear) -> nn.Module:
+        both = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, both["tp"], style(), src_data_rank=None)
+        return fully_shard(model, mesh=both["dp"])
+
+    def on_rank(rank: int) -> Capture:
+        return frozen(capture({"m": sharded(linear())}, rank=rank, world_size=world))
+
+    table, payloads = stored(*on_ranks(world, on_rank))
+    whole = {"m": {"weight": torch.zeros(features, columns)}}
+    fill(table, payloads, plan_targets(whole, table))
+    assert torch.equal(whole["m"]["weight"], linear().weight)
+
+    def loads(rank: int) -> bool:
+        model = sharded(linear())
+        with torch.no_grad():
+            model.weight.zero_()
+        fill(table, payloads, plan_targets({"m": model}, table, rank=rank, world_size=world))
+        local = sharded(linear()).weight.to_local()
+        return torch.equal(model.weight.to_local(), local)
+
+    assert all(on_ranks(world, loads))
+
+
+def test_rows_that_fsdp_cuts_otherwise_than_its_placements_say_are_told_with_the_way_out():
+    def on_rank(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Linear(4, 7, bias=False)
+        parallelize_module(model, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+        fully_shard(model, mesh=mesh["dp"])
+        try:
+            capture({"m": model}, rank=rank, world_size=6)
+        except UnsupportedValueError as error:
+            return str(error)
+        return ""
+
+    told = [message for message in on_ranks(6, on_rank) if message]
+    assert len(told) == 2
+    for message in told:
+        assert "'m.weight'" in message
+        assert "multiple of 6" in message
+        assert "full_tensor()" in message
+        assert "from_local" not in message
+
+
+def test_a_jagged_nested_tensor_is_refused_with_the_way_out():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(UnsupportedValueError, match=r"'n'.*nested tensor: save list"):
+        capture({"n": nested}, rank=0, world_size=1)

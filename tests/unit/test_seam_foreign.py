@@ -33,7 +33,7 @@ from ray_dcp.errors import (
     StateDictError,
 )
 from ray_dcp.seam.foreign import foreign_load, foreign_save
-from ray_dcp.seam.state import put_back, stateful_to_load_targets
+from ray_dcp.seam.state import Stored, stateful_to_load_targets
 from tests.unit.seam_ranks import keys, run
 
 SINGLE_PROCESS = "ignore:torch.distributed is disabled"
@@ -792,6 +792,8 @@ def test_a_global_plan_of_the_wrong_length_is_refused():
 
 # --- stateful -----------------------------------------------------------------------------------
 
+NOTHING_STORED = Stored((), lambda name: False)
+
 
 def test_stateful_values_are_asked_in_the_order_of_their_keys():
     asked: list[str] = []
@@ -809,14 +811,14 @@ def test_stateful_values_are_asked_in_the_order_of_their_keys():
             asked.append(self.name)
 
     values = {name: Asked(name) for name in "cab"}
-    put_back(values, stateful_to_load_targets(values))
+    stateful_to_load_targets(values, NOTHING_STORED).put_back(values)
     assert asked == ["a", "b", "c", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("wrong", [[1], torch.nn.Linear(1, 1), None])
 def test_what_is_no_state_dict_is_named(wrong):
     with pytest.raises(StateDictError, match=type(wrong).__name__):
-        stateful_to_load_targets(wrong)
+        stateful_to_load_targets(wrong, NOTHING_STORED)
 
 
 def test_paths_are_accepted_as_checkpoint_ids(tmp_path: Path):

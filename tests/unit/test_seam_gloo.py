@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.seam.capture import Capture, capture
@@ -55,18 +55,15 @@ def main() -> None:
     try:
         model, optimizer = trained("fsdp2 + tp", learning_rate=0.1)
         state = state_of(model, optimizer)
-        captured = capture(state, rank=rank, world_size=WORLD)
+        given = {"model": model, "optimizer": optimizer}
+        captured = capture(given, rank=rank, world_size=WORLD)
         assert rows(captured.columns) == torch_rows(state)
         assert captured.warnings == ()
         table, payloads = stored(*gathered(captured))
 
-        other, other_optimizer = trained("hsdp", learning_rate=0.2)
-        target = state_of(other, other_optimizer)
-        fill(table, payloads, plan_targets(target, table))
-        set_state_dict(
-            other, other_optimizer,
-            model_state_dict=target["model"], optim_state_dict=target["optimizer"],
-        )  # fmt: skip
+        other = LAYOUTS["hsdp"]()
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.2)
+        fill(table, payloads, plan_targets({"model": other, "optimizer": other_optimizer}, table))
         expected, found = full(state), full(state_of(other, other_optimizer))
         assert expected.keys() == found.keys()
         for key, value in expected.items():

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
     CoverageError,
@@ -44,6 +45,9 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.plan.reading import plan_reads
 from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.rank import save_rank
 from ray_dcp.seam import planner_hooks
 from ray_dcp.seam.capture import Capture
 from ray_dcp.seam.foreign import foreign_save
@@ -329,7 +333,54 @@ def test_boxes_of_sharded_items_are_those_of_the_plan():
 def test_a_planner_with_nothing_to_save_gives_no_rows():
     columns = capture(Transform(), {}).columns
     assert len(columns) == 0
-    assert columns.shape.shape == (0, 0)
+    assert columns.shape.shape == (0, 1)
+
+
+@pytest.mark.parametrize("given", [{"step": 5}, {}, {"scalar": torch.tensor(2.0)}])
+def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path):
+    class Own(dcp.DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            return super().lookup_object(index)
+
+    ray_dcp.save(dict(given), checkpoint_id=tmp_path / "c", planner=Own(), no_dist=True)
+    assert ray_dcp.read_state_dict(tmp_path / "c") == given
+
+
+def test_ranks_that_a_planner_leaves_without_items_save_too(tmp_path):
+    planners = [Transform(dedup_save_to_lowest_rank=True) for _ in range(3)]
+    ends = captures(planners, [state()] * 3)
+    ranks = [
+        save_rank(
+            OpKey("save", 0), rank=rank, world_size=3, target=Target(str(tmp_path / "c")),
+            options=SaveOptions(), capture=end.get,
+        )
+        for rank, end in enumerate(ends)
+    ]  # fmt: skip
+    for result in run_ranks(ranks):
+        result.get()
+    found = ray_dcp.read_state_dict(tmp_path / "c")
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "alone", planner=Transform(), no_dist=True)
+    assert repr(found) == repr(ray_dcp.read_state_dict(tmp_path / "alone"))
+
+
+def test_hooks_run_in_every_save_whatever_a_planner_says_of_itself(tmp_path):
+    wanted = ["a"]
+
+    class Choosing(dcp.DefaultSavePlanner):
+        def plan_settings(self) -> tuple[()]:
+            return ()
+
+        def create_local_plan(self) -> dcp.SavePlan:
+            plan = super().create_local_plan()
+            items = [item for item in plan.items if item.index.fqn in wanted]
+            return dataclasses.replace(plan, items=items)
+
+    for number, name in enumerate("aaab"):
+        wanted[:] = [name]
+        both = {"a": torch.ones(2), "b": torch.ones(3)}
+        path = tmp_path / f"step-{number}"
+        ray_dcp.save(both, checkpoint_id=path, planner=Choosing(), no_dist=True)
+        assert list(ray_dcp.read_state_dict(path)) == [name]
 
 
 def test_stateful_values_are_saved_by_their_state():

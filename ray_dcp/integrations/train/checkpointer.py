@@ -28,7 +28,6 @@ from ray_dcp.integrations.train.context import RunFacts
 from ray_dcp.integrations.train.joining import Group
 from ray_dcp.integrations.train.names import StepFolder, check_step, parse
 from ray_dcp.integrations.train.pacing import Committed, Pace
-from ray_dcp.integrations.train.states import give_back, named_alike
 from ray_dcp.integrations.train.underway import Ended, Save, UnderWay, is_misuse
 from ray_dcp.integrations.train.warning import Warned
 from ray_dcp.loading import run_load_newest
@@ -36,6 +35,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.newest import StepRange
 from ray_dcp.seam.paths import decide_save
 from ray_dcp.seam.report import LoadReport
+from ray_dcp.seam.state import check_mapping, stateful_to_state_dict
 from ray_dcp.store.opening import open_storage
 from ray_dcp.warming import warm_staging
 
@@ -128,24 +128,22 @@ class Checkpointer:
         """
         self._check_open()
         self._take(self._under_way.ended(all_of_them=True))
-        named = named_alike(state)
         registered = telling.registered()
         try:
             self._group.check_has_steps()
             report = run_load_newest(
-                self._group.session, named, self._load_options, self._group.root.target, None,
+                self._group.session, state, self._load_options, self._group.root.target, None,
                 StepRange(),
             )  # fmt: skip
         except CheckpointNotFoundError as error:
             telling.refuse_fresh_start(registered, self._group.root.url, error)
             logger.info("Nothing is committed in %s: the run begins", self._group.root.url)
-            self._warm(named)
+            self._warm(state)
             return None
-        give_back(state, named)
         self.restored = report
         step = report.step or 0
         self._warned.fell_back(report, parse(registered or ""))
-        self._warm(named)
+        self._warm(state)
         self._register(report, registered)
         self._last_step = step
         self._decided = (-1, False, None)
@@ -262,12 +260,13 @@ class Checkpointer:
     def _begin(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], *, waits: bool
     ) -> None:
+        check_mapping(state)
         folder = self._group.folder_of(step)
         target = self._group.root.below(folder.name)
         self._later(lambda: self._note(folder, metrics))
         begun_s = time.monotonic()
         handle = run_async_save(
-            decide_save(None, None, target), self._group.session, named_alike(state),
+            decide_save(None, None, target), self._group.session, state,
             replace(self._options, when_full="wait") if waits else self._options, target,
         )  # fmt: skip
         stage_s = time.monotonic() - begun_s
@@ -346,14 +345,10 @@ class Checkpointer:
         if self._group.keeper is not None:
             self._group.keeper.committed(one.save.folder)
 
-    def _warm(self, named: Mapping[str, Any]) -> None:
+    def _warm(self, state: Mapping[str, Any]) -> None:
         """Gets memory and the node's stager ready, so that the first save is as fast as others."""
-        values = {
-            name: value.state_dict() if hasattr(value, "state_dict") else value
-            for name, value in named.items()
-        }
         try:
-            warm_staging(self._group.session, values, self._options)
+            warm_staging(self._group.session, stateful_to_state_dict(state), self._options)
         except CheckpointError as error:
             # Why not raised: a save says so too, and is what on_error is for.
             logger.warning("Saves are not made ready for: %s", error)

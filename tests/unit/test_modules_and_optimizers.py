@@ -1,0 +1,363 @@
+"""Modules and optimizers given as they are: what one process saved, a new one goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import ray_dcp
+from ray_dcp.dcp.state_dict import get_model_state_dict, get_optimizer_state_dict
+from ray_dcp.errors import StateDictError
+
+Wrap = Any
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A process group of one: enough for every wrapper to do its names."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return model
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), plan)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=half)
+
+
+WRAPS: dict[str, Wrap] = {
+    "bare": bare,
+    "DDP": DistributedDataParallel,
+    "compile": lambda model: torch.compile(model, backend="eager"),
+    "compiled DDP": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+    "DDP of compiled": lambda m: DistributedDataParallel(torch.compile(m, backend="eager")),
+    "TP": tensor_parallel,
+    "FSDP2, mixed": sharded,
+}
+
+
+def made(wrap: str, seed: int) -> dict[str, Any]:
+    """Returns the state of a training: model, optimizer, EMA copy, scheduler, scaler, a number."""
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model = WRAPS[wrap](plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ema = torch.optim.swa_utils.AveragedModel(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    )
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "ema": ema,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "tokens": seed,
+    }
+
+
+def train(state: dict[str, Any], num_steps: int, accumulate: int = 2) -> None:
+    for step in range(num_steps * accumulate):
+        loss = state["model"](torch.full((3, 4), 0.5 + step)).float().square().mean()
+        (loss / accumulate).backward()
+        if step % accumulate == accumulate - 1:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            state["scheduler"].step()
+    state["tokens"] += num_steps
+
+
+def values(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns all tensors of a state as they are, whole, by the names under which they lie."""
+    model = state["model"]
+    found = {"tokens": state["tokens"], "lr": state["scheduler"].get_last_lr()}
+    found |= flat(get_model_state_dict(model), "model")
+    found |= flat(get_optimizer_state_dict(model, state["optimizer"]), "optimizer")
+    return found | flat(state["ema"].state_dict(), "ema")
+
+
+def flat(value: Any, name: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, one in value.items() for k, v in flat(one, f"{name}.{key}").items()}
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return {name: value.tolist()}
+    return {name: repr(value)}
+
+
+@pytest.mark.parametrize("loaded_as", WRAPS)
+@pytest.mark.parametrize("saved_as", ["DDP", "bare"])
+def test_what_one_wrapper_saved_any_other_restores(saved_as: str, loaded_as: str, tmp_path: Path):
+    state = made(saved_as, seed=1)
+    train(state, 3)
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    other = made(loaded_as, seed=2)
+    ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert values(other) == values(state)
+    assert other["tokens"] == 4
+    if loaded_as not in ("FSDP2, mixed", "TP"):
+        train(state, 2)
+        train(other, 2)
+        assert values(other) == values(state)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
+    "Adam, amsgrad": lambda m: torch.optim.Adam(m.parameters(), amsgrad=True, weight_decay=0.1),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "SGD, momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, 0.5, weight_decay=0.1),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters()),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+    "two groups": lambda model: torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}]
+    ),
+    "one frozen": lambda m: torch.optim.AdamW(
+        [p.requires_grad_(p.dim() > 1) for p in m.parameters()]
+    ),
+}
+
+
+def plain(optimizer: str, seed: int) -> dict[str, Any]:
+    """Returns a model and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    return {"model": model, "optimizer": OPTIMIZERS[optimizer](model)}
+
+
+def step(state: dict[str, Any], num_steps: int = 1) -> None:
+    for number in range(num_steps):
+        state["model"](torch.full((3, 4), 0.5 + number)).square().mean().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def of_all(state: dict[str, Any]) -> dict[str, Any]:
+    return flat({key: value.state_dict() for key, value in state.items()}, "")
+
+
+def saved(state: dict[str, Any], path: Path, how: str) -> None:
+    if how == "async":
+        ray_dcp.async_save(state, checkpoint_id=path, no_dist=True).result()
+    elif how == "planner":
+        ray_dcp.save(state, checkpoint_id=path, no_dist=True, planner=Planner())
+    else:
+        ray_dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+class Planner(ray_dcp.DefaultSavePlanner):
+    """One of a user's: its hooks are called."""
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(index)
+
+
+class LoadPlanner(ray_dcp.DefaultLoadPlanner):
+    """One of a user's: its hooks are called."""
+
+    def lookup_tensor(self, index: Any) -> Any:
+        return super().lookup_tensor(index)
+
+
+def loaded(state: dict[str, Any], path: Path, how: str) -> None:
+    if how == "async":
+        ray_dcp.load_newest(state, path.parent, no_dist=True)
+    elif how == "planner":
+        ray_dcp.load(state, checkpoint_id=path, no_dist=True, planner=LoadPlanner())
+    else:
+        ray_dcp.load(state, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.parametrize("how", ["plain", "async", "planner"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_new_process_goes_on_as_the_old_one_would(name: str, how: str, tmp_path: Path):
+    state, other = plain(name, 1), plain(name, 2)
+    step(state, 3)
+    saved(state, tmp_path / "step-3", how)
+    loaded(other, tmp_path / "step-3", how)
+    assert of_all(other) == of_all(state)
+    for each in (state, other):
+        step(each, 2)
+    assert of_all(other) == of_all(state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_save_before_the_first_step_changes_nothing_and_is_loaded(name: str, tmp_path: Path):
+    state, twin, other = plain(name, 1), plain(name, 1), plain(name, 2)
+    saved(state, tmp_path / "step-0", "plain")
+    assert not state["optimizer"].state
+    assert all(p.grad is None for p in state["model"].parameters())
+    assert of_all(state) == of_all(twin)
+    loaded(other, tmp_path / "step-0", "plain")
+    for value in other["optimizer"].state.values():
+        assert all(not v.any() for n, v in value.items() if n != "mu_product"), value
+    for each in (state, twin):
+        step(each, 2)
+    assert of_all(state) == of_all(twin)
+
+
+def test_a_manager_restores_modules_and_optimizers(tmp_path: Path):
+    state, other = plain("AdamW", 1), plain("AdamW", 2)
+    step(state, 3)
+    with ray_dcp.CheckpointManager(tmp_path, save_interval=1, no_dist=True) as manager:
+        manager.save(3, state)
+        manager.restore("auto", other)
+    assert of_all(other) == of_all(state)
+
+
+def test_parameters_that_never_had_a_gradient_have_no_state_afterwards(tmp_path: Path):
+    state, other = plain("AdamW", 1), plain("AdamW", 2)
+    state["model"][0](torch.ones(1, 4)).sum().backward()
+    state["optimizer"].step()
+    saved(state, tmp_path / "c", "plain")
+    loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == of_all(state)
+    assert len(other["optimizer"].state) == 2
+
+
+def test_several_optimizers_and_schedulers_of_one_model(tmp_path: Path):
+    def several(seed: int, *, scheduled: bool = True) -> dict[str, Any]:
+        model = plain("SGD", seed)["model"]
+        first = torch.optim.AdamW(model[0].parameters(), lr=0.1)
+        second = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+        state = {"model": model, "first": first, "second": second}
+        if scheduled:
+            state["schedule"] = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
+        return state
+
+    state = several(1)
+    for _ in range(2):
+        state["model"](torch.ones(3, 4)).square().mean().backward()
+        for name in ("first", "second", "schedule"):
+            state[name].step()
+    saved(state, tmp_path / "c", "plain")
+    other = several(2)
+    loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == of_all(state)
+    # A scheduler that is made later begins where the saved one did.
+    later = several(3, scheduled=False)
+    loaded(later, tmp_path / "c", "plain")
+    assert [g["initial_lr"] for g in later["first"].param_groups] == [0.1]
+
+
+def test_state_that_nobody_takes_is_an_error_unless_strict_is_false(tmp_path: Path):
+    state = plain("Adam, amsgrad", 1)
+    step(state)
+    saved(state, tmp_path / "c", "plain")
+    other = plain("AdamW", 2)
+    before = of_all(other)
+    with pytest.raises(StateDictError, match=r"0\.weight\.max_exp_avg_sq'.*strict=False"):
+        loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == before
+    smaller = {"model": nn.Sequential(nn.Linear(4, 6))}
+    with pytest.raises(StateDictError, match=r"'model\.2\.weight'"):
+        loaded(smaller, tmp_path / "c", "plain")
+    options = ray_dcp.LoadOptions(strict=False)
+    report = ray_dcp.load(smaller, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+    assert "model.2.weight" in report.unexpected
+    assert torch.equal(smaller["model"][0].weight, state["model"][0].weight)
+    # What no module or optimizer is asked for is reported, as ever.
+    only: dict[str, Any] = {"model": plain("SGD", 3)["model"]}
+    report = ray_dcp.load(only, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert any(name.startswith("optimizer.state.") for name in report.unexpected)
+
+
+def test_an_optimizer_that_needs_a_closure_is_loaded_once_it_has_stepped(tmp_path: Path):
+    def made_lbfgs(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 1)
+        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), max_iter=2)}
+
+    def closed(state: dict[str, Any]) -> None:
+        def closure() -> torch.Tensor:
+            state["optimizer"].zero_grad()
+            loss: torch.Tensor = state["model"](torch.ones(1, 2)).square().sum()
+            loss.backward()
+            return loss
+
+        state["optimizer"].step(closure)
+
+    state, other = made_lbfgs(1), made_lbfgs(2)
+    ray_dcp.save(state, checkpoint_id=tmp_path / "fresh", no_dist=True)
+    ray_dcp.load(other, checkpoint_id=tmp_path / "fresh", no_dist=True)
+    closed(state)
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(StateDictError, match="closure has to step once"):
+        ray_dcp.load(other, checkpoint_id=tmp_path / "c", no_dist=True)
+
+
+@pytest.mark.parametrize("wrap", ["bare", "DDP"])
+def test_what_stock_dcp_saved_of_modules_and_optimizers_is_loaded(wrap: str, tmp_path: Path):
+    state, other = made(wrap, 1), made(wrap, 2)
+    train(state, 2)
+    kept = {"model": state["model"], "optimizer": state["optimizer"]}
+    torch.distributed.checkpoint.save(kept, checkpoint_id=tmp_path / "c")
+    into = {"model": other["model"], "optimizer": other["optimizer"]}
+    ray_dcp.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert of_all(into) == of_all(kept)
+
+
+def test_an_optimizer_of_other_parameters_keeps_its_numbers(tmp_path: Path):
+    def lone(value: float) -> dict[str, Any]:
+        weight = nn.Parameter(torch.full((2,), value))
+        return {"model": nn.Linear(1, 1), "optimizer": torch.optim.AdamW([weight])}
+
+    state, other = lone(1.0), lone(2.0)
+    for group in state["optimizer"].param_groups:
+        group["params"][0].sum().backward()
+    state["optimizer"].step()
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert "optimizer.state.0.exp_avg" in ray_dcp.open(tmp_path / "c")
+    loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == of_all(state)
+
+
+def test_a_state_dict_of_the_users_own_keeps_its_names(tmp_path: Path):
+    class Quantised(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "weight.absmax"] = torch.ones(1)
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            self.absmax = state_dict.pop(prefix + "weight.absmax")
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    class Renaming(nn.Module):
+        value = 1
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {"mine": self.value}
+
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            self.value = state_dict["mine"]
+
+    state = {"model": nn.Sequential(Quantised(2, 1)), "other": Renaming()}
+    state["other"].value = 5
+    ray_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    into = {"model": nn.Sequential(Quantised(2, 1)), "other": Renaming()}
+    ray_dcp.load(into, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(into["model"][0].weight, state["model"][0].weight)
+    assert into["model"][0].absmax.tolist() == [1.0]
+    assert into["other"].value == 5
+
+
+def test_what_is_no_mapping_is_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(StateDictError, match="'model': model"):
+        ray_dcp.save(nn.Linear(1, 1), checkpoint_id=tmp_path / "c")  # type: ignore[arg-type]
