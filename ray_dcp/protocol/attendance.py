@@ -146,12 +146,12 @@ class Attendance:
             key: The operation in which it is missing.
             rank: Who.
         """
-        known = self._sessions.get(key.session, {}).get(rank)
-        now_s = self._clock()
-        if known is None or known.heard_s is None:
-            since_s = now_s - self._began_s
-            return f"rank {rank} was never heard by this coordinator, which began {_age(since_s)}"
+        known = self._sessions.get(key.session, {}).get(rank, _Known())
         who = f"rank {rank} ({known.place})" if known.place else f"rank {rank}"
+        now_s = self._clock()
+        if known.heard_s is None:
+            since_s = now_s - self._began_s
+            return f"{who} was never heard by this coordinator, which began {_age(since_s)}"
         silent_s = now_s - known.heard_s
         doing = next((doing for doing in known.doings if _covers(doing, key)), None)
         if doing is not None and silent_s <= 2 * beat_interval_s(known.timeout_s or 0.0):

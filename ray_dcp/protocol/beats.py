@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["AwakeClock", "Beat", "BeatHeard", "Doing", "beat_interval_s"]
+__all__ = ["LONG_WAIT_S", "AwakeClock", "Beat", "BeatHeard", "Doing", "beat_interval_s"]
+
+LONG_WAIT_S = 30.0
+"""A wait for other ranks that lasts longer is logged, once, in seconds."""
 
 LONGEST_INTERVAL_S = 5.0
 BEATS_IN_TIMEOUT = 6
@@ -75,6 +78,8 @@ class BeatHeard:
     """How often Ray had started it anew when this process began."""
     place: str
     """Where it is, for messages: `"pid 12 on node-3"`."""
+    waits: tuple[str, ...] = ()
+    """For whom operations have waited for long, in words, to be logged by this rank."""
 
 
 class AwakeClock:

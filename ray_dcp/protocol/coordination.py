@@ -10,7 +10,7 @@ from itertools import count
 
 from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
 from ray_dcp.protocol.attendance import Attendance
-from ray_dcp.protocol.beats import Beat
+from ray_dcp.protocol.beats import LONG_WAIT_S, Beat
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
 from ray_dcp.protocol.exchange import ExchangeMachine
 from ray_dcp.protocol.forgotten import Early, Forgotten, trim
@@ -83,6 +83,9 @@ class Coordination(StagerHearing):
     ) -> None:
         self.epoch = epoch
         self._attendance, self._new_attempt = Attendance(clock), new_attempt
+        self._clock = clock
+        self._waits: dict[tuple[OpKey, str], tuple[float, bool]] = {}
+        self._long_waits: dict[tuple[str, int], list[str]] = {}
         super().__init__()
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
@@ -186,9 +189,16 @@ class Coordination(StagerHearing):
         self._active[machine.key] = machine
         return self._after(machine, machine.resume(planned))
 
-    def hear(self, beat: Beat) -> None:
-        """Takes a beat: its rank lives, and is so far."""
+    def hear(self, beat: Beat) -> tuple[str, ...]:
+        """Takes a beat: its rank lives, and is so far.
+
+        Returns:
+            For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
+            lowest rank that waits.
+        """
         self._attendance.hear(beat)
+        at = (beat.session, beat.rank)
+        return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Takes that a rank is there, and where, for messages: `"pid 12 on node-3"`."""
@@ -205,7 +215,35 @@ class Coordination(StagerHearing):
             silent = self._attendance.silent(key)
             if silent:
                 commands += self._after(machine, machine.lost(silent))
+        self._note_long_waits()
         return commands
+
+    def _note_long_waits(self) -> None:
+        """Notes for whom operations wait for long, for the lowest rank that waits in each."""
+        now_s, before, self._waits = self._clock(), self._waits, {}
+        for key, machine in self._active.items():
+            since_s, is_told = before.get((key, machine.phase), (now_s, False))
+            long = now_s - since_s >= LONG_WAIT_S
+            who = self._awaited(machine) if long and not is_told else ""
+            if who and machine.waiting_ranks:
+                self._long_waits.setdefault((key.session, min(machine.waiting_ranks)), []).append(
+                    f"Operation {key.seq} of session {key.session!r} ({machine.call}) has been "
+                    f"{machine.phase} for {now_s - since_s:.0f} s: it waits {who}"
+                )
+            self._waits[key, machine.phase] = (since_s, is_told or bool(who))
+        sessions = {key.session for key in self._active}
+        self._long_waits = {at: w for at, w in self._long_waits.items() if at[0] in sessions}
+
+    def _awaited(self, machine: Machine) -> str:
+        if not isinstance(machine, StagedSaveMachine) or not machine.is_queued:
+            return machine.awaited()
+        others = [
+            f"operation {other.key.seq} ({other.call}), which is {other.phase}"
+            for other in self._active.values()
+            if isinstance(other, StagedSaveMachine) and other.is_under_way
+            if other.key.session == machine.key.session
+        ]
+        return f"for {'; '.join(others)} (SaveOptions.max_pending={machine.options.max_pending})"
 
     @property
     def next_silence_s(self) -> float | None:

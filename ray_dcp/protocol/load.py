@@ -52,6 +52,8 @@ class LoadMachine(Operation):
         first: The first join; hand it to `receive` as well.
     """
 
+    roll_calls = ("joining", "planning")
+
     def __init__(self, first: LoadJoin) -> None:
         super().__init__(first)
         self._target = first.target

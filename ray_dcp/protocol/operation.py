@@ -28,7 +28,15 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
 from ray_dcp.protocol.roll import Roll, compact, content, two_calls
-from ray_dcp.protocol.verdict import Opening, deadline, disagreement, identity, name_ranks
+from ray_dcp.protocol.verdict import (
+    Opening,
+    deadline,
+    describe,
+    disagreement,
+    identity,
+    name_known,
+    name_ranks,
+)
 
 __all__ = ["GRACE_S", "LOST_GRACE_S", "Commands", "Operation", "Roll"]
 
@@ -65,7 +73,10 @@ class Operation(ABC):
         phase: Where it stands, for messages and timers.
         over: Nothing is left to be done; only late requests are still answered.
         tell_of: Says what is known of a rank that is missing, in words.
+        roll_calls: Phases in which ranks are awaited that have nothing to write or read.
     """
+
+    roll_calls: tuple[str, ...] = ("joining", "gathering")
 
     def __init__(self, first: Opening) -> None:
         self.key = first.key
@@ -92,6 +103,21 @@ class Operation(ABC):
     def outcome(self) -> Reply | None:
         """What all ranks are told in the end, once that is fixed."""
         return self._outcome
+
+    @property
+    def call(self) -> str:
+        """What the ranks called, in words."""
+        return describe(self._first)
+
+    @property
+    def waiting_ranks(self) -> set[int]:
+        """Ranks that wait for an answer."""
+        return {rank for rank, _ in self._waiting}
+
+    def awaited(self) -> str:
+        """Returns for whom it waits before it can begin, in words; empty when for nobody."""
+        missing = () if self.phase not in self.roll_calls else self._roll.missing
+        return "" if not missing else f"for {name_known(missing, self.tell_of)}"
 
     # Events
 

@@ -30,6 +30,7 @@ __all__ = [
     "identity",
     "located",
     "lost_rank",
+    "name_known",
     "name_ranks",
 ]
 
@@ -156,9 +157,7 @@ def deadline(
         tell: What is known of a rank, in words; empty when nothing is.
     """
     missing = sorted(ranks)
-    known = [told for told in map(tell, missing[:MOST_TOLD]) if told]
-    more = f"; and {len(missing) - MOST_TOLD} more" if len(missing) > MOST_TOLD else ""
-    facts = f": {'; '.join(known)}{more}" if known else ""
+    facts = _known(missing, tell)
     error = DeadlineError(
         f"Expected every rank to {what} within {after_s:g} s, but {name_ranks(missing)} did not "
         f"(operation {key.seq} of session {key.session!r}){facts}. Look at the log of "
@@ -166,6 +165,23 @@ def deadline(
         rank=missing[0] if len(missing) == 1 else None,
     )
     return dict.fromkeys(missing, error)
+
+
+def name_known(ranks: Iterable[int], tell: Callable[[int], str]) -> str:
+    """Returns ranks as a person would write them, with what is known of each.
+
+    Args:
+        ranks: In any order.
+        tell: As for `deadline`.
+    """
+    ordered = sorted(ranks)
+    return name_ranks(ordered) + _known(ordered, tell)
+
+
+def _known(ordered: list[int], tell: Callable[[int], str]) -> str:
+    known = [told for told in map(tell, ordered[:MOST_TOLD]) if told]
+    more = f"; and {len(ordered) - MOST_TOLD} more" if len(ordered) > MOST_TOLD else ""
+    return f": {'; '.join(known)}{more}" if known else ""
 
 
 def lost_rank(rank: int, reason: str) -> ParticipantError:

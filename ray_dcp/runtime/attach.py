@@ -6,7 +6,7 @@ logging) is undone.
 
 from __future__ import annotations
 
-import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime import environment, hooks
 from ray_dcp.runtime.naming import NAMESPACE
 
-__all__ = ["Invitation", "attach", "attach_named", "attached_address", "close_own_connection"]
+__all__ = ["Invitation", "attach", "attach_named", "attached_address"]
 
-_made_here: list[int] = []
-"""Process id for which this module called `ray.init`: what `close_own_connection` may undo."""
+PROBE_S = 10.0
+"""How long a cluster's control store may take to accept a connection, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,9 @@ def attach(invitation: Invitation) -> None:
     _init(invitation.address, invitation.token_path)
 
 
-def close_own_connection() -> None:
-    """Disconnects from Ray, if it was this module that connected the process."""
-    if os.getpid() in _made_here and ray.is_initialized():
-        _made_here.clear()
-        with hooks.signal_handlers_kept():
-            ray.shutdown()
-
-
 def _init(address: str, token_path: str | None) -> None:
     try:
+        _probe(address)
         with hooks.signal_handlers_kept():
             if token_path is None:
                 _connect(address)
@@ -109,7 +102,13 @@ def _init(address: str, token_path: str | None) -> None:
             f"Expected a Ray cluster at {address}, but connecting gave {type(error).__name__}: "
             f"{error}. Start it, or correct the address (argument or RAY_ADDRESS)"
         ) from error
-    _made_here.append(os.getpid())
+
+
+def _probe(address: str) -> None:
+    """Raises `OSError` when nobody listens at `host:port`; Ray itself tries for many minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdigit():  # else a word that only Ray knows, such as "auto"
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
 
 def _connect(address: str) -> None:

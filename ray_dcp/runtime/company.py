@@ -6,6 +6,7 @@ until the group's own timeout. The job's store, which torch has anyway, tells th
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from ray_dcp.errors import RankDisagreementError
+from ray_dcp.protocol.beats import LONG_WAIT_S
 from ray_dcp.protocol.verdict import name_ranks
 
 __all__ = ["announced", "connects", "leaves_connect", "may_have_company", "meet"]
@@ -25,6 +27,8 @@ LONGEST_S = 1800.0
 """After this the group's own collective tells who is missing, in seconds: torch's default."""
 
 _KEY = "ray_dcp/company"
+
+logger = logging.getLogger(__name__)
 
 
 def connects(store: Any = None, rank: int | None = None) -> None:
@@ -75,8 +79,15 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
     group = f"{_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
     store.set(f"{group}/{rank}", "group")
     missing = [other for other in ranks if other != rank]
-    end_s = time.monotonic() + LONGEST_S
-    while missing and time.monotonic() < end_s:
+    begin_s, is_told = time.monotonic(), False
+    while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
+        if waited_s >= LONG_WAIT_S and not is_told:
+            logger.warning(
+                "Rank %d has waited %.0f s to make a session: %s of the process group called "
+                "neither save nor load. All ranks of a group have to",
+                rank, waited_s, name_ranks(missing),
+            )  # fmt: skip
+            is_told = True
         if _all_came(store, [f"{group}/{other}" for other in missing], look_s):
             return
         missing = [other for other in missing if not store.check([f"{group}/{other}"])]

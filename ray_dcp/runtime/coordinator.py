@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -209,8 +210,7 @@ class Coordinator:
 
     async def beat(self, beat: Beat) -> BeatHeard:
         """Takes that a rank lives and how far it is; answers at once."""
-        self._coordination.hear(beat)
-        return self._heard
+        return replace(self._heard, waits=self._coordination.hear(beat))
 
     async def watch(self, key: OpKey, rank: int) -> Reply:
         """Returns the outcome of an operation as soon as it is known.

@@ -7,6 +7,7 @@ starts one for the job.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from ray_dcp.runtime.session import Session
 __all__ = ["session_of"]
 
 _STORE_KEY = "ray_dcp/own_ray"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,12 @@ def _own_ray_of_the_job(lease_s: float) -> OwnRay:
             if store is not None:
                 store.set(f"{_STORE_KEY}/told", f"error {error}")
             raise
+        logger.info(
+            "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
+            "memory on this machine, files in %s. It ends %g s after its last use (process %d). "
+            "To use a cluster instead, set RAY_ADDRESS",
+            own.address, own.directory, lease_s, own.keeper_pid,
+        )  # fmt: skip
         if store is not None:
             store.set(f"{_STORE_KEY}/told", own.encode())
         return own

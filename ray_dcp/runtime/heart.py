@@ -259,6 +259,8 @@ class _Beating:
                 self._heart._heard, self._heart._frozen = answer, None
                 # Why all: whoever answers one lives, and the others may have been lost.
                 self._sent.clear()
+                for wait in answer.waits:
+                    logger.warning("%s", wait)
             elif isinstance(answer, Refused):
                 watch.stop.because(answer.error)
 

@@ -9,6 +9,7 @@ How a process comes to a Ray is in `attach` and `own_ray`.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -22,8 +23,9 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
+from ray_dcp.protocol.beats import LONG_WAIT_S
 from ray_dcp.protocol.messages import OpKey, PartsHeld, Reply, Request, SaveStaged
-from ray_dcp.protocol.verdict import Opening
+from ray_dcp.protocol.verdict import Opening, name_ranks
 from ray_dcp.runtime import registry
 from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.company import may_have_company
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from ray_dcp.stage.values import StagerOptions
 
 __all__ = ["Session", "connect", "current_session"]
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -246,10 +250,13 @@ class Session:
             DeadlineError: Some rank did not come in time; the message names them.
             RankDisagreementError: The ranks differ about their number.
         """
-        answer = self._ask(
-            lambda actor: actor.enter.remote(self.rank, self.world_size, word, timeout_s),
-            timeout_s + MARGIN_S,
-        )
+        answer = self._enter(word, min(timeout_s, LONG_WAIT_S))
+        if not isinstance(answer, str) and timeout_s > LONG_WAIT_S:
+            logger.warning(
+                "Rank %d has waited %g s to connect as %r: %s did not come yet",
+                self.rank, LONG_WAIT_S, self._actor, name_ranks(answer),
+            )  # fmt: skip
+            answer = self._enter(word, timeout_s - LONG_WAIT_S)
         if isinstance(answer, str):
             return answer
         raise DeadlineError(
@@ -257,6 +264,13 @@ class Session:
             f"{timeout_s:g} s, but ranks {answer} did not come. Start them, or correct world_size",
             rank=self.rank,
         )
+
+    def _enter(self, word: str, timeout_s: float) -> str | list[int]:
+        answer: str | list[int] = self._ask(
+            lambda actor: actor.enter.remote(self.rank, self.world_size, word, timeout_s),
+            timeout_s + MARGIN_S,
+        )
+        return answer
 
     def close(self) -> None:
         """Gives up this rank's place. Never raises for a coordinator that is gone already."""

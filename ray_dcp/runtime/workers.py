@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import hooks, ray_calls
+from ray_dcp.runtime.attach import attach_named
 from ray_dcp.runtime.gathering import gather
 from ray_dcp.runtime.worker import Rank
 from ray_dcp.runtime.worker_options import WorkerOptions, worker_options
@@ -36,8 +37,9 @@ _PART_S = 15.0
 class WorkerGroup:
     """Ranks as Ray actors, from 0 to `world_size - 1`.
 
-    Uses the Ray that the process is connected to, or starts a local one for as long as the group
-    lives. Functions that are run on ranks may be closures. One thread at a time.
+    Uses the Ray that the process is connected to, or that `RAY_ADDRESS` names, or starts a local
+    one for as long as the group lives. Functions that are run on ranks may be closures. One thread
+    at a time.
 
     Args:
         world_size: Number of ranks, at least 1.
@@ -322,16 +324,18 @@ class WorkerGroup:
 
 
 def _ensure_ray() -> bool:
-    """Connects to the Ray of this process, or starts one; returns whether it did."""
+    """Connects to the Ray that `RAY_ADDRESS` names, or starts one; returns whether it did."""
     if ray.is_initialized():
         return False
-    with hooks.signal_handlers_kept():
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            num_gpus=None,
-        )
+    if attach_named(None) is None:
+        with hooks.signal_handlers_kept():
+            ray.init(
+                # Why: without an address Ray takes any cluster that runs on this machine.
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+            )
     return True
 
 

@@ -5,7 +5,9 @@ Usage: RANK=… WORLD_SIZE=… python -m tests.integration.own_ray_rank <file fo
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -34,6 +36,8 @@ def main(group_file: str, lease_s: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_method = group_file if "://" in group_file else f"file://{group_file}"
     dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
+    logged = io.StringIO()
+    logging.basicConfig(stream=logged, level=logging.INFO)
     session = current_session(lease_s=float(lease_s))
     directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
     ready = json.loads((directory / "ready.json").read_text())
@@ -43,6 +47,7 @@ def main(group_file: str, lease_s: str) -> None:
         directory=str(directory),
         keeper_pid=ready["keeper_pid"],
         exchanged=exchange(session, 60.0),
+        logged=[line for line in logged.getvalue().splitlines() if "No Ray was named" in line],
     )
     for line in sys.stdin:
         if line.strip() == "exchange":

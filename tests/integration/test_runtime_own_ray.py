@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,6 +96,10 @@ def test_two_jobs_at_once_do_not_meet(jobs):
         for name in ("session", "address", "directory", "keeper_pid"):
             assert ranks[0][name] == ranks[1][name]
         assert ranks[0]["exchanged"] == ranks[1]["exchanged"] == "Exchanged "
+        (line,) = ranks[0]["logged"]
+        assert f"one of its own at {ranks[0]['address']}" in line
+        assert f"ends {LEASE_S:g} s after its last use" in line
+        assert ranks[1]["logged"] == []
     for name in ("session", "address", "directory", "keeper_pid"):
         assert one[0][name] != other[0][name]
 
@@ -206,6 +211,31 @@ def test_a_process_group_without_torch_distributed_is_refused():
 def test_wrong_arguments_start_nothing(wrong):
     with pytest.raises(InvalidRequestError):
         start_own_ray(**wrong)
+
+
+GROUP = """
+import ray
+from ray_dcp.runtime.workers import WorkerGroup
+if __name__ == "__main__":
+    with WorkerGroup(1) as ranks:
+        print(ranks.run(lambda: 7), ray.get_runtime_context().gcs_address)
+"""
+
+
+def test_a_worker_group_leaves_alone_a_cluster_that_nobody_named():
+    # Why so short: Ray's sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="rd", dir="/tmp") as folder:
+        newest = Path(folder) / "ray" / "ray_current_cluster"
+        newest.parent.mkdir()
+        newest.write_text("127.0.0.1:9")
+        ended = subprocess.run(
+            [sys.executable, "-c", GROUP], cwd=REPOSITORY, timeout=400, check=False,
+            capture_output=True, text=True,
+            env=plain_environment(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled"),
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("[7] ")
+    assert not ended.stdout.endswith("127.0.0.1:9\n")
 
 
 def name_of(pid: int) -> str:

@@ -14,10 +14,17 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.attendance import Attendance
 from ray_dcp.protocol.beats import AwakeClock, Beat, Doing, beat_interval_s
-from ray_dcp.protocol.commands import BuildCommit, CreateAbort, ReadRecords, RecordCreated
+from ray_dcp.protocol.commands import (
+    BuildCommit,
+    CheckpointRead,
+    CreateAbort,
+    ReadRecords,
+    RecordCreated,
+)
 from ray_dcp.protocol.messages import (
     Exchange,
     LoadJoin,
+    LoadReady,
     OpKey,
     Refused,
     SaveJoin,
@@ -54,7 +61,8 @@ class Beating(Play):
         return self._take(self.coordination.receive(request, beats_s=TIMEOUT_S), request.rank)
 
     def beat(self, rank, *doings):
-        self.coordination.hear(Beat(KEY.session, rank, TIMEOUT_S, doings))
+        """Returns for whom the rank is told to log long waits."""
+        return self.coordination.hear(Beat(KEY.session, rank, TIMEOUT_S, doings))
 
     def listen(self, now_s):
         self.clock.now_s = now_s
@@ -298,6 +306,53 @@ def test_a_deadline_says_that_a_rank_was_never_heard():
     play.clock.now_s = 600.0
     told = missing(play).message
     assert "rank 1 was never heard by this coordinator, which began 600 s ago" in told
+
+
+def at(play, now_s, *beating):
+    """Lets ranks beat, and the coordinator look; returns what long waits the ranks are told."""
+    play.clock.now_s = now_s
+    told = [play.beat(rank, Doing(KEY.seq, KEY.seq, "waiting")) for rank in beating]
+    play.listen(now_s)
+    return told
+
+
+def test_who_waits_for_long_is_told_once_for_whom():
+    play = Beating(world_size=4)
+    play.coordination.place(KEY.session, 3, "pid 7 on host-b")
+    play.join(2)
+    play.join(1)
+    for now_s in range(0, 31, 5):
+        assert at(play, now_s, 1, 2) == [(), ()]
+    (wait,), none = at(play, 36, 1, 2)
+    assert none == ()
+    assert (
+        "operation 0 of session 'run' (save to memory://ckpt) has been joining for" in wait.lower()
+    )
+    assert "it waits for ranks 0, 3: rank 0 was never heard" in wait
+    assert "rank 3 (pid 7 on host-b) was never heard" in wait
+    for now_s in range(40, 100, 5):
+        assert at(play, now_s, 1, 2) == [(), ()]
+
+
+def test_each_phase_in_which_a_load_waits_for_ranks_is_told():
+    play = Beating(world_size=2)
+    play.join_load(0)
+    told = [at(play, now_s, 0) for now_s in range(0, 50, 5)]
+    play.join_load(1)
+    play.done(CheckpointRead("ours", 1, b""))
+    play.send(LoadReady(KEY, 1, None))
+    told += [at(play, now_s, 1, 0) for now_s in range(50, 100, 5)]
+    waits = [wait for both in told for waits in both for wait in waits]
+    assert ["joining" in wait for wait in waits] == [True, False]
+    assert ["planning" in wait for wait in waits] == [False, True]
+    assert "it waits for rank 0: rank 0 has been waiting for" in waits[1]
+
+
+def test_ranks_that_write_for_long_are_no_reason_for_a_warning():
+    play = Beating(world_size=2)
+    play.to_writing()
+    play.receipt(0)
+    assert {at(play, now_s, 0, 1)[0] for now_s in range(0, 100, 5)} == {()}
 
 
 def test_what_is_told_of_ranks_outside_an_operation_is_not_mixed_up_with_its_own():

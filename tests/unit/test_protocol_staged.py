@@ -21,6 +21,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import FilePlan, RankPlan
+from ray_dcp.protocol.beats import Beat
 from ray_dcp.protocol.commands import (
     Answer,
     BuildCommit,
@@ -34,6 +35,7 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
     step_of,
 )
+from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import (
     FileReceipt,
     Noted,
@@ -458,6 +460,20 @@ def test_a_save_waits_until_the_one_before_has_ended(play):
     play.done(NOTHING)
     play.done(staged_plan(2))
     assert isinstance(play.reply(0, "SaveJoin", key=SECOND), SaveGo)
+
+
+def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
+    now = [0.0]
+    play.coordination = Coordination(epoch=1, new_attempt=lambda: "a1", clock=lambda: now[0])
+    play.to_staged()
+    join_second(play)
+    told = []
+    for now[0] in range(0, 50, 5):
+        told += play.coordination.hear(Beat("run", 0, 60.0))
+        play.coordination.listen()
+    (wait,) = told
+    assert "Operation 1 of session 'run' (save to memory://other) has been queued for 30 s" in wait
+    assert "it waits for operation 0 (save to memory://ckpt), which is writing" in wait
 
 
 def test_two_saves_are_under_way_when_two_are_allowed(play):

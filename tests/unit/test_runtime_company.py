@@ -8,8 +8,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import company, hooks
 from ray_dcp.runtime.company import announced, connects, leaves_connect, meet
+from tests.polling import eventually
 
 QUICK_S = 0.05
 
@@ -88,3 +89,14 @@ def test_without_a_store_nobody_is_asked():
     meet(None, [0, 1], 0)
     connects()
     leaves_connect()
+
+
+def test_a_rank_that_waits_for_long_says_who_did_not_come(store, caplog, monkeypatch):
+    monkeypatch.setattr(company, "LONG_WAIT_S", 4 * QUICK_S)
+    with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
+        waits = [pool.submit(meet, store, [0, 1, 2], 1, QUICK_S)]
+        assert eventually(lambda: caplog.messages)
+        waits += [pool.submit(meet, store, [0, 1, 2], rank, QUICK_S) for rank in (0, 2)]
+        assert [wait.result(180) for wait in waits] == [None] * 3
+    (told,) = [one for one in caplog.messages if one.startswith("Rank 1 ")]
+    assert "ranks 0, 2 of the process group called neither save nor load" in told

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import ExitStack
+
 import pytest
 import ray
 from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
-from ray_dcp.runtime import call, hooks, ray_calls
+from ray_dcp.runtime import attach, call, hooks, ray_calls
 from ray_dcp.runtime.call import call_actor
 from ray_dcp.runtime.connection import (
     Connection,
@@ -15,6 +18,7 @@ from ray_dcp.runtime.connection import (
     shut_down_meanwhile,
     until_disconnected,
 )
+from ray_dcp.runtime.session import connect
 
 
 @pytest.fixture
@@ -137,3 +141,30 @@ def test_a_mistake_in_a_call_is_not_taken_for_a_cluster_that_is_gone(monkeypatch
     monkeypatch.setattr(call.ray, "is_initialized", lambda: True)
     with pytest.raises(TypeError, match="pickle"):
         call_actor("x", lambda fresh: object(), failing(TypeError("no pickle")), timeout_s=5.0)
+
+
+@pytest.fixture
+def nobody_accepts():
+    """An address at which connections are neither accepted nor refused."""
+    with socket.socket() as server, ExitStack() as waiting:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(4):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield "{}:{}".format(*server.getsockname())
+
+
+def test_a_cluster_that_does_not_accept_connections_is_given_up(nobody_accepts, monkeypatch):
+    monkeypatch.setattr(attach, "PROBE_S", 0.5)
+    with pytest.raises(ParticipantError, match=r"TimeoutError.*correct the address"):
+        connect(nobody_accepts)
+
+
+def test_a_cluster_at_whose_address_nobody_listens_is_given_up(monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", "{}:{}".format(*unused.getsockname()))
+        with pytest.raises(ParticipantError, match=r"ConnectionRefusedError.*RAY_ADDRESS"):
+            connect()
