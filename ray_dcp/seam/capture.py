@@ -276,16 +276,21 @@ class _Rows:
             flatten_sharded_tensors=self._flatten_sharded_tensors,
         )  # fmt: skip
         for box, tensor in zip(held.boxes, held.tensors, strict=True):
-            row, value = len(self.values), 0
+            row, digest = len(self.values), 0
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
             if not is_plain(tensor):
                 data = self._dump(fqn, _alone(tensor, fqn))
                 kind, source = _OPAQUE, _Deferred(fqn, None, data)
-                value = bytes_digest(data) if self._digests and held.replicated else 0
+                digest = bytes_digest(data) if self._digests and held.replicated else 0
             elif (reason := refusal(tensor)) is not None:
                 raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")
+            elif tensor.dtype != held.dtype:
+                raise UnsupportedValueError(
+                    f"{fqn!r} is declared as {held.dtype}, but its local part on this rank is "
+                    f"{tensor.dtype}: convert the whole {type(value).__name__}, as by .to()"
+                )
             self._add(kind, source, held.dtype, held.shape, held.requires_grad)
-            self._value.append(value)
+            self._value.append(digest)
             self._boxes[row] = box
             if held.replicated:
                 self._replicated.add(row)

@@ -1,8 +1,8 @@
 """Writes part files as a plan says: frames, payloads and deferred items, checksums on the way.
 
 Small tensors are packed with their frames into a joined buffer; large ones are hashed and
-written slice by slice, while a slice is still in the processor's cache. Reading back is in
-`reader`.
+written slice by slice, while a slice is still in the processor's cache. Memory that others may
+write to is copied first (`sources`). Reading back is in `reader`.
 """
 
 from __future__ import annotations

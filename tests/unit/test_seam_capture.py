@@ -403,6 +403,24 @@ def test_everything_that_cannot_be_saved_is_told_at_once() -> None:
     assert "'fine'" not in message
 
 
+def test_a_local_part_of_another_dtype_than_declared_is_refused() -> None:
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        state = {}
+        for name, placement in (("replica", Replicate()), ("shard", Shard(0))):
+            state[name] = DTensor.from_local(
+                torch.ones(8, dtype=torch.bfloat16), mesh, [placement], run_check=False
+            )
+        assert of(state).columns.dtypes == ("bfloat16",)
+        for tensor in state.values():
+            tensor._local_tensor = torch.ones(8)  # as code does that casts under a DTensor
+        with pytest.raises(UnsupportedValueError, match="rank 0") as caught:
+            of(state)
+    message = str(caught.value)
+    for words in ("2 value(s)", "'replica'", "'shard'", "torch.bfloat16", "torch.float32", ".to("):
+        assert words in message
+
+
 class Refused:
     """On no allow-list."""
 
