@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from click import ClickException
 
 import ray_dcp
 from ray_dcp.cli.main import main as command_line
@@ -269,7 +270,6 @@ class Round:
         tags = ["kept"] if self.order.random() < 0.15 else []
         place = writer.begin(step, replace=replace, tags=tags)
         self.model.took_right(writer)
-        pinned = step in self.model.pinned
         if self.order.random() < 0.12:
             writer.finish(place, False)  # as when its bytes could not be captured
             writer.remover.drain()
@@ -286,8 +286,6 @@ class Round:
             self.model.saved.add(step)
         if tags:
             self.model.pinned.add(step)
-        elif pinned:
-            self.model.pinned.discard(step)  # it has replaced what had the tag
         writer.finish(place, True)
         writer.remover.drain()
 
@@ -323,7 +321,7 @@ class Round:
         def remove() -> None:
             # Careful: no runner of click's. It takes stdout away from all threads.
             arguments = ["rm", f"{self.root.url}@{step}", "--yes", "--quiet"]
-            with suppress(SystemExit):
+            with suppress(SystemExit, ClickException):
                 command_line(arguments, standalone_mode=False)
             self.model.seen["removed"] += 1
 

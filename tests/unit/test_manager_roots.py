@@ -436,7 +436,7 @@ def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
     manager.join()
     assert manager.all_steps() == [1, 3]
     manager.save(1, state(1), replace=True, tags=["other"])
-    assert manager.step_info(1).tags == {"other"}
+    assert manager.step_info(1).tags == {"best", "other"}
     manager.close()
 
 
