@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click import ClickException
 
 import ray_dcp
 from ray_dcp.cli.main import main as command_line
@@ -54,6 +54,17 @@ def open_quickly(target: Target) -> LocalStorage:
     return LocalStorage(target.url, durable=False)
 
 
+@contextmanager
+def in_one_step():
+    """Lets the actor of this thread call storages without waiting for its turn."""
+    before = getattr(_here, "inside", False)
+    _here.inside = True
+    try:
+        yield
+    finally:
+        _here.inside = before
+
+
 @dataclass
 class Model:
     """What must be, by what every actor was told."""
@@ -74,8 +85,9 @@ class Model:
     seen: Counter[str] = field(default_factory=Counter)
 
     def stands(self, name: str) -> str | None:
-        """Returns the attempt that stands in a step folder."""
-        decides = read_slots(LocalStorage(self.root / name), tolerant=True).decides
+        """Returns the attempt that stands in a step folder, at one moment."""
+        with in_one_step():
+            decides = read_slots(LocalStorage(self.root / name), tolerant=True).decides
         if decides is None or not isinstance(decides.record, Manifest):
             return None
         return decides.record.attempt
@@ -120,12 +132,8 @@ class Unstepped:
 
     def __getattr__(self, name):
         def call(*args, **given):
-            _here.inside = True
-            try:
-                with self._judged(name, args):
-                    return self._real[name](self._storage, *args, **given)
-            finally:
-                _here.inside = False
+            with in_one_step(), self._judged(name, args):
+                return self._real[name](self._storage, *args, **given)
 
         return call
 
@@ -262,7 +270,6 @@ class Round:
         tags = ["kept"] if self.order.random() < 0.15 else []
         place = writer.begin(step, replace=replace, tags=tags)
         self.model.took_right(writer)
-        pinned = step in self.model.pinned
         if self.order.random() < 0.12:
             writer.finish(place, False)  # as when its bytes could not be captured
             writer.remover.drain()
@@ -279,8 +286,6 @@ class Round:
             self.model.saved.add(step)
         if tags:
             self.model.pinned.add(step)
-        elif pinned:
-            self.model.pinned.discard(step)  # it has replaced what had the tag
         writer.finish(place, True)
         writer.remover.drain()
 
@@ -314,10 +319,11 @@ class Round:
         step = self._some_step()
 
         def remove() -> None:
-            done = CliRunner().invoke(command_line, ["rm", f"{self.root.url}@{step}", "--yes"])
-            if done.exception is not None and not isinstance(done.exception, SystemExit):
-                raise done.exception
-            self.model.seen[f"rm {done.exit_code}"] += 1
+            # Careful: no runner of click's. It takes stdout away from all threads.
+            arguments = ["rm", f"{self.root.url}@{step}", "--yes", "--quiet"]
+            with suppress(SystemExit, ClickException):
+                command_line(arguments, standalone_mode=False)
+            self.model.seen["removed"] += 1
 
         self._asked(actor, [step], remove, "unless it has a tag")
 

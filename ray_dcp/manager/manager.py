@@ -184,7 +184,7 @@ class CheckpointManager(Looks):
             force: Save whether it is due or not.
             metrics: Numbers by name; rank 0's count, as for the next two.
             metadata: Of what JSON can hold; comes back in `step_info`.
-            tags: While a step has one it is kept.
+            tags: While a step has one it is kept; those that it has already stay.
             replace: Take the place of a step that is committed, atomically.
 
         Returns:

@@ -33,7 +33,6 @@ __all__ = [
     "Order",
     "Place",
     "Steps",
-    "TagChange",
     "check_item_name",
     "going",
     "remove_folder",
@@ -59,16 +58,6 @@ class Place:
     def folder_of(self, item: str) -> str:
         """Returns the folder of an item, below the step's; never one that a commit refers to."""
         return f"{item}.{self.last_slot}" if self.last_slot else item
-
-
-@dataclass(frozen=True)
-class TagChange:
-    """What becomes of the tags of a step that is saved."""
-
-    added: frozenset[str] = frozenset()
-    """They were given before the commit, and are taken away where there is none."""
-    dropped: frozenset[str] = frozenset()
-    """They go when the commit has replaced what had them."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +161,11 @@ class Steps:
         slots = used_slots(self.opener(self.root.below(name)))
         return Place(step, name, slots[-1] if slots else 0)
 
-    def prepare(self, place: Place, info: StepInfo, tags: Collection[str] = ()) -> TagChange:
+    def prepare(self, place: Place, info: StepInfo, tags: Collection[str] = ()) -> frozenset[str]:
         """Writes what is told about a step, for the commit that comes next to its folder.
 
-        Tags of what stands there stay as long as it does; see `TagChange`.
+        Tags that the step has stay, also when the commit replaces what had them: whoever gave them
+        takes them away.
 
         Args:
             place: Of the step.
@@ -183,7 +173,7 @@ class Steps:
             tags: That it gets.
 
         Returns:
-            What becomes of the tags when the save has ended.
+            The tags that it did not have: they are taken away where there is no commit.
 
         Raises:
             StorageError: It could not be written.
@@ -194,7 +184,7 @@ class Steps:
         had = self.tags_of(place.step) if place.last_slot else frozenset()
         for tag in sorted({*tags} - had):
             self.tag(place.step, tag)
-        return TagChange(frozenset(tags) - had, had - {*tags})
+        return frozenset(tags) - had
 
     def tags_of(self, step: int) -> frozenset[str]:
         """Returns the tags of a step, by a look at the storage.

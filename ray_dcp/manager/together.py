@@ -309,12 +309,11 @@ class Together:
         Why: the commit may have happened before the ranks lost each other, or may still happen.
         """
         ended: Decision
+        rank = self.session().rank
         try:
             ended = within(
                 timeout_s, what,
-                lambda: settle(
-                    begun.target, begun.attempt, reason=error.message, rank=self.session().rank
-                ),
+                lambda: settle(begun.target, begun.attempt, reason=error.message, rank=rank),
             )  # fmt: skip
         except StorageError as silent:
             ended = Open(silent)

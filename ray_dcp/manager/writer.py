@@ -26,7 +26,7 @@ from ray_dcp.manager.processes import Holder
 from ray_dcp.manager.reading import Readers
 from ray_dcp.manager.removal import Remover
 from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.steps import Going, Place, Steps, TagChange, remove_step
+from ray_dcp.manager.steps import Going, Place, Steps, remove_step
 from ray_dcp.manager.writing import Right
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.retention import check_metrics
@@ -84,7 +84,7 @@ class Writer:
             root, opener, lease_s=settings.lease_s, holder=holder, beats=threaded
         )  # fmt: skip
         self._readers = Readers(lease_s=settings.lease_s, holder=holder)
-        self._tag_changes: dict[int, TagChange] = {}
+        self._added_tags: dict[int, frozenset[str]] = {}
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._last_begun_s = clock()
         self._preemption_saved = False
@@ -183,12 +183,12 @@ class Writer:
                 step=step, created_s=float(self._now()), metrics=metrics, metadata=metadata,
                 items={name: place.folder_of(name) for name in self._settings.items},
             )  # fmt: skip
-            change = self.steps.prepare(place, info, tags)
+            added = self.steps.prepare(place, info, tags)
         except BaseException:
             self.give_up(step)
             raise
         with self.lock:
-            self._tag_changes[step] = change
+            self._added_tags[step] = added
             self._last_begun_s = self._clock()
             self._preemption_saved = self._preemption_saved or preempted
             return place
@@ -207,19 +207,18 @@ class Writer:
         """
         self.give_up(place.step)
         with self.lock:
-            change = self._tag_changes.pop(place.step, TagChange())
+            added = self._added_tags.pop(place.step, frozenset())
             # Why: if it was due for a preemption, the next step is.
             self._preemption_saved = self._preemption_saved and committed is not False
         try:
-            gone = change.added if committed is False else change.dropped if committed else ()
-            if gone:
-                # Why: whoever took the right may have saved the step, and tagged it, since.
-                self._right.check()
-            for tag in sorted(gone):
-                self.steps.untag(place.step, tag)
-            found = None
-            if committed is not False:
-                found = look_at_step(self.root, place.name, place.step, self._opener)
+            if committed is False:
+                if added:
+                    # Why: whoever took the right may have saved the step, and tagged it, since.
+                    self._right.check()
+                for tag in sorted(added):
+                    self.steps.untag(place.step, tag)
+                return
+            found = look_at_step(self.root, place.name, place.step, self._opener)
             if found is None:
                 return
             with self.lock:

@@ -249,7 +249,7 @@ class RunView:
 
         Raises:
             InvalidRequestError: A tag can't be one, or the step has no number.
-            CheckpointNotFoundError: There is no such step, or it was deleted meanwhile.
+            CheckpointNotFoundError: There is no such step, or it was deleted.
             StorageError: It could not be written.
         """
         number = self.check_step(key)
@@ -265,9 +265,9 @@ class RunView:
             shared, lambda name: open_storage(place_below(self.place, name)),
             f"step {number} was given a tag", number,
         )  # fmt: skip
-        run, before = self.refresh(), self.step(key)
-        found = next((one for one in run if one.name == before.name), None)
-        if found is None or (found.state == "deleted" != before.state):
+        run, name = self.refresh(), self.step(key).name
+        found = next((one for one in run if one.name == name), None)
+        if found is None or found.state == "deleted":
             shared.delete(keys)
             raise CheckpointNotFoundError(
                 f"expected step {number} in {self.url}, but it was deleted before it had the tag"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import ray_dcp
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     DamagedCheckpointError,
     InvalidRequestError,
     StorageError,
@@ -40,8 +42,10 @@ from ray_dcp.manager.reading import Lease, Readers
 from ray_dcp.manager.writing import Right
 from ray_dcp.runtime.deleting import delete
 from ray_dcp.store.faults import Fault, Script
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyMissingError
 from ray_dcp.testing import NEW, NEXT, OLD, Place
 from ray_dcp.transfer.announcements import Announced
 from tests.manager_places import (
@@ -391,6 +395,131 @@ def test_a_deletion_that_never_works_is_given_up_and_told_and_found_by_the_next_
     assert "could not be deleted in 2 tries" in caplog.text
     save_step(writer_of(storage, max_to_keep=1), storage, 3, NEW)
     assert folders_of(storage) == {"step-00000003", FOLDER}
+
+
+def test_a_step_that_somebody_tags_beside_the_job_is_kept_with_its_tag(tmp_path):
+    manager = manager_of(tmp_path, max_to_keep=1)
+    manager.save(1, state(1))
+    ray_dcp.open(tmp_path).tag(1, "best")
+    for step in (2, 3):
+        manager.save(step, state(step))
+        manager.join()
+    assert manager.all_steps() == [1, 3]
+    assert manager.step_info(1).tags == {"best"}
+    ray_dcp.open(tmp_path).tag(1, "best", remove=True)
+    manager.save(4, state(4))
+    manager.close()
+    assert manager.all_steps() == [4]
+
+
+def test_a_step_that_was_removed_beside_the_job_counts_no_more(tmp_path):
+    manager = manager_of(tmp_path, max_to_keep=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    rm = [sys.executable, "-m", "ray_dcp", "rm", f"{tmp_path}@2", "--yes", "--quiet"]
+    subprocess.run(rm, check=True, cwd=REPOSITORY, capture_output=True)
+    manager.save(3, state(3))
+    manager.join()
+    assert manager.all_steps() == [1, 3]
+    manager.close()
+
+
+def test_a_replacing_save_that_fails_leaves_the_tags_of_what_stands(tmp_path):
+    manager = manager_of(tmp_path, max_to_keep=1)
+    manager.save(1, state(1), tags=["best"])
+    manager.save(2, state(2))
+    for tags in ((), ["other"]):
+        with pytest.raises(CheckpointError):
+            manager.save(1, {"w": torch.ones(2, device="meta")}, replace=True, tags=tags)
+        assert manager.step_info(1).tags == {"best"}
+    manager.save(3, state(3))
+    manager.join()
+    assert manager.all_steps() == [1, 3]
+    manager.save(1, state(1), replace=True, tags=["other"])
+    assert manager.step_info(1).tags == {"best", "other"}
+    manager.close()
+
+
+def test_a_tag_for_a_step_that_was_deleted_is_refused_and_leaves_nothing(tmp_path):
+    manager = manager_of(tmp_path)
+    manager.save(1, state(1))
+    run = ray_dcp.open(tmp_path)
+    manager.delete(1)
+    with pytest.raises(CheckpointNotFoundError, match="was deleted before it had the tag"):
+        run.tag(1, "best")
+    assert list(Path(tmp_path, FOLDER).glob("tags/*")) == []
+    manager.close()
+
+
+def miss(monkeypatch, method, *names):
+    """Lets the next read of each of these files find none, once, as a storage does now and then."""
+    real, left = getattr(LocalStorage, method), list(names)
+
+    def read(self, key, *where):
+        for one in left:
+            if one in f"{self.url}/{key}":
+                left.remove(one)
+                raise KeyMissingError(f"could not read {key}", key=key)
+        return real(self, key, *where)
+
+    monkeypatch.setattr(LocalStorage, method, read)
+    return left
+
+
+def test_one_read_that_finds_nothing_makes_no_step_damaged(tmp_path, monkeypatch):
+    manager = manager_of(tmp_path, max_to_keep=5)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    left = miss(monkeypatch, "read", "step-00000002/chunks.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert manager.restore("auto", state()).step == 2
+    assert left == []
+    left = miss(monkeypatch, "read", "step-00000002/chunks.")
+    assert ray_dcp.load_newest(state(), tmp_path).step == 2
+    assert left == []
+    # Also where it is missed each time: the step is passed over, and stays.
+    left = miss(monkeypatch, "read", *["step-00000002/chunks."] * 2)
+    with pytest.warns(UserWarning, match="neither counts for retention nor is it deleted"):
+        assert manager.restore("auto", state()).step == 1
+    manager.save(3, state(3))
+    manager.join()
+    assert manager.all_steps() == [1, 2, 3]
+    manager.close()
+
+
+def test_a_deletion_takes_only_what_was_decided_about(storage):
+    opener = opener_of(storage)
+    writer = writer_of(storage)
+    attempt = save_step(writer, storage, 1, OLD)
+    again = save_step(writer, storage, 1, NEW, replace=True)
+    folder = writer.root.below("step-00000001")
+    for expected in (attempt, ""):
+        with pytest.raises(CheckpointExistsError, match=f"attempt {again} stands"):
+            delete(folder, opener=opener, expected=expected)
+    assert list(writer.look().steps) == [1]
+    delete(folder, opener=opener, expected=again)
+    assert list(writer.look().steps) == []
+
+
+def test_slots_of_a_removed_step_are_not_used_again(storage):
+    writer = writer_of(storage, max_to_keep=1, order="any")
+    for step in (1, 2):
+        save_step(writer, storage, step, OLD)
+    assert [e.key for e in storage.list("step-00000001/")] == [
+        "step-00000001/manifest-00000002.json"
+    ]
+    save_step(writer, storage, 1, NEW)
+    assert "step-00000001/manifest-00000003.json" in {e.key for e in storage.list()}
+
+
+def test_removed_steps_are_not_read_again(storage):
+    writer = writer_of(storage, max_to_keep=1)
+    for step in range(1, 6):
+        save_step(writer, storage, step, OLD)
+    publish(writer.root, writer.look(), opener_of(storage))
+    found = look(writer.root, settings().names, opener_of(storage))
+    assert (found.num_read, list(found.steps), len(found.deleted)) == (0, [5], 4)
 
 
 # --- the catalogue ------------------------------------------------------------------------------

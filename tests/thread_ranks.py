@@ -1,0 +1,130 @@
+"""Ranks that are threads of one process: sessions of one coordination, without Ray and clocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ray_dcp import operations
+from ray_dcp.protocol.commands import step_of
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.messages import OpKey
+from ray_dcp.runtime.activity import Activity
+from ray_dcp.runtime.perform import new_attempt, perform
+from ray_dcp.runtime.plan_memory import PlanMemory
+from ray_dcp.runtime.shell import Shell
+
+LIMIT_S = 300.0
+
+
+class DeadRankError(BaseException):
+    """The rank died: no code of ours may catch it."""
+
+
+class RankThread:
+    """The session of a rank; implements `RankSession`.
+
+    Args:
+        shared: What the ranks share.
+        rank: This one.
+        dies: Whether it dies instead of sending a request; `after` its reply if the second
+            argument is true.
+    """
+
+    node = ""
+
+    def __init__(self, shared, rank, world_size, dies):
+        self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
+        self._next = 0
+        self.plans = PlanMemory()
+
+    def next_key(self):
+        self._next += 1
+        return OpKey("threads", self._next)
+
+    def activity(self, timeout_s, next_key=None):
+        return Activity(self, timeout_s, next_key)
+
+    def begins(self, vitals, timeout_s):
+        """Nobody listens."""
+
+    ends = gave_up = withdraw = lambda self, *_: None
+
+    def cancel(self, key, reason):
+        return False
+
+    def call(self, request, *, beats_s=None):
+        if self._dies(request, False):
+            self._shared.lose(request)
+        reply = self._shared.call(request)
+        if self._dies(request, True):
+            self._shared.lose(request)
+        return reply
+
+
+class Shared:
+    """The coordination of the ranks."""
+
+    def __init__(self):
+        self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), perform)
+        self._changed = threading.Condition()
+        self._replies = {}
+
+    def call(self, request):
+        at = request.key, request.rank, step_of(request)
+        with self._changed:
+            refused = self._shell.receive(request)
+            if refused is not None:
+                return refused
+            self._work_off()
+            assert self._changed.wait_for(lambda: at in self._replies, LIMIT_S), f"{at} hangs"
+            return self._replies.pop(at)
+
+    def lose(self, request):
+        with self._changed:
+            self._shell.lose(request)
+            self._work_off()
+        raise DeadRankError
+
+    def _work_off(self):
+        while self._shell.tasks:
+            self._shell.perform(0)
+        answers, self._shell.answers = self._shell.answers, []
+        for one in answers:
+            self._replies[one.key, one.rank, one.step] = one.reply
+        self._changed.notify_all()
+
+
+def run_as_ranks(work: Callable[[int], object], world_size: int, dies=lambda *_: False) -> list:
+    """Runs work in a thread for each rank; returns what each gave or raised.
+
+    Args:
+        work: Of a rank; what it calls of ray_dcp finds the session of its thread.
+        world_size: Number of ranks.
+        dies: From rank, request and whether its reply came to whether the rank dies then.
+    """
+    shared, here, ended = Shared(), threading.local(), [None] * world_size
+
+    def run(rank):
+        here.session = RankThread(
+            shared, rank, world_size, lambda request, after: dies(rank, request, after)
+        )
+        try:
+            ended[rank] = work(rank)
+        except BaseException as error:
+            ended[rank] = error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            operations, "current_session",
+            lambda group, alone: None if alone else getattr(here, "session", None),
+        )  # fmt: skip
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+    return ended
