@@ -51,9 +51,10 @@ def mount_kind(directory: str) -> str | None:
 def may_create_twice(kind: str | None) -> bool:
     """Returns whether two machines may both be told that they created one name.
 
-    A FUSE filesystem may look whether a name is free and then write, hard links included (that of
-    SeaweedFS does), and no try from one process shows it. So only those are believed of which it
-    is known that one server or one local disk decides.
+    A FUSE filesystem may look whether a name is free and then write, hard links included, and no
+    try from one process shows it. Measured with two mounts of SeaweedFS 4.48: of 40 names that both
+    linked at once, both were told of success for 21. So only those are believed of which it is
+    known that one server or one local disk decides.
 
     Args:
         kind: As `mount_kind` returns it; an unknown one may be anything.

@@ -12,12 +12,13 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.plan.columns import ColumnsBuilder, encode
 from ray_dcp.protocol import shelf as shelf_module
 from ray_dcp.protocol.commands import Failed, MakePlan
-from ray_dcp.protocol.messages import Refused, SaveJoin, SendItems, Target
+from ray_dcp.protocol.messages import Refused, SaveAgain, SaveJoin, SendItems, Target
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
 from ray_dcp.testing.ranks import load_state
+from ray_dcp.testing.unconditional_storage import UnconditionalStorage
 from tests.protocol_play import KEY, Play
 from tests.warm_ranks import Warm
 
@@ -73,6 +74,25 @@ def test_ranks_that_moved_to_other_nodes_are_shared_out_anew(warm):
     committed(warm.save(sample_state(2)))
     assert (warm.plans_made, warm.senders) == (1, set())
     assert loads(warm, sample_state(2))
+
+
+def test_a_rank_whose_plan_is_as_before_hears_whether_a_record_has_one_winner(tmp_path):
+    alone = Warm(1, str(tmp_path))
+    opener = lambda target: UnconditionalStorage(open_storage(target))  # noqa: E731
+    alone.perform = lambda task: perform(task, opener)
+    for number in range(2):
+        committed(alone.save(sample_state(number)))
+    (again,) = alone.replies
+    assert type(again) is SaveAgain
+    steps = rank_join.join_save(
+        KEY, rank=0, world_size=1, target=Target(alone.url), options=SaveOptions(num_threads=1),
+        capture=partial(ArrayCapture, sample_state(2), 0, 1), memory=alone.memories[0],
+    )  # fmt: skip
+    next(steps)
+    with pytest.raises(StopIteration) as end:
+        steps.send(again)
+    go, _ = end.value.value
+    assert (again.create_if_absent, go.create_if_absent) == (False, False)
 
 
 def test_two_layouts_in_turn_are_both_warm(warm, tmp_path):
