@@ -258,6 +258,7 @@ class _NativeSave(_Save):
             if session.rank == 0:
                 for warning in dict.fromkeys([*noted, *outcome.warnings]):
                     warnings.warn(warning, UserWarning, stacklevel=2)
+            self._decision.committed(outcome.attempt)
             return CommittedMetadata.of(target, outcome)
 
         return finish

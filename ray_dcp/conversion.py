@@ -343,7 +343,7 @@ def load_state_dict_from_keys(
     """Returns a part of a checkpoint as a state dict: DCP's private function that scripts use.
 
     Args:
-        keys: FQNs or dotted prefixes; everything if None.
+        keys: FQNs or dotted prefixes; everything if None, nothing if empty.
         checkpoint_id: As for `read_state_dict`.
         storage_reader: As there.
         process_group: Accepted for DCP's sake: every rank reads for itself.
@@ -353,6 +353,9 @@ def load_state_dict_from_keys(
 
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `_load_state_dict_from_keys`.
     """
+    if keys is not None and not keys:
+        stored_in(checkpoint_id, storage_reader)  # raises where there is no checkpoint
+        return {}
     names = [keys] if isinstance(keys, str) else sorted(keys or ())
     include = [
         pattern for name in names for pattern in (glob.escape(name), f"{glob.escape(name)}.*")

@@ -51,8 +51,9 @@ def save(
     open).
 
     Args:
-        state_dict: Values by name. Top-level `Stateful` values (modules, optimizers) are replaced
-            by their `state_dict()`. It must not change until the call returns.
+        state_dict: Values by name. Top-level `Stateful` values are replaced by their
+            `state_dict()`, modules and optimizers by their state under the names of parameters
+            (`get_state_dict`). It must not change until the call returns.
         *positional: DCP's older form: the storage writer as second argument. Warns.
         checkpoint_id: Path or URL of the checkpoint, a `Location` with options for it, or a ready
             filesystem. Relative paths are taken from this rank's working directory.
@@ -242,6 +243,7 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no checkpoint; the message says what is there.
         MissingKeyError: The checkpoint lacks keys; all are named.
+        StateDictError: It holds state of a module or optimizer that nobody takes.
         ShapeMismatchError: Shapes or dtypes do not fit; all are named.
         DamagedCheckpointError: Stored bytes are not what was committed.
         ParticipantError: A rank or the coordinator died or was too late.

@@ -137,7 +137,7 @@ def _rebuild(
     return error
 
 
-class InvalidRequestError(CheckpointError, ValueError):
+class InvalidRequestError(CheckpointError, ValueError, RuntimeError):
     """The call is wrong: fix an argument, an option or the state dict."""
 
 
@@ -145,7 +145,7 @@ class StateDictError(InvalidRequestError):
     """The state dict can't be saved as it is, or does not fit the checkpoint."""
 
 
-class MissingKeyError(StateDictError, RuntimeError):
+class MissingKeyError(StateDictError):
     """A key that the caller asked for is not in the checkpoint."""
 
 

@@ -6,12 +6,12 @@ Loads are in `loading`. Public signatures and what they promise are in `entrypoi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
@@ -83,7 +83,7 @@ class RankSession(RankCalls, Protocol):
 def run_save(
     decision: Decision,
     session: RankSession,
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     options: SaveOptions | None,
     checkpoint_id: CheckpointId | None,
     *,
@@ -129,7 +129,7 @@ def run_save(
 def _run_save(
     decision: Decision,
     session: RankSession,
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     options: SaveOptions,
     checkpoint_id: CheckpointId | None,
     account: Account,
@@ -171,6 +171,7 @@ def _run_save(
     if rank == 0:
         for warning in outcome.warnings:
             warnings.warn(warning, UserWarning, stacklevel=4)
+    decision.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
 
 
@@ -181,7 +182,7 @@ def _text(checkpoint_id: CheckpointId | None) -> str | None:
 def capture_of(
     decision: Decision,
     session: RankCalls,
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     options: SaveOptions,
     *,
     coordinator_rank: int = 0,
@@ -223,7 +224,7 @@ def capture_of(
 def _planned_by_user(
     decision: Decision,
     session: RankCalls,
-    state_dict: StateDict,
+    state_dict: Mapping[str, Any],
     options: SaveOptions,
     target: Target,
     *,
@@ -238,6 +239,7 @@ def _planned_by_user(
         session.next_key, state_dict, decision.planner,
         rank=session.rank, world_size=session.world_size, options=options,
         coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
+        storage_meta=StorageMeta(checkpoint_id=target.url),
     )  # fmt: skip
     try:
         planned = drive(steps, session.call)

@@ -142,9 +142,10 @@ class LoadOptions:
     allow_partial_load: bool = False
     """Leave keys that the checkpoint lacks as they are, instead of raising `MissingKeyError`."""
     strict: bool | None = None
-    """None: keys that the checkpoint lacks are an error, those that nobody asked for are reported,
-    as in DCP. True: both are errors. False: neither is, as in `Module.load_state_dict`. Shapes
-    that differ are an error in any case; see `resize`."""
+    """None: keys that the checkpoint lacks are an error; those that nobody asked for are one if
+    they are of a module or optimizer that is given as itself, and else reported. True: both are
+    errors. False: neither is, as in `Module.load_state_dict`. Shapes that differ are an error in
+    any case; see `resize`."""
     key_map: KeyMap | None = field(default=None, hash=False)
     """New names for the keys of the checkpoint, where the state dict calls them otherwise: a dict
     of old to new names; `(regular expression, replacement)` pairs, applied in order to each; or a

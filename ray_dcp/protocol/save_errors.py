@@ -48,8 +48,8 @@ def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
         url: Of the target.
     """
     return CheckpointExistsError(
-        f"Expected no checkpoint here, as SaveOptions.overwrite is False, but found {committed}. "
-        f"Save under another id, delete that one, or allow overwrite",
+        f"Checkpoint already exists, and SaveOptions.overwrite is False: found {committed}. Save "
+        f"under another id, delete that one, or allow overwrite",
         checkpoint_id=url,
     )
 

@@ -69,6 +69,14 @@ class Decision:
     ignored: tuple[str, ...] = ()
     """Arguments of the storage that mean nothing here."""
 
+    def committed(self, attempt: str) -> None:
+        """Has the writer that was given name its save by the attempt that was committed.
+
+        As in DCP `writer.save_id` is then the `storage_meta.save_id` of the checkpoint.
+        """
+        if hasattr(self.storage, "save_id"):
+            self.storage.save_id = attempt
+
     def apply(self, options: Options) -> Options:
         """Returns the options with those of the writer and planner.
 

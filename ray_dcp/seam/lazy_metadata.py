@@ -140,18 +140,28 @@ class WithTable(Protocol):
         """What it holds."""
         ...
 
+    @property
+    def attempt(self) -> str | None:
+        """The attempt that committed it; None for a checkpoint that is not ours."""
+        ...
+
 
 def metadata_of(checkpoint: WithTable, *, checkpoint_id: str | None = None) -> Metadata:
     """Returns torch's `Metadata` of an opened checkpoint; see `metadata_of_table`."""
-    return metadata_of_table(checkpoint.table, checkpoint_id=checkpoint_id)
+    return metadata_of_table(
+        checkpoint.table, checkpoint_id=checkpoint_id, save_id=checkpoint.attempt
+    )
 
 
-def metadata_of_table(table: ChunkTable, *, checkpoint_id: str | None = None) -> Metadata:
+def metadata_of_table(
+    table: ChunkTable, *, checkpoint_id: str | None = None, save_id: str | None = None
+) -> Metadata:
     """Returns torch's `Metadata` of a chunk table.
 
     Args:
         table: A committed chunk table.
         checkpoint_id: Goes to `storage_meta`.
+        save_id: Goes there too: the attempt that committed it.
 
     Complexity: linear; about 6 us a chunk.
     """
@@ -172,7 +182,7 @@ def metadata_of_table(table: ChunkTable, *, checkpoint_id: str | None = None) ->
         state_dict_metadata=stored,
         planner_data=_planner_data(table),
         storage_data=_storage_data(table, stored),
-        storage_meta=StorageMeta(checkpoint_id=checkpoint_id),
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id),
         version=DCP_VERSION,
     )
 

@@ -108,7 +108,9 @@ def _made(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str
             )
         )
         raise InvalidRequestError(
-            f"nothing here can reach {url!r} ({told}){known}", key="checkpoint_id"
+            f"Cannot detect which StorageReader or StorageWriter to use: nothing here can reach "
+            f"{url!r} ({told}){known}",
+            key="checkpoint_id",
         ) from None
 
 

@@ -282,19 +282,51 @@ def trained(steps: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimiz
     return model, optimizer
 
 
-def test_modules_and_optimizers_are_exchanged_and_train_on_alike(exchange):
-    model, optimizer = trained(3, seed=1)
-    other, other_optimizer = trained(1, seed=2)
-    for group in other_optimizer.param_groups:
-        group["lr"] = 9.0
+def test_states_of_modules_and_optimizers_are_exchanged_and_train_on_alike(exchange):
+    pair, others = trained(3, seed=1), others_of(2)
+    (model, optimizer), (other, other_optimizer) = pair, others
+    into = {
+        "model": other.state_dict(),
+        "optimizer": other_optimizer.state_dict(),
+        "parameter": blank(model[0].weight),
+    }
     exchange(
-        {"model": model, "optimizer": optimizer, "parameter": model[0].weight},
-        {"model": other, "optimizer": other_optimizer, "parameter": blank(model[0].weight)},
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "parameter": model[0].weight,
+        },
+        into,
     )
+    other_optimizer.load_state_dict(into["optimizer"])
+    train_on_alike(pair, others)
+
+
+@pytest.mark.parametrize("writer", [stock, ray_dcp], ids=["stock", "ray_dcp"])
+def test_modules_and_optimizers_of_both_are_loaded_and_train_on_alike(writer, tmp_path):
+    pair, others = trained(3, seed=1), others_of(2)
+    writer.save(
+        dict(zip(("model", "optimizer"), pair, strict=True)), checkpoint_id=tmp_path, no_dist=True
+    )
+    load_ours(tmp_path, dict(zip(("model", "optimizer"), others, strict=True)))
+    train_on_alike(pair, others)
+
+
+def others_of(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Returns what is loaded into: of other values and options."""
+    model, optimizer = trained(1, seed)
+    for group in optimizer.param_groups:
+        group["lr"] = 9.0
+    return model, optimizer
+
+
+def train_on_alike(pair: Any, others: Any) -> None:
+    """Checks that two models and their optimizers are the same, and one step later still."""
+    (model, optimizer), (other, other_optimizer) = pair, others
     assert differences(dict(other.state_dict()), dict(model.state_dict())) == []
     assert other[2].weight is other[0].weight
     assert same(other_optimizer.state_dict(), optimizer.state_dict())
-    for one, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+    for one, its_optimizer in (pair, others):
         its_optimizer.zero_grad()
         one(torch.linspace(0, 1, 32).reshape(8, 4)).square().mean().backward()
         its_optimizer.step()

@@ -86,6 +86,7 @@ def test_a_reader_of_the_users_is_read_too(tmp_path: Path):
 
 def test_keys_and_prefixes_choose(tmp_path: Path):
     ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
+    assert _load_state_dict_from_keys(set(), checkpoint_id=tmp_path / "c") == {}
     found = _load_state_dict_from_keys({"optimizer.state", "step"}, checkpoint_id=tmp_path / "c")
     assert same(found["optimizer"], {"state": state()["optimizer"]["state"]})
     assert found["step"] == 3

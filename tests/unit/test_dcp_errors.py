@@ -32,6 +32,14 @@ CASES: dict[str, tuple[Callable[[Any, Path], Any], type[Exception]]] = {
     ),
     "nowhere to save to": (lambda dcp, path: dcp.save({"w": torch.ones(2)}), RuntimeError),
     "nothing to load from": (lambda dcp, path: dcp.load({"w": torch.ones(2)}), RuntimeError),
+    "a protocol that nobody knows": (
+        lambda dcp, path: dcp.save({"w": torch.ones(2)}, checkpoint_id="nosuch://bucket/step-1"),
+        RuntimeError,
+    ),
+    "nothing to load by a protocol that nobody knows": (
+        lambda dcp, path: dcp.load({"w": torch.ones(2)}, checkpoint_id="nosuch://bucket/step-1"),
+        RuntimeError,
+    ),
     "two values of one name": (
         lambda dcp, path: dcp.save({"a": {"b": 1}, "a.b": 2}, checkpoint_id=path),
         ValueError,
@@ -54,3 +62,63 @@ def test_the_error_is_dcps_and_ours(tmp_path: Path, case: str):
     assert isinstance(caught.value, expected)
     assert isinstance(caught.value, ray_dcp.CheckpointError)
     assert isinstance(caught.value, stock.CheckpointException)
+
+
+MESSAGES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "a writer that must not overwrite": (
+        lambda dcp, path: dcp.save(
+            {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(path, overwrite=False)
+        ),
+        "Checkpoint already exists",
+    ),
+    "an fsspec writer that must not overwrite": (
+        lambda dcp, path: dcp.save(
+            {"w": torch.ones(2)},
+            storage_writer=dcp._fsspec_filesystem.FsspecWriter(str(path), overwrite=False),
+        ),
+        "Checkpoint already exists",
+    ),
+    "a protocol that nobody knows": (
+        lambda dcp, path: dcp.save({"w": torch.ones(2)}, checkpoint_id="nosuch://bucket/step-1"),
+        "Cannot detect which StorageReader or StorageWriter to use",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_message_has_dcps_words(tmp_path: Path, name: str):
+    act, words = MESSAGES[name]
+    for number, dcp in enumerate((stock, ray_dcp)):
+        path = tmp_path / str(number)
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=path)
+        with pytest.raises((stock.CheckpointException, RuntimeError)) as caught:
+            act(dcp, path)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["save", "async_save", "planner"])
+def test_a_save_is_named_by_writer_and_checkpoint_alike(tmp_path: Path, kind: str):
+    told: list[Any] = []
+
+    class Planner(stock.DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, *rest: Any, **kw: Any):
+            told.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, *rest, **kw)
+
+    writer = ray_dcp.FileSystemWriter(tmp_path / "c")
+    if kind == "async_save":
+        metadata = ray_dcp.async_save({"w": torch.ones(2)}, storage_writer=writer).result()
+    else:
+        planner = Planner() if kind == "planner" else None
+        metadata = ray_dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=planner)
+    for reader in (
+        ray_dcp.FileSystemReader(tmp_path / "c"),
+        stock.FileSystemReader(tmp_path / "c"),
+    ):
+        about = reader.read_metadata().storage_meta
+        assert str(about.checkpoint_id) == str(tmp_path / "c")
+        assert about.save_id == writer.save_id == metadata.storage_meta.save_id
+        assert about.load_id == reader.load_id
+    assert writer.save_id is not None
+    if kind == "planner":
+        assert [str(each.checkpoint_id) for each in told] == [str(tmp_path / "c")]
