@@ -756,7 +756,7 @@ WRONG = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(st.data(), st.booleans())
 def test_a_head_that_somebody_made_up_is_refused_or_changes_nothing(data, regular):
     plan = PLANS[regular]()
@@ -775,7 +775,7 @@ def test_a_head_that_somebody_made_up_is_refused_or_changes_nothing(data, regula
     assert found.digest == plan.digest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.booleans())
 def test_numbers_that_somebody_made_up_are_refused(data, regular):
     plan = PLANS[regular]()
