@@ -14,6 +14,7 @@ import pytest
 
 from ray_dcp.errors import CheckpointError
 from tests import xla_env
+from tests.bench.soak_leaks import end_all, marked
 from tests.polling import lives
 from tests.s3_server import server_on_memory_disk
 
@@ -91,17 +92,28 @@ class Daemons:
 
     def address(self) -> str:
         """Returns where they are, after starting them again if one of them has ended."""
-        from ray.cluster_utils import Cluster
-
         if self._cluster is not None and not self._cluster.head_node.remaining_processes_alive():
             self.close()
-        if self._cluster is None:
-            self._directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
-            (Path(self._directory) / "ray").mkdir()
-            with self._named_here():
-                head = {**DAEMONS, "temp_dir": f"{self._directory}/ray"}
-                self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        while self._cluster is None:
+            self._start()
         return self._cluster.address
+
+    def _start(self) -> None:
+        """Starts them; does nothing where the machine is so busy that Ray gives up after 30 s."""
+        from ray.cluster_utils import Cluster
+
+        self._directory = tempfile.mkdtemp(prefix="rd", dir="/tmp")
+        (Path(self._directory) / "ray").mkdir()
+        with self._named_here():
+            head = {**DAEMONS, "temp_dir": f"{self._directory}/ray"}
+            try:
+                self._cluster = Cluster(initialize_head=True, head_node_args=head)
+            except Exception as error:
+                mark = f"RAY_TMPDIR={self._directory}"
+                end_all(marked(mark), mark)
+                shutil.rmtree(self._directory, ignore_errors=True)
+                if "timed out during startup" not in str(error):
+                    raise
 
     def close(self) -> None:
         """Ends them, and removes all that they have on disk."""

@@ -72,6 +72,7 @@ def test_the_rank_that_finds_the_disk_full_is_named(disk):
 
 
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("disk", ["tmpfs where it can be mounted"], indirect=True)
 def test_real_ranks_are_told_of_a_full_disk_and_save_again_when_there_is_room(disk):
     path = str(disk.path / "step-1")
     with WorkerGroup(2, release_s=60) as ranks:

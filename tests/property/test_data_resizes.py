@@ -53,7 +53,7 @@ class list_when_iterated:  # noqa: N801 - reads as a function
         return iter(list(self.sampler))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     num_samples=st.integers(1, 60),
     seed=st.integers(0, 2**64 - 1),
@@ -135,7 +135,7 @@ def read_numbers(source, start):
     return [f"{name}-{number}" for number in range(start, int(count))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=9),
     segments=st.lists(st.tuples(st.integers(1, 4), st.data()), min_size=1, max_size=5),
@@ -190,7 +190,7 @@ def check_that_runs_are_a_set(additions, asked):
     assert all(ids.runs[1:, 0] > ids.runs[:-1, 1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.permutations(range(24)), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_rows_dealt_in_any_order_come_once_whoever_gets_them(order, sizes, data):
     """Plays Ray Data: what is left is dealt to the ranks in an order that nobody promises."""

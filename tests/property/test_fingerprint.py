@@ -62,7 +62,7 @@ FIELDS = ("kind", "shape", "dtype", "grad", "name", "order", "path", "more")
 
 
 @given(states, st.integers(0, WORLD - 1), st.sampled_from(FIELDS), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_change_on_one_rank_changes_its_name_and_no_other(state, rank, field, data):
     name = data.draw(st.sampled_from(sorted(state)))
     kind, shape, dtype, values, grad = state[name]
@@ -94,7 +94,7 @@ def test_a_change_on_one_rank_changes_its_name_and_no_other(state, rank, field, 
 
 
 @given(states, st.lists(st.integers(4, 9), min_size=5 * WORLD, max_size=5 * WORLD))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_content_changes_no_name_and_no_layout(state, contents):
     changed = {
         name: (kind, shape, dtype, tuple(contents[row * WORLD : (row + 1) * WORLD]), grad)
@@ -108,7 +108,7 @@ def test_content_changes_no_name_and_no_layout(state, contents):
 
 
 @given(states, states)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_digests_tell_what_rows_would(state, other):
     """Whether a plan may be used again, and what differs, is what planning again would say."""
     new = {

@@ -45,13 +45,13 @@ def tables(draw, kinds=tuple(Kind), chunkless=True):
     return table_of(tensors, files=files, checks=draw(st.booleans()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(table=tables())
 def test_a_chunk_table_is_read_back_equal(table):
     assert difference(decode_table(encode_table(table)), table) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(table=tables(kinds=(Kind.TENSOR, Kind.OBJECT)))
 def test_our_metadata_stock_torch_s_and_what_we_read_agree(table):
     data = encode_metadata(table, checkpoint_id="/x", attempt="a1")
@@ -75,7 +75,7 @@ def test_our_metadata_stock_torch_s_and_what_we_read_agree(table):
         assert tensor == table.names[row]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(dtype=st.sampled_from(sorted(ITEMSIZE)), size=SIZES, seed=st.integers(0, 9))
 def test_torch_loads_any_frame_and_we_find_its_payload(dtype, size, seed):
     num_bytes = math.prod(size) * ITEMSIZE[dtype]
@@ -93,7 +93,7 @@ def test_torch_loads_any_frame_and_we_find_its_payload(dtype, size, seed):
     assert (found.payload_offset, found.payload_bytes) == (len(frame.header), num_bytes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(
@@ -116,7 +116,7 @@ def test_lengths_of_many_frames_equal_those_of_each(rows):
     assert list(zip(headers.tolist(), footers.tolist(), strict=True)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     size=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     order=st.randoms(),

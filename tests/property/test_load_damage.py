@@ -68,7 +68,7 @@ def damaged(draw: st.DrawFn, files: dict[str, bytes]) -> dict[str, bytes]:
     return wrong
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(source=st.data())
 def test_damaged_files_never_give_other_values(stored: dict[str, bytes], source: st.DataObject):
     name = next(_NAMES)

@@ -20,7 +20,7 @@ from tests.plan_cases import Case, box_bytes, cases, truth, write
 CONTAINERS = ("torch_save", "safetensors")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     case=cases(),
     container=st.sampled_from(CONTAINERS),
@@ -72,7 +72,7 @@ def test_every_element_is_written_once_and_where_the_table_says(
     assert all((count == 1).all() for count in counts.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     case=cases(), container=st.sampled_from(CONTAINERS), part_bytes=st.sampled_from([1, 1 << 30])
 )
@@ -102,7 +102,7 @@ def test_files_keep_order_alignment_and_names(case: Case, container: str, part_b
         assert [entry.begin + len(head) for entry in entries] == table.payload_offset[own].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=cases())
 def test_the_same_columns_give_the_same_plan_after_a_trip_as_bytes(case: Case) -> None:
     columns = case.columns()
@@ -113,7 +113,7 @@ def test_the_same_columns_give_the_same_plan_after_a_trip_as_bytes(case: Case) -
     assert plan.table.paths == other.table.paths
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_what_differs_between_ranks_is_whole_and_from_the_lowest(case: Case) -> None:
     plan = make_plan(case.columns(), min_piece_bytes=1)
@@ -134,7 +134,7 @@ def test_what_differs_between_ranks_is_whole_and_from_the_lowest(case: Case) -> 
             assert tensor.fqn in told
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     weights=st.lists(st.integers(1, 40), min_size=1, max_size=30),
     world_size=st.integers(1, 8),

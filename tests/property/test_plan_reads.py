@@ -97,7 +97,7 @@ def read(
     return [values.reshape(-1) for values in targets]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=cases(), data=st.data(), part_bytes=st.sampled_from([1, 1 << 30]))
 def test_any_wanted_box_reads_as_numpy_slices_it(
     case: Case, data: st.DataObject, part_bytes: int
@@ -130,7 +130,7 @@ def test_any_wanted_box_reads_as_numpy_slices_it(
         assert np.array_equal(found, right)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), ndim=st.integers(1, 4), itemsize=st.sampled_from([1, 2, 16]))
 def test_extents_slabs_and_ranges_hold_exactly_what_is_needed(
     data: st.DataObject, ndim: int, itemsize: int
@@ -174,7 +174,7 @@ def test_extents_slabs_and_ranges_hold_exactly_what_is_needed(
     assert ranges == right
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     ranges=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(0, 30))),
     gap=st.integers(0, 10),
@@ -199,7 +199,7 @@ def test_coalesced_reads_serve_every_range_and_stay_short(
             assert (low[start + 1 : stop] - reach[:-1] <= gap).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), min_size=1, max_size=3))
 def test_coverage_of_any_boxes_is_what_counting_elements_says(
     data: st.DataObject, shape: list[int]

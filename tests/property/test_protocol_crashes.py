@@ -61,7 +61,7 @@ def test_a_crash_before_any_step_leaves_the_previous_or_the_new_checkpoint(overw
     assert commit > 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32), world_size=st.integers(1, 4), twice=st.floats(0, 1),
     crash_at=st.none() | st.integers(0, 40),
@@ -84,7 +84,7 @@ def test_no_order_and_no_repetition_of_messages_changes_what_a_save_does(
     assert not any(result.error for result in results)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     gone=st.dictionaries(
@@ -110,7 +110,7 @@ def test_nobody_waits_for_ever_for_ranks_that_are_gone(seed, gone):
     check_place(url, {0})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32), fault=st.none() | st.integers(0, 50), world_size=st.integers(1, 3)
 )

@@ -170,7 +170,7 @@ class Model:
         }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(events | endings, max_size=40), st.booleans())
 def test_no_sequence_of_events_makes_a_save_contradict_its_storage(steps, joined):
     model = Model()
@@ -183,7 +183,7 @@ def test_no_sequence_of_events_makes_a_save_contradict_its_storage(steps, joined
     event(f"fate {model.fate}, told {', '.join(sorted(t.__name__ for t in told))}")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(events | st.just(("expire",)), max_size=25))
 def test_no_sequence_of_faults_around_the_commit_makes_a_save_contradict_its_storage(steps):
     model = Model()

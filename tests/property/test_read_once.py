@@ -51,7 +51,7 @@ def test_merged_ranges_cover_the_same_bytes_once(rows):
     assert not ends & set(zip(found.file.tolist(), found.low.tolist(), strict=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     needs=st.dictionaries(st.integers(0, 5), some_ranges, max_size=6),
     unit_bytes=st.integers(1, 40),
@@ -140,7 +140,7 @@ def layouts(draw):
     return source, target, writers, readers, shapes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     case=layouts(),
     unit_bytes=st.sampled_from([64, 500, 4096]),
@@ -224,7 +224,7 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
     assert board.handover.num_there == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     case=layouts(),
     gap=st.sampled_from([0, 64, 1 << 16]),

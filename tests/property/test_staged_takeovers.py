@@ -52,7 +52,7 @@ def play(world: StagedWorld, steps) -> bool:
     return True
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=240, deadline=None)
 @given(layout=st.sampled_from(sorted(LAYOUTS)), steps=st.lists(events, max_size=50))
 def test_while_all_ranks_live_the_save_is_committed(layout, steps):
     world = StagedWorld(NODES, LAYOUTS[layout])
@@ -66,7 +66,7 @@ def test_while_all_ranks_live_the_save_is_committed(layout, steps):
     assert {type(rank.outcome).__name__ for rank in world.ranks} == {"SaveOutcome"}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     steps=st.lists(st.one_of(events, st.tuples(st.just("kill rank"), RANKS)), max_size=50),

@@ -180,7 +180,7 @@ def planned_of(columns, nodes=()):
     return found, False
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     jobs(),
     st.booleans(),

@@ -538,7 +538,7 @@ def test_at_each_moment_of_a_small_save_followed_by_another_one(what):
     machine = Checkpoints()
     machine.make_places(local=False)
     try:
-        for at in range(5, 29):
+        for at in range(5, 29, 2):
             machine.save(0, how, Order(), [Incident(at, what, 1)])  # the coordinator, if it acts
             machine.save(0, how, Order(), [])
             machine.ask_outcome(1)
@@ -563,7 +563,7 @@ def test_what_comes_at_each_moment_of_a_save_that_lies_still_and_goes_on(beside)
         "save": lambda: machine.save(0, how, Order(), []),
     }
     try:
-        for at in range(1, 27):
+        for at in range(1, 27, 2):
             machine.save(0, how, Order(), [Incident(at, "pause")])
             change = [change for _, change in machine.changes.values()][-1]
             do[beside]()

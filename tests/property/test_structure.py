@@ -98,7 +98,7 @@ def layouts(draw):
     return mesh, tensors
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(layouts(), st.booleans(), st.sampled_from([1, 2, 4]))
 def test_the_plan_is_that_of_the_rows(layout, objects, a_node):
     mesh, tensors = layout
@@ -223,7 +223,7 @@ def structure_of(request):
         return planned_structure(stages=request.param)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_a_structure_that_does_not_fit_is_damage_and_nothing_worse(structure_of, data):
     table, structure = structure_of

@@ -81,7 +81,7 @@ def layouts(draw, even):
     return mesh, tensors
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts(even=True), st.booleans())
 def test_even_layouts_need_the_rows_of_a_few_ranks_alone(layout, objects):
     mesh, tensors = layout
@@ -94,7 +94,7 @@ def test_even_layouts_need_the_rows_of_a_few_ranks_alone(layout, objects):
     assert planned.plan.digest == by_rows.digest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts(even=False))
 def test_other_layouts_lead_to_the_same_plan_or_to_questions(layout):
     mesh, tensors = layout

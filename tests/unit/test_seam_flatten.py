@@ -32,7 +32,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(state_dict=st.dictionaries(keys, nested, max_size=4), before_2_4=st.booleans())
 def test_names_paths_and_values_are_those_of_dcp(state_dict: dict, before_2_4: bool) -> None:
     try:

@@ -202,7 +202,7 @@ def test_a_manifest_of_version_2_has_no_checks(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_numbers_that_do_not_fit_are_damage_and_nothing_worse(data):
     table, checks = saved()
     words = np.frombuffer(checks, "<i8", offset=len(MAGIC)).copy()

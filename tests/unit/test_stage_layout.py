@@ -28,7 +28,7 @@ def lengths_of(what):
     return [[len(what.items.deferred(row)) for row in f.deferred.tolist()] for f in what.plan.files]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=SIZES,
     deferred=st.lists(st.integers(0, 3 * MIB).map(bytes), max_size=3),

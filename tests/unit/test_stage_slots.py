@@ -113,7 +113,7 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_slot_that_a_rank_still_fills_is_not_given_away_when_its_file_has_failed():

@@ -168,7 +168,7 @@ def test_whatever_is_interrupted_leaves_a_whole_checkpoint(operation):
             MemoryStorage(f"unconditional-{operation}-{next(numbers)}")
         ),
         invariants=kept,
-        every=5,
+        every=15,
     )
     assert sum(reached.stood.values()) == sum(reached.points.values()) > 4
 

@@ -77,7 +77,7 @@ def several(table, least):
     return len(np.unique(first[first < table.num_chunks] // least)) > 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tables, st.data())
 def test_what_is_taken_is_all_that_meets_what_is_wanted(table, data):
     stored = encode_table(table)
@@ -214,7 +214,7 @@ def test_an_index_is_what_the_documentation_says(monkeypatch):
     np.testing.assert_array_equal(again.boxes.offset, index.boxes.offset)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_an_index_that_does_not_fit_is_damage_and_nothing_worse(data):
     table = slabs(3, [(9, 2), (5, 1)], objects=[1])

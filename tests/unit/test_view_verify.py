@@ -65,7 +65,7 @@ def test_an_undamaged_checkpoint_of_many_ranks_is_ok(container: str):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), number=st.integers(0, 99))
 def test_any_flipped_bit_of_any_file_is_found(
