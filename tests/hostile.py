@@ -93,23 +93,35 @@ def deflated(pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def legacy(pickled: bytes, keys: bytes) -> bytes:
+    """An item as before torch 1.6, without the bytes of its storages."""
+    parts = (number(0x1950A86A20F9469CFC6C), number(1001), b"}", pickled, keys)
+    return b"".join(b"\x80\x02" + part + b"." for part in parts)
+
+
 def encoded(value: str) -> bytes:
     """Bytes in a pickle of protocol 2."""
     return call("_codecs.encode", text(value), text("latin1"))
 
 
+PLAIN = (b"K\3", b"X\1\0\0\0<", b"NNN", b"J\xff\xff\xff\xff" * 2, b"K\0")
+"""The state of the dtype of a number."""
+
+
 def dtype(code: str, *state: bytes) -> bytes:
-    """A dtype of numpy, with a state of its own if one is given."""
+    """A dtype of numpy in a state, that of a number if none is given."""
     made = call("numpy.dtype", text(code), b"\x89", b"\x88")
-    return made + b"(" + b"".join(state) + b"tb" if state else made
+    return made + b"(" + b"".join(state or PLAIN) + b"tb"
+
+
+def begun(start: bytes = b"K\0\x85") -> bytes:
+    """An array of numpy before its state."""
+    return call("numpy._core.multiarray._reconstruct", name("numpy.ndarray"), start, encoded("b"))
 
 
 def array(shape: bytes, kind: bytes, values: bytes, start: bytes = b"K\0\x85") -> bytes:
     """An array of numpy."""
-    reconstruct = call(
-        "numpy._core.multiarray._reconstruct", name("numpy.ndarray"), start, encoded("b")
-    )
-    return reconstruct + b"(K\1" + shape + kind + b"\x89" + values + b"tb"
+    return begun(start) + b"(K\1" + shape + kind + b"\x89" + values + b"tb"
 
 
 LYING = (b"K\3", text("|"), b"N", b"N", b"N", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\xff", b"K\0")
@@ -131,7 +143,344 @@ MANY = number(1 << 36)
 DEEP = b")" + b"\x85" * 1_000_000
 KEYS = array(b"M\x70\x02\x85", dtype("u4"), encoded("\0" * 2496))
 
+OBJECT = (b"K\3", text("|"), b"NNN", b"J\xff\xff\xff\xff" * 2, b"K\x3f")
+"""The state of the dtype of objects."""
+BYTE = (b"K\3", text("|"), b"NNN", b"J\xff\xff\xff\xff" * 2, b"K\0")
+"""The state of the dtype of a byte."""
+ROOM = (b"K\3", text("|"), b"NNN", number(999_999_999), b"K\1", b"K\0")
+"""The state of a dtype whose elements are 1 GB long."""
+
+
+def record(*fields: tuple[str, bytes], length: int, flags: int = 16) -> bytes:
+    """A dtype with fields, all at the start."""
+    names = b"(" + b"".join(text(name) for name, _ in fields) + b"t"
+    inside = b"}(" + b"".join(text(name) + kind + b"K\0\x86" for name, kind in fields) + b"u"
+    told = (number(length), b"K\1", number(flags))
+    return dtype(f"V{length}", b"K\3", text("|"), b"N", names, inside, *told)
+
+
+def seeded(entropy: bytes, pool: bytes = b"K\4", key: bytes = b")") -> bytes:
+    """What generators of numpy are seeded by."""
+    made = call(
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence",
+        name("numpy.random.bit_generator.SeedSequence"),
+        number(65708578),
+        b"N",
+    )
+    words = array(b"K\4\x85", dtype("u4"), encoded("\0" * 16))
+    return made + b"(" + entropy + b"K\0" + words + pool + key + b"tb"
+
+
+def storage(count: bytes, kind: str = "torch.FloatStorage", location: str = "cpu") -> bytes:
+    """The storage `0` of an item."""
+    return b"(" + text("storage") + name(kind) + text("0") + text(location) + count + b"tQ"
+
+
+def view(size: bytes, stride: bytes, offset: bytes = b"K\0", count: bytes = b"K\1") -> bytes:
+    """A tensor on the storage `0`."""
+    hooks = call("collections.OrderedDict")
+    return call(
+        "torch._utils._rebuild_tensor_v2", storage(count), offset, size, stride, b"\x89", hooks
+    )
+
+
+def on_storage(pickled: bytes, data: bytes = b"0000") -> bytes:
+    """An item with one storage."""
+    return item(pickled, **{"data/0": data})
+
+
+def often(count: int, made: bytes, *parts: bytes) -> bytes:
+    """A list of the same call many times, with what it calls and its arguments in the memo."""
+    return b"](" + made + b"q\0(" + b"".join(parts) + b"tq\1" + b"h\0h\1R" * count + b"e"
+
+
+def nested(levels: int, inner: bytes, begin: bytes, end: bytes) -> bytes:
+    """A value in a value in …."""
+    return begin * levels + inner + end * levels
+
+
 OBJECTS: dict[str, Callable[[], bytes]] = {
+    "objects of a shape longer than their list": lambda: item(
+        array(number(1 << 20) + b"\x85", dtype("O8", *OBJECT), b"]N" + b"a")
+    ),
+    "objects of a shape shorter than their list": lambda: item(
+        array(b"K\1\x85", dtype("O8", *OBJECT), b"](" + b"N" * 100 + b"e")
+    ),
+    "objects of a negative shape": lambda: item(
+        array(b"J\xff\xff\xff\xff\x85", dtype("O8", *OBJECT), b"]")
+    ),
+    "objects of bytes": lambda: item(array(b"K\1\x85", dtype("O8", *OBJECT), encoded("A" * 8))),
+    "records with objects of a shape longer than their list": lambda: item(
+        array(
+            number(1 << 20) + b"\x85",
+            record(("o", dtype("O8", *OBJECT)), length=8, flags=27),
+            b"]N\x85a",
+        )
+    ),
+    "an array of fewer bytes than its shape": lambda: item(
+        array(number(1 << 30) + b"\x85", dtype("f8"), encoded("A" * 8))
+    ),
+    "an array of more bytes than its shape": lambda: item(
+        array(b"K\1\x85", dtype("f8"), encoded("A" * 64))
+    ),
+    "an array whose shape overflows": lambda: item(
+        array(number(1 << 61) + b"K\x08\x86", dtype("f8"), encoded("A" * 8))
+    ),
+    "an array without bytes of 2**61 elements": lambda: item(
+        array(
+            number(1 << 61) + b"\x85",
+            dtype("S0", b"K\3", text("|"), b"NNN", b"K\0", b"K\1", b"K\0"),
+            encoded(""),
+        )
+    ),
+    "an array that holds itself": lambda: item(
+        begun() + b"q\0(K\1K\1\x85" + dtype("O8", *OBJECT) + b"\x89]h\0atb"
+    ),
+    "arrays of objects in each other": lambda: item(
+        nested(
+            10_000,
+            b"N",
+            call(
+                "numpy._core.multiarray._reconstruct",
+                name("numpy.ndarray"),
+                b"K\0\x85",
+                encoded("b"),
+            )
+            + b"(K\1K\1\x85"
+            + dtype("O8", *OBJECT)
+            + b"\x89]",
+            b"atb",
+        )
+    ),
+    "a scalar of 1 GB": lambda: item(
+        call("numpy._core.multiarray.scalar", dtype("V999999999", *ROOM))
+    ),
+    "a scalar of 1 GB and few bytes": lambda: item(
+        call("numpy._core.multiarray.scalar", dtype("V999999999", *ROOM), encoded("A"))
+    ),
+    "a scalar that is an object": lambda: item(
+        call("numpy._core.multiarray.scalar", dtype("O8", *OBJECT), encoded("A" * 8))
+    ),
+    "a long list of one record's elements": lambda: item(
+        array(
+            b"K\1\x85",
+            record(("o", dtype("O8", *OBJECT)), length=999_999_999, flags=27),
+            b"]N\x85a",
+        )
+    ),
+    "records in records, wide": lambda: item(
+        b"".join(
+            record(
+                *(
+                    (str(n), b"h" + bytes([level - 1]) if level else dtype("i1", *BYTE))
+                    for n in range(60)
+                ),
+                length=1,
+            )
+            + b"q"
+            + bytes([level])
+            for level in range(6)
+        )
+    ),
+    "generators made of one name": lambda: item(
+        often(20_000, name("numpy.random._pickle.__generator_ctor"), text("MT19937"))
+    ),
+    "bit generators made of one name": lambda: item(
+        often(20_000, name("numpy.random._pickle.__bit_generator_ctor"), text("MT19937"))
+    ),
+    "a bit generator of arguments nested a million deep": lambda: item(
+        call("numpy.random._pickle.__bit_generator_ctor", text("PCG64")) + DEEP + b"b"
+    ),
+    "a bit generator that is named by what is nested a million deep": lambda: item(
+        call("numpy.random._pickle.__bit_generator_ctor", DEEP)
+    ),
+    "a bit generator called with lists in lists": lambda: item(
+        call("numpy.random._pcg64.PCG64", nested(100_000, b"K\1", b"]", b"a"))
+    ),
+    "a seed of lists in lists": lambda: item(seeded(nested(100_000, b"K\1", b"]", b"a"))),
+    "a seed with a pool of 2**40 words": lambda: item(seeded(b"K\1", pool=number(1 << 40))),
+    "words of another dtype": lambda: item(
+        generator(
+            "MT19937",
+            words(key=array(b"M\x70\x02\x85", dtype("u1", *BYTE), encoded("\0" * 624)), pos=b"K\0"),
+        )
+    ),
+    "fewer words": lambda: item(
+        generator("MT19937", words(key=array(b"K\1\x85", dtype("u4"), encoded("AAAA")), pos=b"K\0"))
+    ),
+    "words of Python, the place behind them": lambda: item(
+        call("random.Random") + b"(K\3(" + b"K\1" * 624 + number(1 << 30) + b"tNtb"
+    ),
+    "a state of torch's generator that is short": lambda: on_storage(
+        call("torch._C.Generator", call("torch.device", text("cpu")))
+        + b"(K\1N"
+        + view(b"K\1\x85", b"K\1\x85")
+        + b"tb"
+    ),
+    "a tensor longer than its storage": lambda: on_storage(
+        view(number(1 << 36) + b"\x85", b"K\1\x85")
+    ),
+    "a tensor behind its storage": lambda: on_storage(
+        view(b"K\1\x85", b"K\1\x85", offset=number(1 << 30))
+    ),
+    "a tensor before its storage": lambda: on_storage(
+        view(b"K\1\x85", b"K\1\x85", offset=b"J\xff\xff\xff\xff")
+    ),
+    "a tensor with a negative stride": lambda: on_storage(
+        view(b"K\2\x85", b"J\xff\xff\xff\xff\x85", offset=b"K\0")
+    ),
+    "a tensor with hooks": lambda: on_storage(
+        call(
+            "torch._utils._rebuild_parameter",
+            view(b"K\1\x85", b"K\1\x85"),
+            b"\x88",
+            b"}K\0" + name("builtins.bytearray") + b"s",
+        )
+    ),
+    "a tensor whose data is an attribute": lambda: on_storage(
+        call(
+            "torch._tensor._rebuild_from_type_v2",
+            name("torch._utils._rebuild_tensor"),
+            name("torch.Tensor"),
+            b"(" + storage(b"K\1") + b"K\0K\1\x85K\1\x85t",
+            b"}" + text("data") + view(b"K\1\x85", b"K\1\x85") + b"s",
+        )
+    ),
+    "a tensor of a function of the system": lambda: on_storage(
+        call(
+            "torch._tensor._rebuild_from_type_v2",
+            name("builtins.bytearray"),
+            name("torch.Tensor"),
+            MANY + b"\x85",
+            b"}",
+        )
+    ),
+    "a quantised tensor of 2**36 elements": lambda: on_storage(
+        call(
+            "torch._utils._rebuild_qtensor",
+            storage(b"K\4", "torch.QInt8Storage"),
+            b"K\0",
+            number(1 << 36) + b"\x85",
+            b"K\0\x85",
+            b"(" + name("torch.per_tensor_affine") + b"G?\xf0\0\0\0\0\0\0K\0t",
+            b"\x89",
+            call("collections.OrderedDict"),
+        )
+    ),
+    "a sparse tensor whose indices lie outside": lambda: on_storage(
+        call(
+            "torch._utils._rebuild_sparse_tensor",
+            call("torch.serialization._get_layout", text("torch.sparse_coo")),
+            b"("
+            + call(
+                "torch._utils._rebuild_tensor_v2",
+                storage(b"K\1", "torch.LongStorage"),
+                b"K\0",
+                b"K\1K\1\x86",
+                b"K\1K\1\x86",
+                b"\x89",
+                call("collections.OrderedDict"),
+            )
+            + call(
+                "torch._utils._rebuild_tensor_v2",
+                storage(b"K\1", "torch.LongStorage"),
+                b"K\0",
+                b"K\1\x85",
+                b"K\1\x85",
+                b"\x89",
+                call("collections.OrderedDict"),
+            )
+            + b"K\2\x85t",
+        ),
+        b"A" * 8,
+    ),
+    "a nested tensor behind its buffer": lambda: on_storage(
+        call(
+            "torch._utils._rebuild_nested_tensor",
+            *(
+                call(
+                    "torch._utils._rebuild_tensor_v2",
+                    storage(b"K\1", "torch.LongStorage"),
+                    b"K\0",
+                    size,
+                    size,
+                    b"\x89",
+                    call("collections.OrderedDict"),
+                )
+                for size in (b"K\1\x85", b"K\1K\1\x86", b"K\1K\1\x86", b"K\1\x85")
+            ),
+        ),
+        b"A" * 8,
+    ),
+    "a storage of 2**40 elements, as before torch 1.6": lambda: legacy(
+        view(b"K\1\x85", b"K\1\x85", count=number(1 << 40)), b"]" + text("0") + b"a"
+    ),
+    "an array of objects, as before torch 1.6": lambda: legacy(
+        array(number(1 << 20) + b"\x85", dtype("O8", *OBJECT), b"]Na"), b"]"
+    ),
+    "a set a byte": lambda: item(b"\x8f" * 1_000_000),
+    "deques made often": lambda: item(often(200_000, name("collections.deque"))),
+    "a list filled often": lambda: item(
+        often(100_000, name("builtins.set"), b"](" + b"NK\1K\2" * 10_000 + b"e")
+    ),
+    "a wide key used often": lambda: item(
+        b"(" + b"K\1" * 4_000 + b"tq\0](" + b"}h\0Ns" * 100_000 + b"e"
+    ),
+    "a key that is wide at every depth": lambda: item(
+        b"("
+        + b"K\1" * 100
+        + b"tq\0"
+        + b"".join(b"(" + (b"h" + bytes([n])) * 100 + b"tq" + bytes([n + 1]) for n in range(10))
+        + b"}h\nNs"
+    ),
+    "deques in each other": lambda: item(
+        nested(200_000, b"N", name("collections.deque") + b"]", b"a\x85R")
+    ),
+    "deques and arrays of objects in each other": lambda: item(
+        nested(
+            5_000,
+            b"N",
+            begun()
+            + b"(K\1K\1\x85"
+            + dtype("O8", *OBJECT)
+            + b"\x89]"
+            + name("collections.deque")
+            + b"]",
+            b"a\x85Ratb",
+        )
+    ),
+    "default dicts in each other": lambda: item(
+        nested(100_000, b"N", call("collections.defaultdict") + b"N", b"s")
+    ),
+    "default dicts in each other, the outer ones first": lambda: item(
+        b"]("
+        + b"".join(
+            call("collections.defaultdict") + b"r" + struct.pack("<I", n) for n in range(50_000)
+        )
+        + b"".join(
+            b"0j" + struct.pack("<I", n) + b"Nj" + struct.pack("<I", n + 1) + b"s"
+            for n in range(49_999)
+        )
+        + b"e"
+    ),
+    "an attribute that shadows a method": lambda: item(
+        call("collections.OrderedDict") + b"}" + text("items") + name("builtins.bytearray") + b"sb"
+    ),
+    "a date that is none": lambda: item(call("datetime.datetime", encoded("\xff" * 10))),
+    "a year before all others": lambda: item(call("datetime.date", encoded("\0\0\1\1"))),
+    "a fraction that fills the memory": lambda: item(
+        call("fractions.Fraction", text("1e999999999"))
+    ),
+    "a stream before its first byte": lambda: item(
+        name("_io.BytesIO") + b")\x81(" + encoded("a") + number(-1) + b"Ntb"
+    ),
+    "a value that is not complete": lambda: item(call("numpy.dtype", text("O8"), b"\x89", b"\x88")),
+    "a default that calls what is not allowed": lambda: item(
+        call("collections.defaultdict", name("_codecs.encode"))
+    ),
+    "a call of a value": lambda: item(b"K\1)R"),
+    "a call of a deep tuple": lambda: item(DEEP + b")R"),
+    "a new object of a function": lambda: item(name("_codecs.encode") + b")\x81"),
     "a list of a range": lambda: item(call("builtins.list", call("builtins.range", MANY))),
     "a tuple of a range": lambda: item(call("builtins.tuple", call("builtins.range", MANY))),
     "a set of a range": lambda: item(call("builtins.set", call("builtins.range", MANY))),
@@ -204,11 +553,11 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
         b"]("
         + array(
             b"K\1\x85",
-            call("numpy.dtype", text("V8"), b"\x89", b"\x88") + b"q\5",
+            call("numpy.dtype", text("V8"), b"\x89", b"\x88") + b"q\0",
             encoded("A" * 8),
         )
         # What it says of itself now is right, but not of the bytes above.
-        + b"h\5(K\3"
+        + b"h\0(K\3"
         + text("|")
         + b"N"
         + text("a")
@@ -247,17 +596,8 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "an id of something else": lambda: item(text("os") + b"Q"),
     "a state for a class": lambda: item(name("builtins.dict") + words(a=b"N") + b"b"),
     "a getattr": lambda: item(call("builtins.getattr", name("builtins.dict"), text("fromkeys"))),
-    "pickles as before torch 1.6": lambda: (
-        b"\x80\x02"
-        + number(0x1950A86A20F9469CFC6C)
-        + b"."
-        + b"\x80\x02"
-        + number(1001)
-        + b"."
-        + b"\x80\x02}."
-        + b"\x80\x02"
-        + call("builtins.list", call("builtins.range", MANY))
-        + b"."
+    "pickles as before torch 1.6": lambda: legacy(
+        call("builtins.list", call("builtins.range", MANY)), b"]"
     ),
 }
 
@@ -410,6 +750,17 @@ def texts_table() -> bytes:
     return sink.getvalue()
 
 
+def long_text_table() -> bytes:
+    """A chunk table with one very long name, which takes a page of its own."""
+    arrow = pq.read_table(pa.BufferReader(encode_table(mixed_table()))).slice(0, 1)
+    index = arrow.schema.get_field_index("fqn")
+    field = arrow.schema.field("fqn")
+    arrow = arrow.set_column(index, field, pa.array(["a" * (400 << 20)], field.type))
+    sink = io.BytesIO()
+    pq.write_table(arrow, sink, compression="zstd", store_schema=True, write_statistics=False)
+    return sink.getvalue()
+
+
 def header(fields: Any, more: int = 0) -> bytes:
     data = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     return struct.pack("<Q", len(data) + more) + data
@@ -446,7 +797,7 @@ HEADERS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def record(body: bytes) -> bytes:
+def signed(body: bytes) -> bytes:
     from ray_dcp.format.checksums import digest_bytes
 
     return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
@@ -457,14 +808,14 @@ ABORT = encode_record(AbortRecord(attempt="a1", reason="late", rank=3))[
 ]
 
 RECORDS: dict[str, Callable[[], bytes]] = {
-    "lists nested a million deep": lambda: record(b"[" * 1_000_000 + b"]" * 1_000_000),
-    "a rank of a million digits": lambda: record(ABORT.replace(b":3", b":" + b"9" * 1_000_000)),
-    "a rank that is no number": lambda: record(ABORT.replace(b":3", b":NaN")),
-    "a rank that is negative": lambda: record(ABORT.replace(b":3", b":-3")),
-    "a field twice": lambda: record(ABORT.replace(b'"rank":3', b'"rank":3,"rank":4')),
-    "a reason with half a surrogate pair": lambda: record(ABORT.replace(b"late", b"\\ud800")),
-    "an attempt that climbs": lambda: record(ABORT.replace(b"a1", b"../a1")),
-    "a version of a million digits": lambda: record(
+    "lists nested a million deep": lambda: signed(b"[" * 1_000_000 + b"]" * 1_000_000),
+    "a rank of a million digits": lambda: signed(ABORT.replace(b":3", b":" + b"9" * 1_000_000)),
+    "a rank that is no number": lambda: signed(ABORT.replace(b":3", b":NaN")),
+    "a rank that is negative": lambda: signed(ABORT.replace(b":3", b":-3")),
+    "a field twice": lambda: signed(ABORT.replace(b'"rank":3', b'"rank":3,"rank":4')),
+    "a reason with half a surrogate pair": lambda: signed(ABORT.replace(b"late", b"\\ud800")),
+    "an attempt that climbs": lambda: signed(ABORT.replace(b"a1", b"../a1")),
+    "a version of a million digits": lambda: signed(
         ABORT.replace(b'_version":', b'_version":' + b"9" * 1_000_000)
     ),
 }
@@ -520,6 +871,7 @@ def cases() -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], Any]]]:
     }
     found["table: 33 million equal checksums"] = (zeros_table, decode_table)
     found["table: a long text a hundred times"] = (texts_table, decode_table)
+    found["table: a name of 400 MB"] = (long_text_table, decode_table)
     found["safetensors: offsets in a list nested a million deep"] = (
         lambda: b"[" * 1_000_000,
         lambda data: saved_offsets({"DCP_SHARDING_INFO": data.decode()}),

@@ -70,8 +70,8 @@ def decode_metadata(data: bytes, *, allowed_parents: int = 0) -> ForeignMetadata
         O(length), about 20 us a chunk.
     """
     with collector_paused():
-        root = read_pickle(data, allowed_global, {f"{_MODULE}.MetadataIndex": _index_key})
         try:
+            root = read_pickle(data, allowed_global, {f"{_MODULE}.MetadataIndex": _index_key})
             return _Decoder(_state(root, "Metadata"), allowed_parents).decode()
         except CheckpointError as exc:
             if ".metadata" not in exc.message:

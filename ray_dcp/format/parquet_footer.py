@@ -14,13 +14,15 @@ from typing import Any
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.table_columns import damaged
 
-__all__ = ["ColumnClaim", "FooterClaim", "read_footer"]
+__all__ = ["ColumnClaim", "FooterClaim", "page_bytes", "read_footer"]
 
 _MAGIC = b"PAR1"
 _MAX_DEPTH = 16
 _MAX_VARINT_BYTES = 10
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTS = (4, 5, 6)
+_UNCOMPRESSED, _COMPRESSED = 2, 3
+"""Fields of a page's header."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class ColumnClaim:
     num_values: int
     num_bytes: int
     """Uncompressed."""
+    start: int
+    """First byte of its pages."""
+    stored_bytes: int
+    """Of its pages, as they lie in the file."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,41 @@ def read_footer(data: bytes) -> FooterClaim:
         return FooterClaim(
             num_rows=_count(fields[3]),
             num_row_groups=len(groups),
-            columns=tuple(
-                ColumnClaim(_count(column[3][5]), _count(column[3][6]))
-                for group in groups
-                for column in group[1]
-            ),
+            columns=tuple(_claim(column[3]) for group in groups for column in group[1]),
         )
     except (LookupError, TypeError) as exc:
         raise damaged("a Parquet footer", f"other bytes ({type(exc).__name__})") from exc
+
+
+def page_bytes(data: Any, column: ColumnClaim) -> int:
+    """Returns how many bytes the pages of a column unpack to, as their own headers say.
+
+    Why these: room is made by them, whatever the footer says of the column as a whole.
+
+    Args:
+        data: The file, with these pages.
+        column: Of its footer.
+
+    Raises:
+        DamagedCheckpointError: They are no pages.
+    """
+    end, total = column.start + column.stored_bytes, 0
+    if end > len(data):
+        raise damaged(f"pages in {len(data)} bytes", "others")
+    position = column.start
+    while position < end:
+        reader = _Compact(data, position, end)
+        header = reader.struct(0)
+        total += _count(header.get(_UNCOMPRESSED))
+        position = reader.position + _count(header.get(_COMPRESSED))
+    return total
+
+
+def _claim(fields: dict[int, Any]) -> ColumnClaim:
+    start, dictionary = _count(fields[9]), fields.get(11) or 0
+    if 0 < _count(dictionary) < start:
+        start = dictionary
+    return ColumnClaim(_count(fields[5]), _count(fields[6]), start, _count(fields[7]))
 
 
 def _count(value: Any) -> int:
@@ -88,6 +121,11 @@ class _Compact:
         self._data = data
         self._pos = start
         self._end = end
+
+    @property
+    def position(self) -> int:
+        """Where the next value stands."""
+        return self._pos
 
     def struct(self, depth: int) -> dict[int, Any]:
         """Returns the struct that begins here."""

@@ -1,7 +1,8 @@
 """Reads a pickle into plain values and stand-ins, without importing or calling what it names.
 
 An interpreter for the opcodes of protocols 2 to 5 that data needs. Classes become `Instance`s,
-names that the caller did not allow are refused. What the values mean is `metadata_in`'s part.
+names that the caller did not allow are refused. What the values mean is `metadata_in`'s part;
+`object_pickle` builds real objects with the same interpreter.
 
 Why not `pickle.Unpickler` with a `find_class` of our own: its C code takes 64 GiB for a memo
 index of 2**32 - 1, and overflows the C stack hashing a tuple nested a million deep.
@@ -10,13 +11,14 @@ Source: PEP 307, PEP 3154, PEP 574; Lib/pickletools.py.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
-__all__ = ["Builder", "Global", "Instance", "damaged", "read_pickle"]
+__all__ = ["Builder", "Global", "Instance", "PickleMachine", "damaged", "read_pickle"]
 
 MAX_PICKLE_BYTES = 1 << 30
 """Longest pickle; its values take at most about 100 times as much memory."""
@@ -78,40 +80,51 @@ def read_pickle(
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise damaged(f"at most {MAX_PICKLE_BYTES >> 20} MiB", f"{len(data)} bytes")
-    try:
-        return _Machine(data, allowed, key_of).run()
-    except CheckpointError:
-        raise
-    except (IndexError, ValueError, TypeError, struct.error) as exc:
-        # Values missing on the stack or in the memo, text that is no UTF-8, bytes that end early.
-        raise damaged("a pickle", f"bytes that are none ({type(exc).__name__})") from exc
+    return _MetadataMachine(data, allowed, key_of).load()
 
 
 def damaged(expected: str, found: str) -> DamagedCheckpointError:
-    """Returns the error for a `.metadata` that is not as it must be."""
+    """Returns the error for a pickle that is not as it must be."""
     return DamagedCheckpointError(
-        f"Expected {expected} in .metadata, found {found}; it is damaged, load an earlier step"
+        f"Expected {expected}, found {found}; it is damaged, load an earlier step"
     )
 
 
-class _Machine:
-    def __init__(
-        self,
-        data: bytes,
-        allowed: Callable[[str], Global | None],
-        key_of: Mapping[str, Builder],
-    ) -> None:
+class PickleMachine:
+    """Runs the opcodes of a pickle; what a name, a call, a state or an item makes is a subclass's.
+
+    Args:
+        data: Bytes that hold the pickle.
+        start: Where it starts in them.
+    """
+
+    def __init__(self, data: bytes | mmap.mmap, start: int = 0) -> None:
         self._data = data
-        self._allowed = allowed
-        self._key_of = key_of
-        self._globals: dict[str, Global] = {}
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        self._pos = 0
-        self._text_room = 64 * len(data) + (1 << 20)
+        self._pos = start
 
-    def run(self) -> Any:
+    @property
+    def position(self) -> int:
+        """Where the next opcode stands; after `load`, the end of the pickle."""
+        return self._pos
+
+    def load(self) -> Any:
+        """Returns the value of the pickle.
+
+        Raises:
+            DamagedCheckpointError: It is no pickle, or one with opcodes that data does not need.
+        """
+        try:
+            return self._run()
+        except CheckpointError:
+            raise
+        except (IndexError, ValueError, TypeError, struct.error) as exc:
+            # Values missing on the stack or in the memo, text that is no UTF-8, bytes that end.
+            raise damaged("a pickle", f"bytes that are none ({type(exc).__name__})") from exc
+
+    def _run(self) -> Any:
         """Returns the value on the stack at the STOP opcode.
 
         Why one long loop: a .metadata of 20,000 tensors has two million opcodes, and a call for
@@ -120,7 +133,7 @@ class _Machine:
         """
         data, stack, marks, memo = self._data, self._stack, self._marks, self._memo
         push, pop, memoize, from_bytes = stack.append, stack.pop, memo.append, int.from_bytes
-        pos = 0
+        pos = self._pos
         while True:
             opcode = data[pos]
             pos += 1
@@ -138,8 +151,8 @@ class _Machine:
             elif opcode == 0x28:  # MARK
                 marks.append(len(stack))
             elif opcode == 0x29:  # EMPTY_TUPLE
-                if data.startswith(_NEW_OBJECT, pos):
-                    made = self._made(pop(), ())
+                if data[pos : pos + len(_NEW_OBJECT)] == _NEW_OBJECT:
+                    made = self._new(pop(), ())
                     state: dict[Any, Any] = {}
                     push(made)
                     push(state)
@@ -153,10 +166,10 @@ class _Machine:
                 push({})
             elif opcode == 0x81:  # NEWOBJ
                 args = pop()
-                push(self._made(pop(), args))
+                push(self._new(pop(), args))
             elif opcode == 0x62:  # BUILD
                 state = pop()
-                _set_state(stack[-1], state)
+                stack[-1] = self._with_state(stack[-1], state)
             elif opcode == 0x75:  # SETITEMS
                 start = marks.pop()
                 items = stack[start:]
@@ -164,7 +177,7 @@ class _Machine:
                 self._set_items(stack[-1], items)
                 if data[pos] == 0x62:  # BUILD
                     state = pop()
-                    _set_state(stack[-1], state)
+                    stack[-1] = self._with_state(stack[-1], state)
                     pos += 1
             elif opcode == 0x86:  # TUPLE2
                 last = pop()
@@ -174,7 +187,7 @@ class _Machine:
                     pos += 1
             elif opcode == 0x85:  # TUPLE1
                 args = (pop(),)
-                if data.startswith(_CALL, pos):
+                if data[pos : pos + len(_CALL)] == _CALL:
                     memoize(args)
                     made = self._made(pop(), args)
                     push(made)
@@ -203,6 +216,7 @@ class _Machine:
                 else:
                     pop()
             elif opcode == 0x2E:  # STOP
+                self._pos = pos
                 return pop()
             else:
                 self._pos = pos
@@ -283,7 +297,10 @@ class _Machine:
         return self._take(int.from_bytes(self._take(length), "little"))
 
     def _line(self) -> str:
-        return self._take(self._data.index(b"\n", self._pos) + 1 - self._pos)[:-1].decode()
+        end = self._data.find(b"\n", self._pos)
+        if end < 0:
+            raise damaged("the end of a name", "none")
+        return self._take(end + 1 - self._pos)[:-1].decode()
 
     def _put(self, index: int) -> None:
         # Careful: an index is not to be believed; every pickler counts them up from 0.
@@ -298,6 +315,42 @@ class _Machine:
         if type(stack[-1]) is not list:
             raise damaged("a list to append to", "something else")
         stack[-1].extend(values)
+
+    def _find(self, module: Any, name: Any) -> Any:
+        """Returns what a name stands for."""
+        raise NotImplementedError
+
+    def _made(self, target: Any, args: Any) -> Any:
+        """Returns what a call makes."""
+        raise NotImplementedError
+
+    def _new(self, target: Any, args: Any) -> Any:
+        """Returns a new object of a class."""
+        return self._made(target, args)
+
+    def _with_state(self, target: Any, state: Any) -> Any:
+        """Returns an object that was given its state."""
+        raise NotImplementedError
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        """Puts keys and values, one after the other, into a mapping."""
+        raise NotImplementedError
+
+
+class _MetadataMachine(PickleMachine):
+    """Makes stand-ins."""
+
+    def __init__(
+        self,
+        data: bytes,
+        allowed: Callable[[str], Global | None],
+        key_of: Mapping[str, Builder],
+    ) -> None:
+        super().__init__(data)
+        self._allowed = allowed
+        self._key_of = key_of
+        self._globals: dict[str, Global] = {}
+        self._text_room = 64 * len(data) + (1 << 20)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict or len(items) % 2:
@@ -339,6 +392,14 @@ class _Machine:
                 raise damaged("paths that fit the length of the file", "longer ones")
         return value
 
+    def _with_state(self, target: Any, state: Any) -> Any:
+        if type(target) is Instance:
+            target.state = state
+        elif type(target) is not dict:
+            # A dict stands for an OrderedDict or defaultdict, whose attributes nobody needs.
+            raise damaged("an object to give a state to", "something else")
+        return target
+
     def _find(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
             raise damaged("the name of a class", "something else")
@@ -356,11 +417,3 @@ class _Machine:
 
 def _is_small(value: Any) -> bool:
     return isinstance(value, int) and -_LARGE_INT < value < _LARGE_INT
-
-
-def _set_state(target: Any, state: Any) -> None:
-    if type(target) is Instance:
-        target.state = state
-    elif type(target) is not dict:
-        # A dict stands for an OrderedDict or defaultdict, whose attributes nobody needs.
-        raise damaged("an object to give a state to", "something else")

@@ -12,7 +12,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.parquet_footer import ColumnClaim, FooterClaim, read_footer
+from ray_dcp.format.parquet_footer import ColumnClaim, FooterClaim, page_bytes, read_footer
 from ray_dcp.format.table_columns import damaged
 from ray_dcp.format.table_rows import READ_SCHEMA, SCHEMA, TEXTS, ArrowTable
 from ray_dcp.plan.arrow_arrays import to_numpy
@@ -43,6 +43,7 @@ GROUPS_VERSION = 4
 MAX_TABLE_BYTES = 8 << 30
 MAX_ROWS = 1 << 26
 MAX_VALUES = 1 << 29
+_VALUE_BYTES = 8
 VALUES_A_BYTE = 16
 FREE_VALUES = 1 << 24
 """A table holds at most this many values, and `VALUES_A_BYTE` for each of its bytes. Equal values
@@ -112,6 +113,7 @@ class TableFile:
     """
 
     def __init__(self, data: Any) -> None:
+        self._data = data
         self._num_bytes = len(data)
         self._footer = _check_claims(data)
         # Why as dictionaries: of a text that a file holds once, a million copies would be made.
@@ -152,11 +154,14 @@ class TableFile:
             DamagedCheckpointError: Their texts are too long.
             SAYS_CORRUPT: They are none.
         """
+        # Why: how long the whole file is may be a lie where only parts of it were read.
+        num_bytes = self._num_bytes if there is None else there
+        columns = self._footer.columns if group is None else self._footer.of_group(group)
+        _check_values(columns, num_bytes)
+        _check_bytes(sum(page_bytes(self._data, column) for column in columns), num_bytes)
         if group is None:
             arrow = self._file.read(use_threads=False)
         else:
-            # Why: how long the whole file is may be a lie where only parts of it were read.
-            _check_values(self._footer.of_group(group), self._num_bytes if there is None else there)
             arrow = self._file.read_row_group(group, use_threads=False)
         arrow.validate(full=True)
         arrow = arrow.combine_chunks()
@@ -195,12 +200,7 @@ def _check_claims(data: Any) -> FooterClaim:
     if footer.num_rows > MAX_ROWS:
         raise damaged(f"at most {MAX_ROWS} rows", f"{footer.num_rows}")
     _check_values(footer.columns, len(data))
-    for column in footer.columns:
-        if column.num_values > MAX_VALUES or column.num_bytes > MAX_TABLE_BYTES:
-            raise damaged(
-                f"at most {MAX_VALUES} values and {MAX_TABLE_BYTES >> 30} GiB a column",
-                f"{column.num_values} values in {column.num_bytes} bytes",
-            )
+    _check_bytes(sum(column.num_bytes for column in footer.columns), len(data))
     return footer
 
 
@@ -208,3 +208,8 @@ def _check_values(columns: Sequence[ColumnClaim], num_bytes: int) -> None:
     total = sum(column.num_values for column in columns)
     if total > most_values(num_bytes):
         raise damaged(f"values that fit {num_bytes} bytes", f"{total} values")
+
+
+def _check_bytes(total: int, num_bytes: int) -> None:
+    if total > _VALUE_BYTES * most_values(num_bytes):
+        raise damaged(f"pages that fit {num_bytes} bytes", f"{total} bytes in them")

@@ -1,7 +1,8 @@
 """Tells whose the files at a place are, and which of them nothing needs any more: pure.
 
 A file is ours when its name is one that we give, with the attempt in it. All others are somebody
-else's and are never deleted, whatever they look like.
+else's and are never deleted, whatever they look like, and whatever a record says: who writes one
+could otherwise name the files that are to go.
 
 *Why no clock is needed.* What was listed before a commit or delete was recorded belongs to
 attempts that were planned before. Each of these would have to pass that record's slot to become
@@ -43,9 +44,8 @@ MOST_DECIDED = 64
 """How many earlier attempts a record remembers. Each takes 50 bytes; one save adds one or two."""
 
 _METADATA = ".metadata"
-_ATTEMPT = r"(?P<attempt>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
-_MADE_UP = re.compile(r"[0-9a-f]{16}")
-"""What an attempt looks like when no record names it: `runtime.perform.new_attempt`."""
+_ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
+"""What an attempt looks like: `runtime.perform.new_attempt`."""
 _DATA = re.compile(
     rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp"
     rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"
@@ -89,12 +89,11 @@ class Sweep:
     """Attempts that may still be committed, sorted."""
 
 
-def owner_of(key: str, known: Collection[str] = ()) -> Owned | None:
+def owner_of(key: str) -> Owned | None:
     """Returns whose a file is, by its name; None when it is not ours.
 
     Args:
         key: Relative to the checkpoint.
-        known: Attempts that records name. Others have to look like one that was made up.
 
     Example:
         >>> owner_of("__0_1.0123456789abcdef.distcp")
@@ -106,7 +105,7 @@ def owner_of(key: str, known: Collection[str] = ()) -> Owned | None:
     """
     temp = _TEMP.fullmatch(key)
     if temp is not None:
-        owned = owner_of(temp["folder"] + temp["name"], known)
+        owned = owner_of(temp["folder"] + temp["name"])
         return None if owned is None or owned.kind == "temp" else Owned("temp", owned.attempt)
     if key == _METADATA:
         return Owned("metadata")
@@ -123,37 +122,31 @@ def owner_of(key: str, known: Collection[str] = ()) -> Owned | None:
         kind, attempt = "trace", trace["attempt"]
     else:
         return None
-    if attempt in known or _MADE_UP.fullmatch(attempt):
-        return Owned(kind, attempt)
-    return None
+    return Owned(kind, attempt)
 
 
-def attempts_of(keys: Iterable[str], known: Collection[str] = ()) -> frozenset[str]:
+def attempts_of(keys: Iterable[str]) -> frozenset[str]:
     """Returns the attempts that left files; their traces do not count, which nothing needs.
 
     Args:
         keys: What is there, with unpublished files.
-        known: As for `owner_of`.
     """
-    found = (owner_of(key, known) for key in keys)
+    found = (owner_of(key) for key in keys)
     left = (owned for owned in found if owned is not None and owned.kind != "trace")
     return frozenset(owned.attempt for owned in left if owned.attempt)
 
 
-def left_by_others(
-    keys: Iterable[str], *, last_slot: int, known: Collection[str] = ()
-) -> tuple[str, ...]:
+def left_by_others(keys: Iterable[str], *, last_slot: int) -> tuple[str, ...]:
     """Returns what nothing needs once an attempt that begins now has been committed.
 
     Args:
         keys: All that is there when it begins, with unpublished files.
         last_slot: Highest slot in use then.
-        known: As for `owner_of`.
 
     Returns:
         In the order in which to delete; `.metadata`, which the commit replaces, is not among it.
     """
-    found = [(owner_of(key, known), key) for key in keys]
+    found = [(owner_of(key), key) for key in keys]
     left = [
         (owned, key)
         for owned, key in found
@@ -222,7 +215,7 @@ def sweep(
     kept: list[Kept] = []
     unfinished: set[str] = set()
     for key in sorted(keys):
-        owned = owner_of(key, known)
+        owned = owner_of(key)
         if key in needed or (owned is not None and owned.kind == "metadata"):
             continue
         if owned is None:

@@ -178,9 +178,7 @@ def _delete_record(place: Place, attempt: str) -> DeleteRecord:
         created_s=time.time(),
         replaced_metadata=place.foreign if is_replaced else None,
         previous_slot=standing.last_slot,
-        decided=verdicts(
-            standing.slots.records, attempts_of(place.sizes, place.known) if told else ()
-        ),
+        decided=verdicts(standing.slots.records, attempts_of(place.sizes) if told else ()),
     )
 
 
@@ -213,7 +211,7 @@ def _finish_delete(place: Place, record: DeleteRecord, dry_run: bool) -> Collect
         named=named_by_metadata(place, record),
     )
     manifest = place.standing.manifest
-    unnamed = attempts_of(place.sizes, place.known) - place.known
+    unnamed = attempts_of(place.sizes) - place.known
     done = CollectReport(
         path=storage.url,
         deleted=(),

@@ -125,7 +125,7 @@ def check_ours(place: Place) -> None:
     """
     metadata_is_ours = METADATA_KEY in place.sizes and place.foreign is None
     keys = place.sizes.keys() - {METADATA_KEY}
-    if metadata_is_ours or any(owner_of(key, place.known) for key in keys):
+    if metadata_is_ours or any(owner_of(key) for key in keys):
         return
     written_by_others = (".distcp", ".safetensors", METADATA_KEY)
     if any(key.endswith(written_by_others) and "/" not in key for key in place.sizes):
@@ -155,7 +155,7 @@ def named_by_metadata(place: Place, record: Manifest | DeleteRecord | None) -> d
         data = place.storage.read(METADATA_KEY)
     except KeyMissingError:
         return {}
-    attempts = attempts_of(place.sizes, place.known)
+    attempts = attempts_of(place.sizes)
     if isinstance(record, Manifest):
         attempts -= {record.attempt}
         if record.metadata is not None and record.metadata.digest == digest_bytes(data).hex():
@@ -166,7 +166,7 @@ def named_by_metadata(place: Place, record: Manifest | DeleteRecord | None) -> d
         found = decode_metadata(data)
     except DamagedCheckpointError:
         return dict.fromkeys(attempts, "a .metadata that can't be read may name it")
-    named = attempts_of(found.table.files, place.known)
+    named = attempts_of(found.table.files)
     named |= {found.attempt} if found.attempt is not None else set()
     return dict.fromkeys(attempts & named, "the .metadata that stands there names it")
 

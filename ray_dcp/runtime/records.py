@@ -111,15 +111,15 @@ def read_standing(storage: Storage) -> RecordsRead:
     """
     standing = standing_records(storage)
     digest, foreign_files = foreign_metadata(storage, standing.manifest)
-    known = {record.attempt for record in standing.slots.records.values()}
     keys = [entry.key for entry in everything(storage)]
-    present = attempts_of(keys, known)
+    present = attempts_of(keys)
     if not storage.traits.create_if_absent:
         # Why: two saves may both believe to have won there; the files of neither may go.
+        known = {record.attempt for record in standing.slots.records.values()}
         if standing.record is not None:
             known |= {verdict.attempt for verdict in standing.record.decided}
-        keys = [key for key in keys if attempts_of([key], known) <= known]
-    left = left_by_others(keys, last_slot=standing.last_slot, known=known)
+        keys = [key for key in keys if attempts_of([key]) <= known]
+    left = left_by_others(keys, last_slot=standing.last_slot)
     # Why not told where a record can't be read: it may be the commit of one of them.
     told = storage.traits.create_if_absent and not standing.slots.unreadable
     return RecordsRead(

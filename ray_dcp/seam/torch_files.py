@@ -19,17 +19,18 @@ from ray_dcp.errors import (
     InvalidRequestError,
     UnsafeCheckpointError,
 )
-from ray_dcp.format.object_check import check_object
-from ray_dcp.seam.objects import allowed
+from ray_dcp.seam.torch_values import read_torch_save
 
 __all__ = ["fill_storages", "load_torch_file"]
+
+_WAY_OUT = "pass weights_only=False"
 
 
 def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) -> Any:
     """Returns what a file of `torch.save` holds; its tensors are its mapped pages.
 
     Args:
-        path: The file. Files from before torch 1.6 are read whole.
+        path: The file. Tensors of files from before torch 1.6 are copies.
         weights_only: Refuse objects that are not on the allow-list. False runs code from the file.
 
     Raises:
@@ -43,21 +44,17 @@ def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) 
         raise InvalidRequestError(f"expected a file of torch.save, found the directory {name}")
     if not Path(name).exists():
         raise CheckpointNotFoundError(f"there is no file {name}", checkpoint_id=name)
-    is_zip = zipfile.is_zipfile(name)
     try:
         if not weights_only:
+            is_zip = zipfile.is_zipfile(name)
             return torch.load(name, map_location="cpu", mmap=is_zip, weights_only=False)
-        if is_zip:
-            _check(name)
-        with allowed():
-            return torch.load(name, map_location="cpu", mmap=is_zip, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UnsafeCheckpointError(
-            f"a safe load refuses {name}: {str(error).strip().partition(chr(10))[0]}; if you trust "
-            f"the file, pass weights_only=False",
-            checkpoint_id=name,
-        ) from error
-    except DamagedCheckpointError as error:
+        with Path(name).open("rb") as stream:
+            # Why not closed: its tensors are views of it. It goes with the last of them.
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return read_torch_save(mapped, is_shared=True)
+    except UnsafeCheckpointError as error:
+        told = error.message.replace("load with LoadOptions(weights_only=False)", _WAY_OUT)
+        error.message = f"a safe load refuses {name}: {told}"
         error.checkpoint_id = name
         raise
     except Exception as error:  # damaged bytes raise anything
@@ -107,11 +104,3 @@ class _StorageFinder(pickle.Pickler):
             return None
         self.found.append(obj)
         return len(self.found)
-
-
-def _check(name: str) -> None:
-    """Holds the pickle of a file against what no object needs, before torch runs it."""
-    with Path(name).open("rb") as stream:
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    # Why not closed: an error keeps views of it in its traceback. It goes with the last of them.
-    check_object(memoryview(mapped))

@@ -216,7 +216,8 @@ def _text(place: object) -> str:
             key="checkpoint_id",
         )
     scheme, rest = split_url(text)
-    if scheme not in ("", "file", "local") and _SECRETS.match(rest):
+    # Why split: in a chained URL each place may carry its own ("zip://a::s3://key:secret@bucket").
+    if scheme not in ("", "file", "local") and any(map(_SECRETS.match, rest.split("://"))):
         # Why not shown: what is refused here would otherwise be written into the checkpoint.
         raise InvalidRequestError(
             f"this {scheme}:// URL carries credentials or options (…:…@ or ?…=…), and URLs are "

@@ -47,7 +47,7 @@ def state_of(
     told = decides if standing is None else standing
     decided = named | ({v.attempt for v in told.decided} if told is not None else set())
     known = decided | ({standing.attempt} if standing is not None else set())
-    pending = tuple(sorted(attempts_of(files, known) - known))
+    pending = tuple(sorted(attempts_of(files) - known))
     if standing is not None:
         return _committed(files, standing, pending)
     if isinstance(decides, DeleteRecord):

@@ -80,7 +80,7 @@ def _kind(key: str, step: StepView) -> Kind:
         return "data"
     if info_slot(key) is not None:
         return "records"
-    owned = owner_of(key, () if manifest is None else (manifest.attempt,))
+    owned = owner_of(key)
     if owned is None:
         return "other"
     standing = manifest is not None and owned.attempt == manifest.attempt

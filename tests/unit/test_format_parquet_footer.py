@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.format.parquet_footer import ColumnClaim, read_footer
+from ray_dcp.format.parquet_footer import ColumnClaim, page_bytes, read_footer
 from ray_dcp.format.table import encode_table
 from tests.format_cases import many_table, mixed_table
 
@@ -18,9 +18,17 @@ def test_the_footer_claims_what_arrow_reads_from_it(rows):
     assert (found.num_rows, found.num_row_groups) == (arrow.num_rows, arrow.num_row_groups)
     group = arrow.row_group(0)
     assert list(found.columns) == [
-        ColumnClaim(group.column(i).num_values, group.column(i).total_uncompressed_size)
-        for i in range(group.num_columns)
+        ColumnClaim(
+            column.num_values,
+            column.total_uncompressed_size,
+            column.dictionary_page_offset or column.data_page_offset,
+            column.total_compressed_size,
+        )
+        for column in map(group.column, range(group.num_columns))
     ]
+    for column in found.columns:
+        # Arrow counts the headers of the pages, too.
+        assert 0 < column.num_bytes - page_bytes(data, column) < 400
 
 
 def test_files_of_several_groups_and_other_types_are_told_too():
@@ -30,6 +38,15 @@ def test_files_of_several_groups_and_other_types_are_told_too():
     found = read_footer(sink.getvalue())
     assert (found.num_rows, found.num_row_groups, len(found.columns)) == (3, 2, 6)
     assert [column.num_values for column in found.columns] == [2, 2, 2, 1, 1, 1]
+
+
+def test_what_pages_unpack_to_is_told_by_their_own_headers():
+    page = b"\x15\x00\x15\x80\x80\x80\x80\x08\x15\x02\x00x"
+    data = b"PAR1" + page * 3
+    assert page_bytes(data, ColumnClaim(1, 1, 4, len(page) * 3)) == 3 << 30
+    for start, length in ((4, len(page) * 3 + 1), (5, 4), (len(data), 1), (1 << 60, 1)):
+        with pytest.raises(DamagedCheckpointError):
+            page_bytes(data, ColumnClaim(1, 1, start, length))
 
 
 def footer(body):

@@ -83,6 +83,23 @@ def load(path: Path, names: tuple[str, ...] = ("weight",)) -> dict[str, torch.Te
     return into["model"]
 
 
+def test_a_manifest_of_a_made_up_attempt_has_a_save_delete_nobody_elses_files(ours: Path):
+    """The names that an attempt gives to its files have exactly its id in them."""
+    signed(ours, attempt="a")
+    theirs = [
+        "trace.a.json", "stats.a.json", "chunks.a.parquet", "__0_7.a.distcp",
+        "a/rank-00000-part-00000.safetensors", ".tmp-0123456789ab-chunks.a.parquet",
+    ]  # fmt: skip
+    (ours / "a").mkdir()
+    for name in theirs:
+        (ours / name).write_bytes(b"mine")
+    for _ in range(2):
+        checkpoints.save(ours)
+    assert [name for name in theirs if not (ours / name).exists()] == []
+    ray_dcp.delete(ours)
+    assert [name for name in theirs if not (ours / name).exists()] == []
+
+
 # Names that lead outside
 
 

@@ -102,15 +102,17 @@ def test_values_of_state_dicts_come_back_equal_and_of_the_same_class(name: str) 
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_stock_torch_saves_loads_too_except_two_containers(name: str) -> None:
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_whatever_way_torch_saves_them_they_load(name: str, protocol: int, is_zip: bool) -> None:
     buffer = io.BytesIO()
-    torch.save(VALUES[name], buffer)
-    if name in ("deque", "defaultdict"):
-        with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
-            load_object(buffer.getvalue(), fqn="a")
-        assert load_object(buffer.getvalue(), fqn="a", weights_only=False) == VALUES[name]
-    else:
-        load_object(buffer.getvalue(), fqn="a")
+    torch.save(
+        VALUES[name], buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip
+    )
+    data = buffer.getvalue()
+    back, trusted = (load_object(data, fqn="a", weights_only=safe) for safe in (True, False))
+    assert type(back) is type(trusted) is type(VALUES[name])
+    assert str(back) == str(trusted)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def test_targets_and_locations_travel_with_what_they_need_and_show_nothing():
 @pytest.mark.parametrize(
     "url",
     [f"s3://key:{SECRET}@bucket/run", f"s3://bucket/run?secret={SECRET}",
-     f"az://c/run?sv=1&sig={SECRET}"],
+     f"az://c/run?sv=1&sig={SECRET}", f"zip://a::s3://key:{SECRET}@bucket/run.zip",
+     f"simplecache::zip://a::ftp://key:{SECRET}@host/run.zip"],
 )  # fmt: skip
 def test_a_url_with_credentials_is_refused_without_showing_them(url):
     for call in (

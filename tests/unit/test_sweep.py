@@ -85,11 +85,11 @@ def test_a_name_that_is_not_exactly_ours_is_somebody_elses(key):
     assert owner_of(key) is None
 
 
-def test_an_attempt_that_was_not_made_up_is_known_by_its_record_only():
-    assert owner_of("__0_0.run-7.distcp") is None
-    assert owner_of("__0_0.run-7.distcp", {"run-7"}) == Owned("data", "run-7")
-    assert owner_of("run-7/rank-00000-part-00000.safetensors", {"run-7"}) == Owned("data", "run-7")
-    assert owner_of("__0_0.run-7.distcp", {"run-8"}) is None
+@pytest.mark.parametrize("attempt", ["a", "run-7", A[:-1], A + "a", A.upper()])
+def test_an_attempt_that_was_not_made_up_owns_nothing_whatever_records_say(attempt):
+    assert [key for key in names_of(attempt) if owner_of(key) is not None] == []
+    found = sweep(names_of(attempt), standing=None, last_slot=9, dead=[attempt], all_dead=True)
+    assert found.delete == ()
 
 
 keys = st.one_of(

@@ -1,0 +1,691 @@
+"""Builds the objects of a pickle by functions of its own; nothing that the pickle names is called.
+
+For every global that state dicts hold a `Known` tells what the name stands for and which function
+builds a value of it from checked arguments. What the user allowed by
+`torch.serialization.add_safe_globals` is called as torch does; any other name is refused. Here are
+values of Python and its standard library, numpy's are in `numpy_values`, torch's in
+`seam.torch_values`.
+Source: torch/_weights_only_unpickler.py; PEP 307, PEP 3154.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
+import pickletools
+import random
+import re
+import sys
+import types
+import uuid
+import weakref
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ray_dcp.collector import collector_paused
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from ray_dcp.format.safe_pickle import PickleMachine
+
+if TYPE_CHECKING:
+    import mmap
+
+__all__ = ["PYTHON", "Known", "ObjectMachine", "Table", "Unfinished", "need", "set_attributes"]
+
+_BYTES_A_BYTE = 64
+_FREE_BYTES = 1 << 20
+_CALL_BYTES = 64
+_UNFINISHED_BYTES = 512
+_SET_BYTES = sys.getsizeof(set())
+_MAX_KEY_PARTS = 1 << 12
+_MAX_KEY_DEPTH = 16
+_MAX_DEPTH = 1000
+_MERSENNE_WORDS = 624
+_NEVER = frozenset(["sys", "os", "posix", "nt"])
+"""Modules of which torch refuses everything, whatever the user allowed."""
+_ENCODINGS = frozenset(["latin1", "latin-1", "utf-8", "utf8", "ascii"])
+_WAY_OUT = (
+    "store what it is made of, or, if you wrote this checkpoint, load with "
+    "LoadOptions(weights_only=False)"
+)
+
+Build = Callable[["ObjectMachine", tuple[Any, ...]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A global that objects are made of."""
+
+    value: Any = None
+    """What the name itself stands for; None for a function that pickles only call."""
+    build: Build | None = None
+    """Makes a value of the arguments of a call; None for what is not called."""
+
+
+class Table:
+    """Globals by name, and how to build values of them."""
+
+    def __init__(self, *known: Mapping[str, Known]) -> None:
+        self.values: dict[str, Any] = {}
+        self._builds: dict[int, tuple[str, Build]] = {}
+        for name, one in (item for table in known for item in table.items()):
+            value = one.build if one.value is None else one.value
+            self.values[name] = value
+            if one.build is not None:
+                self._builds[id(value)] = name, one.build
+
+    def build_of(self, value: Any) -> tuple[str, Build] | None:
+        """Returns name and function for what a pickle calls, by identity: it need not hash."""
+        return self._builds.get(id(value))
+
+
+class Unfinished:
+    """Stands for a value that can't be built before its state is known."""
+
+    __slots__ = ("__weakref__", "finish", "name", "place")
+
+    def __init__(self, finish: Callable[[Any], Any]) -> None:
+        self.finish = finish
+        self.name = ""
+        self.place = -1
+
+
+class Unneeded(ValueError):
+    """A call has other arguments than it is saved with."""
+
+
+def need(condition: Any, what: str = "") -> None:
+    """Checks arguments of a builder.
+
+    Raises:
+        Unneeded: They are wrong; the machine names what was called.
+    """
+    if not condition:
+        raise Unneeded(what)
+
+
+@dataclass(slots=True, eq=False)
+class _Depth:
+    """How deep containers are in one; which stays, so that its id stays its own."""
+
+    container: Any
+    levels: int = 0
+    is_held: bool = False
+
+
+class ObjectMachine(PickleMachine):
+    """Builds what a pickle describes.
+
+    Memory is bounded by the length of the pickle: whatever is made of values that are there
+    already, and could be made of them again and again, is counted.
+
+    Args:
+        data: Bytes that hold the pickle.
+        table: What it may name.
+        added: What the user allowed, by dotted name.
+        item_of: Returns what a persistent id stands for.
+        start: Where the pickle starts.
+    """
+
+    def __init__(
+        self,
+        data: bytes | mmap.mmap,
+        table: Table,
+        added: Mapping[str, Any],
+        item_of: Callable[[Any], Any],
+        start: int = 0,
+    ) -> None:
+        super().__init__(data, start)
+        self.table = table
+        self._added = added
+        self._item_of = item_of
+        self._room = _BYTES_A_BYTE * len(data) + _FREE_BYTES
+        self._unfinished: weakref.WeakSet[Unfinished] = weakref.WeakSet()
+        self._depths: dict[int, _Depth] = {}
+
+    def load(self) -> Any:
+        """Returns the object.
+
+        Raises:
+            UnsafeCheckpointError: It asks for something that is not allowed, or in a way in which
+                no object is saved; `key` is its name.
+            DamagedCheckpointError: It is no pickle.
+        """
+        with collector_paused():
+            value = super().load()
+        self._stack.clear()
+        self._memo.clear()
+        self._depths.clear()
+        if self._unfinished or type(value) is Unfinished:
+            raise _unsafe("a value before it is complete", "pickle")
+        return value
+
+    def spend(self, num_bytes: int) -> None:
+        """Counts memory that is about to be taken.
+
+        Raises:
+            UnsafeCheckpointError: More than fits the length of the pickle.
+        """
+        self._room -= num_bytes
+        if self._room < 0:
+            raise _unsafe("more memory than fits its length", "pickle")
+
+    def hold(self, target: Any, values: Iterable[Any]) -> None:
+        """Checks how deep default dicts, deques and arrays of objects are in each other.
+
+        Why: these are freed by recursion, without the bound that Python has for other containers.
+
+        Args:
+            target: Which of them gets values.
+            values: These.
+        """
+        inner = [one for one in map(self._depths.get, map(id, values)) if one is not None]
+        if id(target) not in self._depths:
+            self.spend(_UNFINISHED_BYTES)
+            self._depths[id(target)] = _Depth(target)
+        own = self._depths[id(target)]
+        own.levels = max(own.levels, 1 + max((one.levels for one in inner), default=0))
+        # What is held takes none itself any more: what holds it would get deeper.
+        if own.levels > _MAX_DEPTH or (inner and own.is_held):
+            raise _unsafe("containers too deep in each other", "pickle")
+        for one in inner:
+            one.is_held = True
+
+    def is_deep(self, value: Any) -> bool:
+        """Whether a value is one that `hold` counts."""
+        return id(value) in self._depths
+
+    def is_added(self, value: Any) -> bool:
+        """Whether the user allowed a class or function."""
+        return any(value is one for one in self._added.values())
+
+    def check_key(self, key: Any) -> None:
+        """Checks that a key of a dict or an element of a set can be hashed.
+
+        Why: a tuple in a tuple in … a million deep overflows the stack of the process.
+        """
+        level = [key]
+        for _ in range(_MAX_KEY_DEPTH):
+            level = [part for one in level if isinstance(one, tuple) for part in one]
+            if not level:
+                return
+            self.spend(8 * len(level))
+            if len(level) > _MAX_KEY_PARTS:
+                break
+        raise _unsafe("keys nested deeper or longer than can be hashed", "pickle")
+
+    def _other(self, opcode: int) -> None:
+        stack = self._stack
+        match opcode:
+            case 0x8F:  # EMPTY_SET
+                self.spend(_SET_BYTES)
+                stack.append(set())
+            case 0x90:  # ADDITEMS
+                items = self._above_mark()
+                need(type(stack[-1]) is set)
+                stack[-1].update(map(self._hashable, items))
+            case 0x91:  # FROZENSET
+                items = self._above_mark()
+                self.spend(_SET_BYTES)
+                stack.append(frozenset(map(self._hashable, items)))
+            case 0x51:  # BINPERSID
+                pid = stack[-1]
+                stack[-1] = self._built("a storage", lambda: self._item_of(pid))
+            case 0x55:  # SHORT_BINSTRING
+                stack.append(self._take(self._take(1)[0]).decode())
+            case _:
+                super()._other(opcode)
+
+    def _literal(self, opcode: int) -> Any:
+        if opcode == 0x96:  # BYTEARRAY8
+            return bytearray(self._counted(8))
+        if opcode not in b"\x58\x8d\x43\x42\x8e\x8a\x47":
+            raise _unsafe(f"the opcode 0x{opcode:02x}", "pickle")
+        return super()._literal(opcode)
+
+    def _put(self, index: int) -> None:
+        # Why: the pickler of Python 2 counts from 1.
+        if index == 1 and not self._memo:
+            self._memo.append(None)
+        super()._put(index)
+
+    def _above_mark(self) -> list[Any]:
+        start = self._marks.pop()
+        items = self._stack[start:]
+        del self._stack[start:]
+        return items
+
+    def _hashable(self, item: Any) -> Any:
+        self.check_key(item)
+        return item
+
+    def _extend(self, start: int) -> None:
+        values = self._stack[start:]
+        del self._stack[start:]
+        target = self._stack[-1]
+        if type(target) not in (list, collections.deque):
+            raise _unsafe("something else than a list to append to", "pickle")
+        if type(target) is collections.deque:
+            self.hold(target, values)
+        target.extend(values)
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        if type(target) not in _MAPPINGS or len(items) % 2:
+            raise _unsafe("something else than a dict to fill", "pickle")
+        if type(target) is collections.defaultdict:
+            self.hold(target, items[1::2])
+        for index in range(0, len(items), 2):
+            key = items[index]
+            if type(key) is not str:
+                self.check_key(key)
+            target[key] = items[index + 1]
+
+    def _find(self, module: Any, name: Any) -> Any:
+        dotted = _dotted(module, name)
+        if dotted in self.table.values:
+            return self.table.values[dotted]
+        if dotted in self._added and str(module).partition(".")[0] not in _NEVER:
+            return self._added[dotted]
+        found = sorted({dotted} | self._unknown())
+        told = ascii(", ".join(found))[1:-1]
+        raise UnsafeCheckpointError(
+            f"{told} {'is' if len(found) == 1 else 'are'} not on the allow-list; if you trust the "
+            f"checkpoint, add torch.serialization.add_safe_globals([{told}]) before loading, or "
+            f"load with LoadOptions(weights_only=False)",
+            key=ascii(dotted)[1:-1],
+        )
+
+    def _unknown(self) -> set[str]:
+        """Returns other names that are not allowed in the rest of the pickle, for the message."""
+        found: set[str] = set()
+        stream = io.BytesIO(self._data[self._pos : self._pos + _FREE_BYTES])
+        try:
+            for opcode, argument, _ in pickletools.genops(stream):
+                if opcode.name == "GLOBAL" and len(found) < 8:
+                    dotted = _dotted(*str(argument).split(" ", 1))
+                    if dotted not in self.table.values and dotted not in self._added:
+                        found.add(dotted)
+        except Exception:  # noqa: BLE001 - only to word a message; bytes that are none raise anything
+            return found
+        return found
+
+    def _made(self, target: Any, args: Any) -> Any:
+        return self._called(target, args, lambda: target(*args))
+
+    def _new(self, target: Any, args: Any) -> Any:
+        return self._called(target, args, lambda: target.__new__(target, *args))
+
+    def _called(self, target: Any, args: Any, call: Callable[[], Any]) -> Any:
+        if not isinstance(args, tuple):
+            raise _unsafe("arguments that are no tuple", "pickle")
+        # Why what it is given: from the memo it comes again and again, and is walked each time.
+        self.spend(_CALL_BYTES + sum(map(_walked_bytes, args)))
+        known = self.table.build_of(target)
+        if known is None:
+            if not self.is_added(target):
+                raise _unsafe("a call of something that is not called", "pickle")
+            return _ran(target, call)
+        value = self._built(known[0], lambda: known[1](self, args))
+        self.spend(sys.getsizeof(value))
+        if type(value) is Unfinished:
+            self.spend(_UNFINISHED_BYTES)
+            value.name, value.place = known[0], len(self._memo)
+            self._unfinished.add(value)
+        return value
+
+    def _built(self, name: str, build: Callable[[], Any]) -> Any:
+        try:
+            return build()
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:
+            told = f" ({error})" if isinstance(error, Unneeded) and str(error) else ""
+            what = f"{name} with other arguments than it is saved with{told}"
+            raise _unsafe(what, name) from error
+
+    def _with_state(self, target: Any, state: Any) -> Any:
+        self.spend(_walked_bytes(state))
+        if type(target) is Unfinished:
+            made = self._built(target.name, lambda: target.finish(state))
+            self.spend(sys.getsizeof(made))
+            # What refers to it by another way than the memo keeps an unfinished one, see `load`.
+            if target.place < len(self._memo) and self._memo[target.place] is target:
+                self._memo[target.place] = made
+            return made
+        if type(target) in _WITH_ATTRIBUTES:
+            self._built(type(target).__name__, lambda: set_attributes(target, state))
+        elif self.is_added(type(target)):
+            _ran(type(target), lambda: _set_added(target, state))
+        else:
+            raise _unsafe("a state for a value that has none", "pickle")
+        return target
+
+
+def _walked_bytes(value: Any) -> int:
+    """Returns how much a builder may have to walk through."""
+    return 8 * len(value) if isinstance(value, (str, bytes, bytearray, *_CONTAINERS)) else 0
+
+
+def set_attributes(target: Any, state: Any) -> None:
+    """Sets attributes that shadow none of the class.
+
+    Raises:
+        Unneeded: `state` is no dict of attributes, or names one of the class.
+    """
+    need(type(state) is dict)
+    need(all(type(name) is str and not hasattr(type(target), name) for name in state))
+    target.__dict__.update(state)
+
+
+def _ran(target: Any, call: Callable[[], Any]) -> Any:
+    """Calls what the user allowed."""
+    try:
+        return call()
+    except Exception as error:
+        name = getattr(target, "__qualname__", "a function of the user")
+        raise DamagedCheckpointError(
+            f"expected arguments that {name} takes, found {type(error).__name__}: {error}"
+        ) from error
+
+
+def _set_added(target: Any, state: Any) -> None:
+    """Gives an object of a class that the user allowed its state, as torch and pickle do."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        target.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+def _unsafe(what: str, name: str) -> UnsafeCheckpointError:
+    return UnsafeCheckpointError(
+        f"expected the pickle of an object, found one that asks for {what}, which no object that "
+        f"was saved needs; {_WAY_OUT}",
+        key=name,
+    )
+
+
+def _dotted(module: Any, name: Any) -> str:
+    """Returns a name as Python 3 has it: pickles of protocol 2 use those of Python 2."""
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise _unsafe("a name that is no text", "pickle")
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[module, name]
+    else:
+        module = IMPORT_MAPPING.get(module, module)
+    return f"{module}.{name}"[:256]
+
+
+# How values of Python are built
+
+
+def _sequence(cls: Any, args: tuple[Any, ...]) -> Any:
+    need(len(args) <= 1 and all(isinstance(arg, (list, tuple)) for arg in args))
+    return cls(*args)
+
+
+def _set_of(cls: Any) -> Build:
+    def build(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        need(len(args) <= 1 and all(isinstance(arg, (list, tuple, set)) for arg in args))
+        return cls(map(machine._hashable, args[0])) if args else cls()
+
+    return build
+
+
+def _pairs(machine: ObjectMachine, args: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
+    """Returns keys and values of the one argument with which mappings are made."""
+    need(len(args) <= 1)
+    if not args:
+        return ()
+    if isinstance(args[0], dict):
+        return args[0].items()
+    need(type(args[0]) is list)
+    need(all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in args[0]))
+    return [(machine._hashable(key), value) for key, value in args[0]]
+
+
+def _mapping_of(cls: Any) -> Build:
+    def build(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        return cls(dict(_pairs(machine, args)))
+
+    return build
+
+
+def _default_dict(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+    factory = args[0] if args else None
+    is_class = isinstance(factory, type) and machine.table.build_of(factory) is not None
+    need(factory is None or is_class or machine.is_added(factory))
+    made = collections.defaultdict(factory, dict(_pairs(machine, args[1:])))
+    machine.hold(made, made.values())
+    return made
+
+
+def _deque(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+    need(len(args) <= 2 and all(isinstance(arg, (list, tuple)) for arg in args[:1]))
+    need(all(arg is None or type(arg) is int for arg in args[1:]))
+    made: collections.deque[Any] = collections.deque(*args)
+    machine.hold(made, made)
+    return made
+
+
+def _is_encoding(value: Any) -> bool:
+    # Careful: anything else need not be hashable.
+    return isinstance(value, str) and value in _ENCODINGS
+
+
+def _encoded(_: ObjectMachine, args: tuple[Any, ...]) -> bytes:
+    text, encoding = args
+    need(type(text) is str and _is_encoding(encoding))
+    return bytes(text, encoding)
+
+
+def _bytes_of(cls: Any) -> Build:
+    def build(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        if len(args) == 2:
+            return cls(_encoded(machine, args))
+        need(len(args) <= 1 and all(type(arg) in (bytes, list) for arg in args))
+        return cls(*args)
+
+    return build
+
+
+def _text(_: ObjectMachine, args: tuple[Any, ...]) -> str:
+    need(len(args) <= 1 and all(type(arg) is str for arg in args))
+    return str(*args)
+
+
+def _number_of(cls: Any) -> Build:
+    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        need(len(args) <= 2 and all(type(arg) in (bool, int, float) for arg in args))
+        return cls(*args)
+
+    return build
+
+
+def _integers_of(cls: Any, most: int) -> Build:
+    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        need(1 <= len(args) <= most)
+        need(all(arg is None or type(arg) in (int, bool) for arg in args))
+        return cls(*args)
+
+    return build
+
+
+def _object(_: ObjectMachine, args: tuple[Any, ...]) -> object:
+    need(not args)
+    return object()
+
+
+def _date(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.date:
+    (raw,) = args
+    need(type(raw) is bytes and len(raw) == 4)
+    return datetime.date(raw[0] * 256 + raw[1], raw[2], raw[3])
+
+
+def _datetime(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.datetime:
+    raw, *zone = args
+    need(type(raw) is bytes and len(raw) == 10)
+    fold, month = divmod(raw[2], 128)
+    day = raw[0] * 256 + raw[1], month, raw[3]
+    return datetime.datetime(*day, *_clock(raw[4:], zone), fold=fold)
+
+
+def _time(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.time:
+    raw, *zone = args
+    need(type(raw) is bytes and len(raw) == 6)
+    fold, hour = divmod(raw[0], 128)
+    return datetime.time(*_clock(bytes([hour]) + raw[1:], zone), fold=fold)
+
+
+def _clock(raw: bytes, zone: list[Any]) -> tuple[Any, ...]:
+    need(len(zone) <= 1 and all(type(one) is datetime.timezone for one in zone))
+    return (*raw[:3], int.from_bytes(raw[3:], "big"), zone[0] if zone else None)
+
+
+def _timezone(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.timezone:
+    offset, *name = args
+    need(type(offset) is datetime.timedelta and all(type(one) is str for one in name))
+    return datetime.timezone(offset, *name)
+
+
+def _decimal(_: ObjectMachine, args: tuple[Any, ...]) -> decimal.Decimal:
+    (text,) = args
+    need(type(text) is str)
+    return decimal.Decimal(text)
+
+
+def _fraction(_: ObjectMachine, args: tuple[Any, ...]) -> fractions.Fraction:
+    """Builds a fraction as it pickles itself; `Fraction("1e999999999")` would fill the memory."""
+    if len(args) == 1:
+        need(re.fullmatch(r"-?[0-9]{1,4000}(/[0-9]{1,4000})?", args[0]), "no exponent notation")
+        return fractions.Fraction(args[0])
+    numerator, denominator = args
+    need(type(numerator) is type(denominator) is int)
+    return fractions.Fraction(numerator, denominator)
+
+
+def _stream(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
+    def finish(state: Any) -> io.BytesIO:
+        content, position, attributes = state
+        need(type(content) is bytes and type(position) is int and 0 <= position <= len(content))
+        need(not attributes)
+        made = io.BytesIO(content)
+        made.seek(position)
+        return made
+
+    need(not args)
+    return Unfinished(finish)
+
+
+def _uuid(_: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
+    def finish(state: Any) -> uuid.UUID:
+        safety = uuid.SafeUUID(state.get("is_safe", uuid.SafeUUID.unknown.value))
+        need(state.keys() <= {"int", "is_safe"} and type(state["int"]) is int)
+        return uuid.UUID(int=state["int"], is_safe=safety)
+
+    need(not args)
+    return Unfinished(finish)
+
+
+def _random(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
+    def finish(state: Any) -> random.Random:
+        version, words, gauss = state
+        need(version == 3 and type(words) is tuple and len(words) == _MERSENNE_WORDS + 1)
+        need(all(type(word) is int and 0 <= word < 1 << 32 for word in words))
+        need(words[-1] <= _MERSENNE_WORDS and (gauss is None or type(gauss) is float))
+        made = random.Random(0)  # noqa: S311 - it is given a state
+        made.setstate((version, words, gauss))
+        return made
+
+    need(not args)
+    machine.spend(8 * _MERSENNE_WORDS)
+    return Unfinished(finish)
+
+
+def _with_attributes(cls: Any) -> Build:
+    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        need(not args)
+        return cls()
+
+    return build
+
+
+def _path_of(cls: Any) -> Build:
+    def build(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        need(all(type(part) is str for part in args))
+        return cls(*args)
+
+    return build
+
+
+def _paths() -> dict[str, Known]:
+    # Python 3.13 pickles paths under pathlib._local. A path of the other system becomes a pure one.
+    here = type(pathlib.Path())
+    classes: dict[str, Any] = {
+        "PurePosixPath": pathlib.PurePosixPath,
+        "PureWindowsPath": pathlib.PureWindowsPath,
+        "PosixPath": pathlib.PurePosixPath,
+        "WindowsPath": pathlib.PureWindowsPath,
+        here.__name__: here,
+    }
+    return {
+        f"{module}.{name}": Known(cls, _path_of(cls))
+        for module in ("pathlib", "pathlib._local")
+        for name, cls in classes.items()
+    }
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_WITH_ATTRIBUTES = (collections.OrderedDict, argparse.Namespace, types.SimpleNamespace)
+
+PYTHON: dict[str, Known] = {
+    "_codecs.encode": Known(None, _encoded),
+    "argparse.Namespace": Known(argparse.Namespace, _with_attributes(argparse.Namespace)),
+    "builtins.Ellipsis": Known(Ellipsis),
+    "builtins.NotImplemented": Known(NotImplemented),
+    "builtins.bool": Known(bool, _number_of(bool)),
+    "builtins.bytearray": Known(bytearray, _bytes_of(bytearray)),
+    "builtins.bytes": Known(bytes, _bytes_of(bytes)),
+    "builtins.complex": Known(complex, _number_of(complex)),
+    "builtins.dict": Known(dict, _mapping_of(dict)),
+    "builtins.float": Known(float, _number_of(float)),
+    "builtins.frozenset": Known(frozenset, _set_of(frozenset)),
+    "builtins.int": Known(int, _number_of(int)),
+    "builtins.list": Known(list, lambda _, args: _sequence(list, args)),
+    "builtins.object": Known(object, _object),
+    "builtins.range": Known(range, _integers_of(range, 3)),
+    "builtins.set": Known(set, _set_of(set)),
+    "builtins.slice": Known(slice, _integers_of(slice, 3)),
+    "builtins.str": Known(str, _text),
+    "builtins.tuple": Known(tuple, lambda _, args: _sequence(tuple, args)),
+    "collections.Counter": Known(collections.Counter, _mapping_of(collections.Counter)),
+    "collections.OrderedDict": Known(collections.OrderedDict, _mapping_of(collections.OrderedDict)),
+    "collections.defaultdict": Known(collections.defaultdict, _default_dict),
+    "collections.deque": Known(collections.deque, _deque),
+    "datetime.date": Known(datetime.date, _date),
+    "datetime.datetime": Known(datetime.datetime, _datetime),
+    "datetime.time": Known(datetime.time, _time),
+    "datetime.timedelta": Known(datetime.timedelta, _integers_of(datetime.timedelta, 3)),
+    "datetime.timezone": Known(datetime.timezone, _timezone),
+    "decimal.Decimal": Known(decimal.Decimal, _decimal),
+    "fractions.Fraction": Known(fractions.Fraction, _fraction),
+    "io.BytesIO": Known(io.BytesIO, _stream),
+    "_io.BytesIO": Known(io.BytesIO, _stream),
+    "random.Random": Known(random.Random, _random),
+    "types.SimpleNamespace": Known(types.SimpleNamespace, _with_attributes(types.SimpleNamespace)),
+    "uuid.UUID": Known(uuid.UUID, _uuid),
+    **_paths(),
+}
+"""Values of Python and its standard library."""
