@@ -37,7 +37,7 @@ LONGEST = (
     "test_bad_input_ranks", "test_torchrun", "test_runtime_own_ray", "test_shared_reads",
     "test_memory_tier", "test_runtime_workers", "test_s3_cluster", "test_heartbeats",
     "test_async_bad_input", "test_dcp_examples", "test_full_disk", "test_gatherers",
-    "test_peer_copy", "test_manager_ranks", "test_no_collectives", "test_newest_ranks",
+    "test_manager_ranks", "test_no_collectives", "test_newest_ranks",
 )  # fmt: skip
 """Files of the other folders that take longest: they come first of these, so that several
 processes end at about the same time."""

@@ -34,6 +34,7 @@ class RankThread:
     """
 
     node = ""
+    skipped_calls = 0
 
     def __init__(self, shared, rank, world_size, dies):
         self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
@@ -44,8 +45,8 @@ class RankThread:
         self._next += 1
         return OpKey("threads", self._next)
 
-    def activity(self, timeout_s, next_key=None):
-        return Activity(self, timeout_s, next_key)
+    def activity(self, timeout_s, key=None):
+        return Activity(self, timeout_s, key)
 
     def begins(self, vitals, timeout_s):
         """Nobody listens."""

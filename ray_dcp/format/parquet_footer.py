@@ -89,6 +89,8 @@ def page_bytes(data: Any, column: ColumnClaim) -> int:
     Raises:
         DamagedCheckpointError: They are no pages.
     """
+    if column.start == 0:
+        return 0  # of an empty column; a file begins with its magic, which is no page's header
     end, total = column.start + column.stored_bytes, 0
     if end > len(data):
         raise damaged(f"pages in {len(data)} bytes", "others")

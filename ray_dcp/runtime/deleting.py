@@ -94,7 +94,7 @@ def delete(
         _check_deletable(place)
         if isinstance(place.standing.record, DeleteRecord) and not (
             # Why: what began since then may still be committed, unless another record ends it.
-            expected == "" and attempts_of(place.sizes, place.known) - place.known
+            expected == "" and attempts_of(place.sizes) - place.known
         ):
             return _finish_delete(place, place.standing.record, dry_run)
         _check_expected(place, expected)

@@ -110,7 +110,7 @@ def _host_pieces(pieces: list[torch.Tensor]) -> Iterator[memoryview]:
     """Yields the bytes of short uint8 tensors, many of which are copied together."""
     for start in range(0, len(pieces), _SEGMENTS_AT_ONCE):
         some = pieces[start : start + _SEGMENTS_AT_ONCE]
-        data = memoryview(torch.cat(some).cpu().numpy())
+        data = host_bytes(torch.cat(some))
         for low, high in pairwise(np.cumsum([0, *map(len, some)]).tolist()):
             yield data[low:high]
 

@@ -85,7 +85,7 @@ def _case(target: Target, data: bytes, found: Found) -> bool:
         if not _is_printable(error):
             _note(error, data, found)
             return False
-        kind = f"{type(error).__name__}: {error.message[:40]}"
+        kind = f"{type(error).__name__}: {error.message[:90]}"
         found.refused[kind] += 1
         return found.refused[kind] == 1
     except (KeyboardInterrupt, SystemExit):

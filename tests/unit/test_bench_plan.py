@@ -44,5 +44,5 @@ def test_peers_limit_and_balance_are_numbers():
     found = plan.balance(16, plan.LAYER, 1)
     assert 1 <= found.over_writers < 1.01
     assert found[2] > 16
-    assert found[3:] == (16, 2, 16, 2)
-    assert plan.balance(16, plan.SMALL, 1)[2:] == (16, 4, 2, 4, 2)
+    assert found[3:] == (16, 2, 16)
+    assert plan.balance(16, plan.SMALL, 1)[2:] == (16, 4, 2, 4)

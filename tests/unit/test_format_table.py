@@ -11,6 +11,7 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckp
 from ray_dcp.format import table as tb
 from ray_dcp.format import table_parquet as parquet
 from ray_dcp.format.checksums import digest
+from ray_dcp.format.parquet_footer import read_footer
 from ray_dcp.format.table_check import check_table
 from ray_dcp.plan.values import Kind
 from tests import big_views
@@ -239,17 +240,17 @@ def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-@pytest.mark.parametrize("limit", ["MAX_ROWS", "MAX_VALUES", "MAX_TABLE_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_ROWS", "FREE_VALUES", "MAX_TABLE_BYTES"])
 def test_a_table_that_claims_too_much_is_refused_before_it_is_read(limit, monkeypatch):
-    table = many_table(300)
-    data = tb.encode_table(table)
-    # The longest column is that of the checksums; no row lacks one.
-    most = {"MAX_ROWS": 300, "MAX_VALUES": len(table.checks), "MAX_TABLE_BYTES": len(data)}
+    data = tb.encode_table(many_table(300))
+    values = sum(column.num_values for column in read_footer(data).columns)
+    monkeypatch.setattr(parquet, "VALUES_A_BYTE", 1 << 10 if limit != "FREE_VALUES" else 0)
+    most = {"MAX_ROWS": 300, "FREE_VALUES": values, "MAX_TABLE_BYTES": len(data)}
     claimed = most[limit]
     monkeypatch.setattr(parquet, limit, claimed)
     tb.decode_table(data)
     monkeypatch.setattr(parquet, limit, claimed - 1)
-    with pytest.raises(DamagedCheckpointError, match="at most"):
+    with pytest.raises(DamagedCheckpointError, match=r"at most|that fit"):
         tb.decode_table(data)
 
 

@@ -24,7 +24,7 @@ from ray_dcp.protocol.commands import (
     PublishMetadata,
 )
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.forgotten import GAPS, Forgotten
+from ray_dcp.protocol.forgotten import LAST, Forgotten
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadJoin,
@@ -376,15 +376,16 @@ def test_an_operation_that_begins_after_many_with_higher_numbers_is_not_taken_fo
     (result,) = run_ranks(save_ranks({}, 1, url, seq=0), coordination=coordination)
     assert result.get().attempt
     (again,) = run_ranks(save_ranks({}, 1, url, seq=1), coordination=coordination)
-    assert "ended long ago" in again.error.message
+    assert "Renumbered" in again.error.message
 
 
 def test_what_is_remembered_of_operations_that_ended_is_bounded():
     forgotten = Forgotten()
-    for seq in range(5, 5 + 3 * GAPS, 2):
-        forgotten.add(seq)
-    assert 5 in forgotten
-    assert len(vars(forgotten)["_others"]) <= GAPS + 1
+    for seq in range(5, 5 + 3 * LAST, 2):
+        forgotten.add(OpKey("s", seq))
+    assert OpKey("s", 5) in forgotten
+    assert OpKey("s", 5 + 3 * LAST) not in forgotten
+    assert len(vars(forgotten)["_last"]) <= LAST + 1
 
 
 def patience(*requests):

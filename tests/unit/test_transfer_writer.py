@@ -222,6 +222,7 @@ def test_a_failing_storage_leaves_nothing_and_its_error_names_the_key(tmp_path, 
     error = StorageError("[ENOSPC] No space left on device")
     storage = FaultyStorage(inner, [Fault(operation=operation, error=error)])
     arrays = arrays_of((600, 1000))
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         write_file(storage, plan_of(arrays), "a1", source=source_of(arrays), deferred=no_deferred)
