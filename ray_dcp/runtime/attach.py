@@ -90,6 +90,8 @@ def attach(invitation: Invitation) -> None:
 
 
 def _init(address: str, token_path: str | None) -> None:
+    if token_path is not None:
+        _check_own(address, token_path)
     try:
         _probe(address)
         with hooks.signal_handlers_kept():
@@ -115,7 +117,7 @@ def _connect(address: str) -> None:
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
 
 
-def _connect_own(address: str, token_path: str) -> None:
+def _check_own(address: str, token_path: str) -> None:
     if not Path(token_path).is_file():
         raise ParticipantError(
             f"Expected all ranks on the machine where the first rank started a Ray ({address}), "
@@ -123,6 +125,9 @@ def _connect_own(address: str, token_path: str) -> None:
             f"start --head` on one, `ray start --address=<that machine>:6379` on the others) and "
             f"set RAY_ADDRESS on all"
         )
+
+
+def _connect_own(address: str, token_path: str) -> None:
     with environment.pinned_to_loopback(token_path) as token, hooks.loopback_addresses():
         if token:
             hooks.local_token()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import ray
 from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
-from ray_dcp.runtime import attach, call, hooks, ray_calls
+from ray_dcp.runtime import attach, call, hooks, own_ray, ray_calls
 from ray_dcp.runtime.call import call_actor
 from ray_dcp.runtime.connection import (
     Connection,
@@ -168,3 +172,28 @@ def test_a_cluster_at_whose_address_nobody_listens_is_given_up(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", "{}:{}".format(*unused.getsockname()))
         with pytest.raises(ParticipantError, match=r"ConnectionRefusedError.*RAY_ADDRESS"):
             connect()
+
+
+@pytest.mark.parametrize("says", ["The current node timed out during startup.", "no such file"])
+def test_a_ray_of_our_own_that_a_busy_machine_starts_too_slowly_is_started_again(monkeypatch, says):
+    made = []
+
+    def keeper(directory: Path, token: Path, order: own_ray.KeeperOrder) -> subprocess.Popen[bytes]:
+        made.append(directory)
+        if len(made) == 2:
+            found = own_ray.OwnRay("127.0.0.1:7", str(directory), str(token), 7)
+            (directory / own_ray.READY).write_text(found.encode())
+        (directory / own_ray.LOG).write_text(says)
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        return process
+
+    monkeypatch.setattr(own_ray, "_start_keeper", keeper)
+    if says == "no such file":
+        with pytest.raises(ParticipantError, match="no such file"):
+            own_ray.start_own_ray()
+        assert len(made) == 1
+    else:
+        assert own_ray.start_own_ray().directory == str(made[1])
+        shutil.rmtree(made[1])
+    assert not made[0].exists()
