@@ -13,8 +13,8 @@ from ray_dcp.manager.writing import LEASE_S
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits
-from ray_dcp.testing import Place
-from ray_dcp.testing.invariants import standing_state
+from tests.crash.invariants import standing_state
+from tests.crash.registry import Place
 
 HERE = this_process()
 NAMES_ARE = {"save_interval": 1, "max_pending_async": 1, "num_of_threads": 1, "item": None,

@@ -1,6 +1,6 @@
 """Ranks that hold numpy arrays: what the protocol tests save and load instead of torch tensors.
 
-What a rank captures and wants is in `ray_dcp.testing.ranks`.
+What a rank captures and wants is in `tests.crash.ranks`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.rank import load_rank, save_rank
-from ray_dcp.testing.array_states import ArrayCapture, ArrayWork
+from tests.crash.array_states import ArrayCapture, ArrayWork
 
 
 class NumpyCapture(ArrayCapture):

@@ -12,8 +12,8 @@ from ray_dcp.protocol.messages import SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.perform import new_attempt, perform
 from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.testing.array_states import ArrayCapture
-from ray_dcp.testing.ranks import save_ranks
+from tests.crash.array_states import ArrayCapture
+from tests.crash.ranks import save_ranks
 
 
 class Warm:

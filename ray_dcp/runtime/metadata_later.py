@@ -47,12 +47,11 @@ def write_metadata(
 
     Example:
         >>> from ray_dcp.options import SaveOptions
-        >>> from ray_dcp.testing.array_states import sample_state
-        >>> from ray_dcp.testing.ranks import save_state
+        >>> from ray_dcp.entrypoints import save
         >>> from ray_dcp.store.memory import MemoryStorage
         >>> storage = MemoryStorage("doc-metadata")
         >>> options = SaveOptions(stock_metadata=False)
-        >>> _ = save_state(storage, sample_state(1), options=options)
+        >>> _ = save({"step": 7}, checkpoint_id="memory://doc-metadata", options=options)
         >>> ".metadata" in {entry.key for entry in storage.list()}
         False
         >>> write_metadata("memory://doc-metadata")

@@ -12,11 +12,11 @@ from ray_dcp.errors import CommitUnknownError, StorageError
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.workers import WorkerGroup
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.testing import INVARIANTS, OLD, Aftermath, Place
-from ray_dcp.testing.array_states import sample_state
-from ray_dcp.testing.invariants import a_later_save_works, nothing_is_left
-from ray_dcp.testing.ranks import save_ranks
 from tests.attempts import names_at, one_error, save_sound, step_that_loads, try_save
+from tests.crash.array_states import sample_state
+from tests.crash.invariants import INVARIANTS, Aftermath, a_later_save_works, nothing_is_left
+from tests.crash.ranks import save_ranks
+from tests.crash.registry import OLD, Place
 from tests.disks import PAGE, here, small_disk
 
 NEW = sample_state(2)

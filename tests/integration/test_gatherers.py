@@ -20,8 +20,8 @@ from ray_dcp.runtime.naming import NAMESPACE, gatherer_name
 from ray_dcp.runtime.rank import drive, save_rank
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
-from ray_dcp.testing.ranks import load_state
+from tests.crash.array_states import ArrayCapture, same_state, sample_state
+from tests.crash.ranks import load_state
 from tests.polling import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")

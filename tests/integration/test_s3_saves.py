@@ -20,8 +20,9 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.faults import Fault, Script
 from ray_dcp.store.location import Location, as_target
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing import NEW, OLD, Place, check_crashes
-from ray_dcp.testing.invariants import standing_state
+from tests.crash.crashes import check_crashes
+from tests.crash.invariants import standing_state
+from tests.crash.registry import NEW, OLD, Place
 from tests.races import race_for_a_slot
 from tests.s3_server import fresh_place, server_without_conditions
 

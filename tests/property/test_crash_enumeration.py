@@ -15,28 +15,25 @@ from ray_dcp.runtime.perform import perform
 from ray_dcp.store.faults import CrashError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.testing import (
+from tests.crash.array_states import sample_state
+from tests.crash.crashes import check_crashes
+from tests.crash.interruptions import interrupted_storage
+from tests.crash.invariants import (
     INVARIANTS,
-    NEW,
-    NEXT,
-    OLD,
     Aftermath,
-    Operation,
-    Place,
-    check_crashes,
-    interrupted_system,
-    registered_operations,
+    a_later_save_works,
+    nothing_lies_outside,
+    standing_state,
 )
-from ray_dcp.testing.array_states import sample_state
-from ray_dcp.testing.interruptions import interrupted_storage
-from ray_dcp.testing.invariants import a_later_save_works, nothing_lies_outside, standing_state
-from ray_dcp.testing.ranks import one_outcome, save_ranks
-from ray_dcp.testing.stock_calls import (
+from tests.crash.ranks import one_outcome, save_ranks
+from tests.crash.registry import NEW, NEXT, OLD, Operation, Place, registered_operations
+from tests.crash.stock_calls import (
     interrupted_stock,
     ours_stands_or_both_are_named,
     save_by_stock,
     stock_dcp_sees_no_mixture,
 )
+from tests.crash.system_calls import interrupted_system
 
 OPERATIONS = registered_operations()
 ON_STORAGE = [operation for operation in OPERATIONS if not operation.needs_path]

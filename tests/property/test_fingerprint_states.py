@@ -32,7 +32,7 @@ from ray_dcp.protocol.shelf import Shelf
 from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.rank_join import join_save
 from ray_dcp.seam.capture import capture
-from ray_dcp.testing.array_states import ArrayCapture, sample_state
+from tests.crash.array_states import ArrayCapture, sample_state
 from tests.unit.seam_support import as_rank
 
 WORLD = 4

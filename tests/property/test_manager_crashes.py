@@ -12,24 +12,17 @@ from ray_dcp.manager.catalogue import look
 from ray_dcp.manager.places import FOLDER
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.testing import (
-    NEW,
-    NEXT,
-    OLD,
-    CrashError,
-    Fault,
-    Operation,
-    Script,
-    check_crashes,
-    interrupted_system,
-)
-from ray_dcp.testing.invariants import (
+from ray_dcp.testing import CrashError, Fault, Script
+from tests.crash.crashes import check_crashes
+from tests.crash.invariants import (
     an_allowed_checkpoint_loads_whole,
     expect,
     is_same,
     nothing_lies_outside,
     standing_state,
 )
+from tests.crash.registry import NEW, NEXT, OLD, Operation
+from tests.crash.system_calls import interrupted_system
 from tests.manager_places import (
     folders_of,
     newest_state,

@@ -15,8 +15,8 @@ from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.outcome import outcome
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.testing.interruptions import interrupted_storage
-from ray_dcp.testing.registry import Place
+from tests.crash.interruptions import interrupted_storage
+from tests.crash.registry import Place
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
 
 OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)

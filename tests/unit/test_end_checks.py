@@ -31,10 +31,10 @@ from ray_dcp.protocol.receipts import join_receipts, pack_receipts
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
-from ray_dcp.testing.ranks import load_state, save_ranks, save_state
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
 from ray_dcp.transfer.writer import write_part
+from tests.crash.array_states import ArrayCapture, same_state, sample_state
+from tests.crash.ranks import load_state, save_ranks, save_state
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}

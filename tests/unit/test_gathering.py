@@ -45,8 +45,8 @@ from ray_dcp.protocol.together import Batches, JoinedTogether, Told, WrittenToge
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank import save_rank
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
-from ray_dcp.testing.ranks import load_ranks, load_state
+from tests.crash.array_states import ArrayCapture, same_state, sample_state
+from tests.crash.ranks import load_ranks, load_state
 from tests.gathered_ranks import Gathered
 
 WORLD = 6

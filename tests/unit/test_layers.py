@@ -86,7 +86,6 @@ HOMES = {
             "dcp",
             "xla",
             "integrations",
-            "testing",
         },
         set(),
     ),

@@ -46,8 +46,8 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError
-from ray_dcp.testing import NEW, NEXT, OLD, Place
 from ray_dcp.transfer.announcements import Announced
+from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.manager_places import (
     HERE,
     folders_of,

@@ -14,8 +14,8 @@ from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, Storage
 from ray_dcp.protocol.commands import Failed, MakeMetadata
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.perform import perform
-from ray_dcp.testing.array_states import sample_state
-from ray_dcp.testing.ranks import save_ranks
+from tests.crash.array_states import sample_state
+from tests.crash.ranks import save_ranks
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -20,8 +20,8 @@ from ray_dcp.protocol.commands import MakePlan
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.planning_task import plan_of
 from ray_dcp.seam.capture import capture
-from ray_dcp.testing.ranks import save_ranks
 from tests.conflicts import ALL, CONFLICTS, Boxes, Conflict
+from tests.crash.ranks import save_ranks
 
 
 def captured(state, rank, world_size):

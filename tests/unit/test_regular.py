@@ -24,9 +24,9 @@ from ray_dcp.protocol.messages import SaveAgain, SendItems, Target
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import ArrayCapture, same_state
-from ray_dcp.testing.ranks import load_state
 from ray_dcp.transfer.opening import read_checkpoint
+from tests.crash.array_states import ArrayCapture, same_state
+from tests.crash.ranks import load_state
 from tests.warm_ranks import Warm
 
 NAMED = {"container": "torch_save", "part_bytes": 1 << 20}

@@ -21,11 +21,11 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import commit_files
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import same_state, sample_state
-from ray_dcp.testing.ranks import load_state, save_state
 from ray_dcp.transfer import check_file
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
 from ray_dcp.view.listing import list_checkpoints
+from tests.crash.array_states import same_state, sample_state
+from tests.crash.ranks import load_state, save_state
 from tests.format_cases import mixed_table
 from tests.warm_ranks import Warm
 

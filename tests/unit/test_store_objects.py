@@ -26,8 +26,8 @@ from ray_dcp.store.object_writer import UploadBudget, _Own, _Pieces
 from ray_dcp.store.retrying import Retrying, pauses
 from ray_dcp.store.secrets_kept import redacted
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
-from ray_dcp.testing import INVARIANTS, check_crashes
-from ray_dcp.testing.invariants import nothing_is_left
+from tests.crash.crashes import check_crashes
+from tests.crash.invariants import INVARIANTS, nothing_is_left
 
 PUT = "Error performing PUT http://s/b/k?X-Amz-Signature=sig in 1ms"
 

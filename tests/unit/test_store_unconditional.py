@@ -40,11 +40,11 @@ from ray_dcp.store.faults import CrashError
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.crashes import check_crashes
-from ray_dcp.testing.invariants import INVARIANTS, nothing_is_left
-from ray_dcp.testing.registry import registered_operations
 from ray_dcp.testing.storage_conformance import StorageConformance
-from ray_dcp.testing.unconditional_storage import UnconditionalStorage
+from tests.crash.crashes import check_crashes
+from tests.crash.invariants import INVARIANTS, nothing_is_left
+from tests.crash.registry import registered_operations
+from tests.crash.unconditional_storage import UnconditionalStorage
 from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
 from tests.protocol_play import Play
 from tests.scripted_storage import ChangeScript

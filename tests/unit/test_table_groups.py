@@ -37,9 +37,9 @@ from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.seam.targets import plan_targets
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import same_state, sample_state
-from ray_dcp.testing.ranks import load_ranks, load_state, save_state
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
+from tests.crash.array_states import same_state, sample_state
+from tests.crash.ranks import load_ranks, load_state, save_state
 from tests.format_cases import difference, slabs, table_of
 from tests.unit.torch_ranks import load_on_ranks, save_on_ranks
 

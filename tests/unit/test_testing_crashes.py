@@ -15,26 +15,24 @@ from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.format.manifest import record_key
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.testing import (
-    CRASHES,
-    INVARIANTS,
+from ray_dcp.transfer.opening import read_checkpoint
+from tests.crash import invariants as inv
+from tests.crash.crashes import check_crashes
+from tests.crash.interruptions import CRASHES
+from tests.crash.invariants import INVARIANTS, Aftermath
+from tests.crash.own_operations import leave_a_crash, put_stock_checkpoint
+from tests.crash.registry import (
     NEW,
     NEXT,
     OLD,
-    Aftermath,
     Operation,
-    check_crashes,
-    interrupted_system,
+    Place,
     register_operation,
     registered_operation,
     registered_operations,
     unregister_operation,
 )
-from ray_dcp.testing import invariants as inv
-from ray_dcp.testing.own_operations import leave_a_crash, put_stock_checkpoint
-from ray_dcp.testing.registry import Place
-from ray_dcp.testing.system_calls import CALLS
-from ray_dcp.transfer.opening import read_checkpoint
+from tests.crash.system_calls import CALLS, interrupted_system
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import KeyExistsError
-from ray_dcp.testing import NEW, CrashError, Fault, FaultyStorage, Place, Script
-from ray_dcp.testing.array_states import same_state
-from ray_dcp.testing.ranks import load_state
+from ray_dcp.testing import CrashError, Fault, FaultyStorage, Script
+from tests.crash.array_states import same_state
+from tests.crash.ranks import load_state
+from tests.crash.registry import NEW, Place
 
 
 @pytest.fixture

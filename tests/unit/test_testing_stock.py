@@ -8,10 +8,10 @@ from ray_dcp.errors import CommitUnknownError, DamagedCheckpointError, StorageEr
 from ray_dcp.protocol.messages import SaveOutcome
 from ray_dcp.runtime.inline import RankResult
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.testing import NEW, NEXT, OLD, Aftermath, Place
-from ray_dcp.testing import stock_calls as calls
-from ray_dcp.testing.invariants import standing_state, stock_state
-from ray_dcp.testing.ranks import one_outcome
+from tests.crash import stock_calls as calls
+from tests.crash.invariants import Aftermath, standing_state, stock_state
+from tests.crash.ranks import one_outcome
+from tests.crash.registry import NEW, NEXT, OLD, Place
 
 
 @pytest.fixture

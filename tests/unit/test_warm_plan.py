@@ -16,9 +16,9 @@ from ray_dcp.protocol.messages import Refused, SaveAgain, SaveJoin, SendItems, T
 from ray_dcp.runtime import rank_join
 from ray_dcp.runtime.perform import perform
 from ray_dcp.store.opening import open_storage
-from ray_dcp.testing.array_states import ArrayCapture, same_state, sample_state
-from ray_dcp.testing.ranks import load_state
-from ray_dcp.testing.unconditional_storage import UnconditionalStorage
+from tests.crash.array_states import ArrayCapture, same_state, sample_state
+from tests.crash.ranks import load_state
+from tests.crash.unconditional_storage import UnconditionalStorage
 from tests.protocol_play import KEY, Play
 from tests.warm_ranks import Warm
 

@@ -17,8 +17,8 @@ from typing import Literal
 from ray_dcp.errors import CheckpointError, CommitUnknownError, InvalidRequestError
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Storage
-from ray_dcp.testing.array_states import State
-from ray_dcp.testing.interruptions import (
+from tests.crash.array_states import State
+from tests.crash.interruptions import (
     ALL_VARIANTS,
     CRASHES,
     Interrupt,
@@ -26,7 +26,7 @@ from ray_dcp.testing.interruptions import (
     Variant,
     interrupted_storage,
 )
-from ray_dcp.testing.invariants import (
+from tests.crash.invariants import (
     INVARIANTS,
     Aftermath,
     Invariant,
@@ -35,7 +35,7 @@ from ray_dcp.testing.invariants import (
     expect,
     is_same,
 )
-from ray_dcp.testing.registry import (
+from tests.crash.registry import (
     NEXT,
     Operation,
     Place,

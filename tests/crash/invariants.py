@@ -28,12 +28,12 @@ from ray_dcp.store.faults import Fault, Operation, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Entry, Storage
-from ray_dcp.testing.array_states import State, same_state
-from ray_dcp.testing.ranks import load_state, save_state
-from ray_dcp.testing.registry import NEXT
 from ray_dcp.transfer.opening import METADATA_KEY, read_checkpoint, read_records
 from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.verify import verify_checkpoint
+from tests.crash.array_states import State, same_state
+from tests.crash.ranks import load_state, save_state
+from tests.crash.registry import NEXT
 
 __all__ = [
     "INVARIANTS",

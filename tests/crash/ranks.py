@@ -35,9 +35,9 @@ from ray_dcp.runtime.rank_save import await_outcome
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.testing.array_states import ArrayCapture, ArrayWork, State, same_value
 from ray_dcp.transfer.checkpoint import Checkpoint
 from ray_dcp.transfer.writer import write_part
+from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 from ray_dcp.store.faults import CrashError
 from ray_dcp.store.storage import Storage
-from ray_dcp.testing.interruptions import CRASHES, Interruption, Step, Variant
+from tests.crash.interruptions import CRASHES, Interruption, Step, Variant
 
 __all__ = ["CALLS", "interrupted_system"]
 
@@ -46,7 +46,7 @@ def interrupted_system(
     Example:
         >>> import itertools, tempfile
         >>> from ray_dcp.store.local import LocalStorage
-        >>> from ray_dcp.testing import check_crashes
+        >>> from tests.crash.crashes import check_crashes
         >>> number = itertools.count()
         >>> with tempfile.TemporaryDirectory() as root:
         ...     reached = check_crashes(

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.store.faults import CrashError
 from ray_dcp.store.storage import Storage
-from ray_dcp.testing.array_states import State
-from ray_dcp.testing.interruptions import CRASHES, Interruption, Step, Variant
-from ray_dcp.testing.invariants import Aftermath, expect, is_same, name_of, stock_state
-from ray_dcp.testing.own_operations import torch_state
-from ray_dcp.testing.registry import NEW, Place
 from ray_dcp.transfer.opening import newest_record
+from tests.crash.array_states import State
+from tests.crash.interruptions import CRASHES, Interruption, Step, Variant
+from tests.crash.invariants import Aftermath, expect, is_same, name_of, stock_state
+from tests.crash.own_operations import torch_state
+from tests.crash.registry import NEW, Place
 
 __all__ = [
     "interrupted_stock",

@@ -18,9 +18,9 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.collecting import collect
 from ray_dcp.runtime.deleting import delete
 from ray_dcp.store.faults import CrashError, Fault, Script
-from ray_dcp.testing.array_states import ArrayCapture, State
-from ray_dcp.testing.ranks import load_state
-from ray_dcp.testing.registry import NEW, OLD, Place, register_operation
+from tests.crash.array_states import ArrayCapture, State
+from tests.crash.ranks import load_state
+from tests.crash.registry import NEW, OLD, Place, register_operation
 
 __all__ = [
     "delete_at",

@@ -16,8 +16,8 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Storage
-from ray_dcp.testing.array_states import ArrayCapture, State, sample_state
-from ray_dcp.testing.ranks import Capturing, save_state
+from tests.crash.array_states import ArrayCapture, State, sample_state
+from tests.crash.ranks import Capturing, save_state
 
 __all__ = [
     "NEW",
@@ -194,7 +194,7 @@ def registered_operation(name: str) -> Operation:
 
 def _register_own() -> None:
     # Why here: that module registers what ray_dcp does, with the functions of this one.
-    importlib.import_module("ray_dcp.testing.own_operations")
+    importlib.import_module("tests.crash.own_operations")
 
 
 def directory_of(storage: Storage) -> Path | None:
