@@ -1,6 +1,7 @@
-"""Checks items that stock `torch.save` wrote, by the CRC32 of each record of their zips.
+"""Checks items that stock `torch.save` wrote: names and CRC32 of the records of their zips.
 
-torch writes these CRCs and never looks at them again. Nothing is unpickled.
+torch writes these CRCs and never looks at them again. They do not cover the names, which a zip has
+twice; but where it is compressed the second may be a copy of the first. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from ray_dcp.store.storage import Storage
 
 __all__ = ["check_stock_item"]
 
+_RECORDS = {"data.pkl", "version", "byteorder"}
+"""Of every item, but for its storages and for what torch marks with a dot."""
 _PIECE_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
 """Longest end of an item that is looked at for the zip's directory; torch's has a few records."""
@@ -31,7 +34,7 @@ def check_stock_item(
     transforms: Sequence[str] = (),
     max_bytes: int = MAX_OBJECT_BYTES,
 ) -> tuple[int, str | None, str | None]:
-    """Compares every record of one item with its CRC32.
+    """Compares every record of one item with its CRC32, and its name with those of torch.
 
     Args:
         storage: Where the checkpoint lies.
@@ -60,16 +63,37 @@ def check_stock_item(
         names = ", ".join(sorted(set(transforms) - {ZSTD}))[:200]
         return 0, None, f"holds items that went through {names}: not checked"
     try:
-        with zipfile.ZipFile(item) as archive:
-            checked, note = _check_records(archive)
+        # First: of records that the directory calls encrypted `zipfile` asks for a password.
         item_bytes = item.seek(0, io.SEEK_END)
         item.seek(max(0, item_bytes - _TAIL_BYTES))
         check_directory(item.read(), item_bytes)
+        with zipfile.ZipFile(item) as archive:
+            _check_names(archive.infolist())
+            checked, note = _check_records(archive)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         return 0, f"the zip of torch.save is damaged: {error}", None
     except DamagedCheckpointError as error:
         return 0, error.message, None
     return checked, None, note
+
+
+def _check_names(found: Sequence[zipfile.ZipInfo]) -> None:
+    """Checks that a load finds each record that torch wrote.
+
+    Raises:
+        ValueError: One has a name that torch gives none, or nothing is in the pickle.
+    """
+    if any(one.filename.endswith("/data.pkl") and not one.file_size for one in found):
+        raise ValueError("expected a pickle in data.pkl, found nothing")
+    names = [one.filename for one in found]
+    folders = {name.partition("/")[0] for name in names}
+    records = [name.partition("/")[2] for name in names]
+    storages = sum(name.startswith("data/") for name in records)
+    expected = {"data.pkl", *(f"data/{number}" for number in range(storages))}
+    other = {name for name in records if not name.startswith(".")} - _RECORDS - expected
+    if len(folders) != 1 or len(set(records)) < len(records) or other or expected - {*records}:
+        wrong = ", ".join(map(repr, names))[:500]
+        raise ValueError(f"expected data.pkl, data/0 and so on in one folder, found {wrong}")
 
 
 def _check_records(archive: zipfile.ZipFile) -> tuple[int, str | None]:
