@@ -12,7 +12,7 @@ from ray_dcp.errors import InternalError
 from ray_dcp.format.table_columns import damaged
 from ray_dcp.plan.own_names import is_own
 from ray_dcp.plan.structure import (
-    MOST_NUMBERS,
+    MOST_BYTES,
     MOST_RANKS,
     Mesh,
     Structure,
@@ -78,7 +78,7 @@ def expanded(
         DamagedCheckpointError: They do not belong together, or the table would be larger.
     """
     if not is_expandable(table, structure):
-        raise damaged(f"a table of at most {MOST_NUMBERS} numbers", "a larger one")
+        raise damaged(f"a table of at most {MOST_BYTES} bytes in memory", "a larger one")
     try:
         return expand(table, structure, ranks).table
     except InternalError as error:

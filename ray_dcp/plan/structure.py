@@ -22,7 +22,7 @@ from ray_dcp.plan.own_names import name_for, path_for
 from ray_dcp.plan.values import ChunkTable, Int32Array, Int64Array
 
 __all__ = [
-    "MOST_NUMBERS",
+    "MOST_BYTES",
     "MOST_RANKS",
     "Expanded",
     "Mesh",
@@ -35,10 +35,12 @@ __all__ = [
     "num_chunks_of",
 ]
 
-MOST_NUMBERS = 1 << 28
-"""Of all chunks together: those of 22 million chunks of matrices, 2 GiB. Why a bound: a short file
-may claim a large mesh."""
+MOST_BYTES = 2 << 30
+"""Of memory for all that is made of a structure: 14 million chunks of matrices. Why a bound: a
+short file may claim a large mesh."""
 MOST_RANKS = 1 << 22
+_AT_ONCE = 1 << 18
+"""Of so many numbers boxes are made at once, for temporaries that are small."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,11 +217,31 @@ def files_of(structure: Structure) -> tuple[Int64Array, Int64Array]:
 
 def is_expandable(table: ChunkTable, structure: Structure) -> bool:
     """Whether the chunks of all ranks are as many as are made of a table of any length."""
-    numbers = num_chunks_of(table, structure) * (8 + 2 * table.shape.shape[1])
-    numbers += structure.world_size * len(structure.own) * (8 + table.shape.shape[1])
-    files = np.bincount(structure.file_kind, minlength=len(structure.leaders))
-    numbers += int(files[structure.kind].sum())
-    return numbers <= MOST_NUMBERS and structure.world_size <= MOST_RANKS
+    return structure.world_size <= MOST_RANKS and _bytes_of(table, structure) <= MOST_BYTES
+
+
+def _bytes_of(table: ChunkTable, structure: Structure) -> int:
+    """Returns how much memory all chunks take while they are made and checked, at most.
+
+    Files and names count twice: a reader may hold them with some chunks and without any.
+    """
+    width: int = table.shape.shape[1]
+    dimensions = max(len(mesh.lengths) for mesh in structure.meshes)
+    chars = np.array([len(name) for name in table.files], dtype=np.int64)
+    texts = np.zeros(len(structure.leaders), dtype=np.int64)
+    np.add.at(texts, structure.file_kind, 400 + 12 * chars)
+    own = 0
+    for tensor in structure.own.tolist():
+        own += 1200 + 8 * len(table.names[tensor]) + 16 * len(table.paths[tensor] or ())
+    held = sum(len(mesh.tensors) for mesh in structure.meshes)
+    return (
+        num_chunks_of(table, structure) * (120 + 16 * width)
+        + int(texts[structure.kind].sum())
+        + structure.world_size * (own + len(structure.own) * 32 * width)
+        + structure.world_size * (100 + 8 * dimensions + 64 * width)
+        + len(structure.meshes) * table.num_tensors * 16
+        + held * width * 8 * (4 + 2 * dimensions)
+    )
 
 
 def num_chunks_of(table: ChunkTable, structure: Structure) -> int:
@@ -263,9 +285,12 @@ def expand(
     leader = structure.leaders[structure.kind[rank]]
     offset = table.offset[chunk]
     moves = np.flatnonzero(rank != leader)
-    rows = row[chunk[moves]]
-    offset[moves] += structure.starts(table.shape, rank[moves], rows)
-    offset[moves] -= structure.starts(table.shape, leader[moves], rows)
+    step = max(1, _AT_ONCE // max(1, table.shape.shape[1]))
+    for begin in range(0, len(moves), step):
+        some = moves[begin : begin + step]
+        rows = row[chunk[some]]
+        offset[some] += structure.starts(table.shape, rank[some], rows)
+        offset[some] -= structure.starts(table.shape, leader[some], rows)
     columns = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
     tensors = structure.tensors(table.num_tensors)
     part = structure.part[structure.kind[rank]]

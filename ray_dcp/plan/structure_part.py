@@ -15,7 +15,7 @@ from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array
 __all__ = ["ranks_around"]
 
 _MOST_PAIRS = 1 << 20
-"""Of ranks and boxes looked at together: about 100 MB of temporaries."""
+"""Of ranks and boxes of two dimensions looked at together: about 100 MB of temporaries."""
 
 
 _MOST_MARKS = 1 << 28
@@ -112,7 +112,7 @@ def _mark(
     kinds = structure.kind[ranks]
     of_group = np.zeros((len(first), len(structure.leaders)), dtype=bool)
     np.logical_or.at(of_group, group, has[:, tensor].T)
-    step = max(1, _MOST_PAIRS // len(ranks))
+    step = max(1, _MOST_PAIRS // (len(ranks) * max(1, table.shape.shape[1] // 2)))
     for begin in range(0, len(first), step):
         some = first[begin : begin + step]
         rows, everyone = np.repeat(row[some], len(ranks)), np.tile(ranks, len(some))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
-from ray_dcp.format.table import decode_table, encode_table
+from ray_dcp.format.table import decode_few, decode_table, encode_table
 from ray_dcp.format.table_structure import expanded, structure_from, structure_to
 from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan import structure as plan_structure
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.finish import _shape_of
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
@@ -23,9 +25,9 @@ from ray_dcp.plan.rank_plan import rank_plan
 from ray_dcp.plan.reading import Wanted
 from ray_dcp.plan.regular import probes
 from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.structure import MOST_RANKS, expand
+from ray_dcp.plan.structure import MOST_RANKS, Mesh, Structure, expand, is_expandable
 from ray_dcp.plan.structure_part import ranks_around
-from ray_dcp.plan.values import Kind
+from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.protocol.commands import Planned, RowsMissing
 from ray_dcp.runtime.perform import perform
 from tests.unit.test_regular import held_by, task_of
@@ -259,6 +261,101 @@ def test_a_short_file_can_not_claim_a_large_table():
         read(table, [])
     with pytest.raises(DamagedCheckpointError, match="no checksums"):
         read(replace(table, checks=np.ones(1, np.uint64)), structure_to(structure))
+
+
+def one_of_many(world_size, *, tensors, width=2, files=1, dimensions=1, own=0):
+    """The rows of rank 0, and a structure by which every rank has as many."""
+    names = [f"w{number}" for number in range(tensors)]
+    paths = [None] * tensors
+    for number in range(own):
+        names[number] = f"{'x' * 1000}{number}.rank-*-of-{world_size}"
+        paths[number] = ("x" * 1000, f"rank-*-of-{world_size}")
+    zeros, each = np.zeros(tensors, np.int64), np.arange(tensors)
+    table = ChunkTable(
+        names=tuple(names),
+        paths=tuple(paths),
+        dtypes=("float32",),
+        files=tuple(f"__0_{number}.distcp" for number in range(files)),
+        kind=np.full(tensors, int(Kind.TENSOR), np.int8),
+        dtype=zeros.astype(np.int8),
+        ndim=np.full(tensors, width, np.int8),
+        shape=np.ones((tensors, width), np.int64),
+        requires_grad=zeros.astype(bool),
+        tensor=each.astype(np.int32),
+        offset=np.zeros((tensors, width), np.int64),
+        size=np.ones((tensors, width), np.int64),
+        file=np.sort(each % files).astype(np.int32),
+        item_offset=each * 64,
+        item_bytes=zeros + 4,
+        payload_offset=each * 64,
+        payload_bytes=zeros + 4,
+        block_bytes=zeros + 64,
+        check_start=np.zeros(tensors + 1, np.int64),
+        checks=np.zeros(0, np.uint64),
+    )
+    steps = np.zeros((dimensions, tensors, width), np.int64)
+    lengths = (world_size, *[1] * (dimensions - 1))
+    mesh = Mesh((1,) * dimensions, lengths, each, steps[0], steps)
+    zero = np.zeros(1, np.int64)
+    kind, file_kind = np.zeros(world_size, np.int32), np.zeros(files, np.int32)
+    return table, Structure(
+        (mesh,), zero.astype(np.int32), zero, kind, file_kind, np.arange(own)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [
+        (1_000, {"tensors": 200}),
+        (1_000, {"tensors": 200, "width": 0}),
+        (1_000, {"tensors": 400, "width": 8}),
+        (50_000, {"tensors": 1, "width": 1}),
+        (20_000, {"tensors": 1, "width": 100, "dimensions": 30}),
+        (2_000, {"tensors": 20, "files": 20}),
+        (1_000, {"tensors": 10, "own": 9}),
+    ],
+)
+def test_what_is_made_of_a_table_is_not_more_than_is_allowed(world_size, how, monkeypatch):
+    """All columns, files and names together, and what is needed to make and check them."""
+    table, structure = one_of_many(world_size, **how)
+    data = encode_table(table, structure)
+    decode_few(data)  # what is made once, whatever the table
+    tracemalloc.start()
+    try:
+        decode_table(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak > 2_000_000, "more than what any table takes"
+    monkeypatch.setattr(plan_structure, "MOST_BYTES", peak)
+    with pytest.raises(DamagedCheckpointError, match="bytes in memory"):
+        decode_table(data)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [
+        (1_000_000, {"tensors": 20}),
+        (1_000_000, {"tensors": 1, "width": 100, "dimensions": 20}),
+        (100_000, {"tensors": 30, "own": 30}),
+    ],
+)
+def test_a_file_of_some_kilobytes_is_refused_before_anything_is_made(world_size, how):
+    data = encode_table(*one_of_many(world_size, **how))
+    assert len(data) < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpointError, match="bytes in memory"):
+            decode_table(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000_000
+
+
+def test_ten_thousand_ranks_with_a_thousand_tensors_each_are_not_too_many():
+    for width in (1, 2, 3, 4):
+        assert is_expandable(*one_of_many(10_240, tensors=1_000, width=width, dimensions=3))
 
 
 def test_meshes_and_own_names_have_to_fit_their_table():
