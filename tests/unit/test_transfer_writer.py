@@ -25,6 +25,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.transfer.threads import Stop, run_tasks
 from ray_dcp.transfer.writer import write_file, write_part, write_pieces
+from tests.descriptors import open_below
 from tests.unit.transfer_cases import Piece, file_plan, rank_plan, raw
 
 KEY = "__0_0.a1.distcp"
@@ -222,8 +223,6 @@ def test_a_failing_storage_leaves_nothing_and_its_error_names_the_key(tmp_path, 
     error = StorageError("[ENOSPC] No space left on device")
     storage = FaultyStorage(inner, [Fault(operation=operation, error=error)])
     arrays = arrays_of((600, 1000))
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         write_file(storage, plan_of(arrays), "a1", source=source_of(arrays), deferred=no_deferred)
     assert caught.value.key == KEY
@@ -231,7 +230,7 @@ def test_a_failing_storage_leaves_nothing_and_its_error_names_the_key(tmp_path, 
     assert inner.list() == []
     assert inner.unpublished() == ()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == []
 
 
 def test_what_the_source_raises_comes_out_and_leaves_nothing(storage):
