@@ -1,7 +1,9 @@
 """Interrupts an operation at its n-th call of the operating system, for local directories.
 
 The functions of `os` that change or open files are replaced for the time of the operation, in the
-whole process. What the kernel itself may lose when the power is cut is not played.
+whole process; calls on files outside the storage's folder and what lies beside it, such as those
+of another thread, are neither counted nor interrupted. What the kernel itself may lose when the
+power is cut is not played.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.faults import CrashError
 from ray_dcp.store.storage import Storage
 from tests.crash.interruptions import CRASHES, Interruption, Step, Variant
+from tests.crash.registry import directory_of
 
 __all__ = ["CALLS", "interrupted_system"]
 
@@ -28,6 +33,7 @@ CALLS = (
     "unlink",
 )  # fmt: skip
 """What is counted and interrupted: all functions of `os` that change or open files."""
+_ON_TWO_FILES = frozenset({"copy_file_range", "link", "rename", "replace", "sendfile", "symlink"})
 _PAGE = 4096
 _CHANGING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -58,7 +64,10 @@ def interrupted_system(
         >>> reached.points["torn"] >= 3
         True
     """
-    system = _System(at, variant)
+    directory = directory_of(storage)
+    if directory is None:
+        raise InvalidRequestError(f"expected a LocalStorage, but found {type(storage).__name__}")
+    system = _System(directory.parent, at, variant)
     with ExitStack() as stack:
         for name in (name for name in CALLS if hasattr(os, name)):
             stack.enter_context(mock.patch.object(os, name, system.replaced(name)))
@@ -68,7 +77,8 @@ def interrupted_system(
 class _System:
     """Counts calls; implements `Interruption`."""
 
-    def __init__(self, at: int | None, variant: Variant) -> None:
+    def __init__(self, folder: Path, at: int | None, variant: Variant) -> None:
+        self._folder = os.path.realpath(folder)
         self._at = at
         self._variant = variant
         self._steps: list[Step] = []
@@ -90,6 +100,8 @@ class _System:
         real = getattr(os, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._concerns(name, args, kwargs):
+                return real(*args, **kwargs)
             if self._stopped:
                 return _from_the_grave(name)
             if not self._hits(_step(name, args)):
@@ -97,6 +109,12 @@ class _System:
             return self._interrupt(name, real, args, kwargs)
 
         return call
+
+    def _concerns(self, name: str, args: Any, kwargs: Any) -> bool:
+        files = args[:2] if name in _ON_TWO_FILES else args[:1]
+        folders = (value for key, value in kwargs.items() if key.endswith("dir_fd"))
+        paths = (_path(file) for file in (*files, *folders) if file is not None)
+        return any(f"{path}/".startswith(f"{self._folder}/") for path in paths)
 
     def _hits(self, step: Step) -> bool:
         with self._lock:
@@ -118,6 +136,11 @@ class _System:
             raise CrashError(f"the process died at {name} ({self._variant})")
         number = errno.ENOSPC if self._variant == "broken" else errno.EIO
         raise OSError(number, os.strerror(number))
+
+
+def _path(file: Any) -> str:
+    """Returns the path of a file that was given by its path or by its descriptor."""
+    return os.path.realpath(f"/proc/self/fd/{file}" if isinstance(file, int) else os.fsdecode(file))
 
 
 def _from_the_grave(name: str) -> None:

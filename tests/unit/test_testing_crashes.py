@@ -351,6 +351,18 @@ def test_the_operating_system_is_as_before_after_an_enumeration(tmp_path):
     assert {name: getattr(os, name) for name in CALLS} == before
 
 
+def test_calls_on_other_files_are_neither_counted_nor_interrupted(tmp_path):
+    inside, outside = tmp_path / "run" / "step-1", tmp_path / "elsewhere"
+    inside.mkdir(parents=True)
+    with interrupted_system(LocalStorage(inside), 0, "lost") as (_, system):
+        os.mkdir(outside)
+        reading, writing = os.pipe()
+        os.write(writing, b"x")
+    assert system.steps == ()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_system_call_that_fails_is_told_to_the_caller_and_its_effect_is_there(tmp_path):
     path = tmp_path / "a"
     with interrupted_system(LocalStorage(tmp_path), 0, "lost") as (_, system):
