@@ -37,8 +37,8 @@ from ray_dcp.seam.file_system import (
     is_default_registry,
 )
 from ray_dcp.seam.hugging_face import HuggingFaceStorageReader
-from ray_dcp.store.location import AnyPlace, Location, as_target, split_url
-from ray_dcp.store.opening import absolute_target, place_by_fsspec
+from ray_dcp.store.location import AnyPlace, Location, split_url
+from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 
 __all__ = [
     "Decision",
