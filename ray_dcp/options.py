@@ -155,10 +155,8 @@ class LoadOptions:
     is and is not missed. None given: everything."""
     resize: Mapping[str, int | Sequence[int]] = field(default_factory=dict, hash=False)
     """Shell patterns of FQNs, each with the dimensions in which the saved and the wanted length
-    may differ. What both have is loaded; what only the target has keeps its value or gets
-    `resize_fill`; what only the checkpoint has is left out. Told by `LoadReport.resized`."""
-    resize_fill: float | None = None
-    """Value of what only the target has; None leaves it as it is."""
+    may differ. What both have is loaded; what only the target has keeps its value; what only the
+    checkpoint has is left out. Told by `LoadReport.resized`."""
     dtype: DtypePolicy = "widen"
     """`widen`: cast where no value can be lost, refuse otherwise. `error`: never cast.
     `cast`: cast anything, as stock DCP does. `keep`: keep the saved dtype, by putting a new tensor
@@ -173,16 +171,11 @@ class LoadOptions:
     from_memory: bool = True
     """Take bytes from memory where the nodes keep the checkpoint there, and wait for an
     asynchronous save of it that is staged and not yet committed."""
-    scratch_bytes: int = 64 * MIB
-    """Most temporary memory per reading thread for regions that are not contiguous, in bytes."""
     share_reads: ShareReads = "auto"
     """Read what several ranks need once, and hand it on through Ray's object store. `auto`: where
     that is sooner there, judged by the kind of storage: from object stores it is, from a disk
     behind one page cache it is not. True: whatever saves bytes. False: every rank reads for
     itself. Objects are always read by each."""
-    share_bytes: int = 256 * MIB
-    """Most bytes that a rank has in the object store at a time for others to take, as far as there
-    is room: the ranks of a node together take up to a third of its store."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come and to plan their reads, in seconds."""
     read_timeout_s: float = 3600.0
@@ -194,9 +187,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _check_literals(self)
         _check_positive(
-            self, "num_threads", "scratch_bytes", "share_bytes", "plan_timeout_s",
-            "read_timeout_s", "heartbeat_timeout_s",
-        )  # fmt: skip
+            self, "num_threads", "plan_timeout_s", "read_timeout_s", "heartbeat_timeout_s"
+        )
         _check_choices(self)
 
     def without_choices(self) -> LoadOptions:
@@ -204,7 +196,7 @@ class LoadOptions:
 
         Functions of a user's script do not arrive in another process.
         """
-        return replace(self, key_map=None, prefixes=(), resize={}, resize_fill=None)
+        return replace(self, key_map=None, prefixes=(), resize={})
 
     @property
     def choices(self) -> tuple[str, ...]:
