@@ -139,13 +139,12 @@ class LoadOptions:
         'always'
     """
 
-    allow_partial_load: bool = False
-    """Leave keys that the checkpoint lacks as they are, instead of raising `MissingKeyError`."""
     strict: bool | None = None
     """None: keys that the checkpoint lacks are an error; those that nobody asked for are one if
     they are of a module or optimizer that is given as itself, and else reported. True: both are
-    errors. False: neither is, as in `Module.load_state_dict`. Shapes that differ are an error in
-    any case; see `resize`."""
+    errors. False: neither is, as in `Module.load_state_dict`, and what the checkpoint lacks stays
+    as it is; DCP's `DefaultLoadPlanner(allow_partial_load=True)` means that too. Shapes that
+    differ are an error in any case; see `resize`."""
     key_map: KeyMap | None = field(default=None, hash=False)
     """New names for the keys of the checkpoint, where the state dict calls them otherwise: a dict
     of old to new names; `(regular expression, replacement)` pairs, applied in order to each; or a
@@ -214,8 +213,6 @@ def _check_choices(options: LoadOptions) -> None:
     wrong: list[tuple[str, str, object]] = []
     if options.strict not in (None, True, False):
         wrong.append(("strict", "None, True or False", options.strict))
-    if options.strict is True and options.allow_partial_load:
-        wrong.append(("strict", "None or False together with allow_partial_load", True))
     share_reads: object = options.share_reads
     if share_reads != "auto" and not isinstance(share_reads, bool):
         wrong.append(("share_reads", "'auto', True or False", share_reads))

@@ -318,7 +318,7 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
             flags = _flags(planner)
             options: dict[str, object] = dict(place.options)
             if flags.allow_partial_load:
-                options["allow_partial_load"] = True
+                options["strict"] = False
             if flags.dedup_save_to_lowest_rank:
                 options["dedup_save_to_lowest_rank"] = True
             return replace(place, flags=flags, options=options)

@@ -118,7 +118,7 @@ def test_a_key_map_that_can_not_be_is_refused(saved: Path, key_map: Any, message
     [
         {"key_map": "model"}, {"key_map": [("a",)]}, {"key_map": {"a": 1}}, {"prefixes": "model"},
         {"prefixes": [""]}, {"resize": {"a": "x"}}, {"resize": ["a"]}, {"strict": "yes"},
-        {"strict": True, "allow_partial_load": True}, {"dtype": "float32"},
+        {"dtype": "float32"},
     ],
 )  # fmt: skip
 def test_choices_are_checked_when_they_are_made(bad: dict[str, Any]):
