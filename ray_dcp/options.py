@@ -68,9 +68,8 @@ class SaveOptions:
     num_threads: int = 2
     """Threads with which a rank writes its part files."""
     sync_files: bool = True
-    """Make files durable (fsync) before they are reported. False only for throw-away saves."""
-    direct_io: bool = True
-    """Bypass the page cache where the filesystem allows it."""
+    """Make files durable (fsync) before they are reported, and write them past the page cache where
+    the filesystem allows it. False only for throw-away saves."""
     stock_metadata: bool | Literal["later"] = True
     """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
     100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with

@@ -201,13 +201,11 @@ class WatchedStorage(StorageWrapper):
         with self._vitals.at(key):
             self._inner.write(key, data, create=create)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
         self._vitals.check(key)
         # Why no check after it: nobody would abort the writer.
-        return _WatchedWriter(
-            self._inner.open_writer(key, sync=sync, direct=direct), key, self._vitals
-        )
+        return _WatchedWriter(self._inner.open_writer(key, sync=sync), key, self._vitals)
 
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""
