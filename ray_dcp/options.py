@@ -91,9 +91,6 @@ class SaveOptions:
     """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
     between the call and the end of staging, because a thread or a CUDA stream still wrote into
     them. Reads the state twice more."""
-    progress: bool = False
-    """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
-    the driver, also when the ranks are actors. Without Ray nothing is drawn."""
     trace: bool = True
     """Leave a small file `trace.<attempt>.json` beside the checkpoint that tells what took how long
     on which rank: `ray_dcp.open(path).trace`, `ray-dcp timeline`. It is written while `.metadata`

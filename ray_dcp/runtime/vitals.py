@@ -143,11 +143,6 @@ class Vitals:
                 key=next(iter([*self._at.values()]), None),
             )
 
-    def written(self) -> tuple[int, int]:
-        """Returns bytes written and bytes in all; zeros while nothing is written."""
-        doing = self.doing
-        return (doing.done_bytes, doing.total_bytes) if doing.phase == "writing" else (0, 0)
-
     def overdue(self, what: str, option: str, after_s: float, rank: int) -> CheckpointError:
         """Returns the error of this rank's own work that takes too long.
 
