@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.connection import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.keeping import Keeping, keeping_of
-from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive
 from ray_dcp.runtime.rank_captured import Captured
 from ray_dcp.runtime.rank_join import join_save
@@ -149,11 +148,8 @@ class _Save:
 
         def run() -> None:
             metadata, error = None, None
-            draws = self._options.progress and self._session.rank == 0
-            bar = ProgressBar(self._handle.checkpoint_id, self.progress) if draws else nullcontext()
             try:
-                with bar:
-                    metadata = finish()
+                metadata = finish()
             except BaseException as exc:  # noqa: BLE001 - the handle tells it
                 error = exc
             _running.discard(self)

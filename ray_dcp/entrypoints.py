@@ -298,7 +298,7 @@ def load_newest(
     Args:
         state_dict: What to fill, as for `load`. A damaged checkpoint may have been read in part
             before an older one overwrites it; values that the older one lacks can't be left as
-            they are then (`LoadOptions.allow_partial_load`), which is an error.
+            they are then (`LoadOptions(strict=False)`), which is an error.
         run: Path, URL, `Location` or filesystem of the directory.
         at_most: Load this step or an older one: to go back to before a bad stretch of training.
         newer_than: Load no step up to this one: for who waits for the next.

@@ -184,9 +184,7 @@ def _load_steps(
     if decision.path == FOREIGN:
         yield from foreign_load(
             session.next_key, state_dict, decision.storage,
-            decision.planner or DefaultLoadPlanner(
-                allow_partial_load=options.allow_partial_load or options.strict is False
-            ),
+            decision.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
             rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
             timeout_s=options.read_timeout_s, coordinator_rank=coordinator_rank,
             stateful=stateful,
@@ -274,7 +272,7 @@ def _check_replaces(loaded: Iterable[str], overwritten: set[str]) -> None:
     if left:
         raise MissingKeyError(
             f"a newer checkpoint failed after it may have overwritten values that this one lacks, "
-            f"so that allow_partial_load can't leave them as they were: "
+            f"so that strict=False can't leave them as they were: "
             f"{', '.join(map(repr, left))}. Make the state dict anew and load the older checkpoint "
             f"into it",
             key=left[0],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.progress import ProgressBar
 from ray_dcp.runtime.rank import drive, save_rank
 from ray_dcp.runtime.session import current_session
 from ray_dcp.seam.capture import Capture, capture
@@ -165,9 +164,7 @@ def _run_save(
             "node": activity.node,
         }  # fmt: skip
         save = save_rank(activity.next_key(), **how)
-        draws = options.progress and rank == 0
-        with ProgressBar(target.url, activity.vitals.written) if draws else nullcontext():
-            outcome = drive(save, account.watching(activity.call))
+        outcome = drive(save, account.watching(activity.call))
     if rank == 0:
         for warning in outcome.warnings:
             warnings.warn(warning, UserWarning, stacklevel=4)

@@ -68,9 +68,8 @@ class SaveOptions:
     num_threads: int = 2
     """Threads with which a rank writes its part files."""
     sync_files: bool = True
-    """Make files durable (fsync) before they are reported. False only for throw-away saves."""
-    direct_io: bool = True
-    """Bypass the page cache where the filesystem allows it."""
+    """Make files durable (fsync) before they are reported, and write them past the page cache where
+    the filesystem allows it. False only for throw-away saves."""
     stock_metadata: bool | Literal["later"] = True
     """Write DCP's `.metadata` as well, without which stock DCP can't read the checkpoint. It takes
     100 to 160 bytes for each tensor and rank and as long to make as all else of a commit: with
@@ -92,9 +91,6 @@ class SaveOptions:
     """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
     between the call and the end of staging, because a thread or a CUDA stream still wrote into
     them. Reads the state twice more."""
-    progress: bool = False
-    """Draw a bar of what rank 0 has written, with `ray.experimental.tqdm_ray`: on the terminal of
-    the driver, also when the ranks are actors. Without Ray nothing is drawn."""
     trace: bool = True
     """Leave a small file `trace.<attempt>.json` beside the checkpoint that tells what took how long
     on which rank: `ray_dcp.open(path).trace`, `ray-dcp timeline`. It is written while `.metadata`
@@ -139,13 +135,12 @@ class LoadOptions:
         'always'
     """
 
-    allow_partial_load: bool = False
-    """Leave keys that the checkpoint lacks as they are, instead of raising `MissingKeyError`."""
     strict: bool | None = None
     """None: keys that the checkpoint lacks are an error; those that nobody asked for are one if
     they are of a module or optimizer that is given as itself, and else reported. True: both are
-    errors. False: neither is, as in `Module.load_state_dict`. Shapes that differ are an error in
-    any case; see `resize`."""
+    errors. False: neither is, as in `Module.load_state_dict`, and what the checkpoint lacks stays
+    as it is; DCP's `DefaultLoadPlanner(allow_partial_load=True)` means that too. Shapes that
+    differ are an error in any case; see `resize`."""
     key_map: KeyMap | None = field(default=None, hash=False)
     """New names for the keys of the checkpoint, where the state dict calls them otherwise: a dict
     of old to new names; `(regular expression, replacement)` pairs, applied in order to each; or a
@@ -155,10 +150,8 @@ class LoadOptions:
     is and is not missed. None given: everything."""
     resize: Mapping[str, int | Sequence[int]] = field(default_factory=dict, hash=False)
     """Shell patterns of FQNs, each with the dimensions in which the saved and the wanted length
-    may differ. What both have is loaded; what only the target has keeps its value or gets
-    `resize_fill`; what only the checkpoint has is left out. Told by `LoadReport.resized`."""
-    resize_fill: float | None = None
-    """Value of what only the target has; None leaves it as it is."""
+    may differ. What both have is loaded; what only the target has keeps its value; what only the
+    checkpoint has is left out. Told by `LoadReport.resized`."""
     dtype: DtypePolicy = "widen"
     """`widen`: cast where no value can be lost, refuse otherwise. `error`: never cast.
     `cast`: cast anything, as stock DCP does. `keep`: keep the saved dtype, by putting a new tensor
@@ -173,16 +166,11 @@ class LoadOptions:
     from_memory: bool = True
     """Take bytes from memory where the nodes keep the checkpoint there, and wait for an
     asynchronous save of it that is staged and not yet committed."""
-    scratch_bytes: int = 64 * MIB
-    """Most temporary memory per reading thread for regions that are not contiguous, in bytes."""
     share_reads: ShareReads = "auto"
     """Read what several ranks need once, and hand it on through Ray's object store. `auto`: where
     that is sooner there, judged by the kind of storage: from object stores it is, from a disk
     behind one page cache it is not. True: whatever saves bytes. False: every rank reads for
     itself. Objects are always read by each."""
-    share_bytes: int = 256 * MIB
-    """Most bytes that a rank has in the object store at a time for others to take, as far as there
-    is room: the ranks of a node together take up to a third of its store."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come and to plan their reads, in seconds."""
     read_timeout_s: float = 3600.0
@@ -194,9 +182,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _check_literals(self)
         _check_positive(
-            self, "num_threads", "scratch_bytes", "share_bytes", "plan_timeout_s",
-            "read_timeout_s", "heartbeat_timeout_s",
-        )  # fmt: skip
+            self, "num_threads", "plan_timeout_s", "read_timeout_s", "heartbeat_timeout_s"
+        )
         _check_choices(self)
 
     def without_choices(self) -> LoadOptions:
@@ -204,7 +191,7 @@ class LoadOptions:
 
         Functions of a user's script do not arrive in another process.
         """
-        return replace(self, key_map=None, prefixes=(), resize={}, resize_fill=None)
+        return replace(self, key_map=None, prefixes=(), resize={})
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -222,8 +209,6 @@ def _check_choices(options: LoadOptions) -> None:
     wrong: list[tuple[str, str, object]] = []
     if options.strict not in (None, True, False):
         wrong.append(("strict", "None, True or False", options.strict))
-    if options.strict is True and options.allow_partial_load:
-        wrong.append(("strict", "None or False together with allow_partial_load", True))
     share_reads: object = options.share_reads
     if share_reads != "auto" and not isinstance(share_reads, bool):
         wrong.append(("share_reads", "'auto', True or False", share_reads))

@@ -52,8 +52,8 @@ class Below:
     def write(self, key: str, data, *, create: bool = False) -> None:
         self._storage.write(self._folder + key, data, create=create)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        return self._storage.open_writer(self._folder + key, sync=sync, direct=direct)
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        return self._storage.open_writer(self._folder + key, sync=sync)
 
     def delete(self, keys: Iterable[str]) -> None:
         self._storage.delete([self._folder + key for key in keys])

@@ -5,13 +5,13 @@ What a rank captures and wants is in `tests.crash.ranks`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.rank import load_rank, save_rank
-from tests.crash.array_states import ArrayCapture, ArrayWork
+from tests.crash import ranks
+from tests.crash.array_states import ArrayCapture, ArrayWork, sample_state
 
 
 class NumpyCapture(ArrayCapture):
@@ -36,51 +36,13 @@ class NumpyWork(ArrayWork):
 
 def state_of(seed=0, **more):
     """Returns a state of uneven shapes: a scalar, empty and odd dimensions, replicas, objects."""
-    rng = np.random.default_rng(seed)
-    return {
-        "a": rng.standard_normal((13, 7)).astype(np.float32),
-        "b.weight": rng.integers(0, 255, (3, 29), dtype=np.uint8),
-        "big": rng.standard_normal((67, 131)),
-        "empty": np.zeros((0, 4), np.float32),
-        "rep.bias": rng.standard_normal(5).astype(np.float16),
-        "rep.large": rng.standard_normal((31, 40)),
-        "rep.scalar": np.array(seed, np.int64),
-        "step": {"step": seed},
-        **more,
-    }
+    state = sample_state(seed) | {"step": {"step": seed}}
+    del state["note"]
+    return state | more
 
 
-def save_ranks(state, world_size, url, *, session="save", seq=0, options=None, states=None, **more):
-    """Returns the generators of a save; `states` gives each rank a state of its own."""
-    return [
-        save_rank(
-            OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
-            options=options or SaveOptions(),
-            capture=lambda rank=rank: NumpyCapture(
-                states[rank] if states else state, rank, world_size
-            ),
-            **more,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-
-
-def load_ranks(shapes, world_size, url, *, session="load", seq=0, options=None, **more):
-    """Returns the generators of a load, and the list that will hold each rank's work."""
-    works = [None] * world_size
-
-    def plan(checkpoint, rank):
-        works[rank] = NumpyWork(checkpoint, shapes, rank, world_size)
-        return works[rank]
-
-    ranks = [
-        load_rank(
-            OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
-            options=options or LoadOptions(), plan=lambda c, rank=rank: plan(c, rank), **more,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    return ranks, works
+save_ranks = partial(ranks.save_ranks, capture=NumpyCapture)
+load_ranks = partial(ranks.load_ranks, work=NumpyWork)
 
 
 def save(state, world_size, url, **more):
@@ -90,8 +52,8 @@ def save(state, world_size, url, **more):
 
 def load_and_check(state, world_size, url, **more):
     """Loads on some world size and compares every rank's part."""
-    ranks, works = load_ranks(state, world_size, url, **more)
-    results = [result.get() for result in run_ranks(ranks)]
+    loading, works = load_ranks(state, world_size, url, **more)
+    results = [result.get() for result in run_ranks(loading)]
     for work in works:
         work.check(state)
     return results
@@ -106,9 +68,9 @@ def loads_whole(url, states, world_size=2):
     """
     from ray_dcp.errors import CheckpointNotFoundError
 
-    ranks, works = load_ranks(states[0], world_size, url)
+    loading, works = load_ranks(states[0], world_size, url)
     try:
-        for result in run_ranks(ranks):
+        for result in run_ranks(loading):
             result.get()
     except CheckpointNotFoundError:
         return None

@@ -13,7 +13,9 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 INSIDE = "RAY_DCP_XLA_CHECK"
 REPOSITORY = Path(__file__).parents[1]
@@ -148,6 +150,32 @@ def check_ours_to_theirs(root: Path) -> None:
         found = state(4, fill=False)
         dcp.load(found, checkpoint_id=root / name, planner=SPMDLoadPlanner())
         check(found, 4)
+
+
+def check_cpu_shards(root: Path) -> None:
+    """What torch_xla brought to the CPU to save it is saved as tensors, and loaded into."""
+    import torch
+    from torch_xla.experimental.distributed_checkpoint._helpers import _sharded_cpu_state_dict
+
+    import ray_dcp
+    from ray_dcp.xla import SPMDLoadPlanner, SPMDSavePlanner
+
+    given = _sharded_cpu_state_dict({**state(6), "deep": {"list": [state(6)["partial"]]}})
+    metadata = ray_dcp.save(given, checkpoint_id=root, planner=SPMDSavePlanner())
+    chunks = {name: len(getattr(metadata.state_dict_metadata[name], "chunks", ()))
+              for name in ("both", "partial", "uneven_9", "deep.list.0")}  # fmt: skip
+    assert chunks == {"both": 4, "partial": 2, "uneven_9": 3, "deep.list.0": 2}, chunks
+    found = state(6, fill=False)
+    ray_dcp.load(found, checkpoint_id=root, planner=SPMDLoadPlanner())
+    check(found, 6)
+    on_cpu = _sharded_cpu_state_dict(state(6, fill=False))
+    ray_dcp.load(on_cpu, checkpoint_id=root, planner=SPMDLoadPlanner())
+    for name in ("rows", "uneven_9", "both", "partial", "partial_y"):
+        for found_shard, shard in zip(on_cpu[name].shards, given[name].shards, strict=True):
+            assert torch.equal(found_shard.unpadded_data, shard.unpadded_data), name
+    plain = {"partial": torch.zeros(8, 4)}
+    ray_dcp.load(plain, checkpoint_id=root)
+    assert torch.equal(plain["partial"], state(6)["partial"].cpu())
 
 
 def check_resharding(root: Path) -> None:
@@ -291,13 +319,13 @@ def check_prime(root: Path) -> None:
 
 
 CHECKS = (
-    check_round_trip, check_async, check_theirs_to_ours, check_ours_to_theirs, check_resharding,
-    check_refusals, check_manager, check_their_manager, check_prime,
+    check_round_trip, check_async, check_theirs_to_ours, check_ours_to_theirs, check_cpu_shards,
+    check_resharding, check_refusals, check_manager, check_their_manager, check_prime,
 )  # fmt: skip
 
 
-def inside() -> int:
-    """Runs all checks in this interpreter; returns how many failed."""
+def inside(names: Sequence[str] = ()) -> int:
+    """Runs checks in this interpreter, all by default; returns how many failed."""
     import torch
     import torch.distributed as dist
     import torch_xla
@@ -310,7 +338,8 @@ def inside() -> int:
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory, "store")
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-        for check_one in CHECKS:
+        checks = [one for one in CHECKS if not names or one.__name__ in names]
+        for check_one in checks:
             place = Path(directory, check_one.__name__)
             about = (check_one.__doc__ or "").partition("\n")[0]
             try:
@@ -324,7 +353,7 @@ def inside() -> int:
             else:
                 print(f"passed  {check_one.__name__}: {about}")
         dist.destroy_process_group()
-    print(f"{len(CHECKS) - failed} passed, {failed} failed")
+    print(f"{len(checks) - failed} passed, {failed} failed")
     return failed
 
 
@@ -333,12 +362,21 @@ def main() -> int:
     from tests.xla_env import DEFAULT_PLACE, build
 
     python = build(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_PLACE)
+    return start(python).returncode
+
+
+def start(python: Path, *names: str, **how: Any) -> subprocess.CompletedProcess[Any]:
+    """Runs checks by another interpreter; `how` goes to `subprocess.run`."""
     told = {INSIDE: "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
     told["PYTHONPATH"] = str(REPOSITORY)
     return subprocess.run(
-        [str(python), "-m", "tests.xla_check"], cwd=REPOSITORY, env=os.environ | told, check=False
-    ).returncode
+        [str(python), "-m", "tests.xla_check", *names],
+        cwd=REPOSITORY,
+        env=os.environ | told,
+        check=False,
+        **how,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(min(1, inside()) if os.environ.get(INSIDE) else main())
+    sys.exit(min(1, inside(sys.argv[1:])) if os.environ.get(INSIDE) else main())

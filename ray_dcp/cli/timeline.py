@@ -21,7 +21,7 @@ from ray_dcp.cli.output import print_json
 from ray_dcp.cli.places import checkpoint_at
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
-from ray_dcp.view.trace import chrome_trace, lanes
+from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
 __all__ = ["gantt", "timeline"]
@@ -83,7 +83,7 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
         title: Its path.
         width: Columns, at least 60.
     """
-    found = lanes(trace)
+    found = trace.lanes()
     names = {lane: "coordinator" if lane is None else f"rank {lane}" for lane in found}
     left = max(len(name) for name in names.values())
     bar = max(width - left - 22, _LEAST_BAR)

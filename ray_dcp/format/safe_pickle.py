@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +91,7 @@ def damaged(expected: str, found: str) -> DamagedCheckpointError:
     )
 
 
-class PickleMachine:
+class PickleMachine(ABC):
     """Runs the opcodes of a pickle; what a name, a call, a state or an item makes is a subclass's.
 
     Args:
@@ -316,25 +317,25 @@ class PickleMachine:
             raise damaged("a list to append to", "something else")
         stack[-1].extend(values)
 
+    @abstractmethod
     def _find(self, module: Any, name: Any) -> Any:
         """Returns what a name stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _made(self, target: Any, args: Any) -> Any:
         """Returns what a call makes."""
-        raise NotImplementedError
 
     def _new(self, target: Any, args: Any) -> Any:
         """Returns a new object of a class."""
         return self._made(target, args)
 
+    @abstractmethod
     def _with_state(self, target: Any, state: Any) -> Any:
         """Returns an object that was given its state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _set_items(self, target: Any, items: list[Any]) -> None:
         """Puts keys and values, one after the other, into a mapping."""
-        raise NotImplementedError
 
 
 class _MetadataMachine(PickleMachine):

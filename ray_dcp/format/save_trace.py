@@ -150,6 +150,21 @@ class SaveTrace:
         ends = [s.stop_s for s in self.spans if s.rank is not None and s.phase != "write"]
         return max(ends, default=0.0)
 
+    def lanes(self) -> dict[int | None, tuple[Span, ...]]:
+        """Returns the spans of each lane of a picture: the coordinator's (None), then each rank's.
+
+        A rank has one more, `commit`: from the end of its writing until the checkpoint stood.
+        """
+        found: dict[int | None, list[Span]] = {None: []}
+        for span in self.spans:
+            found.setdefault(span.rank, []).append(span)
+        for rank, spans in found.items():
+            ends = [span.stop_s for span in spans if span.phase == "write"]
+            if rank is not None and ends:
+                start_s = min(ends[-1], self.committed_s)
+                spans.append(Span("commit", rank, start_s, self.committed_s))
+        return {lane: tuple(spans) for lane, spans in found.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class RankTimes:

@@ -180,7 +180,7 @@ class Restoring:
         if skipped and left:
             raise MissingKeyError(
                 f"a newer step failed after it may have overwritten values that this one lacks, so "
-                f"that allow_partial_load can't leave them as they were: "
+                f"that strict=False can't leave them as they were: "
                 f"{', '.join(map(repr, left))}. Make the state dict anew and restore the older "
                 f"step into it",
                 key=left[0],

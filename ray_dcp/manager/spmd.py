@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -67,39 +66,15 @@ class SPMDCheckpointManager(CheckpointManager):
             chkpt_on_preemption, **more,
         )  # fmt: skip
 
-    def save(
-        self,
-        step: int,
-        state_dict: Any,
-        force: bool = False,
-        *,
-        metrics: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        tags: Collection[str] = (),
-        replace: bool = False,
-    ) -> bool:
+    def save(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
         """See `CheckpointManager.save`; what the devices have been asked is done first."""
         _sync()
-        return super().save(
-            step, state_dict, force, metrics=metrics, metadata=metadata, tags=tags, replace=replace
-        )
+        return super().save(step, state_dict, force, **more)
 
-    def save_async(
-        self,
-        step: int,
-        state_dict: Any,
-        force: bool = False,
-        *,
-        metrics: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        tags: Collection[str] = (),
-        replace: bool = False,
-    ) -> bool:
+    def save_async(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
         """See `CheckpointManager.save_async`; what the devices have been asked is done first."""
         _sync()
-        return super().save_async(
-            step, state_dict, force, metrics=metrics, metadata=metadata, tags=tags, replace=replace
-        )
+        return super().save_async(step, state_dict, force, **more)
 
 
 def _sync() -> None:

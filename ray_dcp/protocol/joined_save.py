@@ -68,8 +68,6 @@ class JoinedSave(Operation):
         """Fails the save."""
 
     def _on_join(self, join: SaveJoin) -> Commands:
-        if join.stats:
-            self._stats[join.rank] = join.stats
         self._planning.take(join)
         if join.stats:
             self._stats[join.rank] = join.stats

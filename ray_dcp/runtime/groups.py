@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import hooks, registry
@@ -18,7 +18,9 @@ from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_ad
 from ray_dcp.runtime.company import meet
 from ray_dcp.runtime.naming import group_name
 from ray_dcp.runtime.own_ray import OwnRay, start_own_ray
-from ray_dcp.runtime.session import Session
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.session import Session
 
 __all__ = ["session_of"]
 
@@ -35,11 +37,12 @@ class _Call:
     name: str
 
 
-def session_of(process_group: Any, *, lease_s: float) -> Session | None:
+def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Session | None:
     """Returns the session for a group, after making it; None where the process is alone.
 
     Args:
         process_group: A torch process group; None for the whole job.
+        make: What a rank makes once it knows the name, its rank and the number of ranks.
         lease_s: How long what is started for the session stays unused, in seconds.
 
     Raises:
@@ -56,19 +59,19 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
                 "it is not. Call torch.distributed.init_process_group first, or leave it out",
                 key="process_group",
             )
-        return _train_session(lease_s)
+        return _train_session(make, lease_s)
     group = dist.group.WORLD if process_group is None else process_group
     known, session = registry.of_group(group)
     if not known:
         if process_group is None:
             ranks = dist.get_process_group_ranks(group)
             meet(hooks.job_store(), ranks, dist.get_rank())
-        session = _make(dist, group, lease_s)
+        session = _make(dist, group, make, lease_s)
         registry.set_group(group, session)
     return session
 
 
-def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
+def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session | None:
     rank = dist.get_rank(group)
     if rank < 0:
         raise InvalidRequestError(
@@ -85,7 +88,7 @@ def _make(dist: Any, group: Any, lease_s: float) -> Session | None:
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     session = None
     if isinstance(box[0], _Call):
-        session, error = _come(box[0], rank, world_size, lease_s)
+        session, error = _come(box[0], make, rank, world_size, lease_s)
     else:
         error = box[0]
     errors: list[CheckpointError | None] = [None] * world_size
@@ -143,11 +146,11 @@ def _own_ray_of_the_job(lease_s: float) -> OwnRay:
 
 
 def _come(
-    call: _Call, rank: int, world_size: int, lease_s: float
+    call: _Call, make: type[Session], rank: int, world_size: int, lease_s: float
 ) -> tuple[Session | None, CheckpointError | None]:
     try:
         attach(call.invitation)
-        session = Session(
+        session = make(
             call.name,
             rank,
             world_size,
@@ -181,7 +184,7 @@ def _told(failed: dict[int, CheckpointError], world_size: int) -> CheckpointErro
     )
 
 
-def _train_session(lease_s: float) -> Session | None:
+def _train_session(make: type[Session], lease_s: float) -> Session | None:
     """Returns the session of a Ray Train worker that has no torch process group."""
     if attached_address() is None:
         return None
@@ -194,7 +197,7 @@ def _train_session(lease_s: float) -> Session | None:
 
         rank, world_size, experiment = ranks
         word = broadcast_from_rank_zero(secrets.token_hex(8))
-        session = Session(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
+        session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
         session.greet()
         registry.set_group(_TRAIN, session)
     return session

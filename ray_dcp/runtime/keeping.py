@@ -20,7 +20,6 @@ from ray_dcp.errors import CheckpointError, LimitError
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan.values import FilePlan
 from ray_dcp.protocol.messages import (
-    FileReceipt,
     OpKey,
     Reply,
     Request,
@@ -30,17 +29,15 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.rank_save import Captured, await_outcome
+from ray_dcp.runtime.rank_save import Captured, await_outcome, write_share
 from ray_dcp.runtime.telling import attempt
 from ray_dcp.runtime.unchanged import check_unchanged
-from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.stage.copying import copy_all
 from ray_dcp.stage.filling import device_filler_of, fill_rows
 from ray_dcp.stage.private_memory import Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.sources import ManySource, Source
-from ray_dcp.transfer.threads import run_within
-from ray_dcp.transfer.writer import write_part
 
 __all__ = ["Keeping", "ProcessKeeping", "keeping_of", "warm_process"]
 
@@ -160,27 +157,18 @@ class ProcessKeeping:
         copy, error = attempt(partial(self._copy, go, captured), "staging", rank)
         staged_s = time.perf_counter() - began_s
 
-        def write() -> tuple[FileReceipt, ...]:
-            if copy is None or error is not None:
-                raise error or CheckpointError("nothing was staged", rank=rank)
-            source, deferred = copy
-            return write_part(
-                WatchedStorage(self._opener(target), vitals), go.plan, go.attempt,
-                source=source, deferred=deferred, options=options,
-            )  # fmt: skip
-
         def finish() -> Finish:
-            vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
-            timeout_s = options.write_timeout_s
-            late = partial(
-                vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
-            )
-            in_time = partial(run_within, write, timeout_s, vitals.stop, late)
-            files, failed = attempt(in_time, "writing", rank)
-            self._ended = failed is None
-            receipt = SaveReceipt(
-                key, rank, go.attempt, go.epoch, files or (), error or failed, staged_s
-            )
+            if copy is None:
+                receipt = SaveReceipt(
+                    key, rank, go.attempt, go.epoch, error=error, staged_s=staged_s
+                )
+            else:
+                source, deferred = copy
+                receipt = write_share(
+                    key, go, target, options, rank=rank, source=source, deferred=deferred,
+                    opener=self._opener, vitals=vitals, staged_s=staged_s,
+                )  # fmt: skip
+            self._ended = receipt.error is None
             return (
                 yield from await_outcome(
                     receipt, target, self._opener,

@@ -15,8 +15,8 @@ from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.sweep import Kept, Sweep, attempts_of, owner_of
 from ray_dcp.runtime.records import Standing, everything, foreign_metadata, standing_records
-from ray_dcp.store.location import AnyPlace, as_target
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import as_target, open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.lookaround import not_found
 from ray_dcp.transfer.metadata_beside import METADATA_KEY, is_ours

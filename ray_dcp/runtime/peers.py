@@ -25,6 +25,8 @@ __all__ = ["Peers", "RayExchange", "RayPeers", "peers_of"]
 LISTEN_S = 5.0
 """How long the coordinator keeps a question for news, in seconds."""
 
+SHARE_BYTES = 256 << 20
+"""Most bytes that a rank has in the object store at a time for others to take."""
 STORE_SHARE = 3
 """The ranks of a node together offer at most one part in so many of its object store."""
 
@@ -43,9 +45,9 @@ class Peers:
         """Returns what units go through, or None."""
         return None
 
-    def budget_bytes(self, wanted_bytes: int, ranks_here: int) -> int:
+    def budget_bytes(self, ranks_here: int) -> int:
         """Returns how much a rank may offer at a time."""
-        return wanted_bytes
+        return SHARE_BYTES
 
 
 class RayPeers(Peers):
@@ -65,7 +67,7 @@ class RayPeers(Peers):
         """See `Peers.exchange`."""
         return RayExchange(self._coordinator, key, rank, check)
 
-    def budget_bytes(self, wanted_bytes: int, ranks_here: int) -> int:
+    def budget_bytes(self, ranks_here: int) -> int:
         """See `Peers.budget_bytes`.
 
         Why asked: a store that is full does not refuse, it writes to disk.
@@ -75,8 +77,8 @@ class RayPeers(Peers):
         for node in ray_calls.nodes():
             if node["NodeID"] == self.node:
                 room = int(node["Resources"].get("object_store_memory", 0))
-                return min(wanted_bytes, room // STORE_SHARE // max(ranks_here, 1))
-        return wanted_bytes
+                return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
+        return SHARE_BYTES
 
 
 def peers_of(session: object) -> Peers:

@@ -285,7 +285,7 @@ class Reading:
             return None
         return Relay(
             storage, checkpoint.table.files, share, self._rank, prepared.reads(), exchange,
-            budget_bytes=self._peers.budget_bytes(options.share_bytes, share.here),
+            budget_bytes=self._peers.budget_bytes(share.here),
             num_threads=options.num_threads, check=vitals.check, moved=vitals.moved,
         )  # fmt: skip
 

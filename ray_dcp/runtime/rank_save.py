@@ -20,6 +20,7 @@ from ray_dcp.protocol.messages import (
     Refused,
     Reply,
     Request,
+    SaveGo,
     SaveOutcome,
     SaveReceipt,
     SaveStaged,
@@ -38,10 +39,11 @@ from ray_dcp.runtime.telling import attempt, refusal
 from ray_dcp.runtime.vitals import Vitals, WatchedStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
+from ray_dcp.transfer.sources import Deferred, Source
 from ray_dcp.transfer.threads import Stop, run_within
 from ray_dcp.transfer.writer import write_part
 
-__all__ = ["Captured", "await_outcome", "save_rank"]
+__all__ = ["Captured", "await_outcome", "save_rank", "write_share"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,23 +89,10 @@ def save_rank(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
         vitals=vitals, memory=memory, node=node,
     )  # fmt: skip
-
-    def write() -> tuple[FileReceipt, ...]:
-        return write_part(
-            WatchedStorage(opener(target), vitals), go.plan, go.attempt,
-            source=captured.source, deferred=captured.deferred, options=options,
-        )  # fmt: skip
-
-    def write_in_time() -> tuple[FileReceipt, ...]:
-        timeout_s = options.write_timeout_s
-        overdue = partial(
-            vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
-        )
-        return run_within(write, timeout_s, vitals.stop, overdue)
-
-    vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
-    files, error = attempt(write_in_time, "writing", rank)
-    receipt = SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error)
+    receipt = write_share(
+        key, go, target, options, rank=rank, source=captured.source, deferred=captured.deferred,
+        opener=opener, vitals=vitals,
+    )  # fmt: skip
     outcome = yield from await_outcome(
         receipt, target, opener, timeout_s=options.commit_timeout_s, vitals=vitals,
         create_if_absent=go.create_if_absent,
@@ -111,6 +100,50 @@ def save_rank(
     vitals.over = True
     warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
     return replace(outcome, warnings=tuple(warnings))
+
+
+def write_share(
+    key: OpKey,
+    go: SaveGo,
+    target: Target,
+    options: SaveOptions,
+    *,
+    rank: int,
+    source: Source,
+    deferred: Deferred,
+    opener: Opener,
+    vitals: Vitals,
+    staged_s: float = 0.0,
+) -> SaveReceipt:
+    """Writes what the plan gives to this rank; returns the receipt, which tells a failure too.
+
+    Args:
+        key: The operation.
+        go: What this rank writes.
+        target: Where to.
+        options: How, and within which time.
+        rank: This rank.
+        source: Gives an item's bytes.
+        deferred: Gives a deferred item's bytes.
+        opener: What opens the storage.
+        vitals: Where it notes how far it is, and is told to stop.
+        staged_s: See `SaveReceipt`.
+    """
+
+    def write() -> tuple[FileReceipt, ...]:
+        return write_part(
+            WatchedStorage(opener(target), vitals), go.plan, go.attempt,
+            source=source, deferred=deferred, options=options,
+        )  # fmt: skip
+
+    timeout_s = options.write_timeout_s
+    overdue = partial(
+        vitals.overdue, "write its part", "SaveOptions.write_timeout_s", timeout_s, rank
+    )
+    vitals.enter("writing", sum(file.num_bytes for file in go.plan.files))
+    in_time = partial(run_within, write, timeout_s, vitals.stop, overdue)
+    files, error = attempt(in_time, "writing", rank)
+    return SaveReceipt(key, rank, go.attempt, go.epoch, files or (), error, staged_s)
 
 
 def await_outcome(

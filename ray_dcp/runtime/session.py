@@ -409,4 +409,4 @@ def current_session(
         return None
     from ray_dcp.runtime import groups
 
-    return groups.session_of(process_group, lease_s=check_lease(lease_s))
+    return groups.session_of(process_group, Session, lease_s=check_lease(lease_s))

@@ -143,9 +143,7 @@ class Tracing:
         if trace is None:
             return
         # Why not durable: a crash may take it, and an fsync would cost more than all else.
-        writer = self._opener(target).open_writer(
-            trace_key(trace.attempt), sync=False, direct=False
-        )
+        writer = self._opener(target).open_writer(trace_key(trace.attempt), sync=False)
         try:
             writer.write(encode_trace(trace))
             writer.commit()

@@ -143,11 +143,6 @@ class Vitals:
                 key=next(iter([*self._at.values()]), None),
             )
 
-    def written(self) -> tuple[int, int]:
-        """Returns bytes written and bytes in all; zeros while nothing is written."""
-        doing = self.doing
-        return (doing.done_bytes, doing.total_bytes) if doing.phase == "writing" else (0, 0)
-
     def overdue(self, what: str, option: str, after_s: float, rank: int) -> CheckpointError:
         """Returns the error of this rank's own work that takes too long.
 
@@ -201,13 +196,11 @@ class WatchedStorage(StorageWrapper):
         with self._vitals.at(key):
             self._inner.write(key, data, create=create)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
         self._vitals.check(key)
         # Why no check after it: nobody would abort the writer.
-        return _WatchedWriter(
-            self._inner.open_writer(key, sync=sync, direct=direct), key, self._vitals
-        )
+        return _WatchedWriter(self._inner.open_writer(key, sync=sync), key, self._vitals)
 
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""

@@ -28,8 +28,8 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.seam.file_system import FileSystemReader, FileSystemWriter
 from ray_dcp.seam.hugging_face_whole import consolidate_safetensors_files
 from ray_dcp.seam.tensors import dtype_name, host_bytes
-from ray_dcp.store.location import AnyPlace, as_target, split_url
-from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.store.location import AnyPlace, split_url
+from ray_dcp.store.opening import as_target, open_storage, place_below
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.consolidation import file_name, write_index
 

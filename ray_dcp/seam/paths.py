@@ -37,8 +37,8 @@ from ray_dcp.seam.file_system import (
     is_default_registry,
 )
 from ray_dcp.seam.hugging_face import HuggingFaceStorageReader
-from ray_dcp.store.location import AnyPlace, Location, as_target, split_url
-from ray_dcp.store.opening import absolute_target, place_by_fsspec
+from ray_dcp.store.location import AnyPlace, Location, split_url
+from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 
 __all__ = [
     "Decision",
@@ -318,7 +318,7 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
             flags = _flags(planner)
             options: dict[str, object] = dict(place.options)
             if flags.allow_partial_load:
-                options["allow_partial_load"] = True
+                options["strict"] = False
             if flags.dedup_save_to_lowest_rank:
                 options["dedup_save_to_lowest_rank"] = True
             return replace(place, flags=flags, options=options)

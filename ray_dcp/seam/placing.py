@@ -192,7 +192,6 @@ class Placing:
             parent[key] = fresh.value
         for number, (_, _, (parent, key)) in enumerate(self.objects):
             parent[key] = self._placed[number]
-        self.resizing.fill()
         self.raw.sink.finish()
 
     def own_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:

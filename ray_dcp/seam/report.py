@@ -24,7 +24,7 @@ class LoadReport:
     """FQNs that were loaded, in the order of the state dict."""
     missing: tuple[str, ...]
     """FQNs that the checkpoint lacks; their values are as they were. Only with
-    `LoadOptions(allow_partial_load=True)`, else they are an error."""
+    `LoadOptions(strict=False)`, else they are an error."""
     unexpected: tuple[str, ...]
     """FQNs of the checkpoint that the state dict did not ask for."""
     cast: tuple[tuple[str, str, str], ...]

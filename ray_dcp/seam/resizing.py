@@ -16,7 +16,7 @@ class Resizing:
     """What `LoadOptions.resize` allows, and what is left to fill.
 
     Args:
-        options: `resize` and `resize_fill` count.
+        options: `resize` counts.
 
     Attributes:
         done: `(FQN, stored shape, target shape)` of what differs and may.
@@ -25,8 +25,6 @@ class Resizing:
     def __init__(self, options: LoadOptions) -> None:
         self.done: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self._rules = {pattern: dims_of(dims) for pattern, dims in options.resize.items()}
-        self._value = options.resize_fill
-        self._blank: list[torch.Tensor] = []
 
     def allows(self, fqn: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether two shapes may differ; notes it."""
@@ -84,14 +82,5 @@ class Resizing:
         part = tensor.detach()
         for dim, length in enumerate(end):
             if length < size[dim]:
-                self._blank.append(tensor.detach().narrow(dim, length, size[dim] - length))
                 part = part.narrow(dim, 0, length)
         return None if 0 in end else part
-
-    def fill(self) -> None:
-        """Fills what only targets have, if that is wanted."""
-        if self._value is None:
-            return
-        for tensor in self._blank:
-            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-                tensor.fill_(self._value)

@@ -1,8 +1,9 @@
 """torch_xla's SPMD planners: state dicts with `XLAShardedTensor`s, saved and loaded shard by shard.
 
-They work through ray_dcp and through stock DCP, with the keys and chunks of torch_xla's own, which
-each of them can read. torch_xla is imported only where it is loaded already. How a state is
-primed for a load is in `priming`.
+`_CpuShards`, which torch_xla makes to save in the background, are such tensors too. The planners
+work through ray_dcp and through stock DCP, with the keys and chunks of torch_xla's own, which each
+of them can read. torch_xla is imported only where it is loaded already. How a state is primed for
+a load is in `priming`.
 
 Source: `torch_xla/experimental/distributed_checkpoint/planners.py`.
 """
@@ -125,7 +126,7 @@ class _Filling:
     """A target whose shards are filled on the CPU."""
 
     shards: list[Any]
-    """As torch_xla gives them: padded copies."""
+    """As torch_xla gives them, padded: copies of those on devices, else the target's own."""
     holders: dict[torch.Size, list[int]]
     """By offset of each distinct box: the shards that hold it; the first is filled."""
     left: int
@@ -198,9 +199,9 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
                 key=missing[0],
             )
         wrong = [
-            f"{fqn}: {tuple(t.shape)} wanted, {_shape(known[fqn])} stored"
+            f"{fqn}: {tuple(size)} wanted, {_shape(known[fqn])} stored"
             for fqn, t in wanted.items()
-            if isinstance(t, torch.Tensor) and tuple(t.shape) != _shape(known[fqn])
+            if (size := _size_of(t)) is not None and tuple(size) != _shape(known[fqn])
         ]
         if wrong:
             raise ShapeMismatchError(
@@ -259,7 +260,8 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
         for chosen, *others in filling.holders.values():
             for other in others:
                 filling.shards[other].data.copy_(filling.shards[chosen].data)
-        self._sharded[fqn].load_local_shards_(filling.shards)
+        if not _is_cpu_shards(self._sharded[fqn]):
+            self._sharded[fqn].load_local_shards_(filling.shards)
         filling.shards = []
 
 
@@ -289,6 +291,12 @@ def is_on_xla(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
+def _is_cpu_shards(value: object) -> bool:
+    """Tells whether a value is a sharded tensor whose shards torch_xla brought to the CPU."""
+    helpers = sys.modules.get("torch_xla.experimental.distributed_checkpoint._helpers")
+    return helpers is not None and isinstance(value, helpers._CpuShards)
+
+
 def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the tensors that are sharded, and everything else as plain tensors and objects."""
     modules = xla_modules()
@@ -297,6 +305,9 @@ def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     sharded: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     for fqn, value in flat.items():
+        if _is_cpu_shards(value):
+            sharded[fqn] = value
+            continue
         wrapped = modules.spmd.wrap_if_sharded(value) if is_on_xla(value) else value
         if not isinstance(wrapped, modules.spmd.XLAShardedTensor):
             plain[fqn] = value
@@ -309,6 +320,8 @@ def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _indices_of(tensor: Any) -> list[list[slice]]:
     """Returns the place of each local shard in the whole, without fetching their data."""
+    if _is_cpu_shards(tensor):
+        return [shard.indices for shard in tensor.shards]
     modules = xla_modules()
     if modules is None:
         raise StateDictError("a sharded tensor of torch_xla, but torch_xla is not loaded")
@@ -317,16 +330,24 @@ def _indices_of(tensor: Any) -> list[list[slice]]:
 
 
 def _local_shards(tensor: Any) -> list[Any]:
-    """Returns copies of the local shards on the CPU, padded."""
-    return list(tensor.local_shards)
+    """Returns the local shards, padded: copies on the CPU, or those that are there already."""
+    return list(tensor.shards if _is_cpu_shards(tensor) else tensor.local_shards)
+
+
+def _size_of(value: Any) -> torch.Size | None:
+    """Returns the global shape of a tensor; None for what is none."""
+    if _is_cpu_shards(value):
+        return torch.Size(value.global_shape)
+    return value.shape if isinstance(value, torch.Tensor) else None
 
 
 # --- plan values --------------------------------------------------------------------------------
 
 
 def _write_items(fqn: str, tensor: Any) -> list[WriteItem]:
-    properties = TensorProperties.create_from_tensor(tensor.global_tensor)
-    size = torch.Size(tensor.global_tensor.shape)
+    one = tensor.shards[0].data if _is_cpu_shards(tensor) else tensor.global_tensor
+    properties = TensorProperties.create_from_tensor(one)
+    size = torch.Size(_size_of(tensor) or ())
     return [
         WriteItem(
             index=MetadataIndex(fqn, offsets, holders[0]),
@@ -360,6 +381,10 @@ def _flattened(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
     A collection without any tensor below it is one object.
     """
+
+    def is_tensor(value: object) -> bool:
+        return isinstance(value, torch.Tensor) or _is_cpu_shards(value)
+
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
 
@@ -374,7 +399,7 @@ def _flattened(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         flat[fqn] = value
         paths[fqn] = path
 
-    traverse_state_dict_v_2_3(dict(state_dict), visit)
+    traverse_state_dict_v_2_3(dict(state_dict), visit, is_tensor)
     return flat, paths
 
 

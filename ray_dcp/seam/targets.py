@@ -49,7 +49,7 @@ class Targets:
         check_coverage: Raises `CoverageError` for every box that the read plan leaves uncovered.
         names: FQN of each wanted row.
         loaded: FQNs that are loaded, in order of the state dict.
-        missing: FQNs that the checkpoint lacks (only with `allow_partial_load`).
+        missing: FQNs that the checkpoint lacks (only with `strict=False`).
         unexpected: FQNs of the checkpoint that the state dict does not ask for.
         cast: `(FQN, stored dtype, target dtype)` where they differ.
         resized: `(FQN, stored shape, target shape)` where they differ.
@@ -90,7 +90,7 @@ def plan_targets(
         table: What the checkpoint holds; with `narrow`, its chunks are not looked at.
         narrow: Returns the same table with all chunks of boxes and of whole tensors or objects,
             by their numbers; see `Checkpoint.narrow`.
-        options: `allow_partial_load`, `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
+        options: `strict`, `dtype`, `weights_only`, `key_map`, `prefixes` and
             `resize` are used.
         flatten_state_dict: As in DCP's `DefaultLoadPlanner`.
         flatten_sharded_tensors: As there.
@@ -187,7 +187,7 @@ def _compared(
         )
         if named is not None and not prefixes:
             unexpected += tuple(n for i, n in enumerate(stored) if i not in named)
-    if missing and not options.allow_partial_load and options.strict is not False:
+    if missing and options.strict is not False:
         raise _missing_error(missing, unexpected)
     if unexpected and options.strict:
         raise StateDictError(
@@ -284,7 +284,7 @@ def _missing_error(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> Mis
         f"Missing key in checkpoint state_dict: {', '.join(map(repr, missing))}"
         + (f" (of those in the checkpoint {', '.join(hints)})" if hints else "")
         + "; load a checkpoint that has them, or leave their values as they are with "
-        "LoadOptions(allow_partial_load=True)",
+        "LoadOptions(strict=False)",
         key=missing[0],
     )
 

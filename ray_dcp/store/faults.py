@@ -288,10 +288,10 @@ class FaultyStorage:
         self._inner.write(key, _changed(as_bytes_view(data), fault), create=create)
         self._answer(fault, "write", key)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
         fault = self._meet("open_writer", key)
-        writer = self._inner.open_writer(key, sync=sync, direct=direct)
+        writer = self._inner.open_writer(key, sync=sync)
         if fault is not None and fault.stops:
             self._script.keep(writer)
         elif fault is not None and fault.effect == "after":

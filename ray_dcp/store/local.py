@@ -135,9 +135,9 @@ class LocalStorage:
                 os.unlink(temp)
             raise os_failure(exc, "create" if create else "write", key, path) from exc
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
-        return LocalWriter(self._path(key), key, sync=sync and self._durable, direct=direct)
+        return LocalWriter(self._path(key), key, sync=sync and self._durable, direct=sync)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`. Directories that become empty are removed as well."""

@@ -1,7 +1,6 @@
 """`Location`: a URL with what is needed to get there, wherever a `checkpoint_id` is taken.
 
-Also turns whatever else names a place (a path, a URL, a ready filesystem) into a `Target`. Which
-storage serves it is decided in `opening`.
+Also tells which values name a place, and takes URLs apart. What they mean is decided in `opening`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from ray_dcp.protocol.messages import Target
 __all__ = [
     "AnyPlace",
     "Location",
-    "as_target",
+    "brings_filesystem",
+    "checked_url",
     "is_place",
     "kind_of_filesystem",
     "split_url",
@@ -62,7 +62,7 @@ class Location:
     filesystem: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", _text(self.url))
+        object.__setattr__(self, "url", checked_url(self.url))
         if not isinstance(self.storage_options, Mapping):
             raise InvalidRequestError(
                 f"storage_options must be a mapping, but is a "
@@ -94,51 +94,19 @@ AnyPlace = str | os.PathLike[str] | Location | Target | Filesystem
 """Whatever names where a checkpoint lies."""
 
 
-def as_target(place: AnyPlace) -> Target:
-    """Returns where a place is.
-
-    Args:
-        place: A path, a URL, a `Location`, a `Target`, a path object that brings its filesystem
-            (universal_pathlib), a `Checkpoint` of Ray Train, or a ready filesystem whose root is
-            meant.
-
-    Raises:
-        InvalidRequestError: It is none of these.
-
-    Example:
-        >>> as_target("memory://run").url
-        'memory://run'
-    """
-    if isinstance(place, Target):
-        _text(place.url)
-        return place
-    if isinstance(place, Location):
-        return _with_filesystem(place.url, place.filesystem, place.storage_options)
-    if _brings_filesystem(place):
-        found: Any = place
-        return _with_filesystem(str(found.path), found.filesystem, {})
-    brought = getattr(place, "fs", None)
-    if not isinstance(place, str) and kind_of_filesystem(brought) == "fsspec":
-        return _with_filesystem(str(getattr(place, "path", "")), brought, {})
-    if not isinstance(place, (str, os.PathLike)) and kind_of_filesystem(place) is not None:
-        return _with_filesystem("", place, {})
-    return Target(_text(place))
-
-
 def is_place(value: Any) -> bool:
     """Tells whether a value names a place, as far as its type goes."""
-    if isinstance(value, (str, Location, Target)) or _brings_filesystem(value):
+    if isinstance(value, (str, Location, Target)) or brings_filesystem(value):
         return True
     if isinstance(value, os.PathLike):
         return isinstance(os.fspath(value), str)
     return (
         kind_of_filesystem(value) is not None
         or kind_of_filesystem(getattr(value, "fs", None)) == "fsspec"
-        or kind_of_filesystem(getattr(value, "filesystem", None)) is not None
     )
 
 
-def _brings_filesystem(value: Any) -> bool:
+def brings_filesystem(value: Any) -> bool:
     """Tells a `Checkpoint` of Ray Train, as its `Result` gives it.
 
     *Careful*: it counts as a path, and raises when it is asked for one.
@@ -183,24 +151,12 @@ def split_url(url: str) -> tuple[str, str]:
     return (match[1].lower(), match[2]) if match else ("", url)
 
 
-def _with_filesystem(url: str, filesystem: Any, options: Mapping[str, object]) -> Target:
-    if filesystem is None:
-        return Target(url, options)
-    # Why inside: adapters import the libraries whose filesystems they take.
-    if kind_of_filesystem(filesystem) == "obstore":
-        from ray_dcp.store.object_stores import place_in
+def checked_url(place: object) -> str:
+    """Returns the text of a path or URL.
 
-        return place_in(filesystem, url)
-    if kind_of_filesystem(filesystem) == "arrow":
-        from ray_dcp.store.arrow_storage import place_in_arrow
-
-        return place_in_arrow(filesystem, url)
-    from ray_dcp.store.fsspec_storage import place_in_fsspec
-
-    return place_in_fsspec(filesystem, url)
-
-
-def _text(place: object) -> str:
+    Raises:
+        InvalidRequestError: It is none, or carries credentials.
+    """
     text = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(text, str):
         raise InvalidRequestError(

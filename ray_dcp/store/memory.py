@@ -83,8 +83,8 @@ class MemoryStorage:
         """See `Storage.write`."""
         self._put(key, data if type(data) is bytes else bytes(as_bytes_view(data)), create)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        """See `Storage.open_writer`; `sync` and `direct` change nothing."""
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `sync` changes nothing."""
         return _MemoryWriter(self, check_key(key))
 
     def list(self, prefix: str = "") -> list[Entry]:

@@ -194,8 +194,8 @@ class ObjectStorage:
                 lambda: self._obstore.put(self._calls, path, view, use_multipart=False),
             )  # fmt: skip
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        """See `Storage.open_writer`; `sync` and `direct` change nothing."""
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `sync` changes nothing."""
         check_key(key)
         return ObjectWriter(
             self._store, self._path(key), key, self._where(key), self._options,

@@ -63,7 +63,7 @@ class OneFile:
         """Refuses."""
         self._refuse()
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> NoReturn:
+    def open_writer(self, key: str, *, sync: bool = True) -> NoReturn:
         """Refuses."""
         self._refuse()
 

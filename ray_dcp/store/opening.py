@@ -1,18 +1,60 @@
-"""`open_storage`: from a path, URL, filesystem or `Target` to the storage that serves it."""
+"""`open_storage`: from whatever names a place to its `Target` and the storage that serves it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.location import AnyPlace, as_target, kind_of_filesystem, split_url, url_below
+from ray_dcp.store.location import (
+    AnyPlace,
+    Location,
+    brings_filesystem,
+    checked_url,
+    kind_of_filesystem,
+    split_url,
+    url_below,
+)
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.storage import Storage
 
-__all__ = ["absolute_target", "open_storage", "place_below", "place_by_fsspec"]
+__all__ = ["absolute_target", "as_target", "open_storage", "place_below", "place_by_fsspec"]
+
+
+def as_target(place: AnyPlace) -> Target:
+    """Returns where a place is.
+
+    Args:
+        place: A path, a URL, a `Location`, a `Target`, a path object that brings its filesystem
+            (universal_pathlib), a `Checkpoint` of Ray Train, or a ready filesystem whose root is
+            meant.
+
+    Raises:
+        InvalidRequestError: It is none of these.
+
+    Example:
+        >>> as_target("memory://run").url
+        'memory://run'
+    """
+    if isinstance(place, Target):
+        checked_url(place.url)
+        return place
+    if isinstance(place, Location):
+        return _with_filesystem(place.url, place.filesystem, place.storage_options)
+    if brings_filesystem(place):
+        found: Any = place
+        return _with_filesystem(str(found.path), found.filesystem, {})
+    brought = getattr(place, "fs", None)
+    if not isinstance(place, str) and kind_of_filesystem(brought) == "fsspec":
+        return _with_filesystem(str(getattr(place, "path", "")), brought, {})
+    if not isinstance(place, (str, os.PathLike)) and kind_of_filesystem(place) is not None:
+        return _with_filesystem("", place, {})
+    return Target(checked_url(place))
 
 
 def open_storage(target: AnyPlace) -> Storage:
@@ -121,3 +163,20 @@ def _of_filesystem(place: Target) -> Storage:
     from ray_dcp.store.fsspec_storage import FsspecStorage
 
     return FsspecStorage.within(place.filesystem, place.url)
+
+
+def _with_filesystem(url: str, filesystem: Any, options: Mapping[str, object]) -> Target:
+    if filesystem is None:
+        return Target(url, options)
+    # Why inside: adapters import the libraries whose filesystems they take.
+    if kind_of_filesystem(filesystem) == "obstore":
+        from ray_dcp.store.object_stores import place_in
+
+        return place_in(filesystem, url)
+    if kind_of_filesystem(filesystem) == "arrow":
+        from ray_dcp.store.arrow_storage import place_in_arrow
+
+        return place_in_arrow(filesystem, url)
+    from ray_dcp.store.fsspec_storage import place_in_fsspec
+
+    return place_in_fsspec(filesystem, url)

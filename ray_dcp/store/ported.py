@@ -180,8 +180,8 @@ class PortedStorage:
             self._check_free(key, path)
             self._asked("create", key, lambda: self._port.put(path, value))
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
-        """See `Storage.open_writer`; `sync` and `direct` change nothing."""
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `sync` changes nothing."""
         return _PortedWriter(self, key, self._path(key))
 
     def delete(self, keys: Iterable[str]) -> None:

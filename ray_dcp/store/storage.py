@@ -181,13 +181,12 @@ class Storage(Protocol):
         """
         ...
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """Returns a writer for a large file.
 
         Args:
             key: Where.
-            sync: Durable when committed.
-            direct: Bypass the page cache if the storage can.
+            sync: Durable when committed, past the page cache if the storage can.
         """
         ...
 

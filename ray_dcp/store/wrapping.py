@@ -62,9 +62,9 @@ class StorageWrapper:
         """See `Storage.write`."""
         self._inner.write(key, data, create=create)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`."""
-        return self._inner.open_writer(key, sync=sync, direct=direct)
+        return self._inner.open_writer(key, sync=sync)
 
     def list(self, prefix: str = "") -> builtins.list[Entry]:
         """See `Storage.list`."""

@@ -35,15 +35,14 @@ class PartWriterConformance:
         """Gives an empty storage; to be overridden."""
         pytest.fail(f"{type(self).__name__} must define the fixture 'storage'")
 
-    @pytest.mark.parametrize("direct", [True, False])
     @pytest.mark.parametrize("sync", [True, False])
     @pytest.mark.parametrize("sizes", [(), (1,), (4096,), (5, 0, 7), (3, 300_000, 4093, 9_000_001)])
     def test_a_writer_joins_what_it_was_given(
-        self, storage: Storage, sizes: tuple[int, ...], sync: bool, direct: bool
+        self, storage: Storage, sizes: tuple[int, ...], sync: bool
     ) -> None:
         """The committed value is all writes in order, of exactly their length."""
         pieces = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
-        writer = storage.open_writer("x/part", sync=sync, direct=direct)
+        writer = storage.open_writer("x/part", sync=sync)
         for piece in pieces:
             writer.write(piece)
         writer.commit()

@@ -45,6 +45,9 @@ SLICE_BYTES = 1 << 20
 then read side by side what a kernel reads ahead for one of them. With slices of 8 MiB each of four
 threads is somewhere else, and a disk gave half as much. It also is what a cache holds."""
 _SPAN_PAIR_BYTES = 4 << 20
+SCRATCH_BYTES = 64 << 20
+"""Most temporary memory of a job, for regions that are not contiguous; one that needs a longer
+block takes that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +183,12 @@ class ReadCost:
         return min(max(gap, FREE_GAP_BYTES), MOST_GAP_BYTES)
 
 
-def make_jobs(
-    geo: Geometry, num_rows: int, scratch_bytes: int, cost: ReadCost
-) -> tuple[list[Job], Int64Array]:
+def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], Int64Array]:
     """Returns the jobs, by file and place, and how many of them fill each wanted row.
 
     Args:
         geo: Where the bytes are.
         num_rows: Number of wanted rows.
-        scratch_bytes: Most temporary memory of a job; one that needs a longer block takes that.
         cost: Of a request, which says what gaps are read through.
 
     Returns:
@@ -197,16 +197,16 @@ def make_jobs(
     pairs = geo.bytes
     straight = pairs.chunk_contiguous & pairs.target_contiguous & ~geo.unparsed
     direct = straight & (pairs.num_bytes >= DIRECT_BYTES)
-    limit = min(_SPAN_PAIR_BYTES, scratch_bytes)
+    limit = min(_SPAN_PAIR_BYTES, SCRATCH_BYTES)
     span = geo.unparsed | (~direct & (pairs.read_high - pairs.read_low <= limit))
     placed: list[tuple[int, int, Job]] = []
-    span_bytes = min(max(SPAN_BYTES, cost.request_bytes), scratch_bytes)
+    span_bytes = min(max(SPAN_BYTES, cost.request_bytes), SCRATCH_BYTES)
     for job in _spans(geo, np.flatnonzero(span), span_bytes, cost):
         placed.append((job.file, job.low, job))
     parts = np.bincount(geo.plan.wanted[span], minlength=num_rows)
     cut: list[Direct | Strided] = []
     for pair in np.flatnonzero(~span).tolist():
-        cut += _slices(geo, pair, cost) if direct[pair] else _slabs(geo, pair, scratch_bytes)
+        cut += _slices(geo, pair, cost) if direct[pair] else _slabs(geo, pair)
     for piece in cut:
         low = piece.low if isinstance(piece, Direct) else piece.slab.low
         placed.append((int(geo.file[piece.pair]), int(geo.place[piece.pair]) + low, piece))
@@ -313,7 +313,7 @@ def _slices(geo: Geometry, pair: int, cost: ReadCost) -> list[Direct | Strided]:
     return [Direct(pair, a, b) for a, b in pairwise([low, *cuts, high])]
 
 
-def _slabs(geo: Geometry, pair: int, scratch_bytes: int) -> list[Direct | Strided]:
+def _slabs(geo: Geometry, pair: int) -> list[Direct | Strided]:
     itemsize, block = int(geo.itemsize[pair]), int(geo.block_bytes[pair])
     found = slabs(
         geo.chunk_offset[pair],
@@ -321,6 +321,6 @@ def _slabs(geo: Geometry, pair: int, scratch_bytes: int) -> list[Direct | Stride
         geo.plan.offset[pair],
         geo.plan.size[pair],
         itemsize,
-        max(scratch_bytes - 2 * block, block, itemsize),
+        max(SCRATCH_BYTES - 2 * block, block, itemsize),
     )
     return [Strided(pair, slab) for slab in found]

@@ -83,7 +83,7 @@ def read_chunks(
         read_plan: `plan_reads(table, wanted)`.
         wanted: What is asked for.
         sink: Gives the targets; used from `options.num_threads` threads.
-        options: `num_threads`, `scratch_bytes` and `verify` count.
+        options: `num_threads` and `verify` count.
 
     Returns:
         How much was read and checked, and which chunks could not be read here.
@@ -98,7 +98,7 @@ def read_chunks(
 
     Complexity:
         O(bytes); a small tensor costs about 3 us. Memory: per thread the greatest of 8 MiB,
-        `options.scratch_bytes` and one block, and no more than what one job needs.
+        `jobs.SCRATCH_BYTES` and one block, and no more than what one job needs.
     """
     prepared = prepare_reads(storage, table, read_plan, wanted, options=options)
     return read_prepared(storage, prepared, sink, options=options)
@@ -139,7 +139,7 @@ def prepare_reads(
         table: What is stored.
         read_plan: `plan_reads(table, wanted)`.
         wanted: What is asked for.
-        options: `num_threads`, `scratch_bytes` and `verify` count.
+        options: `num_threads` and `verify` count.
 
     Raises:
         CheckpointError: As `read_chunks`, for what the table or the head of an item shows.
@@ -149,7 +149,7 @@ def prepare_reads(
     usable = ~np.isin(read_plan.chunk, np.array(sorted(opaque), np.int32))
     geo = geometry(table, wanted, _rows_of(read_plan, usable), place, options.verify)
     cost = read_cost(storage)
-    jobs, parts = make_jobs(geo, len(wanted), options.scratch_bytes, cost)
+    jobs, parts = make_jobs(geo, len(wanted), cost)
     # One part too many: these rows are never done.
     parts[read_plan.wanted[~usable]] += 1
     parts[np.array([row for row, _ in read_plan.uncovered], np.int64)] += 1

@@ -70,7 +70,7 @@ def write_part(
         attempt: Id of the attempt, put into the keys.
         source: Gives an item's bytes; called from several threads, possibly more than once a row.
         deferred: Gives a deferred item's bytes; called once a row, from several threads.
-        options: `num_threads`, `sync_files` and `direct_io` count.
+        options: `num_threads` and `sync_files` count.
 
     Raises:
         CheckpointError: The first error of a file; the others were given up and leave nothing
@@ -98,7 +98,6 @@ def write_file(
     source: Source,
     deferred: Deferred,
     sync: bool = True,
-    direct: bool = True,
 ) -> FileReceipt:
     """Writes one part file, publishes it, and returns its receipt.
 
@@ -111,7 +110,6 @@ def write_file(
         source: Gives an item's bytes.
         deferred: Gives a deferred item's bytes.
         sync: Durable when the call returns.
-        direct: Bypass the page cache if the storage can.
 
     Raises:
         StorageError: The storage refused.
@@ -122,7 +120,7 @@ def write_file(
     Complexity:
         O(bytes); a small tensor costs about 2 us.
     """
-    options = SaveOptions(sync_files=sync, direct_io=direct)
+    options = SaveOptions(sync_files=sync)
     return _write_file(storage, file_plan, attempt, source, deferred, options, Stop())
 
 
@@ -141,7 +139,7 @@ def write_pieces(
         file_plan: What to write.
         attempt: Id of the attempt, put into the key.
         source: Gives the bytes; may wait for them.
-        options: `sync_files` and `direct_io` count.
+        options: `sync_files` counts.
 
     Raises:
         CheckpointError: As `write_file`.
@@ -176,7 +174,7 @@ def _write(
     key = part_key(plan, attempt)
     writer: PartWriter | None = None
     try:
-        writer = storage.open_writer(key, sync=options.sync_files, direct=options.direct_io)
+        writer = storage.open_writer(key, sync=options.sync_files)
         file = PartFile(writer, plan, key, pieces(key), stop)
         receipt = file.write()
         file.commit(storage, receipt)

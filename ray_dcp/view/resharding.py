@@ -200,7 +200,7 @@ def preview_reshard(
         plan = plan_reads(table, wanted)
         lacking.update(tensors[row] for row, _ in plan.uncovered)
         geo = geometry(table, wanted, plan, place, options.verify)
-        jobs, _ = make_jobs(geo, len(wanted), options.scratch_bytes, cost)
+        jobs, _ = make_jobs(geo, len(wanted), cost)
         lengths, ranges, scratch = _costs(geo, jobs, cost)
         files = {*table.file[plan.chunk].tolist(), *table.file[objects].tolist()}
         ranks.append(

@@ -22,8 +22,8 @@ from ray_dcp.format.run_files import (
 )
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store.location import AnyPlace, as_target
-from ray_dcp.store.opening import absolute_target, open_storage, place_below
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 from ray_dcp.transfer.announcements import fence
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint

@@ -13,13 +13,12 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format.save_trace import (
     MAX_TRACE_BYTES,
     SaveTrace,
-    Span,
     decode_trace,
     trace_key,
 )
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["Trace", "chrome_trace", "lanes", "read_trace", "trace_notes"]
+__all__ = ["Trace", "chrome_trace", "read_trace", "trace_notes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +73,6 @@ def trace_notes(storage: Storage, attempt: str) -> list[str]:
     return []
 
 
-def lanes(trace: SaveTrace) -> dict[int | None, tuple[Span, ...]]:
-    """Returns the spans of each lane of a picture: of the coordinator (None), then of each rank.
-
-    A rank has one more, `commit`: from the end of its writing until the checkpoint stood.
-
-    Args:
-        trace: Of a save.
-    """
-    found: dict[int | None, list[Span]] = {None: []}
-    for span in trace.spans:
-        found.setdefault(span.rank, []).append(span)
-    for rank, spans in found.items():
-        ends = [span.stop_s for span in spans if span.phase == "write"]
-        if rank is not None and ends:
-            start_s = min(ends[-1], trace.committed_s)
-            spans.append(Span("commit", rank, start_s, trace.committed_s))
-    return {lane: tuple(spans) for lane, spans in found.items()}
-
-
 def chrome_trace(trace: SaveTrace) -> str:
     """Returns a trace as JSON for `chrome://tracing` and https://ui.perfetto.dev.
 
@@ -103,6 +83,7 @@ def chrome_trace(trace: SaveTrace) -> str:
 
     Example:
         >>> import json
+        >>> from ray_dcp.format.save_trace import Span
         >>> trace = SaveTrace(
         ...     attempt="0123456789abcdef", mode="save", world_size=1, began_s=1.0,
         ...     committed_s=0.5, spans=(Span("write", 0, 0.1, 0.5, 8),),
@@ -113,7 +94,7 @@ def chrome_trace(trace: SaveTrace) -> str:
     """
     late = {(straggler.rank, straggler.phase): straggler for straggler in trace.stragglers}
     events: list[dict[str, Any]] = []
-    for lane, spans in lanes(trace).items():
+    for lane, spans in trace.lanes().items():
         pid = 0 if lane is None else lane + 1
         name = "coordinator" if lane is None else f"rank {lane}"
         meta = {"ph": "M", "pid": pid, "tid": 0}

@@ -15,6 +15,7 @@ import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -93,10 +94,11 @@ def meshed(world_size: int, tensors: int, layout: str) -> Iterator[Columns]:
     `"HSDP"`: shards over 64 ranks, copied by all others of their number. `"stages"`: 16 stages of
     a pipeline, in each of which tensors are cut for FSDP and, in columns, over 8 ranks for tensor
     parallelism, over which every fourth is copied; the object is one of each rank's own.
+    With less than 8 ranks a stage (a job of 64) the latter are all of it.
     """
     stages, copies = (1, max(1, world_size // 64)) if layout == "HSDP" else (16, 1)
     size = world_size // stages
-    inner = 1 if layout == "HSDP" else 8
+    inner = 1 if layout == "HSDP" else min(8, size)
     outer = size // copies // inner
     count = tensors - 2
     high, width = (1024, COLUMNS) if layout == "HSDP" else (16, COLUMNS // inner)
@@ -367,19 +369,10 @@ def measure(
     return {"saves": found, "peak_bytes": (peak - before) << 10, "files": sizes}
 
 
-def _in_child(queue: Any, measure: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    queue.put(measure(*arguments))
-
-
 def measured(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Measures in a process of its own, so that peaks do not add up."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=_in_child, args=(queue, measure, arguments))
-    child.start()
-    found: dict[str, Any] = queue.get()
-    child.join()
-    return found
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *arguments).result()
 
 
 # --- the table ----------------------------------------------------------------------------------

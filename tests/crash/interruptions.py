@@ -5,18 +5,20 @@ Calls of the operating system are interrupted in `system_calls`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store.faults import Call, Effect, Fault, Script
+from ray_dcp.store.faults import Call, CrashError, Effect, Fault, Script
 from ray_dcp.store.storage import Storage
 
 __all__ = [
     "ALL_VARIANTS",
     "CRASHES",
+    "CountedSteps",
     "Interruption",
     "Step",
     "Variant",
@@ -82,6 +84,50 @@ Interrupt = Callable[
 ]
 """From a storage, the number of the call (None for no interruption) and the variant to the
 storage that the operation is to use, and what it asked for."""
+
+
+class CountedSteps:
+    """Counts the steps of several threads; implements `Interruption`.
+
+    Args:
+        at: Number of the step to interrupt, from 0; None to count them only.
+        variant: What becomes of it.
+    """
+
+    def __init__(self, at: int | None, variant: Variant) -> None:
+        self.variant = variant
+        self._at = at
+        self._steps: list[Step] = []
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """See `Interruption`."""
+        return tuple(self._steps)
+
+    @property
+    def stopped(self) -> bool:
+        """See `Interruption`."""
+        return self._stopped
+
+    def hits(self, step: Step) -> bool:
+        """Counts a step; returns whether it is to be interrupted."""
+        with self._lock:
+            number = len(self._steps)
+            self._steps.append(step)
+        if self._at is None:
+            return False
+        return number == self._at or (number > self._at and self.variant == "broken")
+
+    def die(self, where: object) -> NoReturn:
+        """Lets the process die.
+
+        Args:
+            where: At which step, for the error.
+        """
+        self._stopped = True
+        raise CrashError(f"the process died at {where} ({self.variant})")
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import numpy as np
 from ray_dcp.errors import CheckpointError, CommitUnknownError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import (
-    FileReceipt,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -31,12 +30,11 @@ from ray_dcp.runtime.perform import perform
 from ray_dcp.runtime.plan_memory import PlanMemory
 from ray_dcp.runtime.rank import Captured, LoadResult, load_rank, save_rank
 from ray_dcp.runtime.rank_join import join_save
-from ray_dcp.runtime.rank_save import await_outcome
-from ray_dcp.runtime.telling import attempt
+from ray_dcp.runtime.rank_save import await_outcome, write_share
+from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.writer import write_part
 from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
@@ -55,10 +53,10 @@ def save_ranks(
     options: SaveOptions | None = None,
     states: Sequence[State] | None = None,
     capture: Capturing = ArrayCapture,
-    opener: Opener = open_storage,
     staged: bool = False,
     nodes: Sequence[str] = (),
     memories: Sequence[PlanMemory] = (),
+    **more: Any,
 ) -> list[Generator[Request, Reply, SaveOutcome]]:
     """Returns the generators of a save, for `run_ranks`.
 
@@ -71,19 +69,19 @@ def save_ranks(
         options: How.
         states: Gives each rank a state of its own.
         capture: From state, rank and world size to what a rank captures.
-        opener: What opens the storage.
         staged: As `async_save` does: a stager tells of each file, which here is the rank itself.
         nodes: Names the node of each rank; what they write together is balanced.
         memories: Of each rank: what it knows of earlier saves.
+        **more: As for `save_rank`, of each rank.
     """
     save = _save_staged if staged else save_rank
     return [
         save(
             OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
-            options=options or SaveOptions(), opener=opener,
+            options=options or SaveOptions(),
             capture=partial(capture, states[rank] if states else state, rank, world_size),
             node=nodes[rank] if nodes else "",
-            memory=memories[rank] if memories else None,
+            memory=memories[rank] if memories else None, **more,
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -96,29 +94,25 @@ def _save_staged(
     world_size: int,
     target: Target,
     options: SaveOptions,
-    opener: Opener,
     capture: Callable[[], Captured],
     node: str,
     memory: PlanMemory | None,
+    opener: Opener = open_storage,
 ) -> Generator[Request, Reply, SaveOutcome]:
     """What a rank and its stager say and do in an asynchronous save, one after the other."""
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
         staged=True, node=node, memory=memory,
     )  # fmt: skip
-
-    def write() -> tuple[FileReceipt, ...]:
-        return write_part(
-            opener(target), go.plan, go.attempt,
-            source=captured.source, deferred=captured.deferred, options=options,
-        )  # fmt: skip
-
     held = PartsHeld(key, rank, go.attempt, go.epoch, f"stager {rank}")
     yield held
-    files, error = attempt(write, "writing", rank)
-    yield PartsWritten(
-        key, rank, go.attempt, go.epoch, f"stager {rank}", 0, files or (), error
+    written = write_share(
+        key, go, target, options, rank=rank, source=captured.source, deferred=captured.deferred,
+        opener=opener, vitals=Vitals(),
     )  # fmt: skip
+    yield PartsWritten(
+        key, rank, go.attempt, go.epoch, f"stager {rank}", 0, written.files, written.error
+    )
     told = SaveStaged(key, rank, go.attempt, go.epoch, held=held)
     return (
         yield from await_outcome(
@@ -136,7 +130,8 @@ def load_ranks(
     session: str = "load",
     seq: int = 0,
     options: LoadOptions | None = None,
-    opener: Opener = open_storage,
+    work: type[ArrayWork] = ArrayWork,
+    **more: Any,
 ) -> tuple[list[Generator[Request, Reply, LoadResult]], list[ArrayWork]]:
     """Returns the generators of a load, and the list that will hold each rank's work.
 
@@ -147,18 +142,19 @@ def load_ranks(
         session: Of the ranks.
         seq: Number of the operation in the session.
         options: How.
-        opener: What opens the storage.
+        work: What each rank makes of its part.
+        **more: As for `load_rank`, of each rank.
     """
     works: list[Any] = [None] * world_size
 
     def plan(checkpoint: Checkpoint, rank: int) -> ArrayWork:
-        works[rank] = ArrayWork(checkpoint, like, rank, world_size)
+        works[rank] = work(checkpoint, like, rank, world_size)
         return works[rank]  # type: ignore[no-any-return]
 
     ranks = [
         load_rank(
             OpKey(session, seq), rank=rank, world_size=world_size, target=Target(url),
-            options=options or LoadOptions(), plan=partial(plan, rank=rank), opener=opener,
+            options=options or LoadOptions(), plan=partial(plan, rank=rank), **more,
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -178,12 +174,8 @@ def save_state(
     state: State,
     world_size: int = 2,
     *,
-    session: str = "save",
     options: SaveOptions | None = None,
-    states: Sequence[State] | None = None,
-    capture: Capturing = ArrayCapture,
-    staged: bool = False,
-    nodes: Sequence[str] = (),
+    **how: Any,
 ) -> SaveOutcome:
     """Saves a state to a storage, by several ranks in this thread.
 
@@ -191,12 +183,8 @@ def save_state(
         storage: Where; also one that `open_storage` does not know.
         state: What to save.
         world_size: Number of ranks.
-        session: Of the ranks.
         options: How; by default with one thread.
-        states: Gives each rank a state of its own.
-        capture: From state, rank and world size to what a rank captures.
-        staged: As for `save_ranks`.
-        nodes: As there.
+        **how: As for `save_ranks`.
 
     Raises:
         CheckpointError: What the ranks were told.
@@ -204,10 +192,7 @@ def save_state(
     """
     opener = _Opener(storage)
     options = options or SaveOptions(num_threads=1)  # so that all calls come in one order
-    ranks = save_ranks(
-        state, world_size, storage.url, session=session, options=options, states=states,
-        capture=capture, opener=opener, staged=staged, nodes=nodes,
-    )  # fmt: skip
+    ranks = save_ranks(state, world_size, storage.url, options=options, opener=opener, **how)
     return one_outcome(run_ranks(ranks, performer=partial(perform, opener=opener)))
 
 

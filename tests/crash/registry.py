@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Storage
-from tests.crash.array_states import ArrayCapture, State, sample_state
-from tests.crash.ranks import Capturing, save_state
+from tests.crash.array_states import State, sample_state
+from tests.crash.ranks import save_state
 
 __all__ = [
     "NEW",
@@ -55,34 +54,19 @@ class Place:
         self,
         state: State,
         world_size: int = 2,
-        *,
-        session: str = "save",
-        options: SaveOptions | None = None,
-        states: Sequence[State] | None = None,
-        capture: Capturing = ArrayCapture,
-        staged: bool = False,
-        nodes: Sequence[str] = (),
+        **how: Any,
     ) -> str:
         """Saves a state by several ranks in this thread; returns the attempt.
 
         Args:
             state: What to save.
             world_size: Number of ranks.
-            session: Of the ranks.
-            options: How; by default with one thread.
-            states: Gives each rank a state of its own.
-            capture: From state, rank and world size to what a rank captures.
-            staged: As an asynchronous save is done.
-            nodes: Names the node of each rank.
+            **how: As for `save_state`.
 
         Raises:
             CheckpointError: What the ranks were told.
         """
-        saved = save_state(
-            self.storage, state, world_size, session=session, options=options, states=states,
-            capture=capture, staged=staged, nodes=nodes,
-        )  # fmt: skip
-        return saved.attempt
+        return save_state(self.storage, state, world_size, **how).attempt
 
 
 @dataclass(frozen=True, kw_only=True)

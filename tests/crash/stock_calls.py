@@ -21,7 +21,7 @@ from ray_dcp.store.faults import CrashError
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.opening import newest_record
 from tests.crash.array_states import State
-from tests.crash.interruptions import CRASHES, Interruption, Step, Variant
+from tests.crash.interruptions import CRASHES, CountedSteps, Interruption, Step, Variant
 from tests.crash.invariants import Aftermath, expect, is_same, name_of, stock_state
 from tests.crash.own_operations import torch_state
 from tests.crash.registry import NEW, Place
@@ -94,25 +94,7 @@ def interrupted_stock(
         yield storage, calls
 
 
-class _Calls:
-    """Counts calls; implements `Interruption`."""
-
-    def __init__(self, at: int | None, variant: Variant) -> None:
-        self._at = at
-        self._variant = variant
-        self._steps: list[Step] = []
-        self._stopped = False
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """See `Interruption`."""
-        return tuple(self._steps)
-
-    @property
-    def stopped(self) -> bool:
-        """See `Interruption`."""
-        return self._stopped
-
+class _Calls(CountedSteps):
     def replaced(self, name: str) -> Callable[..., None]:
         """Returns what stands in for a method of `FileSystem`."""
         real = getattr(FileSystem, name)
@@ -149,18 +131,15 @@ class _Calls:
 
     def act(self, step: Step, act: Callable[[], object], half: Callable[[], object] = bool) -> None:
         """Does what a call asks for, or lets the process die before, after or half-way."""
-        if self._stopped:
+        if self.stopped:
             raise CrashError(f"the process is dead, but asked for {step}")
-        number = len(self._steps)
-        self._steps.append(step)
-        if number != self._at:
+        if not self.hits(step):
             act()
             return
-        if self._variant not in CRASHES:
-            raise NotImplementedError(f"stock DCP can only die here, not go on {self._variant}")
-        {"before": bool, "after": act, "torn": half}[self._variant]()
-        self._stopped = True
-        raise CrashError(f"the process died at {step} ({self._variant})")
+        if self.variant not in CRASHES:
+            raise NotImplementedError(f"stock DCP can only die here, not go on {self.variant}")
+        {"before": bool, "after": act, "torn": half}[self.variant]()
+        self.die(step)
 
 
 class _File(io.RawIOBase):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from unittest import mock
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.store.faults import CrashError
 from ray_dcp.store.storage import Storage
-from tests.crash.interruptions import CRASHES, Interruption, Step, Variant
+from tests.crash.interruptions import CRASHES, CountedSteps, Interruption, Step, Variant
 from tests.crash.registry import directory_of
 
 __all__ = ["CALLS", "interrupted_system"]
@@ -74,26 +73,10 @@ def interrupted_system(
         yield storage, system
 
 
-class _System:
-    """Counts calls; implements `Interruption`."""
-
+class _System(CountedSteps):
     def __init__(self, folder: Path, at: int | None, variant: Variant) -> None:
+        super().__init__(at, variant)
         self._folder = os.path.realpath(folder)
-        self._at = at
-        self._variant = variant
-        self._steps: list[Step] = []
-        self._stopped = False
-        self._lock = threading.Lock()
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """See `Interruption`."""
-        return tuple(self._steps)
-
-    @property
-    def stopped(self) -> bool:
-        """See `Interruption`."""
-        return self._stopped
 
     def replaced(self, name: str) -> Callable[..., Any]:
         """Returns what stands in for a function of `os`."""
@@ -102,9 +85,9 @@ class _System:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._concerns(name, args, kwargs):
                 return real(*args, **kwargs)
-            if self._stopped:
+            if self.stopped:
                 return _from_the_grave(name)
-            if not self._hits(_step(name, args)):
+            if not self.hits(_step(name, args)):
                 return real(*args, **kwargs)
             return self._interrupt(name, real, args, kwargs)
 
@@ -116,25 +99,16 @@ class _System:
         paths = (_path(file) for file in (*files, *folders) if file is not None)
         return any(f"{path}/".startswith(f"{self._folder}/") for path in paths)
 
-    def _hits(self, step: Step) -> bool:
-        with self._lock:
-            number = len(self._steps)
-            self._steps.append(step)
-        if self._at is None:
-            return False
-        return number == self._at or (number > self._at and self._variant == "broken")
-
     def _interrupt(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._variant in ("after", "lost"):
+        if self.variant in ("after", "lost"):
             made = real(*args, **kwargs)
             if name == "open":
                 os.close(made)
-        elif self._variant == "torn":
+        elif self.variant == "torn":
             real(args[0], _first_half(name, args[1]), *args[2:], **kwargs)
-        if self._variant in CRASHES:
-            self._stopped = True
-            raise CrashError(f"the process died at {name} ({self._variant})")
-        number = errno.ENOSPC if self._variant == "broken" else errno.EIO
+        if self.variant in CRASHES:
+            self.die(name)
+        number = errno.ENOSPC if self.variant == "broken" else errno.EIO
         raise OSError(number, os.strerror(number))
 
 

@@ -61,9 +61,9 @@ class UnconditionalStorage(StorageWrapper):
         self._between(key)
         self._inner.write(key, data)
 
-    def open_writer(self, key: str, *, sync: bool = True, direct: bool = True) -> PartWriter:
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `commit` only looks first."""
-        return _Writer(self, key, self._inner.open_writer(key, sync=sync, direct=direct))
+        return _Writer(self, key, self._inner.open_writer(key, sync=sync))
 
     def _look(self, key: str) -> None:
         try:

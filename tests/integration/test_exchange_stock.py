@@ -246,7 +246,7 @@ def test_ours_names_what_stock_saved_and_nobody_asked_for(tmp_path):
         load_ours(path, dict(into))
     report = ray_dcp.load(
         into, checkpoint_id=path, no_dist=True,
-        options=ray_dcp.LoadOptions(allow_partial_load=True),
+        options=ray_dcp.LoadOptions(strict=False),
     )  # fmt: skip
     assert (report.loaded, report.missing, report.unexpected) == (
         ("x",),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import exchange_program, xla_env
+from tests import exchange_program, xla_check, xla_env
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -101,3 +101,11 @@ def test_torch_29_loads_what_ray_dcp_saved_there(saved, run29):
     )
     assert {name: why for name, why in by_stock.items() if name not in unable} == {}
     assert by_ours == {}
+
+
+def test_shards_that_torch_xla_brought_to_the_cpu_are_saved_as_tensors_and_loaded():
+    ended = xla_check.start(
+        xla_env.chosen(), "check_cpu_shards", capture_output=True, text=True, timeout=400
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "1 passed, 0 failed" in ended.stdout

@@ -47,7 +47,7 @@ def load(path: str) -> tuple[int, int, int]:
     state = state_of(other, 0.0)
     Checkpoint.narrow = listened
     try:
-        options = LoadOptions(allow_partial_load=True)
+        options = LoadOptions(strict=False)
         report = ray_dcp.load(state, checkpoint_id=path, options=options)
     finally:
         Checkpoint.narrow = narrow

@@ -1,22 +1,19 @@
-"""Metrics, events and progress under a real Ray: what its own exporter shows after some saves."""
+"""Metrics and events under a real Ray: what its own exporter shows after some saves."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import urllib.request
-from typing import Any, ClassVar
 
 import pytest
 import ray
 import torch
-from ray.experimental import tqdm_ray
 
 import ray_dcp
 from ray_dcp.errors import CheckpointExistsError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import metrics, progress
-from ray_dcp.runtime.progress import ProgressBar
+from ray_dcp.runtime import metrics
 from tests.polling import eventually
 
 pytestmark = pytest.mark.usefixtures("own_ray_session")
@@ -98,52 +95,3 @@ def test_a_report_of_a_rank_with_a_stager_tells_its_phases_and_bytes(session, tm
     assert list(report.seconds) == ["capture", "plan", "stage", "write"]
     assert report.bytes_staged == 4_000_000
     assert 4_000_000 <= report.bytes_written < 4_050_000
-
-
-class Bar(tqdm_ray.tqdm):
-    """Notes what it would send to the driver's terminal."""
-
-    states: ClassVar[list[dict[str, Any]]] = []
-
-    def _dump_state(self, force_flush=False):
-        self.states.append(self._get_state())
-
-
-@pytest.fixture
-def bar(monkeypatch):
-    monkeypatch.setattr(tqdm_ray, "tqdm", Bar)
-    monkeypatch.setattr(progress, "EVERY_S", 0.01)
-    monkeypatch.setattr(Bar, "states", [])
-    return Bar
-
-
-def test_progress_is_drawn_from_begin_to_end(bar, own_ray_session):
-    told = iter([(0, 0), (0, 100), (60, 100), *[(100, 100)] * 10_000])
-    with ProgressBar("/run/step-1", lambda: next(told)):
-        assert eventually(lambda: bar.states and bar.states[-1]["x"] == 100)
-    assert [s["x"] for s in bar.states[:3]] == [0, 60, 100]
-    assert bar.states[-1]["closed"]
-    assert {s["total"] for s in bar.states} == {100}
-
-
-def test_progress_that_can_not_be_asked_does_not_disturb(bar, own_ray_session):
-    with ProgressBar("/run/step-1", lambda: 1 // 0):
-        pass
-    assert bar.states == []
-
-
-def test_a_save_draws_its_progress_when_asked(bar, session, tmp_path, monkeypatch):
-    drawn = []
-
-    class Seen(ProgressBar):
-        def __enter__(self):
-            drawn.append(self._ask())
-            return super().__enter__()
-
-    monkeypatch.setattr("ray_dcp.asynchronous.ProgressBar", Seen)
-    monkeypatch.setattr("ray_dcp.operations.ProgressBar", Seen)
-    for options in (SaveOptions(progress=True), SaveOptions()):
-        ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", options=options).committed(180)
-        ray_dcp.save(state(), checkpoint_id=tmp_path / "c", options=options)
-    assert len(drawn) == 2
-    assert drawn[0][1] == 4_000_000

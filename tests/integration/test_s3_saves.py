@@ -18,8 +18,8 @@ from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.faults import Fault, Script
-from ray_dcp.store.location import Location, as_target
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.location import Location
+from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import standing_state
 from tests.crash.registry import NEW, OLD, Place

@@ -137,8 +137,8 @@ class TurnStorage:
     def write(self, key, data, *, create=False):
         self._do("write", key, lambda: self._inner.write(key, data, create=create))
 
-    def open_writer(self, key, *, sync=True, direct=True):
-        inner = self._do("open_writer", key, lambda: self._inner.open_writer(key, direct=False))
+    def open_writer(self, key, *, sync=True):
+        inner = self._do("open_writer", key, lambda: self._inner.open_writer(key, sync=False))
         return _TurnWriter(self, key, inner)
 
     def list(self, prefix=""):

@@ -235,7 +235,7 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
 def test_what_a_rank_says_it_will_read_is_what_it_reads(case, gap, scratch, direct, verify):
     source, target, writers, readers, shapes = case
     table, files, _ = written(source, writers, shapes)
-    options = LoadOptions(num_threads=1, scratch_bytes=scratch, verify=verify)
+    options = LoadOptions(num_threads=1, verify=verify)
     storage = Counting(files)
     storage.read_traits = ReadTraits(request_s=gap / 1e6, bytes_per_s=1e6)
     for rank in range(readers):
@@ -247,6 +247,7 @@ def test_what_a_rank_says_it_will_read_is_what_it_reads(case, gap, scratch, dire
             patched.setattr(jobs, "DIRECT_BYTES", direct)
             patched.setattr(jobs, "SLICE_BYTES", 2 * direct)
             patched.setattr(jobs, "FREE_GAP_BYTES", 0)
+            patched.setattr(jobs, "SCRATCH_BYTES", scratch)
             prepared = prepare_reads(storage, table, plan, wanted, options=options)
         sink = Sink((wanted.size.prod(axis=1) * 4).tolist())
         read_prepared(storage, prepared, sink, options=options)

@@ -80,6 +80,7 @@ def limits(draw):
         (jobs, "DIRECT_BYTES"): draw(sizes),
         (jobs, "SLICE_BYTES"): draw(sizes),
         (jobs, "SPAN_BYTES"): draw(sizes),
+        (jobs, "SCRATCH_BYTES"): draw(st.sampled_from([1, 64, 1 << 20])),
         (jobs, "_SPAN_PAIR_BYTES"): draw(sizes),
         (jobs, "FREE_GAP_BYTES"): 0,
         (jobs, "MOST_GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
@@ -91,7 +92,6 @@ def options_of(draw):
     return LoadOptions(
         verify=draw(st.sampled_from(["always", "always", "sample", "never"])),
         num_threads=draw(st.integers(1, 3)),
-        scratch_bytes=draw(st.sampled_from([1, 64, 1 << 20])),
     )
 
 

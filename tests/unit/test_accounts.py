@@ -341,9 +341,3 @@ def test_the_memory_of_a_node_is_a_gauge(counted):
     metrics.staging_memory(32, 64)
     assert counted("dcp_staging_used_bytes") == {(): 32}
     assert counted("dcp_staging_limit_bytes") == {(): 128}
-
-
-def test_progress_without_ray_draws_nothing_and_saves(tmp_path):
-    options = SaveOptions(progress=True)
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c", options=options)
-    ray_dcp.async_save(state(), checkpoint_id=tmp_path / "c", options=options).committed(180)

@@ -36,7 +36,7 @@ def test_a_load_reports_what_it_did(tmp_path: Path):
     report = ray_dcp.load(
         {"w": torch.zeros(3, 2, dtype=torch.float64), "step": 0, "lost": torch.zeros(1)},
         checkpoint_id=tmp_path / "c",
-        options=ray_dcp.LoadOptions(allow_partial_load=True),
+        options=ray_dcp.LoadOptions(strict=False),
     )
     assert (report.loaded, report.missing, report.unexpected) == (
         ("step", "w"), ("lost",), ("extra",),

@@ -302,10 +302,10 @@ class Failing(LocalStorage):
             raise self._error
         super().write(key, data, create=create)
 
-    def open_writer(self, key, *, sync=True, direct=True):
+    def open_writer(self, key, *, sync=True):
         if self._at in key:
             raise self._error
-        return super().open_writer(key, sync=sync, direct=direct)
+        return super().open_writer(key, sync=sync)
 
 
 @pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", ".metadata", "stats."])

@@ -472,7 +472,7 @@ def test_auto_does_not_fall_back_where_an_older_step_would_not_help(manage):
 
 
 def test_options_of_the_call_go_before_those_of_the_item(manage):
-    manager = manage(item=Item(load_options=LoadOptions(allow_partial_load=True)))
+    manager = manage(item=Item(load_options=LoadOptions(strict=False)))
     manager.save(10, state(10))
     wanted = {**state(-1), "other": torch.ones(2)}
     assert manager.restore(10, wanted).report.missing == ("other",)

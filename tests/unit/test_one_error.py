@@ -68,12 +68,12 @@ def small_files():
 
 
 @pytest.mark.parametrize("num_bytes", [3_000_000, 9_000_000], ids=["on commit", "on write"])
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("sync", [True, False])
 def test_a_full_disk_is_not_hidden_by_the_cleaning_up_after_it(
-    tmp_path, small_files, num_bytes, direct
+    tmp_path, small_files, num_bytes, sync
 ):
     def write():
-        writer = storage.open_writer("x", direct=direct)
+        writer = storage.open_writer("x", sync=sync)
         try:
             writer.write(b"x" * num_bytes)
             writer.commit()

@@ -154,7 +154,8 @@ def test_flags_of_the_default_planners_are_mapped(tmp_path):
         checkpoint_id=tmp_path,
     )
     assert loading.flags == PlannerFlags(flatten_state_dict=False, allow_partial_load=True)
-    assert loading.apply(LoadOptions()).allow_partial_load
+    assert loading.apply(LoadOptions()).strict is False
+    assert loading.apply(LoadOptions(strict=True)).strict is True
 
 
 @pytest.mark.parametrize(

@@ -354,11 +354,11 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     assert same_files(*places)
 
 
-def test_no_data_is_lost_when_files_are_not_synced_or_direct(places):
+def test_no_data_is_lost_when_files_are_not_synced(places):
     what = share(MIXED)
     what.written(places[1])
     node = Node(8)
-    options = SaveOptions(sync_files=False, direct_io=False, num_threads=1)
+    options = SaveOptions(sync_files=False, num_threads=1)
     node.rank(what, places[0], options=options).stage()
     assert node.idle()
     assert same_files(*places)

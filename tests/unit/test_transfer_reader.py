@@ -202,9 +202,8 @@ def test_scratch_memory_stays_within_its_limit(storage, monkeypatch):
     table = written(storage, [array])
     limit = 200_000
     peaks = scratch_peaks(monkeypatch)
-    sink, _ = read(
-        storage, table, wanted_of((0, (3, 7), (990, 900))), scratch_bytes=limit, num_threads=2
-    )
+    monkeypatch.setattr(jobs, "SCRATCH_BYTES", limit)
+    sink, _ = read(storage, table, wanted_of((0, (3, 7), (990, 900))), num_threads=2)
     assert sink.buffers[0] == np.ascontiguousarray(array[3:993, 7:907]).tobytes()
     assert max(peaks) <= limit
     assert len(peaks) >= array.nbytes // limit

@@ -465,15 +465,15 @@ class Busy:
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("sync", [True, False])
 def test_what_is_stored_has_its_checksum_also_where_tensors_change_meanwhile(
-    storage, container, direct
+    storage, container, sync
 ):
     arrays = [np.zeros(size, np.float32) for size in (3, 30_000, 700, 900_000, 3_000_001)]
     plan = plan_of(arrays, container=container, header=b"h" * 24)
     busy = Busy(arrays)
     receipt = write_file(
-        busy.on(storage), plan, "a1", source=busy.source, deferred=no_deferred, direct=direct
+        busy.on(storage), plan, "a1", source=busy.source, deferred=no_deferred, sync=sync
     )
     assert arrays[0][0] > len(arrays)  # it was written to, by looks and by writes
     places = zip(plan.payload_offset, plan.payload_bytes, plan.block_bytes, strict=True)

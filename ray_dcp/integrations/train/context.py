@@ -17,8 +17,8 @@ import ray
 from ray_dcp.errors import InternalError, InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.hooks import TESTED
-from ray_dcp.store.location import as_target, split_url
-from ray_dcp.store.opening import absolute_target
+from ray_dcp.store.location import split_url
+from ray_dcp.store.opening import absolute_target, as_target
 
 __all__ = ["RunFacts", "run_facts", "target_of_run"]
 

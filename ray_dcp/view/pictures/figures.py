@@ -17,7 +17,6 @@ from ray_dcp.view.pictures.lines import MOST_NAMED, Series, by_change
 from ray_dcp.view.pictures.tables import CHANGES, Changed, Step
 from ray_dcp.view.pictures.timeline import COLOURS, COORDINATOR
 from ray_dcp.view.pictures.tree import Leaf, grown
-from ray_dcp.view.trace import lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +43,7 @@ def figure_timeline(trace: SaveTrace, title: str = "") -> Figure:
         trace: Of the save.
         title: Above it.
     """
-    found = lanes(trace)
+    found = trace.lanes()
     figure, axes = _figure(8, 1.2 + 0.22 * len(found))
     late = {straggler.rank for straggler in trace.stragglers}
     for y, (lane, spans) in enumerate(found.items()):

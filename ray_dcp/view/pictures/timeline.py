@@ -19,7 +19,6 @@ from ray_dcp.view.pictures.drawing import (
     tag,
     text,
 )
-from ray_dcp.view.trace import lanes
 from ray_dcp.view.wording import seconds_text, size_text
 
 __all__ = ["COLOURS", "timeline"]
@@ -69,7 +68,7 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
     Returns:
         A picture of at most 65 lanes.
     """
-    found = lanes(trace)
+    found = trace.lanes()
     end_s = max([trace.committed_s, *(span.stop_s for span in trace.spans), 1e-6])
     scale = (WIDTH - _LEFT - _RIGHT) / end_s
     height = 20 if len(found) <= 20 else 16
