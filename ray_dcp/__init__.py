@@ -18,12 +18,22 @@ from ray_dcp import errors
 from ray_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
     from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner as DefaultLoadPlanner,
     )
     from torch.distributed.checkpoint.default_planner import (
         DefaultSavePlanner as DefaultSavePlanner,
+    )
+    from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter as FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import (
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+    )
+    from torch.distributed.checkpoint.hf_storage import (
+        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
     )
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -75,12 +85,6 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
     from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
-    from ray_dcp.seam.file_system import FileSystemReader as FileSystemReader
-    from ray_dcp.seam.file_system import FileSystemWriter as FileSystemWriter
-    from ray_dcp.seam.file_system import FsspecReader as FsspecReader
-    from ray_dcp.seam.file_system import FsspecWriter as FsspecWriter
-    from ray_dcp.seam.hugging_face import HuggingFaceStorageReader as HuggingFaceStorageReader
-    from ray_dcp.seam.hugging_face import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from ray_dcp.seam.per_rank import PerRank as PerRank
     from ray_dcp.seam.report import LoadReport as LoadReport
     from ray_dcp.stage.values import StagerOptions as StagerOptions
@@ -131,13 +135,6 @@ _HOMES: dict[str, str] = {
     "CollectReport": "ray_dcp.runtime.leftovers",
     "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
-    # DCP's storages, ours: they are torch's classes too.
-    "FileSystemReader": "ray_dcp.seam.file_system",
-    "FileSystemWriter": "ray_dcp.seam.file_system",
-    "FsspecReader": "ray_dcp.seam.file_system",
-    "FsspecWriter": "ray_dcp.seam.file_system",
-    "HuggingFaceStorageReader": "ray_dcp.seam.hugging_face",
-    "HuggingFaceStorageWriter": "ray_dcp.seam.hugging_face",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
     "AsyncStager": f"{_TORCH}.staging",
     "BlockingAsyncStager": f"{_TORCH}.staging",
@@ -146,6 +143,12 @@ _HOMES: dict[str, str] = {
     "ChunkStorageMetadata": _TORCH,
     "DefaultLoadPlanner": _TORCH,
     "DefaultSavePlanner": _TORCH,
+    "FileSystemReader": _TORCH,
+    "FileSystemWriter": _TORCH,
+    "FsspecReader": f"{_TORCH}._fsspec_filesystem",
+    "FsspecWriter": f"{_TORCH}._fsspec_filesystem",
+    "HuggingFaceStorageReader": _TORCH,
+    "HuggingFaceStorageWriter": _TORCH,
     "LoadPlan": _TORCH,
     "LoadPlanner": _TORCH,
     "Metadata": _TORCH,

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.distributed.checkpoint import _fsspec_filesystem, filesystem, hf_storage
+from torch.distributed.checkpoint import (
+    _fsspec_filesystem,
+    filesystem,
+    format_utils,
+    hf_storage,
+)
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -29,14 +35,8 @@ from ray_dcp.seam.decision import (
     PathName,
     PlannerFlags,
 )
-from ray_dcp.seam.file_system import (
-    FileSystemReader,
-    FileSystemWriter,
-    FsspecReader,
-    FsspecWriter,
-    is_default_registry,
-)
-from ray_dcp.seam.hugging_face import HuggingFaceStorageReader
+from ray_dcp.seam.hugging_face import HuggingFaceFiles
+from ray_dcp.seam.torch_save_reader import TorchSaveReader
 from ray_dcp.store.location import AnyPlace, Location, as_target, split_url
 from ray_dcp.store.opening import absolute_target, place_by_fsspec
 
@@ -128,17 +128,11 @@ def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
     if storage is None:
         return _place_of_id(checkpoint_id, side)
     kind = type(storage).__name__
-    if "__ray_dcp_target__" in vars(type(storage)):
-        # Why vars and not getattr: a subclass of ours may do anything, as one of torch's may.
-        own = _own_target(storage)
-        return _native(
-            f"{kind} is ray_dcp's own",
-            own if not checkpoint_id else _moved(own, checkpoint_id),
-            storage,
-            options=dict(getattr(storage, "__ray_dcp_options__", {})),
-        )
     reason = _why_foreign(storage, side)
     if reason is not None:
+        stand_in = _stand_in(storage, checkpoint_id)
+        if stand_in is not None:
+            return _foreign(f"{kind} works on the ranks", stand_in)
         if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
             raise InvalidRequestError(
                 f"{kind} does its own work and takes a path or URL, not a "
@@ -176,28 +170,55 @@ def _target_of(storage: Any, checkpoint_id: Any, side: _Side) -> Target:
     Why not by calling its `reset`, as DCP does: that forgets the options of the filesystem.
     """
     if type(storage) not in side.fsspecs:
-        place = getattr(storage, "_place", None)
-        if isinstance(place, Target):
-            return _moved(place, checkpoint_id) if checkpoint_id else absolute_target(place)
-        return absolute_target(checkpoint_id or storage.path)
+        return absolute_target(checkpoint_id or _local_path(storage, storage.path))
     own = as_target(Location(str(storage.path), filesystem=storage.fs.fs))
     if not checkpoint_id:
         return absolute_target(own)
-    is_text = isinstance(checkpoint_id, (str, os.PathLike))
-    moved = _moved(own, checkpoint_id)
+    place = as_target(checkpoint_id)
+    is_bare = place.filesystem is None and not place.storage_options
+    if is_bare and split_url(place.url)[0] == split_url(own.url)[0]:
+        return absolute_target(replace(place, filesystem=own.filesystem))
+    moved = absolute_target(place)
     # Why not by our own client: what else the user does with this URL goes through fsspec.
+    is_text = isinstance(checkpoint_id, (str, os.PathLike))
     return place_by_fsspec(moved.url) if is_text and moved.filesystem is None else moved
 
 
-def _moved(own: Target, checkpoint_id: Any) -> Target:
-    """Returns another place, reached as a storage reaches its own where both are of one kind."""
-    place = as_target(checkpoint_id)
-    is_bare = place.filesystem is None and not place.storage_options
-    if not is_bare or split_url(place.url)[0] != split_url(own.url)[0]:
-        return absolute_target(place)
-    if own.filesystem is not None:
-        return absolute_target(replace(place, filesystem=own.filesystem))
-    return replace(absolute_target(place), storage_options=own.storage_options)
+def _local_path(storage: Any, path: Any) -> str:
+    """Returns the path that a storage of torch's was given.
+
+    Raises:
+        InvalidRequestError: It was a URL, of which torch has made a relative path.
+    """
+    text = str(path)
+    scheme, _, rest = text.partition(":/")
+    if rest and scheme.isalnum():
+        raise InvalidRequestError(
+            f"{type(storage).__name__} takes a local path, but was given the URL {scheme}://"
+            f"{rest.lstrip('/')}; pass that as checkpoint_id, which takes the place of the path",
+            key="checkpoint_id",
+        )
+    return text
+
+
+def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
+    """Returns what works on the ranks as one of torch's storages is set to; None for all others."""
+    cls = type(storage)
+    if cls is hf_storage.HuggingFaceStorageWriter:
+        if _shadowed(storage) or type(storage.fs) is not filesystem.FileSystem:
+            return None
+        whole = storage.consolidated_output_path or storage.path
+        place = checkpoint_id or _local_path(storage, whole)
+        return HuggingFaceFiles(storage, absolute_target(place))
+    if cls is format_utils.BroadcastingTorchSaveReader and not _shadowed(storage):
+        path = checkpoint_id or storage.checkpoint_id
+        if not isinstance(path, (str, os.PathLike)):
+            raise InvalidRequestError(
+                f"expected checkpoint_id to be a file of torch.save, found {path!r}",
+                key="checkpoint_id",
+            )
+        return TorchSaveReader(path, storage.coordinator_rank)
+    return None
 
 
 def _why_foreign(storage: Any, side: _Side) -> str | None:
@@ -229,18 +250,11 @@ def _has_extensions(storage: Any) -> bool:
         return bool(transforms.extensions)
     # A registry only matters to a checkpoint that has transformed items. The default one says
     # nothing about the user's wishes; one with more, or of another class, does.
-    return not is_default_registry(storage)
-
-
-def _own_target(storage: Any) -> Target:
-    target = storage.__ray_dcp_target__
-    target = target() if callable(target) else target
-    if not isinstance(target, Target):
-        raise InvalidRequestError(
-            f"{type(storage).__name__}.__ray_dcp_target__ must give a Target, but gives "
-            f"{type(target).__name__}"
-        )
-    return target
+    registry = getattr(transforms, "extension_registry", None)
+    return registry is not None and (
+        type(registry) is not ExtensionRegistry
+        or registry.extensions != ExtensionRegistry().extensions
+    )
 
 
 def _writer_options(writer: Any) -> dict[str, object]:
@@ -281,8 +295,8 @@ def _ignored_by_writer(writer: Any) -> tuple[str, ...]:
 _SAVE = _Side(
     "storage_writer",
     filesystem.FileSystemWriter,
-    (filesystem.FileSystemWriter, FileSystemWriter, FsspecWriter, _fsspec_filesystem.FsspecWriter),
-    (FsspecWriter, _fsspec_filesystem.FsspecWriter),
+    (filesystem.FileSystemWriter, _fsspec_filesystem.FsspecWriter),
+    (_fsspec_filesystem.FsspecWriter,),
     _writer_options,
     _ignored_by_writer,
 )
@@ -291,13 +305,10 @@ _LOAD = _Side(
     filesystem.FileSystemReader,
     (
         filesystem.FileSystemReader,
-        FileSystemReader,
-        FsspecReader,
         _fsspec_filesystem.FsspecReader,
         hf_storage.HuggingFaceStorageReader,
-        HuggingFaceStorageReader,
     ),
-    (FsspecReader, _fsspec_filesystem.FsspecReader),
+    (_fsspec_filesystem.FsspecReader,),
     lambda _: {},
     lambda _: (),
 )

@@ -28,18 +28,6 @@ OWN = {
     "state_dict_saver.save_state_dict",
     "state_dict_loader.load",
     "state_dict_loader.load_state_dict",
-    # Storages and conversions.
-    "_consolidate_hf_safetensors.consolidate_safetensors_files",
-    "_consolidate_hf_safetensors.consolidate_safetensors_files_on_every_rank",
-    "_fsspec_filesystem.FsspecReader",
-    "_fsspec_filesystem.FsspecWriter",
-    "filesystem.FileSystemReader",
-    "filesystem.FileSystemWriter",
-    "format_utils.BroadcastingTorchSaveReader",
-    "format_utils.dcp_to_torch_save",
-    "format_utils.torch_save_to_dcp",
-    "hf_storage.HuggingFaceStorageReader",
-    "hf_storage.HuggingFaceStorageWriter",
 }
 """Names that ray_dcp implements itself; all others are torch's objects."""
 
@@ -104,11 +92,22 @@ def test_every_name_of_the_package_itself_is_torchs_object_but_our_own():
             continue
         for package in (ray_dcp, ray_dcp.dcp):
             if name in own:
-                assert getattr(package, name).__module__.startswith("ray_dcp."), name
+                assert getattr(package, name).__module__ == "ray_dcp.entrypoints", name
             elif inspect.ismodule(value):
                 assert name in replaced or getattr(package, name).__name__.endswith(name)
             else:
                 assert getattr(package, name) is value, name
+
+
+def test_what_the_package_adds_of_torchs_modules_is_torchs_object():
+    for name, module in {
+        "FsspecReader": "_fsspec_filesystem",
+        "FsspecWriter": "_fsspec_filesystem",
+        "AsyncStager": "staging",
+        "BlockingAsyncStager": "staging",
+        "Stateful": "stateful",
+    }.items():
+        assert getattr(ray_dcp, name) is getattr(theirs(module), name)
 
 
 @pytest.mark.parametrize("name", sorted(OWN))

@@ -34,26 +34,6 @@ class LoadPlannerSubclass(dcp.DefaultLoadPlanner):
     pass
 
 
-class OwnWriter(dcp.StorageWriter):
-    """As a writer of ray_dcp itself says where it writes."""
-
-    __ray_dcp_target__ = Target("memory://own", {"token": "t"})
-    __ray_dcp_options__ = {"num_threads": 5}  # noqa: RUF012
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-    def set_up_storage_writer(self, is_coordinator: bool, *a: Any, **k: Any) -> None: ...
-    def prepare_local_plan(self, plan: Any) -> Any: ...
-    def prepare_global_plan(self, plans: Any) -> Any: ...
-    def write_data(self, plan: Any, planner: Any) -> Any: ...
-    def finish(self, metadata: Any, results: Any) -> None: ...
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool: ...
-
-
-class OwnWriterSubclass(OwnWriter):
-    pass
-
-
 @pytest.mark.parametrize(
     ("checkpoint_id", "url"),
     [
@@ -260,19 +240,6 @@ def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():
 def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
     with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
         decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
-
-
-def test_our_own_classes_say_where_they_write():
-    decision = decide_save(None, OwnWriter())
-    assert decision.path == "native"
-    assert decision.target == Target("memory://own", {"token": "t"})
-    assert decision.apply(SaveOptions()).num_threads == 5
-    moved = decide_save(None, OwnWriter(), "memory://two")
-    assert moved.target == Target("memory://two", {"token": "t"})
-
-
-def test_a_subclass_of_our_own_class_is_foreign():
-    assert decide_save(None, OwnWriterSubclass()).path == "foreign storage"
 
 
 def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
