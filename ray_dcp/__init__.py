@@ -168,7 +168,7 @@ _HOMES.update(dict.fromkeys(errors.__all__, "ray_dcp.errors"))
 __all__ = sorted(_HOMES)
 
 
-# DCP's submodules: `ray_dcp.X` is `ray_dcp.dcp.X`, so that only the first line of a script changes.
+# DCP's submodules: `ray_dcp.X` is there too, so that only the first line of a script changes.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
@@ -180,23 +180,31 @@ _MODULES = frozenset(
 )  # fmt: skip
 
 
+# Those of them that have entry points, and so are not torch's own modules.
+_OWN_SUBMODULES = frozenset(("state_dict_loader", "state_dict_saver"))
+
+
 class _Alias(MetaPathFinder, Loader):
-    """Imports `ray_dcp.X` as the module `ray_dcp.dcp.X` itself."""
+    """Imports `ray_dcp.X` and `ray_dcp.dcp.X` as one module: torch's, or ours in `ray_dcp.dcp`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, name = fullname.partition(".")
-        return ModuleSpec(fullname, self) if package == __name__ and name in _MODULES else None
+        package, _, name = fullname.rpartition(".")
+        is_ours = package in (__name__, f"{__name__}.dcp") and name in _MODULES
+        return ModuleSpec(fullname, self) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(f"{__name__}.dcp.{spec.name.partition('.')[2]}")
-        self._true_spec = module.__spec__
+        name = spec.name.rpartition(".")[2]
+        home = f"{__name__}.dcp" if name in _OWN_SUBMODULES else _TORCH
+        module = importlib.import_module(f"{home}.{name}")
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         # Why: the import system has just told the module that it is the alias.
-        module.__spec__ = sys.modules[module.__name__].__spec__ = self._true_spec
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):
