@@ -8,8 +8,8 @@ the work to a plug-in. Nothing is done here: what is decided is a value.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint import (
@@ -74,7 +74,7 @@ def decide_save(
     check_storage(storage_writer, "storage_writer", StorageWriter, StorageReader)
     check_id(checkpoint_id)
     check_planner(planner, SavePlanner)
-    place = _place(storage_writer, checkpoint_id, _SAVE)
+    place = _place(storage_writer, checkpoint_id, "storage_writer")
     return _with_planner(place, planner, DefaultSavePlanner)
 
 
@@ -101,34 +101,25 @@ def decide_load(
     check_storage(storage_reader, "storage_reader", StorageReader, StorageWriter)
     check_id(checkpoint_id)
     check_planner(planner, LoadPlanner)
-    place = _place(storage_reader, checkpoint_id, _LOAD)
+    place = _place(storage_reader, checkpoint_id, "storage_reader")
     return _with_planner(place, planner, DefaultLoadPlanner)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """What differs between saving and loading."""
-
-    argument: str
-    local: type
-    """torch's class, from which all others come."""
-    taken: tuple[type, ...]
-    """Exactly these classes are taken at their word."""
-    fsspecs: tuple[type, ...]
-    """Of those, the ones that go through fsspec."""
-    options: Callable[[Any], Mapping[str, object]]
-    ignored: Callable[[Any], tuple[str, ...]]
+_FSSPEC = (_fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader)
+_LOCAL = (filesystem.FileSystemWriter, filesystem.FileSystemReader)
+_NATIVE = (*_LOCAL, *_FSSPEC, hf_storage.HuggingFaceStorageReader)
+"""Exactly these classes are taken at their word."""
 
 
 # --- storage ------------------------------------------------------------------------------------
 
 
-def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
+def _place(storage: Any, checkpoint_id: Any, argument: str) -> Decision:
     """Returns the decision as far as the storage goes: native or foreign, no planner yet."""
     if storage is None:
-        return _place_of_id(checkpoint_id, side)
+        return _place_of_id(checkpoint_id, argument)
     kind = type(storage).__name__
-    reason = _why_foreign(storage, side)
+    reason = _why_foreign(storage, argument)
     if reason is not None:
         stand_in = _stand_in(storage, checkpoint_id)
         if stand_in is not None:
@@ -140,36 +131,32 @@ def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
                 key="checkpoint_id",
             )
         return _foreign(reason, storage)
-    target = _target_of(storage, checkpoint_id, side)
+    target = _target_of(storage, checkpoint_id)
     how = "a local path" if target.filesystem is None else f"{split_url(target.url)[0]}://"
-    return _native(
-        f"{kind} on {how}",
-        target,
-        storage,
-        options=side.options(storage),
-        ignored=side.ignored(storage),
-    )
+    is_writer = isinstance(storage, filesystem.FileSystemWriter)
+    options = _writer_options(storage) if is_writer else {}
+    return _native(f"{kind} on {how}", target, storage, options)
 
 
-def _place_of_id(checkpoint_id: Any, side: _Side) -> Decision:
+def _place_of_id(checkpoint_id: Any, argument: str) -> Decision:
     if not checkpoint_id:
         raise MissingTargetError(
-            f"expected checkpoint_id or {side.argument}, found neither; pass "
+            f"expected checkpoint_id or {argument}, found neither; pass "
             f"checkpoint_id='/path/of/the/checkpoint'",
             key="checkpoint_id",
         )
     target = absolute_target(checkpoint_id)
     protocol = split_url(target.url)[0]
     how = f"a {protocol}:// URL" if protocol else "a local path"
-    return _native(f"checkpoint_id is {how}", target, None)
+    return _native(f"checkpoint_id is {how}", target, None, {})
 
 
-def _target_of(storage: Any, checkpoint_id: Any, side: _Side) -> Target:
+def _target_of(storage: Any, checkpoint_id: Any) -> Target:
     """Returns where torch's own writer or reader works, with the filesystem that it was given.
 
     Why not by calling its `reset`, as DCP does: that forgets the options of the filesystem.
     """
-    if type(storage) not in side.fsspecs:
+    if type(storage) not in _FSSPEC:
         return absolute_target(checkpoint_id or _local_path(storage, storage.path))
     own = as_target(Location(str(storage.path), filesystem=storage.fs.fs))
     if not checkpoint_id:
@@ -221,17 +208,17 @@ def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
     return None
 
 
-def _why_foreign(storage: Any, side: _Side) -> str | None:
+def _why_foreign(storage: Any, argument: str) -> str | None:
     """Returns why a plug-in does its own work, or None when it can be taken at its word."""
     kind = type(storage).__name__
-    is_fsspec = type(storage) in side.fsspecs
-    if type(storage) not in side.taken:
-        if isinstance(storage, side.local):
-            return f"{kind} is a subclass of {side.local.__name__}"
-        return f"{kind} is a third-party {side.argument}"
+    if type(storage) not in _NATIVE:
+        for local in _LOCAL:
+            if isinstance(storage, local):
+                return f"{kind} is a subclass of {local.__name__}"
+        return f"{kind} is a third-party {argument}"
     if shadowed := _shadowed(storage):
         return f"this {kind} has its own {', '.join(shadowed)}"
-    if not is_fsspec and type(storage.fs) is not filesystem.FileSystem:
+    if type(storage) not in _FSSPEC and type(storage.fs) is not filesystem.FileSystem:
         return f"this {kind} works on {type(storage.fs).__name__}"
     if _has_extensions(storage):
         return f"this {kind} has stream extensions"
@@ -280,40 +267,6 @@ def _threads(thread_count: object) -> int:
     return thread_count
 
 
-def _ignored_by_writer(writer: Any) -> tuple[str, ...]:
-    """Names arguments without effect: the layout of files and the copying are ray_dcp's own."""
-    ignored = []
-    if not writer.single_file_per_rank:
-        ignored.append("single_file_per_rank")
-    if writer.per_thread_copy_ahead != 10_000_000:
-        ignored.append("per_thread_copy_ahead")
-    if getattr(writer, "cache_staged_state_dict", False):
-        ignored.append("cache_staged_state_dict")
-    return tuple(ignored)
-
-
-_SAVE = _Side(
-    "storage_writer",
-    filesystem.FileSystemWriter,
-    (filesystem.FileSystemWriter, _fsspec_filesystem.FsspecWriter),
-    (_fsspec_filesystem.FsspecWriter,),
-    _writer_options,
-    _ignored_by_writer,
-)
-_LOAD = _Side(
-    "storage_reader",
-    filesystem.FileSystemReader,
-    (
-        filesystem.FileSystemReader,
-        _fsspec_filesystem.FsspecReader,
-        hf_storage.HuggingFaceStorageReader,
-    ),
-    (_fsspec_filesystem.FsspecReader,),
-    lambda _: {},
-    lambda _: (),
-)
-
-
 # --- planners -----------------------------------------------------------------------------------
 
 
@@ -326,12 +279,14 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
     if type(planner) is default:
         shadowed = _shadowed(planner)
         if not shadowed:
-            flags = _flags(planner)
             options: dict[str, object] = dict(place.options)
-            if flags.allow_partial_load:
-                options["allow_partial_load"] = True
-            if flags.dedup_save_to_lowest_rank:
-                options["dedup_save_to_lowest_rank"] = True
+            for name in ("allow_partial_load", "dedup_save_to_lowest_rank"):
+                if getattr(planner, name, False):
+                    options[name] = True
+            flags = PlannerFlags(
+                flatten_state_dict=planner.flatten_state_dict,
+                flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            )
             return replace(place, flags=flags, options=options)
         why = f"this {kind} has its own {', '.join(shadowed)}"
     else:
@@ -339,40 +294,12 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
     return replace(place, path=HOOKS, reason=f"{why}; {place.reason}", planner=planner)
 
 
-def _flags(planner: Any) -> PlannerFlags:
-    if isinstance(planner, DefaultSavePlanner):
-        return PlannerFlags(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-            enable_plan_caching=planner._enable_plan_caching,
-        )
-    return PlannerFlags(
-        flatten_state_dict=planner.flatten_state_dict,
-        flatten_sharded_tensors=planner.flatten_sharded_tensors,
-        allow_partial_load=planner.allow_partial_load,
-    )
-
-
 # --- making ------------------------------------------------------------------------------------
 
 
-def _native(
-    reason: str,
-    target: Target,
-    storage: Any,
-    *,
-    options: Mapping[str, object] | None = None,
-    ignored: tuple[str, ...] = (),
-) -> Decision:
+def _native(reason: str, target: Target, storage: Any, options: Mapping[str, object]) -> Decision:
     return Decision(
-        path=NATIVE,
-        reason=reason,
-        target=target,
-        storage=storage,
-        planner=None,
-        options=options or {},
-        ignored=ignored,
+        path=NATIVE, reason=reason, target=target, storage=storage, planner=None, options=options
     )
 
 
