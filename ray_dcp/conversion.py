@@ -26,7 +26,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.extraction import Progress, Told, bytes_of, check_stands, read_into, stored_in
-from ray_dcp.format.safetensors_frame import ALL_CODES, header
+from ray_dcp.format.safetensors_frame import ALL_CODES, header, packed
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.seam.casting import CastingSavePlanner
@@ -305,15 +305,11 @@ def _write_safetensors(
     options: LoadOptions | None,
     progress: Progress,
 ) -> None:
-    entries, end = [], 0
-    for each in stored:
-        begin, end = end, end + bytes_of(each)
-        dtype = dtype_name(each.dtype or torch.uint8)
-        entries.append((each.fqn, dtype, each.shape, begin, end))
+    entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
     head = header(entries, {"format": "pt"}, codes=ALL_CODES)
     with _published(path) as temporary, Path(temporary).open("w+b") as stream:
         stream.write(head)
-        stream.truncate(len(head) + end)
+        stream.truncate(len(head) + sum(map(bytes_of, stored)))
         stream.flush()
         mapped = mmap.mmap(stream.fileno(), 0)
         targets: dict[str, Any] = {}

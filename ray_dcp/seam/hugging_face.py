@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ray_dcp.errors import InvalidRequestError, UnsupportedValueError
-from ray_dcp.format.safetensors_frame import ALL_CODES, header, sharding_metadata
+from ray_dcp.format.safetensors_frame import ALL_CODES, header, packed, sharding_metadata
 from ray_dcp.protocol.messages import Target
 from ray_dcp.seam.tensors import dtype_name, host_bytes
 from ray_dcp.store.opening import open_storage, place_below
@@ -117,12 +117,10 @@ class HuggingFaceFiles(StorageWriter):
     def _write_file(
         self, name: str, items: Sequence[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        entries, end = [], 0
-        for item in items:
-            chunk = _data(item).chunk
-            begin, end = end, end + chunk.sizes.numel() * _data(item).properties.dtype.itemsize
-            dtype = dtype_name(_data(item).properties.dtype)
-            entries.append((item.index.fqn, dtype, tuple(chunk.sizes), begin, end))
+        entries = packed(
+            (item.index.fqn, dtype_name(_data(item).properties.dtype), _data(item).chunk.sizes)
+            for item in items
+        )
         head = header(
             entries,
             sharding_metadata(
@@ -135,9 +133,11 @@ class HuggingFaceFiles(StorageWriter):
         write_file(open_storage(self._files), name, itertools.chain([head], payloads))
         return [
             WriteResult(
-                item.index, stop - begin, _StorageInfo(name, len(head) + begin, stop - begin)
+                item.index,
+                it.end - it.begin,
+                _StorageInfo(name, len(head) + it.begin, it.end - it.begin),
             )
-            for item, (_, _, _, begin, stop) in zip(items, entries, strict=True)
+            for item, it in zip(items, entries, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from math import prod
 
 import numpy as np
 
 from ray_dcp.errors import CoverageError, InvalidRequestError
 from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.safetensors_frame import ALL_CODES, header
+from ray_dcp.format.safetensors_frame import ALL_CODES, Entry, header, packed
 from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.local_writer import LocalWriter
@@ -148,47 +147,35 @@ def _check_complete(table: ChunkTable, numbers: list[int]) -> None:
         )
 
 
-def _layout(
-    table: ChunkTable, numbers: list[int]
-) -> tuple[bytes, list[tuple[str, str, tuple[int, ...], int, int]], int]:
-    """Returns the header of a file, what it says of each tensor, and the bytes of all of them."""
-    entries, end = [], 0
-    for number in numbers:
-        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
-        dtype = table.dtypes[table.dtype[number]]
-        begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
-        entries.append((table.names[number], dtype, shape, begin, end))
-    return header(entries, {"format": "pt"}, codes=ALL_CODES), entries, end
-
-
 def _write(
     table: ChunkTable, source: Storage, target: Storage, file: str, numbers: list[int]
 ) -> int:
-    """Writes one file, tensor after tensor."""
-    head, entries, total = _layout(table, numbers)
-    tensors = (
-        _gathered(table, source, number, end - begin, dtype, shape)
-        for number, (_, dtype, shape, begin, end) in zip(numbers, entries, strict=True)
+    """Writes one file, tensor after tensor; returns the bytes of all."""
+    entries = packed(
+        (
+            table.names[number],
+            table.dtypes[table.dtype[number]],
+            table.shape[number, : table.ndim[number]].tolist(),
+        )
+        for number in numbers
     )
+    tensors = (
+        _gathered(table, source, number, entry)
+        for number, entry in zip(numbers, entries, strict=True)
+    )
+    head = header(entries, {"format": "pt"}, codes=ALL_CODES)
     write_file(target, file, chain([head], tensors))
-    return total
+    return entries[-1].end
 
 
-def _gathered(
-    table: ChunkTable,
-    source: Storage,
-    number: int,
-    num_bytes: int,
-    dtype: str,
-    shape: tuple[int, ...],
-) -> bytearray:
+def _gathered(table: ChunkTable, source: Storage, number: int, entry: Entry) -> bytearray:
     """Returns the bytes of one tensor, of all its chunks."""
-    data = bytearray(num_bytes)
-    raw = np.dtype(f"V{ITEMSIZE[dtype]}")
-    whole = np.ndarray(shape, raw, data)
+    data = bytearray(entry.end - entry.begin)
+    raw, ndim = np.dtype(f"V{ITEMSIZE[entry.dtype]}"), len(entry.size)
+    whole = np.ndarray(entry.size, raw, data)
     for chunk in np.flatnonzero(table.tensor == number).tolist():
-        size = tuple(table.size[chunk, : len(shape)].tolist())
-        start = table.offset[chunk, : len(shape)].tolist()
+        size = tuple(table.size[chunk, :ndim].tolist())
+        start = table.offset[chunk, :ndim].tolist()
         box = tuple(slice(low, low + n) for low, n in zip(start, size, strict=True))
         part = bytearray(int(table.payload_bytes[chunk]))
         key = table.files[table.file[chunk]]
