@@ -270,7 +270,7 @@ def _threads(thread_count: object) -> int:
 # --- planners -----------------------------------------------------------------------------------
 
 
-def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
+def _with_planner(place: Decision, planner: Any, default: Any) -> Decision:
     if place.path == FOREIGN:
         return replace(place, planner=planner)
     if planner is None:
