@@ -185,6 +185,7 @@ def _load_steps(
     if decision.path == FOREIGN:
         if isinstance(decision.storage, TorchSaveReader):
             decision.storage.weights_only = options.weights_only
+            decision.storage.num_ranks = world_size
         yield from foreign_load(
             session.next_key, state_dict, decision.storage,
             decision.planner or DefaultLoadPlanner(

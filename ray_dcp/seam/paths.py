@@ -2,7 +2,8 @@
 
 *Native* takes torch's own file system writer or reader and default planner at their word and does
 their work itself; *planner hooks* does so with a planner of the user's; *foreign storage* leaves
-the work to a plug-in. Nothing is done here: what is decided is a value.
+the work to a plug-in, or to what stands in for one of torch's. Nothing is done here: what is
+decided is a value.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ray_dcp.errors import (
-    InvalidRequestError,
     MissingKeyError,
     ShapeMismatchError,
     StateDictError,
@@ -34,9 +33,9 @@ class TensorsOnlyError(UnsupportedValueError, RuntimeError):
 class TorchSaveReader(StorageReader):
     """Reads a file of `torch.save` into what torch's `DynamicMetaLoadPlanner` plans.
 
-    The file is mapped. In a job with a process group the coordinator sends one whole tensor after
-    the other, each once, and every rank takes its part; so all ranks need the same keys. Without
-    one every rank maps the file itself and reads only its part.
+    The file is mapped. Where ranks with a process group load together, one rank sends one whole
+    tensor after the other, each once, and every rank takes its part; so all ranks need the same
+    keys. Else every rank maps the file itself and reads only its part.
 
     Args:
         path: The file.
@@ -44,13 +43,14 @@ class TorchSaveReader(StorageReader):
 
     Attributes:
         weights_only: Refuse objects that are not on the allow-list.
+        num_ranks: How many ranks load together.
     """
 
     def __init__(self, path: str | os.PathLike[str], coordinator_rank: int) -> None:
         self.weights_only = True
+        self.num_ranks = 1
         self._path = os.fspath(path)
         self._coordinator_rank = coordinator_rank
-        self._is_coordinator = False
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Does nothing: the file was decided."""
@@ -67,18 +67,7 @@ class TorchSaveReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Notes whether this rank reads.
-
-        Raises:
-            InvalidRequestError: `coordinator_rank` is another rank.
-        """
-        self._is_coordinator = is_coordinator
-        if is_coordinator and _num_ranks() > 1 and dist.get_rank() != self._coordinator_rank:
-            raise InvalidRequestError(
-                f"expected rank {self._coordinator_rank} to be the coordinator, but rank "
-                f"{dist.get_rank()} is; pass coordinator_rank={dist.get_rank()}",
-                key="coordinator_rank",
-            )
+        """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns the plan as it is."""
@@ -106,10 +95,10 @@ class TorchSaveReader(StorageReader):
                     key=item.storage_index.fqn,
                 )
             wanted.setdefault(item.storage_index.fqn, []).append(item)
-        sends = _num_ranks() > 1
+        sends = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
         names = sorted(_sizes(planner)) if sends else list(wanted)
         held, failed = None, None
-        if not sends or self._is_coordinator:
+        if not sends or dist.get_rank() == self._coordinator_rank:
             try:
                 held = self._held(planner, names)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
@@ -165,10 +154,6 @@ class TorchSaveReader(StorageReader):
                 key=differ[0],
             )
         return held
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _sizes(planner: LoadPlanner) -> dict[str, tuple[int, ...]]:

@@ -44,6 +44,10 @@ def torch_save_file(folder: str) -> dict[str, bool]:
     whole = {"rows": torch.arange(14.0).view(7, 2), "one": torch.ones(1, 3), "flat": torch.ones(4)}
     if dist.get_rank() == 0:
         torch.save({"m": whole}, path)
+        alone = {"m": {"flat": torch.zeros(4)}}
+        reader, planner = BroadcastingTorchSaveReader(path), DynamicMetaLoadPlanner()
+        ray_dcp.load(alone, storage_reader=reader, planner=planner, no_dist=True)
+        assert torch.equal(alone["m"]["flat"], whole["flat"])
     dist.barrier()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     equal = {}
