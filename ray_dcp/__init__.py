@@ -192,7 +192,7 @@ class _Alias(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         is_ours = package in (__name__, f"{__name__}.dcp") and name in _MODULES
-        return ModuleSpec(fullname, self) if is_ours else None
+        return ModuleSpec(fullname, self, origin=fullname) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         name = spec.name.rpartition(".")[2]
@@ -205,6 +205,12 @@ class _Alias(MetaPathFinder, Loader):
         # Why: the import system has just told the module that it is the alias.
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
+
+    def get_code(self, fullname: str) -> Any:
+        """Returns torch's code, for `python -m ray_dcp.format_utils`."""
+        home = f"{_TORCH}.{fullname.rpartition('.')[2]}"
+        loader: Any = importlib.import_module(home).__loader__
+        return loader.get_code(home)
 
 
 if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):

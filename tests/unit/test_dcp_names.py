@@ -152,3 +152,16 @@ def test_a_submodule_imports_by_either_name_first():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=False
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("package", ["ray_dcp", "ray_dcp.dcp"])
+def test_torchs_command_runs_under_our_names(package: str):
+    ran = subprocess.run(
+        [sys.executable, "-m", f"{package}.format_utils", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "{torch_to_dcp,dcp_to_torch}" in ran.stdout
