@@ -18,12 +18,22 @@ from ray_dcp import errors
 from ray_dcp.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as FsspecReader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as FsspecWriter
     from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
     from torch.distributed.checkpoint.default_planner import (
         DefaultLoadPlanner as DefaultLoadPlanner,
     )
     from torch.distributed.checkpoint.default_planner import (
         DefaultSavePlanner as DefaultSavePlanner,
+    )
+    from torch.distributed.checkpoint.filesystem import FileSystemReader as FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter as FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import (
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+    )
+    from torch.distributed.checkpoint.hf_storage import (
+        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
     )
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata as BytesStorageMetadata
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as ChunkStorageMetadata
@@ -75,12 +85,6 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
     from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
-    from ray_dcp.seam.file_system import FileSystemReader as FileSystemReader
-    from ray_dcp.seam.file_system import FileSystemWriter as FileSystemWriter
-    from ray_dcp.seam.file_system import FsspecReader as FsspecReader
-    from ray_dcp.seam.file_system import FsspecWriter as FsspecWriter
-    from ray_dcp.seam.hugging_face import HuggingFaceStorageReader as HuggingFaceStorageReader
-    from ray_dcp.seam.hugging_face import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from ray_dcp.seam.per_rank import PerRank as PerRank
     from ray_dcp.seam.report import LoadReport as LoadReport
     from ray_dcp.stage.values import StagerOptions as StagerOptions
@@ -131,13 +135,6 @@ _HOMES: dict[str, str] = {
     "CollectReport": "ray_dcp.runtime.leftovers",
     "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
-    # DCP's storages, ours: they are torch's classes too.
-    "FileSystemReader": "ray_dcp.seam.file_system",
-    "FileSystemWriter": "ray_dcp.seam.file_system",
-    "FsspecReader": "ray_dcp.seam.file_system",
-    "FsspecWriter": "ray_dcp.seam.file_system",
-    "HuggingFaceStorageReader": "ray_dcp.seam.hugging_face",
-    "HuggingFaceStorageWriter": "ray_dcp.seam.hugging_face",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.
     "AsyncStager": f"{_TORCH}.staging",
     "BlockingAsyncStager": f"{_TORCH}.staging",
@@ -146,6 +143,12 @@ _HOMES: dict[str, str] = {
     "ChunkStorageMetadata": _TORCH,
     "DefaultLoadPlanner": _TORCH,
     "DefaultSavePlanner": _TORCH,
+    "FileSystemReader": _TORCH,
+    "FileSystemWriter": _TORCH,
+    "FsspecReader": f"{_TORCH}._fsspec_filesystem",
+    "FsspecWriter": f"{_TORCH}._fsspec_filesystem",
+    "HuggingFaceStorageReader": _TORCH,
+    "HuggingFaceStorageWriter": _TORCH,
     "LoadPlan": _TORCH,
     "LoadPlanner": _TORCH,
     "Metadata": _TORCH,
@@ -165,7 +168,7 @@ _HOMES.update(dict.fromkeys(errors.__all__, "ray_dcp.errors"))
 __all__ = sorted(_HOMES)
 
 
-# DCP's submodules: `ray_dcp.X` is `ray_dcp.dcp.X`, so that only the first line of a script changes.
+# DCP's submodules: `ray_dcp.X` is there too, so that only the first line of a script changes.
 _MODULES = frozenset(
     (
         "_consolidate_hf_safetensors", "_extension", "_fsspec_filesystem", "api",
@@ -177,23 +180,37 @@ _MODULES = frozenset(
 )  # fmt: skip
 
 
+# Those of them that have entry points, and so are not torch's own modules.
+_OWN_SUBMODULES = frozenset(("state_dict_loader", "state_dict_saver"))
+
+
 class _Alias(MetaPathFinder, Loader):
-    """Imports `ray_dcp.X` as the module `ray_dcp.dcp.X` itself."""
+    """Imports `ray_dcp.X` and `ray_dcp.dcp.X` as one module: torch's, or ours in `ray_dcp.dcp`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, name = fullname.partition(".")
-        return ModuleSpec(fullname, self) if package == __name__ and name in _MODULES else None
+        package, _, name = fullname.rpartition(".")
+        is_ours = package in (__name__, f"{__name__}.dcp") and name in _MODULES
+        return ModuleSpec(fullname, self, origin=fullname) if is_ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(f"{__name__}.dcp.{spec.name.partition('.')[2]}")
-        self._true_spec = module.__spec__
+        name = spec.name.rpartition(".")[2]
+        home = f"{__name__}.dcp" if name in _OWN_SUBMODULES else _TORCH
+        module = importlib.import_module(f"{home}.{name}")
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         # Why: the import system has just told the module that it is the alias.
-        module.__spec__ = sys.modules[module.__name__].__spec__ = self._true_spec
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+    def get_code(self, fullname: str) -> Any:
+        """Returns torch's code, for `python -m ray_dcp.format_utils`."""
+        home = f"{_TORCH}.{fullname.rpartition('.')[2]}"
+        loader: Any = importlib.import_module(home).__loader__
+        return loader.get_code(home)
 
 
 if not any(type(finder).__qualname__ == "_Alias" for finder in sys.meta_path):

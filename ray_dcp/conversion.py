@@ -6,7 +6,6 @@ the old one: memory holds neither whole, whatever its size.
 
 from __future__ import annotations
 
-import glob
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.extraction import Progress, Told, bytes_of, check_stands, read_into, stored_in
-from ray_dcp.format.safetensors_frame import ALL_CODES, header
+from ray_dcp.format.safetensors_frame import ALL_CODES, header, packed
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.seam.casting import CastingSavePlanner
@@ -45,7 +44,6 @@ from ray_dcp.transfer.consolidation import file_name, write_index
 __all__ = [
     "dcp_to_safetensors",
     "dcp_to_torch_save",
-    "load_state_dict_from_keys",
     "read_state_dict",
     "torch_save_to_dcp",
 ]
@@ -307,15 +305,11 @@ def _write_safetensors(
     options: LoadOptions | None,
     progress: Progress,
 ) -> None:
-    entries, end = [], 0
-    for each in stored:
-        begin, end = end, end + bytes_of(each)
-        dtype = dtype_name(each.dtype or torch.uint8)
-        entries.append((each.fqn, dtype, each.shape, begin, end))
+    entries = packed((e.fqn, dtype_name(e.dtype or torch.uint8), e.shape) for e in stored)
     head = header(entries, {"format": "pt"}, codes=ALL_CODES)
     with _published(path) as temporary, Path(temporary).open("w+b") as stream:
         stream.write(head)
-        stream.truncate(len(head) + end)
+        stream.truncate(len(head) + sum(map(bytes_of, stored)))
         stream.flush()
         mapped = mmap.mmap(stream.fileno(), 0)
         targets: dict[str, Any] = {}
@@ -331,33 +325,3 @@ def _write_safetensors(
         if targets:
             read_into(targets, checkpoint_id, None, options, progress)
         mapped.flush()
-
-
-def load_state_dict_from_keys(
-    keys: set[str] | str | None = None,
-    *,
-    checkpoint_id: CheckpointId | None = None,
-    storage_reader: StorageReader | None = None,
-    process_group: Any = None,
-) -> dict[Any, Any]:
-    """Returns a part of a checkpoint as a state dict: DCP's private function that scripts use.
-
-    Args:
-        keys: FQNs or dotted prefixes; everything if None, nothing if empty.
-        checkpoint_id: As for `read_state_dict`.
-        storage_reader: As there.
-        process_group: Accepted for DCP's sake: every rank reads for itself.
-
-    Raises:
-        CheckpointError: As `read_state_dict` does.
-
-    Source: `torch/distributed/checkpoint/state_dict_loader.py`, `_load_state_dict_from_keys`.
-    """
-    if keys is not None and not keys:
-        stored_in(checkpoint_id, storage_reader)  # raises where there is no checkpoint
-        return {}
-    names = [keys] if isinstance(keys, str) else sorted(keys or ())
-    include = [
-        pattern for name in names for pattern in (glob.escape(name), f"{glob.escape(name)}.*")
-    ]
-    return read_state_dict(checkpoint_id, include=include, storage_reader=storage_reader)

@@ -58,7 +58,9 @@ def save(
         checkpoint_id: Path or URL of the checkpoint, a `Location` with options for it, or a ready
             filesystem. Relative paths are taken from this rank's working directory.
         storage_writer: A `FileSystemWriter` or `FsspecWriter` is taken at its word and done
-            natively; any other writer is called as DCP calls it, without ray_dcp's guarantees.
+            natively, a `HuggingFaceStorageWriter` as whole files that replace the old ones; any
+            other writer, also a subclass of these, is called as DCP calls it, without ray_dcp's
+            guarantees.
         planner: A default planner is done natively; of any other the hooks are called.
         process_group: The ranks that save together; the default group if None.
         no_dist: Save as a single process, whatever the process group.
@@ -230,8 +232,9 @@ def load(
         *positional: DCP's older form: the storage reader as second argument. Warns.
         checkpoint_id: Path or URL of a checkpoint of ray_dcp, of stock DCP, or of a folder of
             safetensors files.
-        storage_reader: A `FileSystemReader` or `FsspecReader` is taken at its word and done
-            natively; any other reader is called as DCP calls it.
+        storage_reader: A `FileSystemReader`, `FsspecReader` or `HuggingFaceStorageReader` is taken
+            at its word and done natively; any other reader, also a subclass of these, is called as
+            DCP calls it.
         planner: A default planner is done natively; of any other the hooks are called.
         process_group: The ranks that load together; the default group if None.
         no_dist: Load as a single process, whatever the process group.

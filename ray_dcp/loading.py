@@ -31,6 +31,7 @@ from ray_dcp.seam.per_rank import refuse_per_rank
 from ray_dcp.seam.planner_load import targets_with_planner
 from ray_dcp.seam.report import LoadReport
 from ray_dcp.seam.targets import plan_targets
+from ray_dcp.seam.torch_save_reader import TorchSaveReader
 from ray_dcp.transfer.checkpoint import Checkpoint
 
 __all__ = ["run_load", "run_load_newest"]
@@ -182,6 +183,9 @@ def _load_steps(
     if decision.path != NATIVE:
         _check_simple(decision, state_dict, options)
     if decision.path == FOREIGN:
+        if isinstance(decision.storage, TorchSaveReader):
+            decision.storage.weights_only = options.weights_only
+            decision.storage.num_ranks = world_size
         yield from foreign_load(
             session.next_key, state_dict, decision.storage,
             decision.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),

@@ -1,14 +1,17 @@
 """Mirror of `torch.distributed.checkpoint.state_dict_loader`.
 
-`load`, the older form and the private function that builds a state dict are ray_dcp's own.
+`load` and its older form are ray_dcp's own.
 """
+
+from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader as _stock
 
-from ray_dcp.conversion import load_state_dict_from_keys as _load_state_dict_from_keys
-from ray_dcp.dcp._rest import names_of, rest_of
 from ray_dcp.entrypoints import load as load
 from ray_dcp.entrypoints import load_state_dict as load_state_dict
 
-__all__ = names_of(_stock)
-__getattr__ = rest_of(_stock, __name__)
+__all__ = list(_stock.__all__)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_stock, name)

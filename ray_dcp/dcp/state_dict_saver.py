@@ -3,15 +3,19 @@
 `save`, `async_save` and the older form are ray_dcp's own.
 """
 
+from typing import Any
+
 from torch.distributed.checkpoint import state_dict_saver as _stock
 from torch.distributed.checkpoint.state_dict_saver import *
 
-from ray_dcp.dcp._rest import names_of, rest_of
 from ray_dcp.entrypoints import (
     async_save,
     save,
     save_state_dict,
 )
 
-__all__ = names_of(_stock)
-__getattr__ = rest_of(_stock, __name__)
+__all__ = list(_stock.__all__)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_stock, name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -28,6 +28,7 @@ __all__ = [
     "SafetensorsHeader",
     "global_shapes",
     "header",
+    "packed",
     "parse_header",
     "saved_offsets",
     "sharding_metadata",
@@ -99,6 +100,23 @@ class SafetensorsHeader:
     metadata: Mapping[str, str]
     data_offset: int
     """File offset of the first raw byte."""
+
+
+def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
+    """Returns the entries of tensors that lie one after the other.
+
+    Args:
+        tensors: Name, name of the torch dtype, shape.
+
+    Example:
+        >>> packed([("a", "int8", (3,)), ("b", "float32", (2, 3))])[1].end
+        27
+    """
+    entries, end = [], 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
+        entries.append(Entry(name, dtype, tuple(shape), begin, end))
+    return entries
 
 
 def header(

@@ -35,16 +35,10 @@ class MissingTargetError(InvalidRequestError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerFlags:
-    """The arguments of `DefaultSavePlanner` and `DefaultLoadPlanner`, under their names."""
+    """Arguments of `DefaultSavePlanner` and `DefaultLoadPlanner` that are no options of ours."""
 
     flatten_state_dict: bool = True
     flatten_sharded_tensors: bool = True
-    dedup_save_to_lowest_rank: bool = False
-    """Replicated items are written by the lowest rank that holds them (save only)."""
-    enable_plan_caching: bool = False
-    """Asked for (save only). Native saves keep plans either way."""
-    allow_partial_load: bool = False
-    """Keys that the checkpoint lacks stay as they are (load only)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +60,6 @@ class Decision:
     options: Mapping[str, object] = field(default_factory=dict)
     """Fields of `SaveOptions` or `LoadOptions` that the writer's, reader's and planner's
     arguments set."""
-    ignored: tuple[str, ...] = ()
-    """Arguments of the storage that mean nothing here."""
 
     def committed(self, attempt: str) -> None:
         """Has the writer that was given name its save by the attempt that was committed.

@@ -22,7 +22,7 @@ import torch
 from ray_dcp.errors import DamagedCheckpointError, StateDictError
 from ray_dcp.plan.values import IntKey, Path
 
-__all__ = ["Flat", "flatten", "flatten_top", "set_by_path", "unflatten"]
+__all__ = ["Flat", "flatten", "flatten_top", "set_by_path"]
 
 MAX_DEPTH = 200
 """Containers in containers. A state dict that is deeper contains itself, or would need more of
@@ -120,22 +120,6 @@ def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
         flat.keys.append(key)
     _check_unique(flat.names)
     return flat
-
-
-def unflatten(values: Mapping[str, Any], paths: Mapping[str, Path | None]) -> dict[str, Any]:
-    """Returns the nested dict in which each value sits at its path.
-
-    Args:
-        values: FQN to value.
-        paths: FQN to path; a name without one stays at the top.
-
-    Raises:
-        DamagedCheckpointError: The paths contradict each other, or ask for an impossible list.
-    """
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        set_by_path(nested, paths.get(name) or (name,), value)
-    return nested
 
 
 def set_by_path(root: dict[str, Any], path: Path, value: Any) -> None:

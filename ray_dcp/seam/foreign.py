@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
@@ -25,7 +24,6 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     InternalError,
-    InvalidRequestError,
     ParticipantError,
 )
 from ray_dcp.protocol.messages import OpKey
@@ -39,6 +37,7 @@ from ray_dcp.seam.state import (
     stateful_to_state_dict,
 )
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import as_target
 
 __all__ = ["foreign_load", "foreign_save", "set_up_save_planner"]
 
@@ -396,12 +395,5 @@ def _nothing(_: list[Any]) -> None:
     return None
 
 
-def _text(checkpoint_id: object) -> str | None:
-    if checkpoint_id is None:
-        return None
-    if isinstance(checkpoint_id, (str, os.PathLike)):
-        return os.fspath(checkpoint_id)
-    raise InvalidRequestError(
-        f"checkpoint_id must be a string or a path, but is {type(checkpoint_id).__name__}",
-        key="checkpoint_id",
-    )
+def _text(checkpoint_id: CheckpointId | None) -> str | None:
+    return None if checkpoint_id is None else as_target(checkpoint_id).url

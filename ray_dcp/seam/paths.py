@@ -2,17 +2,24 @@
 
 *Native* takes torch's own file system writer or reader and default planner at their word and does
 their work itself; *planner hooks* does so with a planner of the user's; *foreign storage* leaves
-the work to a plug-in. Nothing is done here: what is decided is a value.
+the work to a plug-in, or to what stands in for one of torch's. Nothing is done here: what is
+decided is a value.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint import _fsspec_filesystem, filesystem, hf_storage
+from torch.distributed.checkpoint import (
+    _fsspec_filesystem,
+    filesystem,
+    format_utils,
+    hf_storage,
+)
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -29,14 +36,8 @@ from ray_dcp.seam.decision import (
     PathName,
     PlannerFlags,
 )
-from ray_dcp.seam.file_system import (
-    FileSystemReader,
-    FileSystemWriter,
-    FsspecReader,
-    FsspecWriter,
-    is_default_registry,
-)
-from ray_dcp.seam.hugging_face import HuggingFaceStorageReader
+from ray_dcp.seam.hugging_face import HuggingFaceFiles
+from ray_dcp.seam.torch_save_reader import TorchSaveReader
 from ray_dcp.store.location import AnyPlace, Location, split_url
 from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 
@@ -74,7 +75,7 @@ def decide_save(
     check_storage(storage_writer, "storage_writer", StorageWriter, StorageReader)
     check_id(checkpoint_id)
     check_planner(planner, SavePlanner)
-    place = _place(storage_writer, checkpoint_id, _SAVE)
+    place = _place(storage_writer, checkpoint_id, "storage_writer")
     return _with_planner(place, planner, DefaultSavePlanner)
 
 
@@ -101,44 +102,29 @@ def decide_load(
     check_storage(storage_reader, "storage_reader", StorageReader, StorageWriter)
     check_id(checkpoint_id)
     check_planner(planner, LoadPlanner)
-    place = _place(storage_reader, checkpoint_id, _LOAD)
+    place = _place(storage_reader, checkpoint_id, "storage_reader")
     return _with_planner(place, planner, DefaultLoadPlanner)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """What differs between saving and loading."""
-
-    argument: str
-    local: type
-    """torch's class, from which all others come."""
-    taken: tuple[type, ...]
-    """Exactly these classes are taken at their word."""
-    fsspecs: tuple[type, ...]
-    """Of those, the ones that go through fsspec."""
-    options: Callable[[Any], Mapping[str, object]]
-    ignored: Callable[[Any], tuple[str, ...]]
+_FSSPEC = (_fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader)
+_LOCAL = (filesystem.FileSystemWriter, filesystem.FileSystemReader)
+_NATIVE = (*_LOCAL, *_FSSPEC, hf_storage.HuggingFaceStorageReader)
+"""Exactly these classes are taken at their word."""
 
 
 # --- storage ------------------------------------------------------------------------------------
 
 
-def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
+def _place(storage: Any, checkpoint_id: Any, argument: str) -> Decision:
     """Returns the decision as far as the storage goes: native or foreign, no planner yet."""
     if storage is None:
-        return _place_of_id(checkpoint_id, side)
+        return _place_of_id(checkpoint_id, argument)
     kind = type(storage).__name__
-    if "__ray_dcp_target__" in vars(type(storage)):
-        # Why vars and not getattr: a subclass of ours may do anything, as one of torch's may.
-        own = _own_target(storage)
-        return _native(
-            f"{kind} is ray_dcp's own",
-            own if not checkpoint_id else _moved(own, checkpoint_id),
-            storage,
-            options=dict(getattr(storage, "__ray_dcp_options__", {})),
-        )
-    reason = _why_foreign(storage, side)
+    reason = _why_foreign(storage, argument)
     if reason is not None:
+        stand_in = _stand_in(storage, checkpoint_id)
+        if stand_in is not None:
+            return _foreign(f"{kind} works on the ranks", stand_in)
         if checkpoint_id is not None and not isinstance(checkpoint_id, (str, os.PathLike)):
             raise InvalidRequestError(
                 f"{kind} does its own work and takes a path or URL, not a "
@@ -146,71 +132,94 @@ def _place(storage: Any, checkpoint_id: Any, side: _Side) -> Decision:
                 key="checkpoint_id",
             )
         return _foreign(reason, storage)
-    target = _target_of(storage, checkpoint_id, side)
+    target = _target_of(storage, checkpoint_id)
     how = "a local path" if target.filesystem is None else f"{split_url(target.url)[0]}://"
-    return _native(
-        f"{kind} on {how}",
-        target,
-        storage,
-        options=side.options(storage),
-        ignored=side.ignored(storage),
-    )
+    is_writer = isinstance(storage, filesystem.FileSystemWriter)
+    options = _writer_options(storage) if is_writer else {}
+    return _native(f"{kind} on {how}", target, storage, options)
 
 
-def _place_of_id(checkpoint_id: Any, side: _Side) -> Decision:
+def _place_of_id(checkpoint_id: Any, argument: str) -> Decision:
     if not checkpoint_id:
         raise MissingTargetError(
-            f"expected checkpoint_id or {side.argument}, found neither; pass "
+            f"expected checkpoint_id or {argument}, found neither; pass "
             f"checkpoint_id='/path/of/the/checkpoint'",
             key="checkpoint_id",
         )
     target = absolute_target(checkpoint_id)
     protocol = split_url(target.url)[0]
     how = f"a {protocol}:// URL" if protocol else "a local path"
-    return _native(f"checkpoint_id is {how}", target, None)
+    return _native(f"checkpoint_id is {how}", target, None, {})
 
 
-def _target_of(storage: Any, checkpoint_id: Any, side: _Side) -> Target:
+def _target_of(storage: Any, checkpoint_id: Any) -> Target:
     """Returns where torch's own writer or reader works, with the filesystem that it was given.
 
     Why not by calling its `reset`, as DCP does: that forgets the options of the filesystem.
     """
-    if type(storage) not in side.fsspecs:
-        place = getattr(storage, "_place", None)
-        if isinstance(place, Target):
-            return _moved(place, checkpoint_id) if checkpoint_id else absolute_target(place)
-        return absolute_target(checkpoint_id or storage.path)
+    if type(storage) not in _FSSPEC:
+        return absolute_target(checkpoint_id or _local_path(storage, storage.path))
     own = as_target(Location(str(storage.path), filesystem=storage.fs.fs))
     if not checkpoint_id:
         return absolute_target(own)
-    is_text = isinstance(checkpoint_id, (str, os.PathLike))
-    moved = _moved(own, checkpoint_id)
+    place = as_target(checkpoint_id)
+    is_bare = place.filesystem is None and not place.storage_options
+    if is_bare and split_url(place.url)[0] == split_url(own.url)[0]:
+        return absolute_target(replace(place, filesystem=own.filesystem))
+    moved = absolute_target(place)
     # Why not by our own client: what else the user does with this URL goes through fsspec.
+    is_text = isinstance(checkpoint_id, (str, os.PathLike))
     return place_by_fsspec(moved.url) if is_text and moved.filesystem is None else moved
 
 
-def _moved(own: Target, checkpoint_id: Any) -> Target:
-    """Returns another place, reached as a storage reaches its own where both are of one kind."""
-    place = as_target(checkpoint_id)
-    is_bare = place.filesystem is None and not place.storage_options
-    if not is_bare or split_url(place.url)[0] != split_url(own.url)[0]:
-        return absolute_target(place)
-    if own.filesystem is not None:
-        return absolute_target(replace(place, filesystem=own.filesystem))
-    return replace(absolute_target(place), storage_options=own.storage_options)
+def _local_path(storage: Any, path: Any) -> str:
+    """Returns the path that a storage of torch's was given.
+
+    Raises:
+        InvalidRequestError: It was a URL, of which torch has made a relative path.
+    """
+    text = str(path)
+    scheme, _, rest = text.partition(":/")
+    if rest and scheme.isalnum():
+        raise InvalidRequestError(
+            f"{type(storage).__name__} takes a local path, but was given the URL {scheme}://"
+            f"{rest.lstrip('/')}; pass that as checkpoint_id, which takes the place of the path",
+            key="checkpoint_id",
+        )
+    return text
 
 
-def _why_foreign(storage: Any, side: _Side) -> str | None:
+def _stand_in(storage: Any, checkpoint_id: Any) -> Any:
+    """Returns what works on the ranks as one of torch's storages is set to; None for all others."""
+    cls = type(storage)
+    if cls is hf_storage.HuggingFaceStorageWriter:
+        if _shadowed(storage) or type(storage.fs) is not filesystem.FileSystem:
+            return None
+        whole = storage.consolidated_output_path or storage.path
+        place = checkpoint_id or _local_path(storage, whole)
+        return HuggingFaceFiles(storage, absolute_target(place))
+    if cls is format_utils.BroadcastingTorchSaveReader and not _shadowed(storage):
+        path = checkpoint_id or storage.checkpoint_id
+        if not isinstance(path, (str, os.PathLike)):
+            raise InvalidRequestError(
+                f"expected checkpoint_id to be a file of torch.save, found {path!r}",
+                key="checkpoint_id",
+            )
+        return TorchSaveReader(path, storage.coordinator_rank)
+    return None
+
+
+def _why_foreign(storage: Any, argument: str) -> str | None:
     """Returns why a plug-in does its own work, or None when it can be taken at its word."""
     kind = type(storage).__name__
-    is_fsspec = type(storage) in side.fsspecs
-    if type(storage) not in side.taken:
-        if isinstance(storage, side.local):
-            return f"{kind} is a subclass of {side.local.__name__}"
-        return f"{kind} is a third-party {side.argument}"
+    if type(storage) not in _NATIVE:
+        for local in _LOCAL:
+            if isinstance(storage, local):
+                return f"{kind} is a subclass of {local.__name__}"
+        return f"{kind} is a third-party {argument}"
     if shadowed := _shadowed(storage):
         return f"this {kind} has its own {', '.join(shadowed)}"
-    if not is_fsspec and type(storage.fs) is not filesystem.FileSystem:
+    if type(storage) not in _FSSPEC and type(storage.fs) is not filesystem.FileSystem:
         return f"this {kind} works on {type(storage.fs).__name__}"
     if _has_extensions(storage):
         return f"this {kind} has stream extensions"
@@ -229,18 +238,11 @@ def _has_extensions(storage: Any) -> bool:
         return bool(transforms.extensions)
     # A registry only matters to a checkpoint that has transformed items. The default one says
     # nothing about the user's wishes; one with more, or of another class, does.
-    return not is_default_registry(storage)
-
-
-def _own_target(storage: Any) -> Target:
-    target = storage.__ray_dcp_target__
-    target = target() if callable(target) else target
-    if not isinstance(target, Target):
-        raise InvalidRequestError(
-            f"{type(storage).__name__}.__ray_dcp_target__ must give a Target, but gives "
-            f"{type(target).__name__}"
-        )
-    return target
+    registry = getattr(transforms, "extension_registry", None)
+    return registry is not None and (
+        type(registry) is not ExtensionRegistry
+        or registry.extensions != ExtensionRegistry().extensions
+    )
 
 
 def _writer_options(writer: Any) -> dict[str, object]:
@@ -266,47 +268,10 @@ def _threads(thread_count: object) -> int:
     return thread_count
 
 
-def _ignored_by_writer(writer: Any) -> tuple[str, ...]:
-    """Names arguments without effect: the layout of files and the copying are ray_dcp's own."""
-    ignored = []
-    if not writer.single_file_per_rank:
-        ignored.append("single_file_per_rank")
-    if writer.per_thread_copy_ahead != 10_000_000:
-        ignored.append("per_thread_copy_ahead")
-    if getattr(writer, "cache_staged_state_dict", False):
-        ignored.append("cache_staged_state_dict")
-    return tuple(ignored)
-
-
-_SAVE = _Side(
-    "storage_writer",
-    filesystem.FileSystemWriter,
-    (filesystem.FileSystemWriter, FileSystemWriter, FsspecWriter, _fsspec_filesystem.FsspecWriter),
-    (FsspecWriter, _fsspec_filesystem.FsspecWriter),
-    _writer_options,
-    _ignored_by_writer,
-)
-_LOAD = _Side(
-    "storage_reader",
-    filesystem.FileSystemReader,
-    (
-        filesystem.FileSystemReader,
-        FileSystemReader,
-        FsspecReader,
-        _fsspec_filesystem.FsspecReader,
-        hf_storage.HuggingFaceStorageReader,
-        HuggingFaceStorageReader,
-    ),
-    (FsspecReader, _fsspec_filesystem.FsspecReader),
-    lambda _: {},
-    lambda _: (),
-)
-
-
 # --- planners -----------------------------------------------------------------------------------
 
 
-def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
+def _with_planner(place: Decision, planner: Any, default: Any) -> Decision:
     if place.path == FOREIGN:
         return replace(place, planner=planner)
     if planner is None:
@@ -315,12 +280,15 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
     if type(planner) is default:
         shadowed = _shadowed(planner)
         if not shadowed:
-            flags = _flags(planner)
             options: dict[str, object] = dict(place.options)
-            if flags.allow_partial_load:
+            if getattr(planner, "allow_partial_load", False):
                 options["strict"] = False
-            if flags.dedup_save_to_lowest_rank:
+            if getattr(planner, "dedup_save_to_lowest_rank", False):
                 options["dedup_save_to_lowest_rank"] = True
+            flags = PlannerFlags(
+                flatten_state_dict=planner.flatten_state_dict,
+                flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            )
             return replace(place, flags=flags, options=options)
         why = f"this {kind} has its own {', '.join(shadowed)}"
     else:
@@ -328,40 +296,12 @@ def _with_planner(place: Decision, planner: Any, default: type) -> Decision:
     return replace(place, path=HOOKS, reason=f"{why}; {place.reason}", planner=planner)
 
 
-def _flags(planner: Any) -> PlannerFlags:
-    if isinstance(planner, DefaultSavePlanner):
-        return PlannerFlags(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-            enable_plan_caching=planner._enable_plan_caching,
-        )
-    return PlannerFlags(
-        flatten_state_dict=planner.flatten_state_dict,
-        flatten_sharded_tensors=planner.flatten_sharded_tensors,
-        allow_partial_load=planner.allow_partial_load,
-    )
-
-
 # --- making ------------------------------------------------------------------------------------
 
 
-def _native(
-    reason: str,
-    target: Target,
-    storage: Any,
-    *,
-    options: Mapping[str, object] | None = None,
-    ignored: tuple[str, ...] = (),
-) -> Decision:
+def _native(reason: str, target: Target, storage: Any, options: Mapping[str, object]) -> Decision:
     return Decision(
-        path=NATIVE,
-        reason=reason,
-        target=target,
-        storage=storage,
-        planner=None,
-        options=options or {},
-        ignored=ignored,
+        path=NATIVE, reason=reason, target=target, storage=storage, planner=None, options=options
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,12 +26,6 @@ from ray_dcp.errors import StateDictError
 from ray_dcp.seam.flatten import flatten
 from ray_dcp.seam.key_maps import below, concerns
 from ray_dcp.seam.priming import prime
-from ray_dcp.seam.state_dicts import (
-    as_if_stepped,
-    copied,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 
 __all__ = [
     "LoadTargets",
@@ -193,10 +186,11 @@ class _Model:
 
     def state_dict(self) -> dict[str, Any]:
         # Why: torch's helper leaves out what is on no device, and so it would be lost.
-        tensors = chain(self._module.parameters(), self._module.buffers())
-        if not any(tensor.is_meta for tensor in tensors):
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        # Why not empty: it asks for a rank to say that there is nothing.
+        if tensors and not any(tensor.is_meta for tensor in tensors):
             try:
-                return get_model_state_dict(self._module)
+                return _stock.get_model_state_dict(self._module)
             except (AttributeError, AssertionError, RuntimeError):
                 # It has keys that are no attributes: `weight.absmax` of a quantised layer.
                 pass
@@ -207,7 +201,8 @@ class _Model:
         if self._has_own_names:
             self._module.load_state_dict(state_dict)
         else:
-            set_model_state_dict(self._module, state_dict)
+            # Why a copy: torch's helper changes what it is given.
+            _stock.set_model_state_dict(self._module, dict(state_dict))
 
 
 class _Optimizer:
@@ -245,17 +240,17 @@ class _Optimizer:
         if self._module is None:
             self._optimizer.load_state_dict(state_dict)
             return
-        with as_if_stepped([self._optimizer]):
+        with _as_if_stepped(self._optimizer):
             # Why not strict: a parameter that never had a gradient has no state.
             _stock.set_optimizer_state_dict(
-                self._module, self._optimizer, copied(state_dict),
+                self._module, self._optimizer, _copied(state_dict),
                 options=StateDictOptions(strict=False),
             )  # fmt: skip
 
     def _named(self) -> dict[str, Any]:
         if self._module is None:
             return self._optimizer.state_dict()
-        with as_if_stepped([self._optimizer]):
+        with _as_if_stepped(self._optimizer):
             found: Any = _stock.get_optimizer_state_dict(self._module, self._optimizer)
         return dict(found)
 
@@ -273,6 +268,35 @@ class _Optimizer:
         finally:
             for parameter in made:
                 self._optimizer.state.pop(parameter, None)
+
+
+@contextmanager
+def _as_if_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keeps torch's helpers from stepping with an optimizer without state.
+
+    A gradient is the sign for them that no state is to be made.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lent: list[torch.Tensor] = []
+    try:
+        if not optimizer.state and all(p.grad is None for p in parameters):
+            for parameter in [p for p in parameters if p.requires_grad][:1]:
+                parameter.grad = torch.zeros_like(parameter)
+                lent.append(parameter)
+        yield
+    finally:
+        for parameter in lent:
+            parameter.grad = None
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the dicts that torch's helper changes anew; the values in them stay the same."""
+    copied = dict(state)
+    if isinstance(copied.get("state"), dict):
+        copied["state"] = dict(copied["state"])
+    if isinstance(copied.get("param_groups"), list):
+        copied["param_groups"] = [dict(group) for group in copied["param_groups"]]
+    return copied
 
 
 def _asked(key: str, value: Any, part: Stateful, stored: Stored) -> tuple[Stateful, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ray_dcp.errors import InvalidRequestError, StateDictError
+from ray_dcp.errors import InvalidRequestError
 from ray_dcp.options import KeyMap
 from ray_dcp.plan.values import ChunkTable, Kind, Path
 from ray_dcp.seam.flatten import set_by_path
@@ -140,14 +140,11 @@ def nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
     """Returns the state dict with values at their paths.
 
     Raises:
-        StateDictError: Two paths contradict each other.
+        DamagedCheckpointError: Two paths contradict each other, or ask for an impossible list.
     """
     root: dict[Any, Any] = {}
     for path, value in values.items():
-        try:
-            set_by_path(root, path, value)
-        except ValueError as error:
-            raise StateDictError(f"no state dict has a value at {path!r}: {error}") from error
+        set_by_path(root, path, value)
     return root
 
 

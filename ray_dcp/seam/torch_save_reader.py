@@ -1,4 +1,4 @@
-"""DCP's reader of `torch.save` files: one rank reads, all get; or each maps the file it can see."""
+"""What `load` does for torch's `BroadcastingTorchSaveReader`: one rank reads a file, all get."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ray_dcp.errors import (
-    InvalidRequestError,
     MissingKeyError,
     ShapeMismatchError,
     StateDictError,
@@ -24,59 +23,59 @@ from ray_dcp.seam.flatten import flatten, flatten_top
 from ray_dcp.seam.sink import default_device
 from ray_dcp.seam.torch_files import load_torch_file
 
-__all__ = ["BroadcastingTorchSaveReader", "TensorsOnlyError"]
+__all__ = ["TensorsOnlyError", "TorchSaveReader"]
 
 
 class TensorsOnlyError(UnsupportedValueError, RuntimeError):
     """The state dict has values that are no tensors; DCP raises a `RuntimeError` then."""
 
 
-class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
-    """DCP's `BroadcastingTorchSaveReader`, to be used with `DynamicMetaLoadPlanner`.
+class TorchSaveReader(StorageReader):
+    """Reads a file of `torch.save` into what torch's `DynamicMetaLoadPlanner` plans.
 
-    The file is mapped. In a job with a process group the coordinator sends one whole tensor after
-    the other, each once, and every rank takes its part; so all ranks need the same keys. Without
-    one every rank maps the file itself and reads only its part.
+    The file is mapped. Where ranks with a process group load together, one rank sends one whole
+    tensor after the other, each once, and every rank takes its part; so all ranks need the same
+    keys. Else every rank maps the file itself and reads only its part.
 
     Args:
-        checkpoint_id: The file.
+        path: The file.
         coordinator_rank: The rank that reads.
 
     Attributes:
-        weights_only: Refuse objects that are not on the allow-list. DCP does not.
-
-    Example:
-        >>> import tempfile, torch, ray_dcp
-        >>> from ray_dcp.dcp.format_utils import DynamicMetaLoadPlanner
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     torch.save({"w": torch.ones(2)}, f"{root}/w.pt")
-        ...     state, reader = {"w": torch.zeros(2)}, BroadcastingTorchSaveReader(f"{root}/w.pt")
-        ...     _ = ray_dcp.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
-        ...     state["w"]
-        tensor([1., 1.])
-
-    Source: `torch/distributed/checkpoint/format_utils.py`, `BroadcastingTorchSaveReader`.
+        weights_only: Refuse objects that are not on the allow-list.
+        num_ranks: How many ranks load together.
     """
 
-    weights_only: bool = True
+    def __init__(self, path: str | os.PathLike[str], coordinator_rank: int) -> None:
+        self.weights_only = True
+        self.num_ranks = 1
+        self._path = os.fspath(path)
+        self._coordinator_rank = coordinator_rank
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Notes whether this rank reads.
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Does nothing: the file was decided."""
 
-        Raises:
-            InvalidRequestError: No file was named, or `coordinator_rank` is another rank.
-        """
-        self.is_coordinator = is_coordinator
-        if self.checkpoint_id is None:
-            raise InvalidRequestError(
-                "expected checkpoint_id to be a file of torch.save, found none", key="checkpoint_id"
-            )
-        if is_coordinator and _num_ranks() > 1 and dist.get_rank() != self.coordinator_rank:
-            raise InvalidRequestError(
-                f"expected rank {self.coordinator_rank} to be the coordinator, but rank "
-                f"{dist.get_rank()} is; pass coordinator_rank={dist.get_rank()}",
-                key="coordinator_rank",
-            )
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Takes files."""
+        return os.path.isfile(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns none: the planner makes it of what is wanted."""
+        return Metadata({})
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Returns the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Returns the plans as they are."""
+        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what is planned.
@@ -92,21 +91,21 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
             if item.type is LoadItemType.BYTE_IO:
                 raise TensorsOnlyError(
                     f"Non-tensor value identified at {item.storage_index.fqn}: "
-                    f"{type(self).__name__} loads tensors only",
+                    f"BroadcastingTorchSaveReader loads tensors only",
                     key=item.storage_index.fqn,
                 )
             wanted.setdefault(item.storage_index.fqn, []).append(item)
-        sends = _num_ranks() > 1
+        sends = self.num_ranks > 1 and dist.is_available() and dist.is_initialized()
         names = sorted(_sizes(planner)) if sends else list(wanted)
         held, failed = None, None
-        if not sends or self.is_coordinator:
+        if not sends or dist.get_rank() == self._coordinator_rank:
             try:
                 held = self._held(planner, names)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 failed = error
         told: list[Any] = [failed or {n: (t.shape, t.dtype) for n, t in (held or {}).items()}]
         if sends:
-            dist.broadcast_object_list(told, src=self.coordinator_rank)
+            dist.broadcast_object_list(told, src=self._coordinator_rank)
         if isinstance(told[0], Exception):
             raise told[0]
         for name in names:
@@ -116,7 +115,7 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
                 tensor = tensor.to(default_device()).contiguous()
                 if held is None:
                     tensor = torch.empty(shape, dtype=dtype, device=default_device())
-                dist.broadcast(tensor, src=self.coordinator_rank)
+                dist.broadcast(tensor, src=self._coordinator_rank)
             for item in wanted.get(name, []):
                 _place(tensor, item, planner)
         future: Future[None] = Future()
@@ -124,23 +123,24 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
         return future
 
     def _held(self, planner: LoadPlanner, names: list[str]) -> dict[str, torch.Tensor]:
-        path = os.fspath(self.checkpoint_id or "")
-        state = load_torch_file(path, weights_only=self.weights_only)
+        state = load_torch_file(self._path, weights_only=self.weights_only)
         if not isinstance(state, Mapping):
-            raise StateDictError(f"expected a state dict in {path}, found {type(state).__name__}")
+            raise StateDictError(
+                f"expected a state dict in {self._path}, found {type(state).__name__}"
+            )
         is_nested = getattr(planner, "flatten_state_dict", True)
         flat = flatten(state) if is_nested else flatten_top(state)
         values = dict(zip(flat.names, flat.values, strict=True))
         missing = [name for name in names if name not in values]
         if missing:
             raise MissingKeyError(
-                f"Missing key in {path}: {', '.join(map(repr, missing[:8]))}", key=missing[0]
+                f"Missing key in {self._path}: {', '.join(map(repr, missing[:8]))}", key=missing[0]
             )
         held = {name: values[name] for name in names}
         wrong = [name for name, value in held.items() if not isinstance(value, torch.Tensor)]
         if wrong:
             raise TensorsOnlyError(
-                f"Non-tensor value identified at {wrong[0]} of {path}", key=wrong[0]
+                f"Non-tensor value identified at {wrong[0]} of {self._path}", key=wrong[0]
             )
         sizes = _sizes(planner)
         differ = [n for n, t in held.items() if n in sizes and tuple(t.shape) != sizes[n]]
@@ -154,10 +154,6 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
                 key=differ[0],
             )
         return held
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _sizes(planner: LoadPlanner) -> dict[str, tuple[int, ...]]:

@@ -69,14 +69,18 @@ class LocalWriter:
         except OSError as exc:
             raise os_failure(exc, "write", self._key, self._path) from exc
 
-    def commit(self) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed."""
+    def commit(self, *, create: bool = True) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed.
+
+        Args:
+            create: Only if the name is free; else it takes the place of what has it.
+        """
         if self._state == "committed":
             return
         self._check_open()
         try:
             self._finish()
-            publish(self._temp, self._path, create=True, sync=self._sync)
+            publish(self._temp, self._path, create=create, sync=self._sync)
         except OSError as exc:
             self.abort()
             raise os_failure(exc, "publish", self._key, self._path) from exc

@@ -1,33 +1,29 @@
 """Sharded safetensors files into whole ones, byte by byte: right for every dtype, 0-d tensors too.
 
-On a local filesystem both sides are mapped into memory, so that memory use is that of the page
-cache. Elsewhere each thread holds one tensor at a time, and uploads it piece by piece.
+Each thread holds one tensor at a time.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
-from pathlib import Path
+from itertools import chain
 
 import numpy as np
 
 from ray_dcp.errors import CoverageError, InvalidRequestError
 from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.safetensors_frame import ALL_CODES, header
+from ray_dcp.format.safetensors_frame import ALL_CODES, Entry, header, packed
 from ray_dcp.plan.boxes import volume
 from ray_dcp.plan.values import ChunkTable
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.local_writer import LocalWriter
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.plain_files import plain_table
 
-__all__ = ["INDEX_NAME", "consolidate", "file_name", "write_index"]
+__all__ = ["INDEX_NAME", "consolidate", "file_name", "write_file", "write_index"]
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -90,18 +86,41 @@ def consolidate(
     for name, file in file_of.items():
         files.setdefault(file, []).append(number_of[name])
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
-        if isinstance(source, LocalStorage) and isinstance(target, LocalStorage):
-            Path(target.url).mkdir(parents=True, exist_ok=True)
-            work = [
-                pool.submit(_write, table, Path(source.url), Path(target.url, file), numbers)
-                for file, numbers in files.items()
-            ]
-        else:
-            work = [
-                pool.submit(_upload, table, source, target, file, numbers)
-                for file, numbers in files.items()
-            ]
+        work = [
+            pool.submit(_write, table, source, target, file, numbers)
+            for file, numbers in files.items()
+        ]
         return sum(each.result() for each in work)
+
+
+def write_file(
+    storage: Storage, name: str, pieces: Iterable[bytes | bytearray | memoryview]
+) -> None:
+    """Writes a file that takes the place of another of its name when it is complete and durable.
+
+    On a local path that is one step; elsewhere the old file is deleted just before.
+
+    Args:
+        storage: Where to.
+        name: Of the file.
+        pieces: Its bytes, in order.
+
+    Raises:
+        StorageError: It can't be written. A file that was there stays, or is gone if it failed in
+            the end.
+    """
+    writer = storage.open_writer(name)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+        if isinstance(writer, LocalWriter):
+            writer.commit(create=False)
+        else:
+            storage.delete([name])
+            writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def write_index(output_dir: AnyPlace, file_of: Mapping[str, str], total_bytes: int) -> None:
@@ -128,114 +147,38 @@ def _check_complete(table: ChunkTable, numbers: list[int]) -> None:
         )
 
 
-def _layout(
-    table: ChunkTable, numbers: list[int]
-) -> tuple[bytes, list[tuple[str, str, tuple[int, ...], int, int]], int]:
-    """Returns the header of a file, what it says of each tensor, and the bytes of all of them."""
-    entries, end = [], 0
-    for number in numbers:
-        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
-        dtype = table.dtypes[table.dtype[number]]
-        begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
-        entries.append((table.names[number], dtype, shape, begin, end))
-    return header(entries, {"format": "pt"}, codes=ALL_CODES), entries, end
-
-
-def _upload(
+def _write(
     table: ChunkTable, source: Storage, target: Storage, file: str, numbers: list[int]
 ) -> int:
-    """Writes one file, tensor after tensor."""
-    head, entries, total = _layout(table, numbers)
-    writer = target.open_writer(file)
-    try:
-        writer.write(head)
-        for number, (_, dtype, shape, begin, end) in zip(numbers, entries, strict=True):
-            data = bytearray(end - begin)
-            _gather(table, source, number, data, dtype, shape)
-            writer.write(data)
-        # Why only now: the file that is replaced stays until the new one is whole.
-        target.delete([file])
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    return total
+    """Writes one file, tensor after tensor; returns the bytes of all."""
+    entries = packed(
+        (
+            table.names[number],
+            table.dtypes[table.dtype[number]],
+            table.shape[number, : table.ndim[number]].tolist(),
+        )
+        for number in numbers
+    )
+    tensors = (
+        _gathered(table, source, number, entry)
+        for number, entry in zip(numbers, entries, strict=True)
+    )
+    head = header(entries, {"format": "pt"}, codes=ALL_CODES)
+    write_file(target, file, chain([head], tensors))
+    return entries[-1].end
 
 
-def _gather(
-    table: ChunkTable,
-    source: Storage,
-    number: int,
-    data: bytearray,
-    dtype: str,
-    shape: tuple[int, ...],
-) -> None:
-    """Reads all chunks of one tensor into its bytes."""
-    raw = np.dtype(f"V{ITEMSIZE[dtype]}")
-    whole = np.ndarray(shape, raw, data)
+def _gathered(table: ChunkTable, source: Storage, number: int, entry: Entry) -> bytearray:
+    """Returns the bytes of one tensor, of all its chunks."""
+    data = bytearray(entry.end - entry.begin)
+    raw, ndim = np.dtype(f"V{ITEMSIZE[entry.dtype]}"), len(entry.size)
+    whole = np.ndarray(entry.size, raw, data)
     for chunk in np.flatnonzero(table.tensor == number).tolist():
-        size = tuple(table.size[chunk, : len(shape)].tolist())
-        start = table.offset[chunk, : len(shape)].tolist()
+        size = tuple(table.size[chunk, :ndim].tolist())
+        start = table.offset[chunk, :ndim].tolist()
         box = tuple(slice(low, low + n) for low, n in zip(start, size, strict=True))
         part = bytearray(int(table.payload_bytes[chunk]))
         key = table.files[table.file[chunk]]
         source.read_into(key, int(table.payload_offset[chunk]), memoryview(part))
         whole[box] = np.ndarray(size, raw, part)
-
-
-def _write(table: ChunkTable, source: Path, path: Path, numbers: list[int]) -> int:
-    head, entries, end = _layout(table, numbers)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w+b") as stream:
-            stream.write(head)
-            stream.truncate(len(head) + end)
-            stream.flush()
-            with mmap.mmap(stream.fileno(), 0) as target:
-                for number, (_, dtype, shape, begin, _) in zip(numbers, entries, strict=True):
-                    _fill(table, source, number, target, len(head) + begin, dtype, shape)
-                target.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-    return end
-
-
-def _fill(
-    table: ChunkTable,
-    source: Path,
-    number: int,
-    target: mmap.mmap,
-    place: int,
-    dtype: str,
-    shape: tuple[int, ...],
-) -> None:
-    """Copies all chunks of one tensor into its place."""
-    if 0 in shape:
-        return
-    raw = np.dtype(f"V{ITEMSIZE[dtype]}")
-    # Why copies of views die here: a map can't be closed while an array looks at it.
-    whole = np.ndarray(shape, raw, target, place)
-    for chunk in np.flatnonzero(table.tensor == number).tolist():
-        size = tuple(table.size[chunk, : len(shape)].tolist())
-        if 0 in size:
-            continue
-        start = table.offset[chunk, : len(shape)].tolist()
-        box = tuple(slice(low, low + n) for low, n in zip(start, size, strict=True))
-        with Path(source, table.files[table.file[chunk]]).open("rb") as stream:
-            mapped = np.memmap(
-                stream, np.uint8, "r", int(table.payload_offset[chunk]),
-                (int(table.payload_bytes[chunk]),),
-            )  # fmt: skip
-        whole[box] = np.ndarray(size, raw, mapped)
-    del whole
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    return data

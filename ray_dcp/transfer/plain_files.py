@@ -55,7 +55,7 @@ def plain_table(storage: Storage) -> ChunkTable:
     """Returns the chunk table of the safetensors files in a storage's root.
 
     A tensor's global shape is what its chunks reach to, as for DCP's reader, unless the file says
-    it: those of ray_dcp's `HuggingFaceStorageWriter` do.
+    it: those that `ray_dcp.save` wrote do.
 
     Raises:
         DamagedCheckpointError: A header is damaged, a file cut off, or one tensor has two dtypes

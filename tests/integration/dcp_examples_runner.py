@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ray_dcp
-from ray_dcp.dcp._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
-from ray_dcp.dcp.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from ray_dcp.runtime.session import current_session
 
 EXAMPLES = Path(__file__).with_name("dcp_examples.py").read_text()
-PARAMETERS = ("net1.weight", "net1.bias", "net2.weight", "net2.bias")
 NAMES = ("fsdp_checkpoint", "async_checkpoint", "hugging_face")
 
 
@@ -43,27 +44,30 @@ def torch_save_file(folder: str) -> dict[str, bool]:
     whole = {"rows": torch.arange(14.0).view(7, 2), "one": torch.ones(1, 3), "flat": torch.ones(4)}
     if dist.get_rank() == 0:
         torch.save({"m": whole}, path)
+        alone = {"m": {"flat": torch.zeros(4)}}
+        reader, planner = BroadcastingTorchSaveReader(path), DynamicMetaLoadPlanner()
+        ray_dcp.load(alone, storage_reader=reader, planner=planner, no_dist=True)
+        assert torch.equal(alone["m"]["flat"], whole["flat"])
     dist.barrier()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     equal = {}
-    for name, loads in {"stock": stock.load, "ours": ray_dcp.load}.items():
-        state = {
-            "rows": distribute_tensor(torch.zeros(7, 2), mesh, [Shard(0)]),
-            "one": distribute_tensor(torch.zeros(1, 3), mesh, [Shard(0)]),
-            "flat": torch.zeros(4),
-        }
-        how: dict[str, Any] = {
-            "storage_reader": BroadcastingTorchSaveReader(),
-            "planner": DynamicMetaLoadPlanner(),
-            "checkpoint_id": path,
-        }
-        loads({"m": state}, **how)
-        found = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
-        equal[f"torch.save by {name}"] = all(torch.equal(found[n], whole[n]) for n in whole)
-        try:
-            loads({"m": {**state, "lost": torch.zeros(1)}}, **how)
-        except stock.CheckpointException as error:
-            equal[f"missing key by {name}"] = "m.lost" in str(error)
+    state = {
+        "rows": distribute_tensor(torch.zeros(7, 2), mesh, [Shard(0)]),
+        "one": distribute_tensor(torch.zeros(1, 3), mesh, [Shard(0)]),
+        "flat": torch.zeros(4),
+    }
+    how: dict[str, Any] = {
+        "storage_reader": BroadcastingTorchSaveReader(),
+        "planner": DynamicMetaLoadPlanner(),
+        "checkpoint_id": path,
+    }
+    ray_dcp.load({"m": state}, **how)
+    found = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+    equal["torch.save"] = all(torch.equal(found[n], whole[n]) for n in whole)
+    try:
+        ray_dcp.load({"m": {**state, "lost": torch.zeros(1)}}, **how)
+    except stock.CheckpointException as error:
+        equal["missing key"] = "m.lost" in str(error)
     return equal
 
 
@@ -85,9 +89,6 @@ def main(folder: str, lease_s: str) -> None:
                 torch.equal(saved[key], loaded[key]) for key in saved
             )
     equal.update(torch_save_file(folder))
-    sharded = f"{folder}/hugging_face-ours-stock/sharded"
-    mapping = {name: 1 + number % 2 for number, name in enumerate(PARAMETERS)}
-    consolidate_safetensors_files_on_every_rank(sharded, f"{folder}/whole", mapping)
     sys.stdout.write(json.dumps({"rank": dist.get_rank(), "equal": equal}) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()

@@ -27,7 +27,7 @@ def test_the_examples_work_and_understand_each_other(tmp_path: Path):
     told = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
     assert sorted(each["rank"] for each in told) == [0, 1]
     for each in told:
-        assert len(each["equal"]) == 9 + 4
+        assert len(each["equal"]) == 9 + 2
         assert all(each["equal"].values()), each["equal"]
 
     # The same checkpoints in one process, without FSDP and without a group.
@@ -35,10 +35,9 @@ def test_the_examples_work_and_understand_each_other(tmp_path: Path):
     assert state["model"]["net1.weight"].shape == (17, 16)
     assert float(state["optim"]["state"]["net1.weight"]["step"]) == 2
     whole = load_file(tmp_path / "hugging_face-ours-stock" / "model-00001-of-00001.safetensors")
+    ray_dcp.export(tmp_path / "hugging_face-ours-stock" / "sharded", tmp_path / "whole", "hf")
     index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-    }  # fmt: skip
+    assert index["weight_map"].keys() == whole.keys()
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "whole" / file)[name], whole[name])
     torch.manual_seed(5)

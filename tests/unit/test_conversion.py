@@ -14,14 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
-from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import format_utils as stock_utils
 
 import ray_dcp
-from ray_dcp.cli.format_utils import main
-from ray_dcp.dcp import format_utils
-from ray_dcp.dcp.state_dict_loader import _load_state_dict_from_keys
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -84,22 +80,13 @@ def test_a_reader_of_the_users_is_read_too(tmp_path: Path):
     assert same(found, {"model": {"w": state()["model"]["w"]}})
 
 
-def test_keys_and_prefixes_choose(tmp_path: Path):
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "c")
-    assert _load_state_dict_from_keys(set(), checkpoint_id=tmp_path / "c") == {}
-    found = _load_state_dict_from_keys({"optimizer.state", "step"}, checkpoint_id=tmp_path / "c")
-    assert same(found["optimizer"], {"state": state()["optimizer"]["state"]})
-    assert found["step"] == 3
-    assert set(found) == {"optimizer", "step"}
-
-
 # --- torch.save files ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 def test_a_torch_save_file_is_what_dcps_would_be(tmp_path: Path, saver: str):
     SAVERS[saver](state(), tmp_path / "c")
-    format_utils.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
+    ray_dcp.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
     found = torch.load(tmp_path / "ours.pt", weights_only=True)
     whole = ray_dcp.read_state_dict(tmp_path / "c")
     assert {key: repr(value) for key, value in found.items()} == {
@@ -111,7 +98,7 @@ def test_a_torch_save_file_is_what_dcps_would_be(tmp_path: Path, saver: str):
 
 @pytest.mark.parametrize("way", ["ours, stock", "stock, ours", "ours, ours"])
 def test_there_and_back(tmp_path: Path, way: str):
-    there, back = (format_utils if one == "ours" else stock_utils for one in way.split(", "))
+    there, back = (ray_dcp if one == "ours" else stock_utils for one in way.split(", "))
     torch.save({"a": {"b": torch.arange(5)}, "n": 1}, tmp_path / "a.pt")
     there.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "c")
     back.dcp_to_torch_save(tmp_path / "c", tmp_path / "b.pt")
@@ -269,17 +256,34 @@ def test_what_safetensors_lacks_is_named(tmp_path: Path):
 # --- the reader ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loads", [stock.load, ray_dcp.load])
-def test_the_reader_of_torch_save_files_works_alone(tmp_path: Path, loads: Any):
+def test_the_reader_of_torch_save_files_works_alone(tmp_path: Path):
     torch.save({"m": OrderedDict(w=torch.arange(6.0).view(3, 2))}, tmp_path / "a.pt")
     found = {"m": {"w": torch.zeros(3, 2)}}
-    loads(
+    ray_dcp.load(
         found,
-        storage_reader=format_utils.BroadcastingTorchSaveReader(),
-        planner=format_utils.DynamicMetaLoadPlanner(),
+        storage_reader=stock_utils.BroadcastingTorchSaveReader(),
+        planner=stock_utils.DynamicMetaLoadPlanner(),
         checkpoint_id=tmp_path / "a.pt",
     )
     assert torch.equal(found["m"]["w"], torch.arange(6.0).view(3, 2))
+
+
+def test_the_reader_of_torch_save_files_runs_no_code_unless_told_to(tmp_path: Path):
+    torch.save({"w": torch.ones(2), "a": Bomb()}, tmp_path / "a.pt")
+    found = {"w": torch.zeros(2)}
+    how: dict[str, Any] = {
+        "storage_reader": stock_utils.BroadcastingTorchSaveReader(tmp_path / "a.pt"),
+        "planner": stock_utils.DynamicMetaLoadPlanner(),
+    }
+    with pytest.raises(UnsafeCheckpointError):
+        ray_dcp.load(found, **how)
+    ray_dcp.load(found, **how, options=ray_dcp.LoadOptions(weights_only=False))
+    assert found["w"].tolist() == [1, 1]
+
+
+def test_the_reader_of_torch_save_files_needs_one(tmp_path: Path):
+    with pytest.raises(InvalidRequestError, match=r"a file of torch\.save, found None"):
+        ray_dcp.load({}, storage_reader=stock_utils.BroadcastingTorchSaveReader())
 
 
 @pytest.mark.parametrize(
@@ -295,46 +299,11 @@ def test_the_reader_refuses_what_does_not_fit(tmp_path: Path, wanted: Any, error
     with pytest.raises(ray_dcp.CheckpointError) as caught:
         ray_dcp.load(
             wanted,
-            storage_reader=format_utils.BroadcastingTorchSaveReader(tmp_path / "a.pt"),
-            planner=format_utils.DynamicMetaLoadPlanner(),
+            storage_reader=stock_utils.BroadcastingTorchSaveReader(tmp_path / "a.pt"),
+            planner=stock_utils.DynamicMetaLoadPlanner(),
         )
     failures = [caught.value, *(each for each, _ in caught.value.failures.values())]
     assert any(isinstance(each, error) and isinstance(each, also) for each in failures)
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
-def command(*arguments: str) -> Any:
-    return CliRunner().invoke(main, arguments)
-
-
-def test_dcps_command_works_with_our_module_name():
-    ran = subprocess.run(
-        [sys.executable, "-m", "ray_dcp.dcp.format_utils", "--help"],
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert "{torch_to_dcp|dcp_to_torch} SRC DST" in ran.stdout
-
-
-def test_the_command_converts_as_dcps_does(tmp_path: Path):
-    torch.save({"w": torch.ones(2), "n": 1}, tmp_path / "a.pt")
-    there = command("torch_to_dcp", str(tmp_path / "a.pt"), str(tmp_path / "c"))
-    assert there.exit_code == 0, there.output
-    assert "using method: 'torch_to_dcp'" in there.output
-    found: dict[str, Any] = {"w": torch.zeros(2), "n": 0}
-    stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert found["n"] == 1
-    assert found["w"].tolist() == [1, 1]
-    back = command(
-        "dcp_to_torch", str(tmp_path / "c"), str(tmp_path / "b.pt"), "--dtype", "float16"
-    )
-    assert back.exit_code == 0, back.output
-    assert torch.load(tmp_path / "b.pt")["w"].dtype == torch.float16
-    missing = command("dcp_to_torch", str(tmp_path / "none"), str(tmp_path / "x.pt"))
-    assert missing.exit_code == 1
-    assert "there is nothing" in missing.output
 
 
 class Bomb:

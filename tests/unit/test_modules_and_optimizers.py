@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ray_dcp
-from ray_dcp.dcp.state_dict import get_model_state_dict, get_optimizer_state_dict
 from ray_dcp.errors import StateDictError
 
 Wrap = Any
@@ -211,6 +211,40 @@ def test_a_save_before_the_first_step_changes_nothing_and_is_loaded(name: str, t
     for each in (state, twin):
         step(each, 2)
     assert of_all(state) == of_all(twin)
+
+
+def test_a_save_does_not_move_parameters_whose_optimizer_has_no_learning_rate(tmp_path: Path):
+    class Walks(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.add_(1.0)
+                        self.state[parameter]["seen"] = torch.ones(())
+
+    model = nn.Linear(3, 2)
+    before = flat(model.state_dict(), "")
+    saved({"model": model, "optimizer": Walks(model.parameters())}, tmp_path / "c", "plain")
+    assert flat(model.state_dict(), "") == before
+
+
+def test_a_save_calls_no_hook_of_an_optimizer_that_has_not_stepped(tmp_path: Path):
+    state = plain("AdamW", 1)
+    called: list[int] = []
+    state["optimizer"].register_step_post_hook(lambda *_: called.append(1))
+    saved(state, tmp_path / "c", "plain")
+    assert called == []
+
+
+def test_a_module_without_state_is_saved_and_loaded(tmp_path: Path):
+    state = {"model": nn.Linear(2, 1), "loss": nn.MSELoss()}
+    saved(state, tmp_path / "c", "plain")
+    other = {"model": nn.Linear(2, 1), "loss": nn.MSELoss()}
+    loaded(other, tmp_path / "c", "plain")
+    assert of_all(other) == of_all(state)
 
 
 def test_a_manager_restores_modules_and_optimizers(tmp_path: Path):

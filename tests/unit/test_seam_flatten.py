@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from ray_dcp.errors import DamagedCheckpointError, StateDictError
-from ray_dcp.seam.flatten import flatten, flatten_top, set_by_path, unflatten
+from ray_dcp.seam.flatten import flatten, flatten_top, set_by_path
+from ray_dcp.seam.stored import nested as nested_by_path
 
 TENSOR = torch.ones(2)
 
@@ -68,7 +69,7 @@ def test_unflattening_gives_what_dcp_gives(state_dict: dict) -> None:
         theirs = unflatten_state_dict(values, paths)
     except (TypeError, AttributeError):
         return
-    mine = unflatten(values, paths)
+    mine = nested_by_path({paths[name]: value for name, value in values.items()})
     assert repr(mine) == repr(theirs)
 
 
@@ -116,7 +117,7 @@ def test_without_flattening_each_top_value_is_one() -> None:
 )
 def test_paths_that_contradict_themselves_or_ask_for_the_impossible_are_refused(paths: Any) -> None:
     with pytest.raises(DamagedCheckpointError, match="can't be a place"):
-        unflatten(dict.fromkeys(paths, 1), paths)
+        nested_by_path(dict.fromkeys(paths.values(), 1))
 
 
 def test_a_gap_in_a_list_is_filled_with_none() -> None:
@@ -128,10 +129,7 @@ def test_a_gap_in_a_list_is_filled_with_none() -> None:
 def test_numbers_as_keys_and_empty_mappings_come_back() -> None:
     state = {"a": {0: 1, "1": 2, -3: {}, "l": [{5: TENSOR}, {}]}, 7: 8, "t": (1, {2: 3})}
     flat = flatten(state)
-    back = unflatten(
-        dict(zip(flat.names, flat.values, strict=True)),
-        dict(zip(flat.names, flat.paths, strict=True)),
-    )
+    back = nested_by_path(dict(zip(flat.paths, flat.values, strict=True)))
     assert repr(back) == repr(state)
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ray_dcp
-from ray_dcp.dcp.default_planner import DefaultLoadPlanner
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, DeadlineError
 from ray_dcp.format import table as table_format
 from ray_dcp.format import table_groups, table_index, table_parquet, table_rows
