@@ -13,7 +13,6 @@ from ray_dcp.format.manifest import (
     FilesColumns,
     Manifest,
     encode_record,
-    version_for,
 )
 from ray_dcp.format.metadata_out import encode_metadata, fill_metadata, metadata_template
 from ray_dcp.format.table import encode_table
@@ -69,7 +68,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             tuple(receipts.keys.split("\n")) if len(receipts) else (),
             tuple(receipts.num_bytes.tolist()),
             receipts.digests.hex(),
-        ).usual(),
+        ),
         table=files.table,
         metadata=None if files.metadata is None else _entry(METADATA_KEY, files.metadata),
         replaced_metadata=task.replaced_metadata,
@@ -81,12 +80,6 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         decided=task.decided,
         checks=files.checks,
         table_end=files.table_end,
-        format_version=version_for(
-            len(receipts),
-            files.checks,
-            checks_at_end=task.plan.checks_at_end,
-            table_end=files.table_end,
-        ),
     )
     record = encode_record(manifest)
     checks_key = "" if files.checks is None else files.checks.key

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.manifest import Manifest, decode_record, encode_record
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.manifest import Manifest, decode_record
 from ray_dcp.format.metadata_out import encode_metadata, fill_metadata, metadata_template
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_checks import END_MAGIC, MAGIC, encode_checks, join_checks
+from ray_dcp.format.table_checks import MAGIC, encode_checks, join_checks
 from ray_dcp.options import SaveOptions
 from ray_dcp.plan import global_plan
 from ray_dcp.plan.grouping import offsets_of
@@ -67,8 +67,6 @@ def test_what_is_read_back_is_what_one_file_would_say(options, tmp_path, monkeyp
     storage = open_storage(Target(warm.url))
     manifest = manifest_of(storage)
     assert manifest.checks is not None
-    at_end = storage.read(manifest.checks.key).startswith(END_MAGIC)
-    assert manifest.format_version == (5 if at_end else 3)
     split = read_checkpoint(storage).table
     monkeypatch.setattr(commit_files, "SPLIT_CHUNKS", 1 << 30)
     monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 1 << 30)
@@ -77,7 +75,6 @@ def test_what_is_read_back_is_what_one_file_would_say(options, tmp_path, monkeyp
         result.get()
     storage = open_storage(Target(other.url))
     assert manifest_of(storage).checks is None
-    assert manifest_of(storage).format_version == 2
     whole = read_checkpoint(storage).table
     attempts = [manifest.attempt, manifest_of(storage).attempt]
     assert whole.files == tuple(key.replace(*attempts) for key in split.files)
@@ -189,16 +186,6 @@ def saved(world_size=2):
     save_state(storage, sample_state(0), world_size, options=WITHOUT)
     manifest = manifest_of(storage)
     return decode_table(storage.read(manifest.table.key)), storage.read(manifest.checks.key)
-
-
-def test_a_manifest_of_version_2_has_no_checks(tmp_path):
-    saved()
-    manifest = manifest_of(MemoryStorage("split-table"))
-    fields = {**vars(manifest), "checks": None, "format_version": 2}
-    assert b'"checks"' not in encode_record(Manifest(**fields))
-    assert decode_record(encode_record(Manifest(**fields))).checks is None
-    with pytest.raises(CheckpointError):
-        encode_record(Manifest(**{**vars(manifest), "format_version": 2}))
 
 
 @given(st.data())
