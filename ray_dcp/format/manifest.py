@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format.checksums import digest_bytes
@@ -29,6 +29,7 @@ from ray_dcp.format.record_fields import (
     flag,
     hex_digits,
     integer,
+    integers,
     items,
     seconds,
     short,
@@ -42,6 +43,7 @@ __all__ = [
     "FileEntry",
     "FilesColumns",
     "Manifest",
+    "PlaceRun",
     "Record",
     "Verdict",
     "deciding",
@@ -73,6 +75,16 @@ class Verdict:
     """False: it never was the checkpoint and never will be."""
 
 
+class PlaceRun(NamedTuple):
+    """Where deferred items are, each in another file: as many as `num_items` at the same place."""
+
+    item_offset: int
+    item_bytes: int
+    block_bytes: int
+    """Of its block checksums."""
+    num_items: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a committed checkpoint consists of; that it stands in its slot is the commit."""
@@ -88,7 +100,7 @@ class Manifest:
     files: Sequence[FileEntry]
     """The data files, in the order of the chunk table; kept as `FilesColumns`."""
     table: FileEntry
-    """The chunk table; with `checks`, the part of it that is the same for all saves of the plan."""
+    """The chunk table, as all saves of the plan share it."""
     metadata: FileEntry | None
     """The `.metadata` that is published for stock DCP; None for containers without."""
     replaced_metadata: str | None
@@ -103,8 +115,8 @@ class Manifest:
     """Highest slot taken at planning; 0 when there was none. Records up to it may be removed."""
     decided: tuple[Verdict, ...] = ()
     """What became of the attempts that were there at planning, as far as is remembered."""
-    checks: FileEntry | None = None
-    """The rest of a large chunk table (`ray_dcp.format.table_checks`)."""
+    deferred: tuple[PlaceRun, ...] = ()
+    """Places of items whose length the plan does not know (`ray_dcp.format.table_places`)."""
     table_end: FileEntry | None = None
     """The last bytes of `table`, where its rows are in groups (`ray_dcp.format.table_groups`)."""
     format_version: int = FORMAT_VERSION
@@ -112,11 +124,6 @@ class Manifest:
     def __post_init__(self) -> None:
         if not isinstance(self.files, FilesColumns):
             object.__setattr__(self, "files", FilesColumns.of(self.files))
-
-    @property
-    def tables(self) -> tuple[FileEntry, ...]:
-        """The files of the chunk table."""
-        return (self.table,) if self.checks is None else (self.table, self.checks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +343,17 @@ def _verdicts(value: Any, name: str) -> tuple[Verdict, ...]:
     return found
 
 
+def _place_runs(value: Any, name: str) -> tuple[PlaceRun, ...]:
+    return items(value, name, _place_run)
+
+
+def _place_run(value: Any, name: str) -> PlaceRun:
+    numbers = integers(value, name)
+    if len(numbers) != 4 or not all(numbers[2:]):
+        raise damaged(f"offset, length, length of blocks and a count in {name}", short(value))
+    return PlaceRun(*numbers)
+
+
 _MANIFEST_FIELDS: dict[str, Any] = {
     "attempt": attempt,
     "epoch": integer,
@@ -352,7 +370,7 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "payload_bytes": integer,
     "previous_slot": integer,
     "decided": _verdicts,
-    "checks": entry,
+    "deferred": _place_runs,
     "table_end": entry,
     "format_version": integer,
 }
@@ -371,7 +389,7 @@ _DELETE_FIELDS: dict[str, Any] = {
     "decided": _verdicts,
     "format_version": integer,
 }
-_OPTIONAL = frozenset({"metadata", "replaced_metadata", "checks", "table_end", "rank"})
+_OPTIONAL = frozenset({"metadata", "replaced_metadata", "table_end", "rank"})
 """Fields that a record without them leaves out."""
 _KINDS: dict[str, tuple[type[Record], dict[str, Any]]] = {
     "manifest": (Manifest, _MANIFEST_FIELDS),
