@@ -71,7 +71,7 @@ def checkpoint(path: Path, found: ChunkTable, attempt: str, *, created_s: float 
     entry = FileEntry(f"chunks.{attempt}.parquet", len(data), digest_bytes(data).hex())
     (path / entry.key).write_bytes(data)
     manifest = Manifest(
-        attempt=attempt, epoch=1, world_size=len(found.files), container="torch_save",
+        attempt=attempt, epoch=1, world_size=len(found.files), container="safetensors",
         created_s=created_s,
         files=tuple(
             FileEntry(key, int(found.payload_bytes[found.file == at].sum()), "0" * 32)

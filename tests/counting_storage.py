@@ -42,4 +42,4 @@ class Counting:
 def counted_view(path: object) -> tuple[CheckpointView, Counting]:
     """Returns a view that reads through a counting storage."""
     storage = Counting(str(path))
-    return CheckpointView(storage, read_checkpoint(storage)), storage
+    return CheckpointView(storage, read_checkpoint(storage, checks_later=True)), storage

@@ -34,7 +34,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record
+from ray_dcp.format.manifest import (
+    AbortRecord,
+    FileEntry,
+    Manifest,
+    PlaceRun,
+    decode_record,
+    encode_record,
+)
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.safetensors_frame import parse_header, saved_offsets
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
@@ -807,6 +814,16 @@ ABORT = encode_record(AbortRecord(attempt="a1", reason="late", rank=3))[
     len(b'{"digest":"') + 32 + len(b'","record":') : -2
 ]
 
+COMMIT = encode_record(
+    Manifest(
+        attempt="a1", epoch=1, world_size=4, container="torch_save", created_s=1.5,
+        files=tuple(FileEntry(f"__{rank}_0.x", 9, "0f" * 16) for rank in range(4)),
+        table=FileEntry("c.parquet", 10, "00" * 16), metadata=None, replaced_metadata=None,
+        plan_digest="00", num_tensors=1, num_chunks=4, payload_bytes=8, previous_slot=0,
+        deferred=(PlaceRun(64, 9, 1024, 4),),
+    )
+)[len(b'{"digest":"') + 32 + len(b'","record":') : -2]  # fmt: skip
+
 RECORDS: dict[str, Callable[[], bytes]] = {
     "lists nested a million deep": lambda: signed(b"[" * 1_000_000 + b"]" * 1_000_000),
     "a rank of a million digits": lambda: signed(ABORT.replace(b":3", b":" + b"9" * 1_000_000)),
@@ -815,6 +832,16 @@ RECORDS: dict[str, Callable[[], bytes]] = {
     "a field twice": lambda: signed(ABORT.replace(b'"rank":3', b'"rank":3,"rank":4')),
     "a reason with half a surrogate pair": lambda: signed(ABORT.replace(b"late", b"\\ud800")),
     "an attempt that climbs": lambda: signed(ABORT.replace(b"a1", b"../a1")),
+    "names of 100 million files in one line": lambda: signed(COMMIT.replace(b"..3", b"..99999999")),
+    "a range of names with a number of a million digits": lambda: signed(
+        COMMIT.replace(b"..3", b".." + b"9" * 1_000_000)
+    ),
+    "a range of long names": lambda: signed(COMMIT.replace(b"__{", b"_" * 10_000_000 + b"{")),
+    "a name in a range and by itself": lambda: signed(
+        COMMIT.replace(b"__{0..3}_0.x", b"a3\\na{1..3}")
+    ),
+    "a place of blocks of no bytes": lambda: signed(COMMIT.replace(b"1024,4", b"0,4")),
+    "a place for no items": lambda: signed(COMMIT.replace(b"1024,4", b"1024,0")),
     "a version of a million digits": lambda: signed(
         ABORT.replace(b'_version":', b'_version":' + b"9" * 1_000_000)
     ),

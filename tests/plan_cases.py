@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ray_dcp.format.checksums import block_bytes_for, block_checks, digest
 from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.format.end_checks import end_checks
 from ray_dcp.format.frames import torch_save_frame
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.rank_plan import rank_plan
@@ -164,9 +165,11 @@ def write(
             assert len(data) == plan.file_bytes[file]
             places, deferred = _write_deferred(columns[rank], one, data)
             joined = np.concatenate([fixed, deferred])
-            receipts[file] = FileReceipt(
-                file, key, len(data), digest(joined), joined, tuple(places)
-            )
+            told = joined
+            if one.checks_at_end:
+                data += end_checks(len(data), joined)
+                told = joined[:0]
+            receipts[file] = FileReceipt(file, key, len(data), digest(joined), told, tuple(places))
     return files, receipts
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format.checksums import digest_bytes
@@ -23,37 +23,27 @@ from ray_dcp.format.file_entries import (
     files_from,
     files_to,
 )
-from ray_dcp.format.manifest_versions import (
-    CHECKS_VERSION,
-    COLUMNS_VERSION,
-    END_CHECKS_VERSION,
-    FORMAT_VERSION,
-    SINCE,
-    USUAL_VERSION,
-    version_for,
-)
 from ray_dcp.format.record_fields import (
     attempt,
     damaged,
     flag,
     hex_digits,
     integer,
+    integers,
     items,
-    optional,
     seconds,
     short,
     text,
 )
 
 __all__ = [
-    "CHECKS_VERSION",
-    "END_CHECKS_VERSION",
     "FORMAT_VERSION",
     "AbortRecord",
     "DeleteRecord",
     "FileEntry",
     "FilesColumns",
     "Manifest",
+    "PlaceRun",
     "Record",
     "Verdict",
     "deciding",
@@ -62,9 +52,10 @@ __all__ = [
     "newest",
     "record_key",
     "slot_of",
-    "version_for",
 ]
 
+FORMAT_VERSION = 1
+"""The one that is written and read: of records, and of all that a manifest names."""
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
@@ -84,6 +75,16 @@ class Verdict:
     """False: it never was the checkpoint and never will be."""
 
 
+class PlaceRun(NamedTuple):
+    """Where deferred items are, each in another file: as many as `num_items` at the same place."""
+
+    item_offset: int
+    item_bytes: int
+    block_bytes: int
+    """Of its block checksums."""
+    num_items: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a committed checkpoint consists of; that it stands in its slot is the commit."""
@@ -97,9 +98,9 @@ class Manifest:
     created_s: float
     """Seconds since 1970 by the writer's clock; for people, nothing is decided by it."""
     files: Sequence[FileEntry]
-    """Hashable, as all of it: a tuple, or `FilesColumns` from `MANY_FILES` on."""
+    """The data files, in the order of the chunk table; kept as `FilesColumns`."""
     table: FileEntry
-    """The chunk table; with `checks`, the part of it that is the same for all saves of the plan."""
+    """The chunk table, as all saves of the plan share it."""
     metadata: FileEntry | None
     """The `.metadata` that is published for stock DCP; None for containers without."""
     replaced_metadata: str | None
@@ -114,16 +115,15 @@ class Manifest:
     """Highest slot taken at planning; 0 when there was none. Records up to it may be removed."""
     decided: tuple[Verdict, ...] = ()
     """What became of the attempts that were there at planning, as far as is remembered."""
-    checks: FileEntry | None = None
-    """The rest of a large chunk table (`ray_dcp.format.table_checks`)."""
+    deferred: tuple[PlaceRun, ...] = ()
+    """Places of items whose length the plan does not know (`ray_dcp.format.table_places`)."""
     table_end: FileEntry | None = None
     """The last bytes of `table`, where its rows are in groups (`ray_dcp.format.table_groups`)."""
-    format_version: int = USUAL_VERSION
+    format_version: int = FORMAT_VERSION
 
-    @property
-    def tables(self) -> tuple[FileEntry, ...]:
-        """The files of the chunk table."""
-        return (self.table,) if self.checks is None else (self.table, self.checks)
+    def __post_init__(self) -> None:
+        if not isinstance(self.files, FilesColumns):
+            object.__setattr__(self, "files", FilesColumns.of(self.files))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class AbortRecord:
     reason: str
     rank: int | None
     """The rank that declared it failed; None for the coordinator or a collector."""
-    format_version: int = USUAL_VERSION
+    format_version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class DeleteRecord:
     """As `Manifest.previous_slot`."""
     decided: tuple[Verdict, ...] = ()
     """As `Manifest.decided`."""
-    format_version: int = USUAL_VERSION
+    format_version: int = FORMAT_VERSION
 
 
 Record = Manifest | AbortRecord | DeleteRecord
@@ -283,17 +283,11 @@ def deciding(records: Mapping[int, Record]) -> tuple[int, Manifest | DeleteRecor
 def _fields_of(kind: str, record: Record) -> dict[str, Any]:
     if isinstance(record, Manifest):
         # Why apart: dataclasses would copy the columns, item by item.
-        fields = {
-            "kind": kind,
-            **asdict(replace(record, files=())),
-            "files": files_to(record.files),
-        }
+        files = files_to(FilesColumns.of(record.files))
+        fields = {**asdict(replace(record, files=())), "files": files}
     else:
-        fields = {"kind": kind, **asdict(record)}
-    for name, since in SINCE.items():
-        if record.format_version < since and fields.get(name, 0) is None:
-            del fields[name]
-    return fields
+        fields = asdict(record)
+    return {"kind": kind} | {name: value for name, value in fields.items() if value is not None}
 
 
 def _canonical(fields: Mapping[str, Any]) -> bytes:
@@ -315,10 +309,10 @@ def _check_version(fields: Any) -> None:
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise damaged("a format version", "none")
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"Expected a manifest of format version {FORMAT_VERSION} or older, found version "
-            f"{version}: a newer ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
+            f"Expected a record of format version {FORMAT_VERSION}, found version {version}: "
+            f"another ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
         )
 
 
@@ -327,15 +321,13 @@ def _record_of(fields: Any) -> Record:
         raise damaged("an object", type(fields).__name__)
     kind = fields.get("kind")
     cls, readers = _KINDS.get(kind if isinstance(kind, str) else "", (None, {}))
-    if cls is Manifest:
-        version = fields.get("format_version")
-        later = {"decided": 2, **SINCE}
-        readers = {n: read for n, read in readers.items() if later.get(n, 0) <= (version or 0)}
-        if isinstance(fields.get("files"), dict) and (version or 0) < COLUMNS_VERSION:
-            raise damaged("a list of files", "columns, in a record of an older version")
-    if cls is None or set(fields) != {"kind", *readers}:
-        raise damaged("the fields of a manifest, an abort or a delete record", "others")
-    return cls(**{name: read(fields[name], name) for name, read in readers.items()})
+    if cls is None:
+        raise damaged("a manifest, an abort or a delete record", short(kind))
+    told = {name: value for name, value in fields.items() if name != "kind"}
+    if not {*readers} - _OPTIONAL <= {*told} <= {*readers}:
+        raise damaged(f"the fields of a record of kind {kind}", short(sorted(told)))
+    found = {name: readers[name](value, name) for name, value in told.items()}
+    return cls(**dict.fromkeys(_OPTIONAL & {*readers}) | found)
 
 
 def _verdict(value: Any, name: str) -> Verdict:
@@ -351,6 +343,17 @@ def _verdicts(value: Any, name: str) -> tuple[Verdict, ...]:
     return found
 
 
+def _place_runs(value: Any, name: str) -> tuple[PlaceRun, ...]:
+    return items(value, name, _place_run)
+
+
+def _place_run(value: Any, name: str) -> PlaceRun:
+    numbers = integers(value, name)
+    if len(numbers) != 4 or not all(numbers[2:]):
+        raise damaged(f"offset, length, length of blocks and a count in {name}", short(value))
+    return PlaceRun(*numbers)
+
+
 _MANIFEST_FIELDS: dict[str, Any] = {
     "attempt": attempt,
     "epoch": integer,
@@ -359,33 +362,35 @@ _MANIFEST_FIELDS: dict[str, Any] = {
     "created_s": seconds,
     "files": files_from,
     "table": entry,
-    "metadata": optional(entry),
-    "replaced_metadata": optional(hex_digits),
+    "metadata": entry,
+    "replaced_metadata": hex_digits,
     "plan_digest": hex_digits,
     "num_tensors": integer,
     "num_chunks": integer,
     "payload_bytes": integer,
     "previous_slot": integer,
     "decided": _verdicts,
-    "checks": optional(entry),
-    "table_end": optional(entry),
+    "deferred": _place_runs,
+    "table_end": entry,
     "format_version": integer,
 }
 _ABORT_FIELDS: dict[str, Any] = {
     "attempt": attempt,
     "reason": text,
-    "rank": optional(integer),
+    "rank": integer,
     "format_version": integer,
 }
 _DELETE_FIELDS: dict[str, Any] = {
     "attempt": attempt,
     "reason": text,
     "created_s": seconds,
-    "replaced_metadata": optional(hex_digits),
+    "replaced_metadata": hex_digits,
     "previous_slot": integer,
     "decided": _verdicts,
     "format_version": integer,
 }
+_OPTIONAL = frozenset({"metadata", "replaced_metadata", "table_end", "rank"})
+"""Fields that a record without them leaves out."""
 _KINDS: dict[str, tuple[type[Record], dict[str, Any]]] = {
     "manifest": (Manifest, _MANIFEST_FIELDS),
     "abort": (AbortRecord, _ABORT_FIELDS),

@@ -21,7 +21,6 @@ __all__ = [
     "integer",
     "integers",
     "items",
-    "optional",
     "seconds",
     "short",
     "text",
@@ -91,11 +90,6 @@ def integers(value: Any, name: str) -> tuple[int, ...]:
     if usual and min(value) >= 0 and max(value) < 1 << 63:
         return tuple(value)
     return items(value, name, integer)
-
-
-def optional(read: Reader[T]) -> Reader[T | None]:
-    """Returns a reader that takes null as well."""
-    return lambda value, name: None if value is None else read(value, name)
 
 
 def short(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 Flat columns, so that DuckDB, polars or pandas show a checkpoint's inside without ray_dcp. Tensors
 without any chunk follow as rows without file. Vocabularies and the format version are in the
-file's own metadata. Of a large table a reader needs only a part (`table_groups`, `table_part`).
+file's own metadata. What is of one save alone is in its manifest (`table_places`). Of a table in
+several groups a reader needs only a part (`table_groups`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ray_dcp.format.table_parquet import (
     own_metadata,
 )
 from ray_dcp.format.table_rows import rows_of, table_of_rows
-from ray_dcp.format.table_structure import expanded, is_one_mesh, structure_from, structure_to
+from ray_dcp.format.table_structure import expanded, structure_from, structure_to
 from ray_dcp.plan.structure import Structure
 from ray_dcp.plan.values import ChunkTable
 
@@ -58,7 +59,7 @@ def encode_table(table: ChunkTable, structure: Structure | None = None) -> bytes
         O(chunks + checksums); about 1 us a chunk.
     """
     check_table(table)
-    if structure is None and not len(table.checks):
+    if structure is None:
         bounds = group_bounds(table, GROUP_ROWS)
         grouped = None if bounds is None else encode_groups(table, bounds)
         if grouped is not None:
@@ -67,8 +68,7 @@ def encode_table(table: ChunkTable, structure: Structure | None = None) -> bytes
     extra = extra_of(table)
     if structure is not None:
         extra["structure"] = structure_to(structure)
-    version = 1 if structure is None else 2 if is_one_mesh(structure) else 3
-    arrow = rows_of(table, tensor).replace_schema_metadata(own_metadata(version, extra))
+    arrow = rows_of(table, tensor).replace_schema_metadata(own_metadata(extra))
     sink = pa.BufferOutputStream()
     pq.write_table(arrow, sink, row_group_size=MAX_ROWS, **WRITING)
     return bytes(sink.getvalue())
@@ -84,7 +84,7 @@ def decode_table(data: bytes) -> ChunkTable:
     Raises:
         DamagedCheckpointError: The bytes are no chunk table, or one that contradicts itself.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
-        CheckpointError: A newer ray_dcp wrote it.
+        CheckpointError: Its format has another version.
 
     Complexity:
         O(chunks + checksums); about 1 us a chunk.

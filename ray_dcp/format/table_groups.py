@@ -26,7 +26,6 @@ from ray_dcp.format.table_index import (
     fits,
 )
 from ray_dcp.format.table_parquet import (
-    GROUPS_VERSION,
     INDEX_KEY,
     MAX_ROWS,
     MAX_TABLE_BYTES,
@@ -44,6 +43,7 @@ from ray_dcp.format.table_rows import (
     tensors_of_rows,
     with_rows,
 )
+from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.values import ChunkTable, Int64Array
 
 __all__ = ["GroupedTable", "encode_groups", "end_of", "extra_of"]
@@ -69,7 +69,7 @@ def encode_groups(table: ChunkTable, bounds: Int64Array) -> bytes | None:
     """Returns the Parquet file of a chunk table with its rows in groups; None: too long an index.
 
     Args:
-        table: Checked, and without checksums.
+        table: Checked.
         bounds: int64[g + 1], where to cut its chunks.
     """
     group, boxes = boxes_of_groups(table, bounds)
@@ -92,7 +92,7 @@ def encode_groups(table: ChunkTable, bounds: Int64Array) -> bytes | None:
             bounds, deferred[bounds], np.array(start, dtype=np.int64), tuple(digests), group, boxes
         )
         # Why not in the schema: Arrow would keep it there and, once more, in the schema's copy.
-        metadata = own_metadata(GROUPS_VERSION, extra_of(table))
+        metadata = own_metadata(extra_of(table))
         writer.add_key_value_metadata({**metadata, INDEX_KEY: encode_index(index)})
     return sink.getvalue()
 
@@ -205,8 +205,8 @@ class GroupedTable:
             except SAYS_CORRUPT as exc:
                 raise no_table(exc) from exc
             low, high = self.index.first_row[group : group + 2].tolist()
-            if part.num_chunks != high - low or len(part.checks):
-                raise damaged(f"{high - low} chunks without checksums in group {group}", "others")
+            if part.num_chunks != high - low:
+                raise damaged(f"{high - low} chunks in group {group}", str(part.num_chunks))
             low, high = self.index.first_deferred[group : group + 2].tolist()
             late = int((part.payload_offset < 0).sum())
             if late != high - low:
@@ -217,6 +217,8 @@ class GroupedTable:
             return self.tensors
 
         def joined(name: str) -> Any:
+            if name == "check_start":
+                return offsets_of(np.concatenate([np.diff(part.check_start) for part in found]))
             return np.concatenate([getattr(part, name) for part in found])
 
         return with_rows(self.tensors, joined)
@@ -251,4 +253,6 @@ class GroupedTable:
 
 
 def _slice(table: ChunkTable, low: int, high: int) -> ChunkTable:
-    return with_rows(table, lambda name: getattr(table, name)[low:high])
+    starts = table.check_start[low : high + 1]
+    more = {"check_start": starts - starts[0], "checks": table.checks[starts[0] : starts[-1]]}
+    return with_rows(table, lambda name: more.get(name, getattr(table, name)[low:high]))

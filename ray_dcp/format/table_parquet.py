@@ -19,7 +19,6 @@ from ray_dcp.plan.arrow_arrays import to_numpy
 
 __all__ = [
     "FORMAT_VERSION",
-    "GROUPS_VERSION",
     "INDEX_KEY",
     "MAX_ROWS",
     "MAX_TABLE_BYTES",
@@ -35,11 +34,8 @@ pa: Any = pyarrow
 pc: Any = pyarrow.compute
 pq: Any = pyarrow.parquet
 
-FORMAT_VERSION = 4
-"""Newest that can be read. From 2 on the rows of a table may be those of few ranks, from 3 on those
-of several meshes."""
-GROUPS_VERSION = 4
-"""From which on rows may be in groups with an index (`table_groups`)."""
+FORMAT_VERSION = 1
+"""The one that is written and read."""
 MAX_TABLE_BYTES = 8 << 30
 MAX_ROWS = 1 << 26
 MAX_VALUES = 1 << 29
@@ -72,14 +68,13 @@ _VERSION_KEY = b"ray_dcp.format_version"
 _EXTRA_KEY = b"ray_dcp.table"
 
 
-def own_metadata(version: int, extra: Mapping[str, Any]) -> dict[bytes, bytes]:
+def own_metadata(extra: Mapping[str, Any]) -> dict[bytes, bytes]:
     """Returns what the file says of itself.
 
     Args:
-        version: Of its format.
         extra: Vocabularies and counts.
     """
-    return {_VERSION_KEY: str(version).encode(), _EXTRA_KEY: json.dumps(extra).encode()}
+    return {_VERSION_KEY: str(FORMAT_VERSION).encode(), _EXTRA_KEY: json.dumps(extra).encode()}
 
 
 def no_table(exc: BaseException) -> DamagedCheckpointError:
@@ -101,14 +96,13 @@ class TableFile:
         data: Its bytes. Those of groups that are not read may be any.
 
     Attributes:
-        version: Of its format.
         extra: Vocabularies and counts.
         index: What `table_index` reads; empty where rows are in one group.
         num_groups: Groups of rows.
 
     Raises:
         DamagedCheckpointError: It claims more than it can hold, or has other columns.
-        CheckpointError: A newer ray_dcp wrote it.
+        CheckpointError: Its format has another version.
         SAYS_CORRUPT: It is no Parquet file.
     """
 
@@ -126,7 +120,7 @@ class TableFile:
         metadata = {
             **(self._file.metadata.metadata or {}), **(self._file.schema_arrow.metadata or {}),
         }  # fmt: skip
-        self.version = _version(metadata)
+        _check_version(metadata)
         if not self._file.schema_arrow.equals(READ_SCHEMA):
             raise damaged("the columns of a chunk table", "other columns")
         extra = json.loads(metadata.get(_EXTRA_KEY, b"null"))
@@ -135,8 +129,8 @@ class TableFile:
         self.extra: Mapping[str, Any] = extra
         self.index: bytes = metadata.get(INDEX_KEY, b"")
         self.num_groups: int = self._file.num_row_groups
-        if self.num_groups > 1 and not (self.index and self.version >= GROUPS_VERSION):
-            raise damaged("rows in one group", f"{self.num_groups} groups")
+        if bool(self.index) != (self.num_groups > 1):
+            raise damaged("an index of several groups", f"{self.num_groups} groups")
 
     @property
     def max_values(self) -> int:
@@ -180,16 +174,15 @@ def _check_texts(arrow: Any, most_bytes: int) -> None:
                 raise damaged(f"texts of at most {most_bytes} bytes as {name}", f"{total} bytes")
 
 
-def _version(metadata: Mapping[bytes, bytes]) -> int:
+def _check_version(metadata: Mapping[bytes, bytes]) -> None:
     version = metadata.get(_VERSION_KEY, b"")
     if not version.isdigit() or len(version) > 9:
         raise damaged("a format version in the table's metadata", "none")
-    if int(version) > FORMAT_VERSION:
+    if int(version) != FORMAT_VERSION:
         raise CheckpointError(
-            f"Expected a chunk table of format version {FORMAT_VERSION} or older, found version "
-            f"{int(version)}: a newer ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
+            f"Expected a chunk table of format version {FORMAT_VERSION}, found version "
+            f"{int(version)}: another ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
         )
-    return int(version)
 
 
 def _check_claims(data: Any) -> FooterClaim:

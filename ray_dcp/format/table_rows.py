@@ -173,11 +173,11 @@ def count_of(extra: Mapping[str, Any], name: str, most: int) -> int:
 
 
 def with_rows(table: ChunkTable, column: Callable[[str], Any]) -> ChunkTable:
-    """Returns a table with other chunks, without checksums.
+    """Returns a table with other chunks.
 
     Args:
         table: Of the same tensors and files.
-        column: Returns a column of the chunks by its name.
+        column: Returns a column of the chunks by its name, or their `checks`.
     """
     tensor = column("tensor")
     places: Any = {name: column(name) for name in _PLACES}
@@ -187,8 +187,8 @@ def with_rows(table: ChunkTable, column: Callable[[str], Any]) -> ChunkTable:
         offset=column("offset"),
         size=column("size"),
         file=column("file"),
-        check_start=np.zeros(len(tensor) + 1, dtype=np.int64),
-        checks=np.zeros(0, dtype=np.uint64),
+        check_start=column("check_start"),
+        checks=column("checks"),
         **places,
     )
 

@@ -21,37 +21,26 @@ from ray_dcp.plan.structure import (
 )
 from ray_dcp.plan.values import ChunkTable, Int64Array
 
-__all__ = ["expanded", "is_one_mesh", "structure_from", "structure_to"]
+__all__ = ["expanded", "structure_from", "structure_to"]
 
 _MOST_DIMENSIONS = 32
 _MOST = 1 << 62
-_FIELDS = {"leaders", "kind", "file_kind"}
-_MESH_FIELDS = {"strides", "lengths", "offset", "steps"}
-
-
-def is_one_mesh(structure: Structure) -> bool:
-    """Whether table format 2 can say it: all ranks on one mesh, without names of their own."""
-    tensors = structure.meshes[0].tensors
-    plain = len(structure.meshes) == 1 and not len(structure.own)
-    return plain and np.array_equal(tensors, np.arange(len(tensors)))
+_FIELDS = {"leaders", "kind", "file_kind", "meshes", "part", "own"}
+_MESH_FIELDS = {"strides", "lengths", "tensors", "offset", "steps"}
 
 
 def structure_to(structure: Structure) -> dict[str, Any]:
     """Returns a structure in JSON's terms: class by class for runs of ranks."""
     kind = structure.kind
     ends = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)]
-    value = {
+    return {
         "leaders": structure.leaders.tolist(),
         "kind": [[int(kind[low]), high - low] for low, high in pairwise([0, *ends])],
         "file_kind": structure.file_kind.tolist(),
+        "meshes": [_mesh_to(mesh) for mesh in structure.meshes],
+        "part": structure.part.tolist(),
+        "own": structure.own.tolist(),
     }
-    meshes = [_mesh_to(mesh) for mesh in structure.meshes]
-    if is_one_mesh(structure):
-        del meshes[0]["tensors"]
-        return value | meshes[0]
-    return value | {
-        "meshes": meshes, "part": structure.part.tolist(), "own": structure.own.tolist(),
-    }  # fmt: skip
 
 
 def _mesh_to(mesh: Mesh) -> dict[str, Any]:
@@ -98,7 +87,7 @@ def structure_from(value: Any, table: ChunkTable) -> Structure:
     """
     if len(table.checks):
         raise damaged("no checksums beside a structure", "some")
-    if not isinstance(value, dict) or not set(value) >= _FIELDS:
+    if not isinstance(value, dict) or set(value) != _FIELDS:
         raise damaged("the fields of a structure", "others")
     runs = _numbers(value["kind"], 2, 0)
     if runs.shape[1:] != (2,) or sum(runs[:, 1].tolist()) > MOST_RANKS:
@@ -134,7 +123,7 @@ def structure_from(value: Any, table: ChunkTable) -> Structure:
 
 def _own_from(value: dict[str, Any], table: ChunkTable, world_size: int) -> Int64Array:
     """Returns the tensors that stand for one of each rank."""
-    own = _numbers(value.get("own", []), 1, 0)
+    own = _numbers(value["own"], 1, 0)
     known = (np.diff(own) > 0).all() and (own < table.num_tensors).all()
     if not known or not all(is_own(table.names[one], world_size) for one in own.tolist()):
         raise damaged("tensors that each rank has for itself, by their names", "others")
@@ -145,12 +134,8 @@ def _meshes_from(
     value: dict[str, Any], table: ChunkTable, count: int
 ) -> tuple[tuple[Mesh, ...], Int64Array]:
     """Returns the meshes, and of which of them each of `count` classes is."""
-    if set(value) == _FIELDS | _MESH_FIELDS:
-        every = list(range(table.num_tensors))
-        mesh = _mesh_from({name: value[name] for name in _MESH_FIELDS} | {"tensors": every}, table)
-        return (mesh,), np.zeros(count, dtype=np.int64)
-    if set(value) != _FIELDS | {"meshes", "part", "own"} or not isinstance(value["meshes"], list):
-        raise damaged("the fields of a structure", "others")
+    if not isinstance(value["meshes"], list):
+        raise damaged("meshes of a structure", "something else")
     meshes = tuple(_mesh_from(one, table) for one in value["meshes"])
     part = _numbers(value["part"], 1, 0)
     if not meshes or len(part) != count or int(part.max()) >= len(meshes):
@@ -159,7 +144,7 @@ def _meshes_from(
 
 
 def _mesh_from(value: Any, table: ChunkTable) -> Mesh:
-    if not isinstance(value, dict) or set(value) != _MESH_FIELDS | {"tensors"}:
+    if not isinstance(value, dict) or set(value) != _MESH_FIELDS:
         raise damaged("the fields of a mesh", "others")
     strides, lengths = (_numbers(value[name], 1, 1) for name in ("strides", "lengths"))
     dimensions = len(lengths)

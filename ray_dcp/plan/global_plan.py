@@ -24,7 +24,6 @@ from ray_dcp.plan.sharing import Pieces, share_out
 from ray_dcp.plan.values import ChunkTable, Columns, GlobalPlan, ValueGroups
 
 __all__ = [
-    "CHECKS_AT_END_CHUNKS",
     "MIN_PIECE_BYTES",
     "MIN_WRITER_BYTES",
     "digest_of",
@@ -42,11 +41,6 @@ storage and a row in every table, and one that starts on a page should be worth 
 MIN_WRITER_BYTES = 16 << 20
 """What a rank should have to write at least, where others could write it as well. Why: a small file
 costs a storage as much as a large one, and with 10,000 ranks there would be as many."""
-
-CHECKS_AT_END_CHUNKS = 100_000
-"""From so many chunks on, files of the container `torch_save` end with their own block checksums.
-Why not always: those of a small checkpoint are at hand in its chunk table, for one read and for
-people to look into. A safetensors file must end with its last tensor."""
 
 
 def make_plan(
@@ -113,10 +107,7 @@ def make_plan(
         part_bytes=part_bytes,
     )
     groups = group_values(held, boxes, pieces.differing)
-    at_end = container == "torch_save" and len(layout.piece) >= CHECKS_AT_END_CHUNKS
-    return plan_of_layout(
-        held, pieces, layout, groups, len(columns), container, checks_at_end=at_end
-    )
+    return plan_of_layout(held, pieces, layout, groups, len(columns), container)
 
 
 def _check_request(
@@ -150,8 +141,6 @@ def plan_of_layout(
     groups: ValueGroups,
     world_size: int,
     container: str,
-    *,
-    checks_at_end: bool,
 ) -> GlobalPlan:
     """Returns the plan of a layout.
 
@@ -162,7 +151,6 @@ def plan_of_layout(
         groups: Which contents have to be equal for it to be used again.
         world_size: Number of ranks.
         container: As for `make_plan`.
-        checks_at_end: As `GlobalPlan.checks_at_end`.
     """
     row = pieces.held[layout.piece]
     fixed = layout.payload_bytes >= 0
@@ -203,7 +191,6 @@ def plan_of_layout(
         disagreements=pieces.disagreements,
         digest=b"",
         groups=groups,
-        checks_at_end=checks_at_end,
     )
     return replace(plan, digest=digest_of(plan))
 
@@ -217,7 +204,7 @@ def digest_of(plan: GlobalPlan) -> bytes:
         plan: All but its digest; with the rows of all that it plans.
     """
     table, groups = plan.table, plan.groups
-    choices = (plan.world_size, plan.container, plan.checks_at_end)
+    choices = (plan.world_size, plan.container)
     arrays = (plan.source_rank, plan.source_row, plan.source_start, plan.file_bytes)
     words = [
         *choices, table.names, table.paths, table.dtypes, table.files, groups.told,

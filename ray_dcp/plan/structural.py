@@ -16,7 +16,6 @@ from itertools import pairwise
 import numpy as np
 
 from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.plan import global_plan
 from ray_dcp.plan.boxes import pad, volume
 from ray_dcp.plan.global_plan import MIN_PIECE_BYTES, digest_of, plan_of_layout
 from ray_dcp.plan.grouping import first_rows, offsets_of
@@ -75,7 +74,7 @@ def make_structural_plan(
         nodes: As there.
 
     Returns:
-        A `StructuralPlan` where there are many chunks and few classes. None where the layout is not
+        A `StructuralPlan` where there are few classes. None where the layout is not
         of this sort, or contents of a box differ between ranks; nothing is said about whether it
         makes a checkpoint.
 
@@ -94,9 +93,7 @@ def make_structural_plan(
     leaders, kind = job.classes()
     held, pieces = job.pieces(leaders)
     layout = lay_out(held, pieces, container="torch_save", part_bytes=part_bytes)
-    few = plan_of_layout(
-        held, pieces, layout, NO_GROUPS, len(kind), "torch_save", checks_at_end=True
-    )
+    few = plan_of_layout(held, pieces, layout, NO_GROUPS, len(kind), "torch_save")
     structure = Structure(
         meshes=tuple(
             Mesh(
@@ -121,17 +118,16 @@ def make_structural_plan(
     if not is_expandable(few.table, structure):
         return None
     plan = StructuralPlan(few, structure, _groups(job))
-    at_end = plan.num_chunks >= global_plan.CHECKS_AT_END_CHUNKS
-    if at_end and len(leaders) * LEAST_RANKS_A_CLASS <= len(kind):
+    if len(leaders) * LEAST_RANKS_A_CLASS <= len(kind):
         return plan
-    return _in_full(plan, checks_at_end=at_end)
+    return _in_full(plan)
 
 
 def _more(part: Part, width: int) -> tuple[tuple[int, int], ...]:
     return (0, 0), (0, 0), (0, width - part.regular.steps.shape[2])
 
 
-def _in_full(plan: StructuralPlan, *, checks_at_end: bool) -> GlobalPlan:
+def _in_full(plan: StructuralPlan) -> GlobalPlan:
     """Returns the same plan with all chunks."""
     table, chunk, rank = expand(plan.few.table, plan.structure)
     few = plan.few
@@ -149,7 +145,6 @@ def _in_full(plan: StructuralPlan, *, checks_at_end: bool) -> GlobalPlan:
         disagreements=plan.disagreements,
         digest=b"",
         groups=plan.groups,
-        checks_at_end=checks_at_end,
     )
     return replace(full, digest=digest_of(full))
 

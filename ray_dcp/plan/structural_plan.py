@@ -56,7 +56,6 @@ class StructuralPlan(GlobalPlan):
             disagreements=few.disagreements,
             digest=_digest(few, structure, groups),
             groups=groups,
-            checks_at_end=few.checks_at_end,
             files_of_few=file,
         )
 

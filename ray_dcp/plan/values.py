@@ -277,8 +277,6 @@ class GlobalPlan:
             rank's copy is planned, whole.
         digest: 32 bytes that name the plan.
         groups: Which contents have to be equal for the plan to be used again.
-        checks_at_end: Each file ends with its own block checksums (`format.end_checks`), which then
-            are in no receipt.
     """
 
     world_size: int
@@ -293,7 +291,14 @@ class GlobalPlan:
     disagreements: tuple[tuple[str, tuple[int, ...]], ...]
     digest: bytes
     groups: ValueGroups = NO_GROUPS
-    checks_at_end: bool = False
+
+    @property
+    def checks_at_end(self) -> bool:
+        """Each file ends with its own block checksums (`format.end_checks`).
+
+        They then are in no receipt. A safetensors file must end with its last tensor.
+        """
+        return self.container == "torch_save"
 
     def part_of(self, rank: int) -> RankPlan | None:
         """Returns what one rank writes; None where `rank_plan` has to look for it."""

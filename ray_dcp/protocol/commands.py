@@ -126,8 +126,8 @@ class WriteTable:
     """Write the chunk table, durable when done. Result: `Finished`."""
 
     target: Target
-    files: tuple[tuple[str, bytes | tuple[memoryview, ...]], ...]
-    """Keys and bytes, of long files in parts."""
+    files: tuple[tuple[str, bytes], ...]
+    """Keys and bytes."""
 
 
 @dataclass(frozen=True)
@@ -252,22 +252,20 @@ class RowsMissing:
 
 @dataclass(frozen=True)
 class CommitBuilt:
-    """All bytes that the commit writes; a large chunk table has a second file, `checks`."""
+    """All bytes that the commit writes."""
 
     table_key: str
     table: bytes
     record: bytes
     metadata: bytes | None
-    checks_key: str = ""
-    checks: bytes | tuple[memoryview, ...] = ()
     stats_key: str = ""
     stats: bytes = b""
 
     @property
-    def files(self) -> tuple[tuple[str, bytes | tuple[memoryview, ...]], ...]:
-        """Of the chunk table, and the numbers beside it."""
-        more = (self.checks_key, self.checks), (self.stats_key, self.stats)
-        return ((self.table_key, self.table), *(one for one in more if one[0]))
+    def files(self) -> tuple[tuple[str, bytes], ...]:
+        """The chunk table, and the numbers beside it."""
+        table = (self.table_key, self.table)
+        return (table, (self.stats_key, self.stats)) if self.stats_key else (table,)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class LoadMachine(Operation):
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
             case "opening", CheckpointRead():
-                go = LoadGo(result.kind, result.slot, result.record)
+                go = LoadGo(result.kind, result.slot, result.record, result.table)
                 self._call("planning")
                 return (self._arm(self._options.plan_timeout_s), *self._give(lambda _: go))
             case "opening", Failed():

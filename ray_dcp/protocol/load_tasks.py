@@ -28,6 +28,7 @@ class CheckpointRead:
     kind: str
     slot: int
     record: bytes
+    table: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,8 @@ class LoadGo:
     """Slot of the manifest; 0 for a checkpoint that is not ours."""
     record: bytes
     """Bytes of the manifest, or of the foreign `.metadata`; empty for plain files."""
+    table: bytes = b""
+    """A short chunk table of ours, so that it is read once for all; empty: each rank reads it."""
 
 
 @dataclass(frozen=True)

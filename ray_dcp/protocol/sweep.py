@@ -50,7 +50,7 @@ _DATA = re.compile(
     rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp"
     rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"
 )
-_TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.(?:parquet|checks)")
+_TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.parquet")
 _TRACE = re.compile(rf"trace\.{_ATTEMPT}\.json")
 _STATS = re.compile(rf"stats\.{_ATTEMPT}\.json")
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
@@ -208,7 +208,7 @@ def sweep(
     """
     own = None if standing is None else standing.attempt
     needed = set() if standing is None else {entry.key for entry in standing.files}
-    needed |= set() if standing is None else {entry.key for entry in standing.tables}
+    needed |= set() if standing is None else {standing.table.key}
     needed |= set() if own is None else {trace_key(own), stats_key(own)}
     known = {*dead, *(() if own is None else (own,))}
     delete: list[tuple[Owned, str]] = []

@@ -75,6 +75,9 @@ __all__ = ["new_attempt", "perform"]
 
 MOST_NAMED = 20
 CHECK_THREADS = 16
+MOST_SENT_BYTES = 64 << 10
+"""Longest chunk table that is sent to the ranks. Why: one that reads it pays a request, which takes
+as long as so many bytes; of a longer one most ranks need a part."""
 
 
 def new_attempt() -> str:
@@ -120,7 +123,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
         case WriteTable():
             storage = opener(task.target)
             for key, data in task.files:
-                _write(storage, key, data)
+                storage.write(key, data)
             return Finished()
         case CreateRecord():
             storage = opener(task.target)
@@ -150,23 +153,8 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
                 # load needs no `.metadata`, and may have no right to write.
                 with suppress(CheckpointError):
                     republish(storage, task.target.url)
-            return CheckpointRead(found.kind, found.slot, found.record)
-
-
-def _write(storage: Storage, key: str, data: bytes | tuple[memoryview, ...]) -> None:
-    if isinstance(data, bytes):
-        storage.write(key, data)
-        return
-    writer = storage.open_writer(key)
-    try:
-        for part in data:
-            writer.write(part)
-        writer.commit()
-    except KeyExistsError:
-        # A coordinator that died had written it for the same attempt.
-        storage.write(key, b"".join(data))
-    finally:
-        writer.abort()
+            table = found.table if len(found.table) <= MOST_SENT_BYTES else b""
+            return CheckpointRead(found.kind, found.slot, found.record, table)
 
 
 def _check_complete(storage: Storage, task: BuildCommit) -> None:

@@ -175,7 +175,9 @@ class Reading:
         """
         self._vitals.enter("opening")
         storage = self._storage or self.open()
-        read = partial(checkpoint_from, storage, go.kind, go.slot, go.record, checks_later=True)
+        read = partial(
+            checkpoint_from, storage, go.kind, go.slot, go.record, table=go.table, checks_later=True
+        )
         found = self._in_time(read, "read what is stored")
         found.in_time = partial(self._in_time, what="read which chunks are stored")
         if self._opened is not None:

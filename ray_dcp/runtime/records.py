@@ -277,7 +277,7 @@ def _files(manifest: Manifest | None) -> Iterable[str]:
         return ()
     # Careful: all our names bear the attempt. Another one is that of somebody else, whatever the
     # manifest says.
-    keys = (*(e.key for e in manifest.files), *(e.key for e in manifest.tables))
+    keys = (*(e.key for e in manifest.files), manifest.table.key)
     return (key for key in keys if manifest.attempt in key)
 
 

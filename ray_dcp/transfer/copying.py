@@ -63,7 +63,7 @@ def plan_copy(storage: Storage, checkpoint: Checkpoint) -> CopyPlan:
         last = [(METADATA_KEY, checkpoint.record)] if checkpoint.kind == "stock" else []
         files = _checked(dict.fromkeys(keys), found)
         return CopyPlan((*files, *((key, found[key]) for key in beside)), tuple(last))
-    entries = {entry.key: entry.num_bytes for entry in (*manifest.files, *manifest.tables)}
+    entries = {entry.key: entry.num_bytes for entry in (*manifest.files, manifest.table)}
     files = _checked(entries, found)
     infos = sorted(n for key in found if (n := info_slot(key)) is not None and n < checkpoint.slot)
     told = [key for key in found if infos and info_slot(key) == infos[-1]]

@@ -26,7 +26,7 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.metadata_out import ATTEMPT_ATTRIBUTE
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.table import decode_table
-from ray_dcp.format.table_checks import END_MAGIC, join_checks
+from ray_dcp.format.table_places import with_places
 from ray_dcp.plan.values import ChunkTable
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.transfer.check_file import CheckFile, check_against
@@ -42,7 +42,7 @@ from ray_dcp.transfer.metadata_beside import (
 from ray_dcp.transfer.plain_files import plain_files, plain_table
 from ray_dcp.transfer.slots import Deciding, read_slots
 from ray_dcp.transfer.table_parts import TableParts, table_parts
-from ray_dcp.transfer.verified import verified, verified_table
+from ray_dcp.transfer.verified import verified_table
 
 __all__ = [
     "METADATA_KEY",
@@ -75,8 +75,6 @@ class Found(NamedTuple):
     table: bytes = b""
     """The chunk table as on storage, verified; empty for a checkpoint that is not ours."""
     metadata_is_stale: bool = False
-    checks: bytes = b""
-    """The other file of a large chunk table, verified; empty where there is none."""
 
     def decoded(self) -> ChunkTable:
         """Returns the chunk table of a checkpoint that is ours.
@@ -88,9 +86,7 @@ class Found(NamedTuple):
         """
         with collector_paused():
             table = decode_table(self.table)
-            if self.manifest is None or self.manifest.checks is None:
-                return table
-            return join_checks(table, self.checks, self.manifest.attempt)
+            return table if self.manifest is None else with_places(table, self.manifest)
 
 
 def read_checkpoint(
@@ -159,6 +155,7 @@ def checkpoint_from(
     slot: int,
     record: bytes,
     *,
+    table: bytes = b"",
     checkpoint_id: str | None = None,
     checks_later: bool = False,
 ) -> Checkpoint:
@@ -169,6 +166,7 @@ def checkpoint_from(
         kind: `Checkpoint.kind`.
         slot: `Checkpoint.slot`.
         record: `Checkpoint.record`.
+        table: The chunk table as on storage, if it was read already.
         checkpoint_id: Path or URL for messages; the storage's own by default.
         checks_later: Leave chunks and checksums of a large table for when they are needed.
 
@@ -185,8 +183,8 @@ def checkpoint_from(
                 if not isinstance(manifest, Manifest):
                     raise InternalError(f"expected a manifest in slot {slot}, found an abort")
                 committed = Committed(slot, record, manifest)
-                if checks_later and manifest.checks is not None:
-                    return _opened_in_part(storage, name, committed)
+                if checks_later:
+                    return _opened_in_part(storage, name, committed, table)
                 return _opened(storage, name, _native(storage, committed))
             case "stock" | "safetensors":
                 return _opened(storage, name, Found(kind, slot, record))
@@ -277,21 +275,16 @@ def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) ->
 def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
     slot, data, manifest = committed
     table = verified_table(storage, manifest)
-    checks = b"" if manifest.checks is None else verified(storage, manifest.checks)
-    return Found("native", slot, data, manifest, table, metadata_is_stale, checks)
+    return Found("native", slot, data, manifest, table, metadata_is_stale)
 
 
 def _opened(storage: Storage, name: str, found: Found, checks_later: bool = False) -> Checkpoint:
     """Decodes what was found."""
     manifest, foreign, check_file = found.manifest, None, None
-    if manifest is not None and found.checks.startswith(END_MAGIC):
+    if manifest is not None:
         with collector_paused():
-            table = decode_table(found.table)
-        check_file = CheckFile(storage, manifest, table)
+            check_file = CheckFile(storage, manifest, decode_table(found.table))
         table = check_file.table
-        check_against(manifest, table.num_tensors, table.num_chunks, table.files)
-    elif manifest is not None:
-        table = found.decoded()
         check_against(manifest, table.num_tensors, table.num_chunks, table.files)
     elif found.kind == "stock":
         foreign = decode_foreign(found.record)
@@ -315,9 +308,9 @@ def _opened(storage: Storage, name: str, found: Found, checks_later: bool = Fals
     return checkpoint
 
 
-def _opened_in_part(storage: Storage, name: str, committed: Committed) -> Checkpoint:
+def _opened_in_part(storage: Storage, name: str, committed: Committed, table: bytes) -> Checkpoint:
     slot, data, manifest = committed
-    found = table_parts(storage, manifest)
+    found = table_parts(storage, manifest, table)
     return Checkpoint(
         kind="native",
         checkpoint_id=name,

@@ -16,8 +16,8 @@ import numpy as np
 from ray_dcp.collector import collector_paused
 from ray_dcp.format.manifest import Manifest
 from ray_dcp.format.table import decode_few
-from ray_dcp.format.table_checks import DeferredRows
 from ray_dcp.format.table_groups import GroupedTable
+from ray_dcp.format.table_places import DeferredRows
 from ray_dcp.format.table_structure import expanded
 from ray_dcp.plan.grouping import offsets_of, within
 from ray_dcp.plan.reading import Wanted
@@ -26,7 +26,7 @@ from ray_dcp.plan.structure_part import ranks_around
 from ray_dcp.plan.values import ChunkTable, Int64Array
 from ray_dcp.store.storage import Storage
 from ray_dcp.transfer.check_file import CheckFile, check_against
-from ray_dcp.transfer.verified import verified, verified_bytes, verified_end
+from ray_dcp.transfer.verified import same_as, verified, verified_bytes, verified_end
 
 __all__ = ["TableParts", "table_parts"]
 
@@ -94,12 +94,13 @@ class TableParts:
         return CheckFile(self._storage, self._manifest, self._rows.whole())
 
 
-def table_parts(storage: Storage, manifest: Manifest) -> TableParts | CheckFile:
-    """Returns the chunk table of a checkpoint that has a file of checksums, in parts if it can.
+def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:
+    """Returns the chunk table of a checkpoint, in parts if it can.
 
     Args:
         storage: Where it is.
         manifest: Of the checkpoint.
+        table: All of it, if it was read already.
 
     Raises:
         DamagedCheckpointError: It is damaged or missing.
@@ -107,13 +108,13 @@ def table_parts(storage: Storage, manifest: Manifest) -> TableParts | CheckFile:
     """
     if manifest.table_end is not None:
         return TableParts(storage, manifest, _Grouped(storage, manifest))
-    data = verified(storage, manifest.table)
+    data = same_as(manifest.table, table) if table else verified(storage, manifest.table)
     with collector_paused():
-        table, structure = decode_few(data)
+        rows, structure = decode_few(data)
     if structure is not None:
-        return TableParts(storage, manifest, _Structured(table, structure))
-    found = CheckFile(storage, manifest, table)
-    check_against(manifest, table.num_tensors, table.num_chunks, found.table.files)
+        return TableParts(storage, manifest, _Structured(rows, structure))
+    found = CheckFile(storage, manifest, rows)
+    check_against(manifest, rows.num_tensors, rows.num_chunks, found.table.files)
     return found
 
 

@@ -8,7 +8,7 @@ from ray_dcp.format.manifest import FileEntry, Manifest
 from ray_dcp.format.table import MAX_TABLE_BYTES
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["verified", "verified_bytes", "verified_end", "verified_table"]
+__all__ = ["same_as", "verified", "verified_bytes", "verified_end", "verified_table"]
 
 
 def verified(storage: Storage, entry: FileEntry) -> bytes:
@@ -18,7 +18,15 @@ def verified(storage: Storage, entry: FileEntry) -> bytes:
         DamagedCheckpointError: It is missing, or another one.
         StorageError: It can't be read.
     """
-    data = _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1)
+    return same_as(entry, _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1))
+
+
+def same_as(entry: FileEntry, data: bytes) -> bytes:
+    """Returns the bytes of a file that a manifest names.
+
+    Raises:
+        DamagedCheckpointError: They are other ones.
+    """
     _check(data, entry.num_bytes, entry.digest, entry.key, "")
     return data
 

@@ -61,7 +61,7 @@ def _committed(
     wrong = [
         f"{entry.key} is missing" if entry.key not in files
         else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
-        for entry in (*standing.files, *standing.tables)
+        for entry in (*standing.files, standing.table)
         if files.get(entry.key) != entry.num_bytes
     ]  # fmt: skip
     return StateFound(

@@ -132,7 +132,7 @@ def verify_checkpoint(
     table = checkpoint.table
     transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
     rows = _rows_by_file(table)
-    ends = checkpoint.check_file.ends() if checkpoint.check_file else [b""] * len(table.files)
+    ends = checkpoint.check_file.ends(found) if checkpoint.check_file else [b""] * len(table.files)
     checks = [
         _FileCheck(storage, table, key, rows[i], transforms, ends[i])
         for i, key in enumerate(table.files)
@@ -258,7 +258,8 @@ class _FileCheck:
     def _check_end(self, start: int) -> None:
         """Checks what follows the last item: zeros, and the file's own checksums."""
         if isinstance(self._end, str):
-            self._report(None, start, self._num_bytes, self._end)
+            # Why all of it: without them nothing tells which of its bytes are sound.
+            self._report(None, 0, self._num_bytes, self._end)
             return
         # Careful: a file that is too long or too short was reported.
         stop = max(start, self._num_bytes - len(self._end))

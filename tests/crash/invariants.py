@@ -247,7 +247,7 @@ def nothing_is_left(after: Aftermath) -> None:
     expected = {*after.foreign, METADATA_KEY, record_key(checkpoint.slot)}
     if checkpoint.manifest is not None:
         expected |= {entry.key for entry in checkpoint.manifest.files}
-        expected |= {entry.key for entry in checkpoint.manifest.tables}
+        expected.add(checkpoint.manifest.table.key)
         expected.add(trace_key(checkpoint.manifest.attempt))
     found = set(all_keys(after.storage))
     # Why not those: once the `.metadata` that named them is replaced, nothing tells whose they are.

@@ -178,8 +178,14 @@ def _record_seeds() -> list[bytes]:
         "plan_digest": "00", "num_tensors": 1, "num_chunks": 1, "payload_bytes": 8,
         "previous_slot": 0,
     }  # fmt: skip
+    many = fields | {
+        "files": tuple(replace(entry, key=f"__{rank}_0.a1.distcp") for rank in range(8, 12)),
+        "deferred": (records.PlaceRun(64, 9, 1024, 3), records.PlaceRun(128, 9, 1024, 1)),
+        "table_end": replace(entry, key="c.parquet", num_bytes=5),
+    }
     abort = records.AbortRecord(attempt="a1", reason="late", rank=3)
-    return [records.encode_record(one) for one in (records.Manifest(**fields), abort)]
+    made = (records.Manifest(**fields), records.Manifest(**many), abort)
+    return [records.encode_record(one) for one in made]
 
 
 _HEAD_BYTES = len(b'{"digest":"') + 32 + len(b'","record":')

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import manifest as mf
 from ray_dcp.format import safetensors_frame as sf
-from ray_dcp.format.checksums import block_checks, first_bad_block
+from ray_dcp.format.checksums import block_checks, digest_bytes, first_bad_block
 from ray_dcp.format.frames import parse_torch_save, torch_save_frame
 from ray_dcp.format.metadata_in import decode_metadata
 from ray_dcp.format.metadata_out import encode_metadata
@@ -28,7 +28,24 @@ PARQUET = encode_table(TABLE)
 GROUPED = grouped_table()
 END = GROUPED[end_of(GROUPED) :]
 MANIFEST = mf.encode_record(mf.AbortRecord(attempt="a1", reason="late", rank=3))
+COMMIT = mf.encode_record(
+    mf.Manifest(
+        attempt="a1", epoch=1, world_size=4, container="torch_save", created_s=1.5,
+        files=mf.FilesColumns(
+            tuple(f"__{rank}_0.a1.distcp" for rank in range(8, 12)), (9, 10, 11, 12), "0f" * 64
+        ),
+        table=mf.FileEntry("c.parquet", 10, "00" * 16), table_end=None, metadata=None,
+        replaced_metadata=None, plan_digest="00", num_tensors=1, num_chunks=4, payload_bytes=8,
+        previous_slot=0, deferred=(mf.PlaceRun(64, 9, 1024, 3), mf.PlaceRun(128, 9, 1024, 1)),
+    )
+)  # fmt: skip
 FRAME = torch_save_frame("float32", (3, 4)).header
+
+
+def signed(body):
+    """Reads a record that has the digest of whatever it says."""
+    digest = digest_bytes(body).hex().encode()
+    return mf.decode_record(b'{"digest":"' + digest + b'","record":' + body + b"}\n")
 
 
 def saved(value):
@@ -50,6 +67,8 @@ DECODERS = {
     "chunk table in groups": (GROUPED, decode_table),
     "end of a chunk table": (END, lambda data: GroupedTable.from_end(data, len(GROUPED))),
     "manifest": (MANIFEST, mf.decode_record),
+    "manifest of a commit": (COMMIT, mf.decode_record),
+    "manifest without its digest": (COMMIT[COMMIT.index(b'"record":') + 9 : -2], signed),
     "our frame": (FRAME, lambda data: parse_torch_save(data, len(FRAME) + 48 + 300)),
     "stock item": (ITEM, lambda data: parse_torch_save(data, len(ITEM))),
     "safetensors header": (SAFETENSORS, sf.parse_header),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan import structural
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.fingerprint import alike
 from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
@@ -28,7 +28,6 @@ from tests.unit.test_regular import task_of
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
     monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
 

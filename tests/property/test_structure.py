@@ -16,7 +16,7 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
 from ray_dcp.format.table import decode_few, decode_table, encode_table
 from ray_dcp.format.table_structure import expanded, structure_from, structure_to
-from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan import structural
 from ray_dcp.plan import structure as plan_structure
 from ray_dcp.plan.columns import ColumnsBuilder
 from ray_dcp.plan.finish import _shape_of
@@ -37,7 +37,6 @@ SPLITTABLE = 3 << 10
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
     monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
 
@@ -219,7 +218,6 @@ def planned_structure(*, stages=False):
 @pytest.fixture(scope="module", params=[False, True])
 def structure_of(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
         patch.setattr(structural, "MANY_ROWS", 0)
         patch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
         return planned_structure(stages=request.param)

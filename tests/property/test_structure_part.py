@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ray_dcp.format.table import decode_few, encode_table
 from ray_dcp.format.table_structure import expanded
-from ray_dcp.plan import global_plan, structural, structure_part
+from ray_dcp.plan import structural, structure_part
 from ray_dcp.plan.reading import Wanted
 from ray_dcp.plan.structural_plan import StructuralPlan
 from ray_dcp.plan.structure import expand
@@ -24,7 +24,6 @@ from tests.unit.test_table_groups import same_reads
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
     monkeypatch.setattr(structural, "MANY_ROWS", 0)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
 

@@ -19,16 +19,14 @@ from ray_dcp.errors import (
 from ray_dcp.format.checksums import digest
 from ray_dcp.format.end_checks import end_checks, length_with_checks
 from ray_dcp.format.manifest import decode_record
-from ray_dcp.format.table_checks import END_MAGIC, decode_head, encode_index
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan import global_plan
 from ray_dcp.plan.finish import checked_receipts, finish_table
 from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.grouping import offsets_of
 from ray_dcp.plan.rank_plan import rank_plan
 from ray_dcp.protocol.messages import SaveReceipt
 from ray_dcp.protocol.receipts import join_receipts, pack_receipts
 from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
@@ -39,11 +37,6 @@ from tests.crash.ranks import load_state, save_ranks, save_state
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}
 BLANK = {"w": torch.zeros(99), "o": "", "big": torch.zeros(60, 50, dtype=torch.int64)}
-
-
-@pytest.fixture(autouse=True)
-def at_end(monkeypatch):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
 
 
 def storage_of(world_size, step=0, **kwargs):
@@ -98,8 +91,6 @@ def test_receipts_have_no_checksums_and_files_end_with_them(staged):
         data = storage.read(file.key)
         assert len(data) == file.num_bytes
         assert data.endswith(own.astype("<u8").tobytes())
-    _, manifest = manifest_of(storage)
-    assert storage.read(manifest.checks.key).startswith(END_MAGIC)
     assert same_state(sample_state(1), load_state(storage, sample_state(1), 2))
 
 
@@ -113,12 +104,10 @@ def test_stock_dcp_loads_them():
         )  # fmt: skip
         keys = {entry.key for entry in storage.list()}
         assert ".metadata" in keys
-        assert manifest_of(storage)[1].format_version == 5
 
 
 def test_stock_dcp_loads_what_one_process_saved(tmp_path):
     ray_dcp.save(STATE, checkpoint_id=tmp_path)
-    assert list(tmp_path.glob("chunks.*.checks"))
     wanted = blank()
     with pytest.warns(UserWarning, match="disabled"):
         stock.load(wanted, checkpoint_id=tmp_path)
@@ -174,7 +163,7 @@ def test_a_rank_reads_the_ends_of_its_own_files_only():
     storage = storage_of(4)
     whole = read_checkpoint(storage).table
     opened = opened_in_part(storage)
-    head = opened.check_file.bytes_read
+    assert opened.check_file.bytes_read == 0
     assert not opened.table.checks.any()
     spoiled = opened.table.files[2]
     storage.write(spoiled, storage.read(spoiled)[:-1] + b"!")
@@ -183,7 +172,7 @@ def test_a_rank_reads_the_ends_of_its_own_files_only():
         of = np.repeat(whole.file, np.diff(whole.check_start))
         there = np.isin(of, sorted({*files, 1}))
         np.testing.assert_array_equal(opened.table.checks, np.where(there, whole.checks, 0))
-        assert opened.check_file.bytes_read == head + 8 * int(there.sum())
+        assert opened.check_file.bytes_read == 8 * int(there.sum())
     with pytest.raises(DamagedCheckpointError, match=f"checksums of {spoiled} at its end") as told:
         opened.check_file.read([2])
     assert told.value.key == spoiled
@@ -238,15 +227,6 @@ def test_a_file_that_another_writer_published_has_to_end_alike():
         again()
 
 
-def test_a_number_that_no_memory_holds_is_damage():
-    data = encode_index(offsets_of(np.array([1 << 40])), np.zeros((0, 3), np.int64))
-    with pytest.raises(DamagedCheckpointError, match="at most"):
-        decode_head(data, len(data))
-    data = encode_index(offsets_of(np.array([2, 3])), np.array([[7, 8, 9]]))
-    head = decode_head(data, len(data))
-    assert (head.at_end, head.num_checks, head.num_bytes) == (True, 5, len(data))
-
-
 @pytest.mark.parametrize(("end", "count"), [(0, 0), (1, 0), (1, 1), (64, 2), (65, 7)])
 def test_lengths_are_those_of_the_bytes(end, count):
     checks = np.arange(count, dtype=np.uint64)
@@ -255,17 +235,12 @@ def test_lengths_are_those_of_the_bytes(end, count):
     assert length_with_checks(np.array([end]), np.array([count])).tolist() == [expected]
 
 
-def test_small_plans_and_safetensors_are_as_before(monkeypatch):
+def test_a_safetensors_file_has_no_room_for_them():
     columns = [ArrayCapture(sample_state(0), 0, 1).columns]
-    assert not make_plan(columns, container="safetensors").checks_at_end
-    at_end = make_plan(columns)
-    assert at_end.checks_at_end
-    assert all(file.checks_at_end for file in rank_plan(at_end, 0).files)
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 100)
-    usual = make_plan(columns)
-    assert not usual.checks_at_end
-    # Ranks that know one of them must not take it for the other.
-    assert usual.digest != at_end.digest
+    for container, at_end in (("torch_save", True), ("safetensors", False)):
+        plan = make_plan(columns, container=container)
+        assert plan.checks_at_end == at_end
+        assert all(file.checks_at_end == at_end for file in rank_plan(plan, 0).files)
 
 
 def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_path):
@@ -287,3 +262,20 @@ def test_a_view_reads_the_ends_of_those_files_alone_whose_values_it_gives(tmp_pa
     assert view["o"] == "x"
     assert view.table.checks.all()
     assert ray_dcp.open(tmp_path / "c").diff(view).changed == ()
+
+
+def test_a_small_load_reads_each_file_that_tells_of_it_once(tmp_path, monkeypatch):
+    ray_dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    reads = []
+    read = LocalStorage.read
+
+    def counted(self, key, *args):
+        reads.append(key)
+        return read(self, key, *args)
+
+    monkeypatch.setattr(LocalStorage, "read", counted)
+    ray_dcp.load(blank(), checkpoint_id=tmp_path, no_dist=True)
+    (data,) = tmp_path.glob("*.distcp")
+    (table,) = tmp_path.glob("*.parquet")
+    # Of the data file its end; what it holds goes straight into the targets.
+    assert sorted(reads) == sorted([".metadata", "manifest-00000001.json", table.name, data.name])

@@ -83,9 +83,11 @@ def test_any_flipped_bit_and_any_cut_is_damage():
         mf.decode_record(data + b" ")
 
 
-def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
-    data = signed({**fields_of(ABORT), "format_version": mf.FORMAT_VERSION + 1, "more": 1})
-    with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
+@pytest.mark.parametrize("version", [2, mf.FORMAT_VERSION + 1, 1 << 40])
+def test_another_version_says_to_upgrade_and_is_not_called_damaged(version):
+    data = signed({**fields_of(ABORT), "format_version": version, "more": 1})
+    told = f"version {mf.FORMAT_VERSION}, found version {version}: .*upgrade ray_dcp"
+    with pytest.raises(CheckpointError, match=told) as caught:
         mf.decode_record(data)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
@@ -112,9 +114,10 @@ def test_a_file_outside_the_checkpoint_is_unsafe(key):
         wrong = {**fields, where: {**fields[where], "key": key}}
         with pytest.raises(UnsafeCheckpointError):
             mf.decode_record(signed(wrong))
-    wrong = {**fields, "files": [{**fields["table"], "key": key}]}
-    with pytest.raises(UnsafeCheckpointError):
-        mf.decode_record(signed(wrong), key="manifest-00000001.json")
+    if "\n" not in key:
+        wrong = {**fields, "files": {"keys": key, "num_bytes": [1], "digests": "00" * 16}}
+        with pytest.raises(UnsafeCheckpointError):
+            mf.decode_record(signed(wrong), key="manifest-00000001.json")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +148,10 @@ def test_signed_nonsense_is_damage(body):
 
 
 def test_one_file_twice_is_damage():
-    fields = fields_of(MANIFEST)
-    with pytest.raises(DamagedCheckpointError, match="each key once"):
-        mf.decode_record(signed({**fields, "files": [fields["table"]] * 2}))
+    for keys in ("x\nx", "x1\nx{1..1}", "x{01..01}\nx01"):
+        files = {"keys": keys, "num_bytes": [1, 1], "digests": "00" * 32}
+        with pytest.raises(DamagedCheckpointError, match="each key once"):
+            mf.decode_record(signed({**fields_of(MANIFEST), "files": files}))
 
 
 @pytest.mark.parametrize(
@@ -228,17 +232,6 @@ def test_a_delete_decides_like_a_commit(records, slot):
     assert mf.newest(records) == ((slot, records[slot]) if stands else None)
 
 
-def test_a_manifest_of_the_first_version_is_read_and_knows_of_no_earlier_attempt():
-    fields = {**fields_of(MANIFEST), "format_version": 1}
-    del fields["decided"]
-    found = mf.decode_record(signed(fields))
-    assert (found.decided, found.attempt, found.format_version) == ((), "a1", 1)
-    with pytest.raises(DamagedCheckpointError):
-        mf.decode_record(signed({**fields, "format_version": 2}))
-    with pytest.raises(DamagedCheckpointError):
-        mf.decode_record(signed({**fields, "decided": []}))
-
-
 @pytest.mark.parametrize(
     "decided",
     [
@@ -253,20 +246,43 @@ def test_what_a_record_says_of_other_attempts_is_checked(record, decided):
         mf.decode_record(signed({**fields_of(record), "decided": decided}))
 
 
-def with_columns(**changes):
+def with_files(**changes):
     names = tuple(f"__{rank}_0.a1.distcp" for rank in range(1000))
     files = mf.FilesColumns(names, tuple(range(1000)), "0f" * 16 * 1000)
-    record = dataclasses.replace(MANIFEST, files=files, format_version=4)
+    record = dataclasses.replace(MANIFEST, files=files)
     fields = fields_of(record)
     fields["files"] |= changes
     return record, signed(fields)
 
 
-def test_many_files_are_columns():
-    record, data = with_columns()
+def test_files_are_columns_and_names_that_count_are_one_line():
+    record, data = with_files()
     assert mf.encode_record(record) == data
     assert mf.decode_record(data) == record
     assert record.files[7] == mf.FileEntry("__7_0.a1.distcp", 7, "0f" * 16)
+    assert fields_of(record)["files"]["keys"] == "__{0..999}_0.a1.distcp"
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ((), ""),
+        (("a",), "a"),
+        (("a", "b"), "a\nb"),
+        (("a1", "a2", "a4"), "a{1..2}\na4"),
+        (("a08", "a09", "a10"), "a{08..10}"),
+        (("a8", "a9", "a10"), "a{8..10}"),
+        (("a8", "a9", "a010"), "a{8..9}\na010"),
+        (("1_0", "1_1", "2_0", "2_1"), "1_{0..1}\n2_{0..1}"),
+        (("x9" * 200 + "1", "x9" * 200 + "2"), "x9" * 200 + "1\n" + "x9" * 200 + "2"),
+        (("9" * 20 + "1", "9" * 20 + "2"), "9" * 20 + "1\n" + "9" * 20 + "2"),
+    ],
+)
+def test_names_are_read_back_as_they_were(keys, lines):
+    files = mf.FilesColumns(keys, (5,) * len(keys), "0f" * 16 * len(keys))
+    record = dataclasses.replace(MANIFEST, files=files)
+    assert fields_of(record)["files"]["keys"] == lines
+    assert mf.decode_record(mf.encode_record(record)).files == files
 
 
 @pytest.mark.parametrize(
@@ -283,9 +299,29 @@ def test_many_files_are_columns():
         {"digests": "0F" * 16 * 1000},
         {"keys": "\n".join(["same"] * 1000)},
         {"keys": "\n".join([*map(str, range(999)), "../x"])},
+        {"keys": "../{0..999}"},
+        {"keys": "{0..999}/../../x"},
+        {"keys": "x{0..1000}"},
+        {"keys": "x{0..998}"},
+        {"keys": "x{0..99999999999999}"},
+        {"keys": "x{999..0}"},
+        {"keys": "x{0..999}{0..0}"},
+        {"keys": "x{0..999"},
+        {"keys": "x{-1..998}"},
+        {"keys": "y" * 400 + "{0..999}"},
+        {"keys": ""},
+        {"keys": 5},
         {"more": 1},
     ],
 )
-def test_columns_of_files_that_do_not_fit_are_damage(changes):
+def test_files_that_do_not_fit_are_damage(changes):
     with pytest.raises((DamagedCheckpointError, UnsafeCheckpointError)):
-        mf.decode_record(with_columns(**changes)[1])
+        mf.decode_record(with_files(**changes)[1])
+
+
+def test_what_a_record_lacks_is_left_out_and_never_null():
+    fields = fields_of(dataclasses.replace(MANIFEST, metadata=None, replaced_metadata=None))
+    assert not {"metadata", "replaced_metadata"} & {*fields}
+    for name in ("metadata", "replaced_metadata"):
+        with pytest.raises(DamagedCheckpointError):
+            mf.decode_record(signed({**fields, name: None}))

@@ -108,7 +108,13 @@ def test_a_manifest_of_a_made_up_attempt_has_a_save_delete_nobody_elses_files(ou
 def test_a_manifest_names_no_file_outside(ours: Path, secret: Path, key: str, where: str):
     fields = json.loads(the_manifest(ours)[0].read_bytes())["record"]
     entry = {"key": key, "num_bytes": 4096, "digest": "0" * 32}
-    signed(ours, **{where: [*fields["files"], entry] if where == "files" else entry})
+    files = fields["files"]
+    more = {
+        "keys": f"{files['keys']}\n{key}",
+        "num_bytes": [*files["num_bytes"], 4096],
+        "digests": files["digests"] + "0" * 32,
+    }
+    signed(ours, **{where: more if where == "files" else entry})
     with pytest.raises(DamagedCheckpointError) as caught:
         load(ours)
     assert isinstance(caught.value, UnsafeCheckpointError) or key == "\ud800"

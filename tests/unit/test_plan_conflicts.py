@@ -152,7 +152,6 @@ def planned(columns, asked):
 
 def test_a_regular_layout_with_some_ranks_in_conflict_is_told_as_by_the_rows(monkeypatch):
     monkeypatch.setattr(structural, "MANY_ROWS", 0)
-    monkeypatch.setattr(structural.global_plan, "CHECKS_AT_END_CHUNKS", 0)
     few = {0, *(1 << power for power in range(7))}
     sound = [slabs(rank) for rank in range(WORLD_SIZE)]
     assert isinstance(planned(sound, few).plan, StructuralPlan)

@@ -24,15 +24,12 @@ from ray_dcp.format import table_groups, table_index, table_parquet, table_rows
 from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_checks import decode_head
-from ray_dcp.format.table_checks import encode_index as encode_places
 from ray_dcp.format.table_groups import GroupedTable, end_of
 from ray_dcp.format.table_index import boxes_of_groups, decode_index, encode_index
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan import global_plan, structural
+from ray_dcp.plan import structural
 from ray_dcp.plan.reading import Wanted, plan_reads
 from ray_dcp.plan.values import Kind
-from ray_dcp.runtime import commit_files
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.seam.targets import plan_targets
 from ray_dcp.store.memory import MemoryStorage
@@ -49,7 +46,6 @@ WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     monkeypatch.setattr(table_format, "GROUP_ROWS", 3)
-    monkeypatch.setattr(commit_files, "SPLIT_CHUNKS", 0)
 
 
 tables = st.builds(
@@ -310,16 +306,12 @@ def manifest_of(storage):
     return key, decode_record(storage.read(key))
 
 
-@pytest.fixture(params=["torch_save", "safetensors", "at end"])
-def saved(request, monkeypatch):
+@pytest.fixture(params=["torch_save", "safetensors"])
+def saved(request):
     """A checkpoint of 8 ranks with a table in groups, in each way that checksums are kept."""
-    container = request.param
-    if container == "at end":
-        monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
-        container = "torch_save"
     storage = Counting("table-groups")
     storage.delete([entry.key for entry in storage.list()])
-    options = replace(WITHOUT, container=container)
+    options = replace(WITHOUT, container=request.param)
     save_state(storage, sample_state(3), 8, options=options)
     storage.reads.clear()
     return storage
@@ -334,7 +326,6 @@ def opened(storage):
 @pytest.mark.parametrize("world_size", [1, 3, 8, 11])
 def test_it_loads_on_any_number_of_ranks(saved, world_size):
     _, manifest = manifest_of(saved)
-    assert manifest.format_version == 6
     assert manifest.table_end.num_bytes < manifest.table.num_bytes
     assert same_state(sample_state(3), load_state(saved, sample_state(3), world_size))
 
@@ -376,7 +367,6 @@ def test_a_rank_reads_its_part_of_the_table_alone(saved):
 def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(
     structural_plan, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
     monkeypatch.setattr(structural, "MANY_ROWS", 0 if structural_plan else 1 << 60)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
 
@@ -408,7 +398,6 @@ def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(
 
 @pytest.mark.parametrize("structural_plan", [False, True])
 def test_the_collector_is_not_paused_while_storage_is_waited_for(structural_plan, monkeypatch):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
     monkeypatch.setattr(structural, "MANY_ROWS", 0 if structural_plan else 1 << 60)
     monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
     enabled = []
@@ -515,37 +504,45 @@ def test_an_end_that_lies_is_damage(saved):
         opened(saved)
 
 
-def test_places_that_claim_more_checksums_than_there_are_are_damage(monkeypatch):
-    monkeypatch.setattr(global_plan, "CHECKS_AT_END_CHUNKS", 0)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda runs: runs[:-1], "deferred items"),
+        (lambda runs: (*runs, runs[-1]), "deferred items"),
+        (
+            lambda runs: (runs[0]._replace(num_items=runs[0].num_items + 1), *runs[1:]),
+            "deferred items",
+        ),
+        (lambda runs: (runs[0]._replace(num_items=1 << 62), *runs[1:]), "deferred items"),
+        (lambda runs: (runs[0]._replace(item_bytes=1 << 44, block_bytes=1), *runs[1:]), "at most"),
+        (lambda runs: (runs[0]._replace(item_offset=(1 << 63) - 1), *runs[1:]), "a length"),
+    ],
+)
+def test_places_that_do_not_fit_are_damage(change, told):
     storage = MemoryStorage("table-groups-places")
+    storage.delete([entry.key for entry in storage.list()])
     save_state(storage, sample_state(3), 8, options=WITHOUT)
-    checks = manifest_of(storage)[1].checks
-    data = storage.read(checks.key)
-    head = decode_head(data, len(data))
     whole = read_checkpoint(storage).table
-    late = np.flatnonzero(np.isin(whole.tensor, np.flatnonzero(whole.kind == Kind.OBJECT)))
-    row = int(late[0])
-    file = int(whole.file[row])
-    head.places[0] = [0, 1 << 44, 1]
-    more = (1 << 44) - int(whole.check_start[row + 1] - whole.check_start[row])
-    # The next file has fewer than none, so that there are as many in all.
-    head.file_start[file + 1] += more
-    other = encode_places(head.file_start, head.places)
-    storage.write(checks.key, other)
-    entry = replace(checks, num_bytes=len(other), digest=digest_bytes(other).hex())
-    resigned(storage, lambda one: replace(one, checks=entry))
-    with pytest.raises(DamagedCheckpointError, match="checksums"):
-        opened(storage).narrow([], [int(whole.tensor[row])])
+    objects = np.flatnonzero(whole.kind == Kind.OBJECT)
+    first = whole.tensor[np.isin(whole.tensor, objects)][0]
+    resigned(storage, lambda one: replace(one, deferred=change(one.deferred)))
+    for read in (read_checkpoint, lambda storage: opened(storage).narrow([], [int(first)])):
+        with pytest.raises(DamagedCheckpointError, match=told):
+            read(storage)
 
 
-def test_a_manifest_of_version_5_has_no_end(saved):
-    _, manifest = manifest_of(saved)
-    fields = {**vars(manifest), "table_end": None, "format_version": 5}
-    older = encode_record(type(manifest)(**fields))
-    assert b"table_end" not in older
-    assert decode_record(older).table_end is None
-    with pytest.raises(CheckpointError):
-        encode_record(type(manifest)(**{**vars(manifest), "format_version": 5}))
+def test_a_place_of_another_item_is_found_by_its_checksums():
+    storage = MemoryStorage("table-groups-moved")
+    storage.delete([entry.key for entry in storage.list()])
+    save_state(storage, sample_state(3), 8, options=WITHOUT)
+
+    def moved(one):
+        runs = tuple(run._replace(item_offset=run.item_offset + 1) for run in one.deferred)
+        return replace(one, deferred=runs)
+
+    resigned(storage, moved)
+    with pytest.raises(DamagedCheckpointError, match="do not match their checksum"):
+        load_state(storage, sample_state(3), 2)
 
 
 def test_a_folder_of_it_can_be_looked_at_verified_loaded_and_deleted(tmp_path, monkeypatch):
@@ -605,7 +602,7 @@ WRONG_INDEX = {
     "rows": (
         "encode_index",
         lambda index: encode_index(moved(index, [0, 1, 0, 0])),
-        "chunks without",
+        "chunks in group",
     ),
     "fewer rows": (
         "encode_index",

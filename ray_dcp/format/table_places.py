@@ -1,0 +1,132 @@
+"""What a chunk table has of one save alone: the attempt in its files' names, and deferred items.
+
+The file of a table is the same in all saves of a plan: `{attempt}` stands in the names of its
+files, and deferred items, whose length shows when they are written, have no place. The manifest
+has the attempt, and the places as runs of equal ones, in the order of the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ray_dcp.format.checksums import num_blocks_many
+from ray_dcp.format.manifest import Manifest, PlaceRun
+from ray_dcp.format.table_check import check_table
+from ray_dcp.format.table_columns import damaged
+from ray_dcp.plan.grouping import offsets_of
+from ray_dcp.plan.values import ChunkTable, Int64Array
+
+__all__ = ["DeferredRows", "checks_follow", "place_runs", "starts_of_files", "with_places"]
+
+MOST_CHECKS = 1 << 29
+"""Of which no byte is in the table: those of 512 TiB in blocks of 1 MiB."""
+
+
+class DeferredRows(NamedTuple):
+    """Which of all deferred chunks a part of a table has."""
+
+    rows: Int64Array
+    """int64[k], their numbers, in the order of the part."""
+    total: int
+    """How many there are in the whole table."""
+
+
+def checks_follow(manifest: Manifest) -> bool:
+    """Whether the data files end with their block checksums; else the chunk table has them.
+
+    Why not always: a safetensors file must end with its last tensor.
+    """
+    return manifest.container == "torch_save"
+
+
+def place_runs(places: Int64Array) -> tuple[PlaceRun, ...]:
+    """Returns the places of deferred items as a manifest has them.
+
+    Args:
+        places: int64[k, 3], item offset, item bytes and block bytes of each.
+
+    Example:
+        >>> place_runs(np.array([[64, 9, 1024], [64, 9, 1024], [128, 9, 1024]]))
+        (PlaceRun(item_offset=64, item_bytes=9, block_bytes=1024, num_items=2), \
+PlaceRun(item_offset=128, item_bytes=9, block_bytes=1024, num_items=1))
+    """
+    changes = np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1
+    starts = np.concatenate([np.zeros(min(len(places), 1), np.int64), changes])
+    counts = np.diff(np.append(starts, len(places)))
+    rows = np.column_stack([places[starts], counts]).tolist()
+    return tuple(PlaceRun(*row) for row in rows)
+
+
+def with_places(
+    table: ChunkTable, manifest: Manifest, deferred: DeferredRows | None = None
+) -> ChunkTable:
+    """Returns the chunk table of one attempt, or a part of it.
+
+    Args:
+        table: What all saves of the plan share; of each file all chunks or none.
+        manifest: Of the attempt.
+        deferred: Which deferred chunks are in `table`; None: all.
+
+    Returns:
+        Checksums that data files end with are 0, to be filled in (`transfer.check_file`).
+
+    Raises:
+        DamagedCheckpointError: They do not belong together, or the whole contradicts itself.
+    """
+    if (np.diff(table.file) < 0).any():
+        raise damaged("chunks in the order of their files", "another order")
+    late = np.flatnonzero(table.payload_offset < 0)
+    rows, total = (np.arange(len(late)), len(late)) if deferred is None else deferred
+    # Why Python's sum: it does not overflow.
+    told = sum(run.num_items for run in manifest.deferred)
+    if told != total or len(rows) != len(late):
+        raise damaged(f"{told} deferred items, as its manifest says,", f"{total}")
+    runs = np.array(manifest.deferred, dtype=np.int64).reshape(-1, 4)
+    found = runs[np.searchsorted(np.cumsum(runs[:, 3]), rows, side="right"), :3]
+    item_offset, item_bytes, block_bytes, payload_offset, payload_bytes = (
+        column.copy()
+        for column in (
+            table.item_offset, table.item_bytes, table.block_bytes,
+            table.payload_offset, table.payload_bytes,
+        )
+    )  # fmt: skip
+    item_offset[late], item_bytes[late], block_bytes[late] = found.T
+    payload_offset[late], payload_bytes[late] = found[:, 0], found[:, 1]
+    if (item_offset < 0).any() or (payload_bytes < 0).any() or (block_bytes < 0).any():
+        raise damaged("a place for each chunk", "none")
+    counts = num_blocks_many(payload_bytes, block_bytes)
+    if int(counts.max(initial=0)) > MOST_CHECKS or int(counts.sum()) > MOST_CHECKS:
+        raise damaged(f"at most {MOST_CHECKS} checksums", "more")
+    check_start, checks = offsets_of(counts), table.checks
+    if checks_follow(manifest):
+        if len(checks):
+            raise damaged("no checksums beside those that its files end with", f"{len(checks)}")
+        # Why zeros: memory that is never touched is never taken.
+        checks = np.zeros(int(check_start[-1]), np.uint64)
+    elif not np.array_equal(table.check_start, check_start):
+        raise damaged(f"{check_start[-1]} checksums, block by block", f"{len(checks)}")
+    whole = replace(
+        table,
+        files=tuple(key.replace("{attempt}", manifest.attempt) for key in table.files),
+        item_offset=item_offset,
+        item_bytes=item_bytes,
+        block_bytes=block_bytes,
+        payload_offset=payload_offset,
+        payload_bytes=payload_bytes,
+        check_start=check_start,
+        checks=checks,
+    )
+    check_table(whole)
+    return whole
+
+
+def starts_of_files(table: ChunkTable) -> Int64Array:
+    """Returns where the chunks of each file begin, and how many there are: int64[f + 1].
+
+    Args:
+        table: Its chunks in the order of their files.
+    """
+    return np.searchsorted(table.file, np.arange(len(table.files) + 1)).astype(np.int64)
