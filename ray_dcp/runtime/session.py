@@ -272,6 +272,29 @@ class Session:
         )
         return answer
 
+    def continued(self, where: str) -> Session:
+        """Returns the session that takes the place of this one, whose own Ray was lost.
+
+        Its calls go on with the numbers of this one, so that ranks which come to it at different
+        calls know whom they wait for. This process is in the next Ray already.
+
+        Args:
+            where: Names that Ray, the same on all ranks.
+
+        Raises:
+            ParticipantError: Its coordinator is out of reach.
+        """
+        after = Session(
+            f"{self.name}-{where}", self.rank, self.world_size,
+            namespace=self.namespace, lease_s=self._lease_s,
+        )  # fmt: skip
+        with self._lock:
+            after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
+        after.greet()
+        if self._staging is not None:
+            self._staging.close()
+        return after
+
     def close(self) -> None:
         """Gives up this rank's place. Never raises for a coordinator that is gone already."""
         if self.closed:
