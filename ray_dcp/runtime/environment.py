@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["named_address", "own_ray_environment", "pinned_to_loopback", "token_environment"]
+__all__ = [
+    "daemons_environment",
+    "named_address",
+    "own_ray_environment",
+    "pinned_to_loopback",
+    "token_environment",
+]
 
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
@@ -23,6 +29,8 @@ _INLINE = {
     "RAY_task_rpc_inlined_bytes_limit": str(_INLINE_BYTES),
 }
 
+_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""After how many seconds without control store Ray ends a process that asks it; 60 by default."""
 _YEAR_S = 365 * 24 * 3600
 
 _token_paths: set[str] = set()
@@ -46,7 +54,7 @@ def token_environment(token_path: str) -> dict[str, str]:
 
 
 def own_ray_environment(token_path: str) -> dict[str, str]:
-    """Returns the whole environment for a Ray of our own.
+    """Returns the whole environment for the keeper of a Ray of our own.
 
     Args:
         token_path: File with the token that its users must show.
@@ -60,10 +68,17 @@ def own_ray_environment(token_path: str) -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": kept.get("RAY_memory_monitor_refresh_ms", "0"),
         "RAY_USAGE_STATS_ENABLED": "0",
         **_INLINE,
+        # Why: Ray would end the keeper while it ends Ray.
+        _LIMIT: str(_YEAR_S),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
     }
     return {**kept, **token_environment(token_path), **settings}
+
+
+def daemons_environment() -> dict[str, str]:
+    """Returns the whole environment for the daemons that this process, the keeper, starts."""
+    return {name: value for name, value in os.environ.items() if name != _LIMIT}
 
 
 @contextmanager
@@ -81,7 +96,7 @@ def pinned_to_loopback(token_path: str) -> Iterator[dict[str, str]]:
         # Why: Ray ends a driver whose control store is gone for so many seconds (60), and one
         # whose raylet is gone if the process that it takes for the raylet is not there: here its
         # parent, without this. A rank must not end with a Ray that it never asked for.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": str(_YEAR_S),
+        _LIMIT: str(_YEAR_S),
         "RAY_RAYLET_PID": str(os.getpid()),
         **_INLINE,
     }

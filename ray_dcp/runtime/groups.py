@@ -76,7 +76,7 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
     group = dist.group.WORLD if process_group is None else process_group
     known, session = registry.of_group(group)
     if session is not None and session.connection.is_lost:
-        return _continued(group, session, lease_s)
+        return _continued(group, session)
     if not known:
         if process_group is None:
             ranks = dist.get_process_group_ranks(group)
@@ -86,7 +86,7 @@ def session_of(process_group: Any, *, lease_s: float) -> Session | None:
     return session
 
 
-def _continued(group: Any, lost: Session, lease_s: float) -> Session:
+def _continued(group: Any, lost: Session) -> Session:
     """Returns the session that takes the place of one whose own Ray was lost: not collective."""
     with _continuing:
         _, session = registry.of_group(group)
@@ -95,7 +95,7 @@ def _continued(group: Any, lost: Session, lease_s: float) -> Session:
         if hooks.job_store() is None:
             lost.connection.check()
         try:
-            own = _own_ray_of_the_job(lease_s)
+            own = _own_ray_of_the_job(lost.lease_s)
             attach(Invitation(own.address, token_path=own.token_path))
             session = lost.continued(Path(own.directory).name)
         except CheckpointError:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import environment, hooks
 from ray_dcp.runtime.own_ray import READY, TOKEN, KeeperOrder, OwnRay
 
 __all__ = ["keep"]
@@ -98,6 +98,7 @@ def _start(order: KeeperOrder, directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own interpreter, no input from outside
         command,
         stdin=subprocess.DEVNULL,
+        env=environment.daemons_environment(),
         preexec_fn=_end_with_parent,
     )
 

@@ -75,7 +75,7 @@ class Session:
         self.closed = False
         self._actor = actor or name
         self.namespace = namespace
-        self._lease_s = check_lease(lease_s)
+        self.lease_s = check_lease(lease_s)
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
@@ -189,7 +189,7 @@ class Session:
             if self._staging is None:
                 self._staging = RankStaging.open(
                     f"{self.name}:{self.rank}", owner=memory_owner(self._actor, self.rank),
-                    namespace=self.namespace, lease_s=self._lease_s, options=options,
+                    namespace=self.namespace, lease_s=self.lease_s, options=options,
                 )  # fmt: skip
             return self._staging
 
@@ -286,7 +286,7 @@ class Session:
         """
         after = Session(
             f"{self.name}-{where}", self.rank, self.world_size,
-            namespace=self.namespace, lease_s=self._lease_s,
+            namespace=self.namespace, lease_s=self.lease_s,
         )  # fmt: skip
         with self._lock:
             after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
@@ -331,7 +331,7 @@ class Session:
         with self._lock:
             if fresh or self._handle is None:
                 self._handle = coordinator_of(
-                    self._actor, namespace=self.namespace, lease_s=self._lease_s
+                    self._actor, namespace=self.namespace, lease_s=self.lease_s
                 )
             return self._handle
 

@@ -22,9 +22,8 @@ LIMIT_S = 3
     [
         ("gcs_server", "again"),
         ("gcs_server", "leave"),
-        ("gcs_server", "raise"),
-        ("raylet", "again"),
-        ("keeper", "leave"),
+        ("raylet", "raise"),
+        ("keeper", "again"),
     ],
 )
 def test_ranks_outlive_their_ray_and_save_with_the_next_one(tmp_path, victim, then):
