@@ -34,8 +34,9 @@ FIRST = ("unit", "property")
 """Folders whose tests start no cluster: what they find is known within minutes."""
 LONGEST = (
     "test_matrix", "test_train", "test_async_saves", "test_cluster_configs", "test_reshard",
-    "test_bad_input_ranks", "test_torchrun", "test_runtime_own_ray", "test_shared_reads",
-    "test_memory_tier", "test_runtime_workers", "test_s3_cluster", "test_heartbeats",
+    "test_bad_input_ranks", "test_torchrun", "test_lost_ray", "test_runtime_own_ray",
+    "test_shared_reads", "test_memory_tier", "test_runtime_workers", "test_s3_cluster",
+    "test_heartbeats",
     "test_async_bad_input", "test_dcp_examples", "test_full_disk", "test_gatherers",
     "test_manager_ranks", "test_no_collectives", "test_newest_ranks",
 )  # fmt: skip

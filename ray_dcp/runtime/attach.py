@@ -7,6 +7,7 @@ logging) is undone.
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,14 @@ import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import InvalidRequestError, ParticipantError
-from ray_dcp.runtime import environment, hooks
+from ray_dcp.runtime import environment, hooks, own_ray
 from ray_dcp.runtime.naming import NAMESPACE
+from ray_dcp.runtime.own_ray import OwnRay
 
-__all__ = ["Invitation", "attach", "attach_named", "attached_address"]
+__all__ = ["Invitation", "attach", "attach_named", "attached_address", "leave_lost"]
+
+LEAVE_S = 120.0
+"""How long Ray may take to let go of a Ray of our own that was lost (5 to 15 s), in seconds."""
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""
@@ -55,6 +60,7 @@ def attach_named(address: str | None) -> str | None:
         InvalidRequestError: The process is connected to another cluster already.
         ParticipantError: The cluster can't be reached.
     """
+    leave_lost()
     connected = attached_address()
     if connected is not None:
         if address not in (None, "auto", connected):
@@ -71,12 +77,34 @@ def attach_named(address: str | None) -> str | None:
     return attached_address()
 
 
+def leave_lost() -> None:
+    """Disconnects this process from a Ray of our own that was lost, if it is still in one.
+
+    Raises:
+        ParticipantError: Ray does not let go of it.
+    """
+    own = own_ray.joined()
+    if own is None or not own.is_lost:
+        return
+    leaving = threading.Thread(target=ray.shutdown, name="ray_dcp leaves Ray", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_S)
+    if leaving.is_alive():
+        raise ParticipantError(
+            f"Expected Ray to let go of the one at {own.address}, which was lost, within "
+            f"{LEAVE_S:g} s, but it did not. Training may go on, but nothing can be saved by this "
+            f"process: restart the ranks"
+        )
+    own.remove()
+
+
 def attach(invitation: Invitation) -> None:
     """Connects to the Ray that the job's first rank invites to.
 
     Raises:
         ParticipantError: This process is connected to another Ray, or can't reach this one.
     """
+    leave_lost()
     connected = attached_address()
     if connected == invitation.address:
         return
@@ -99,6 +127,8 @@ def _init(address: str, token_path: str | None) -> None:
                 _connect(address)
             else:
                 _connect_own(address, token_path)
+                own_ray.set_joined(OwnRay.of_token(token_path))
+                hooks.uncaught_errors_untold()
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ParticipantError(
             f"Expected a Ray cluster at {address}, but connecting gave {type(error).__name__}: "

@@ -19,7 +19,8 @@ from ray.exceptions import (
 )
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
-from ray_dcp.runtime import hooks, ray_calls
+from ray_dcp.runtime import hooks, own_ray, ray_calls
+from ray_dcp.runtime.own_ray import OwnRay
 
 __all__ = ["call_actor", "check_ray"]
 
@@ -30,6 +31,9 @@ LOOK_S = 0.5
 """How often a call that waits looks whether that is still of use, in seconds."""
 
 _PAUSE_S = (0.05, 2.0)
+
+SEEN_S = 5.0
+"""How long it takes at most until a Ray of our own that died is known to be lost, in seconds."""
 
 T = TypeVar("T")
 
@@ -63,14 +67,18 @@ def call_actor(
         CheckpointError: What the actor raised, or `given_up` returned.
     """
     end_s = time.monotonic() + timeout_s
+    # Why kept: this process may be in the next one when this is lost.
+    own = own_ray.joined()
     failed = fresh = False
     last: Exception = TimeoutError()
     for attempt in range(MOST_REPEATS):
+        if own is not None:
+            own.check(rank)
         try:
             actor = handle(fresh)
             check_ray(who, rank)
             answer = _sent(send, actor, who, rank)
-            _await(answer, end_s, lambda: given_up(failed), who, rank)  # noqa: B023 - at once
+            _await(answer, end_s, lambda: given_up(failed), who, rank, own)  # noqa: B023
             return ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
         except GetTimeoutError:
             raise DeadlineError(
@@ -85,9 +93,9 @@ def call_actor(
             fresh = isinstance(error, ActorDiedError)
             failed, last = True, error
         except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
-            raise _out_of_reach(error, who, rank) from error
+            raise _out_of_reach(error, who, rank, own) from error
         _pause(attempt, end_s)
-    raise _out_of_reach(last, who, rank) from last
+    raise _out_of_reach(last, who, rank, own) from last
 
 
 def check_ray(who: str, rank: int | None = None) -> None:
@@ -123,14 +131,17 @@ def _await(
     given_up: Callable[[], CheckpointError | None],
     who: str,
     rank: int | None,
+    own: OwnRay | None,
 ) -> None:
     """Returns when there is an answer or time is over.
 
     Raises:
-        ParticipantError: Ray was shut down meanwhile.
+        ParticipantError: Ray was shut down meanwhile, or lost.
         CheckpointError: What `given_up` returned meanwhile.
     """
     while True:
+        if own is not None:
+            own.check(rank)
         check_ray(who, rank)
         reason = given_up()
         if reason is not None:
@@ -154,7 +165,13 @@ def _told(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
     return InternalError(f"{who} failed: {error}", rank=rank)
 
 
-def _out_of_reach(error: Exception, who: str, rank: int | None) -> ParticipantError:
+def _out_of_reach(
+    error: Exception, who: str, rank: int | None, own: OwnRay | None = None
+) -> ParticipantError:
+    end_s = time.monotonic() + SEEN_S
+    while own is not None and time.monotonic() < end_s:
+        own.check(rank)
+        threading.Event().wait(_PAUSE_S[0])
     return ParticipantError(
         f"Expected {who} to be reachable, but Ray says {type(error).__name__}: {error}. Look "
         f"whether the Ray cluster still runs, then restart the ranks",

@@ -24,9 +24,10 @@ class Connection:
 
     def __init__(self, who: str, rank: int) -> None:
         # Why here: a process that is alone has no need of Ray.
-        from ray_dcp.runtime import hooks
+        from ray_dcp.runtime import hooks, own_ray
 
         self._who, self._rank = who, rank
+        self._own = own_ray.joined()
         self._now = hooks.this_connection
         self._made_with = self._now()
 
@@ -35,8 +36,19 @@ class Connection:
         """Whether it is the same still."""
         return self._made_with is not None and self._now() == self._made_with
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is to a Ray of our own that has died; see `OwnRay.is_lost`."""
+        return self._own is not None and self._own.is_lost
+
+    def check_own(self) -> None:
+        """Raises `ParticipantError` when it is lost."""
+        if self._own is not None:
+            self._own.check(self._rank)
+
     def check(self) -> None:
-        """Raises `ParticipantError` when it is not."""
+        """Raises `ParticipantError` when it is lost, or not up."""
+        self.check_own()
         if not self.is_up:
             raise ParticipantError(
                 f"Expected the Ray that {self._who} was made with, but this process has shut it "
@@ -56,7 +68,8 @@ def until_disconnected(
     """Returns what calls the coordinator, or raises `Disconnected`.
 
     *Why* not as for any other rank that gets no answer, which votes against its own save: the
-    stager and the coordinator may live, in a cluster that this process only left.
+    stager and the coordinator may live, in a cluster that this process only left. Where a Ray of
+    our own was lost they do not, and its error is raised.
 
     Args:
         call: Returns the coordinator's reply.
@@ -66,12 +79,12 @@ def until_disconnected(
     def connected(request: Request) -> Reply:
         try:
             return call(request)
-        except ParticipantError as error:
-            if connection is None or connection.is_up:
+        except (ParticipantError, SystemExit) as error:
+            if connection is not None:
+                connection.check_own()
+            # Ray ends the threads that wait for it by SystemExit when it is shut down.
+            if isinstance(error, ParticipantError) and (connection is None or connection.is_up):
                 raise
-            raise Disconnected from error
-        except SystemExit as error:
-            # So does Ray end the threads that wait for it when it is shut down.
             raise Disconnected from error
 
     return connected

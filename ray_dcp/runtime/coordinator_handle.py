@@ -22,6 +22,7 @@ def await_ready(coordinator: Any, timeout_s: float) -> None:
         ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
 
 
+@ray_calls.unless_lost
 @hooks.starting_no_ray()
 def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
     """Returns the handle of a session's coordinator, after making it if there is none.

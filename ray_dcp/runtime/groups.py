@@ -3,17 +3,24 @@
 Making one is collective: one broadcast from the group's first rank and one gather of errors, so
 that either every rank has the session or every rank raises. Where the first rank finds no Ray, it
 starts one for the job.
+
+Where that one is lost, each rank comes to the next one with its next call. That is no collective,
+as ranks notice the loss at different times: the job's store tells where the next one is, and the
+ranks' calls keep their numbers, so that its coordinator knows whom a call waits for.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import hooks, registry
+from ray_dcp.runtime import hooks, own_ray, registry
 from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address
 from ray_dcp.runtime.company import meet
 from ray_dcp.runtime.naming import group_name
@@ -25,6 +32,15 @@ if TYPE_CHECKING:
 __all__ = ["session_of"]
 
 _STORE_KEY = "ray_dcp/own_ray"
+
+_START_S = 120.0
+"""How long a Ray of our own may take to start, in seconds."""
+_TELL_S = 30.0
+"""How much longer the other ranks wait until they are told where it is, in seconds."""
+
+_continuing = threading.Lock()
+_refused: set[int] = set()
+"""Numbers of those Rays of our own that did not start, as this process was told."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +78,8 @@ def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Se
         return _train_session(make, lease_s)
     group = dist.group.WORLD if process_group is None else process_group
     known, session = registry.of_group(group)
+    if session is not None and session.connection.is_lost:
+        return _continued(group, session)
     if not known:
         if process_group is None:
             ranks = dist.get_process_group_ranks(group)
@@ -69,6 +87,35 @@ def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Se
         session = _make(dist, group, make, lease_s)
         registry.set_group(group, session)
     return session
+
+
+def _continued(group: Any, lost: Session) -> Session:
+    """Returns the session that takes the place of one whose own Ray was lost: not collective."""
+    with _continuing:
+        _, session = registry.of_group(group)
+        if session is not None and session is not lost:
+            return session
+        if hooks.job_store() is None:
+            lost.connection.check()
+        try:
+            own = _own_ray_of_the_job(lost.lease_s)
+            attach(Invitation(own.address, token_path=own.token_path))
+            session = lost.continued(Path(own.directory).name)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise ParticipantError(
+                f"Coming to another Ray after the job's own was lost failed: "
+                f"{type(error).__name__}: {error}. Call again",
+                rank=lost.rank,
+            ) from error
+        registry.set_group(group, session)
+        logger.warning(
+            "The Ray that this job had started for itself was lost; rank %d goes on with another "
+            "one at %s. If that happens again, look at the memory of this machine, or set "
+            "RAY_ADDRESS", lost.rank, own.address,
+        )  # fmt: skip
+        return session
 
 
 def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session | None:
@@ -105,8 +152,10 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, Checkp
     name = group_name(ranks[0], len(ranks))
     try:
         address = attach_named(None)
+        joined = own_ray.joined()
         if address is not None:
-            return _Call(Invitation(address), name), None
+            token_path = None if joined is None else joined.token_path
+            return _Call(Invitation(address, token_path=token_path), name), None
         own = _own_ray_of_the_job(lease_s)
         return _Call(Invitation(own.address, token_path=own.token_path), name), None
     except CheckpointError as error:
@@ -121,14 +170,26 @@ def _own_ray_of_the_job(lease_s: float) -> OwnRay:
 
     Several groups of one job may make their first session at the same time; the job's store lets
     one of them start it. Where the store can't be had, each group's first rank starts its own.
+    Those that were lost, or did not start, have numbers, too: the next one follows them.
     """
-    store = hooks.job_store()
-    if store is None or store.add(f"{_STORE_KEY}/asked", 1) == 1:
+    store, number = hooks.job_store(), 0
+    while True:
+        if number not in _refused:
+            own = _own_ray(store, number, lease_s)
+            if not own.is_lost:
+                return own
+        number += 1
+
+
+def _own_ray(store: Any, number: int, lease_s: float) -> OwnRay:
+    key = f"{_STORE_KEY}/{number}"
+    if store is None or store.add(f"{key}/asked", 1) == 1:
         try:
-            own = start_own_ray(lease_s=lease_s)
+            own = start_own_ray(lease_s=lease_s, start_timeout_s=_START_S)
         except CheckpointError as error:
+            _refused.add(number)
             if store is not None:
-                store.set(f"{_STORE_KEY}/told", f"error {error}")
+                store.set(f"{key}/told", f"error {error}")
             raise
         logger.info(
             "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
@@ -137,10 +198,19 @@ def _own_ray_of_the_job(lease_s: float) -> OwnRay:
             own.address, own.directory, lease_s, own.keeper_pid,
         )  # fmt: skip
         if store is not None:
-            store.set(f"{_STORE_KEY}/told", own.encode())
+            store.set(f"{key}/told", own.encode())
         return own
-    told = bytes(store.get(f"{_STORE_KEY}/told")).decode()
+    try:
+        store.wait([f"{key}/told"], timedelta(seconds=_START_S + _TELL_S))
+    except RuntimeError as error:  # torch's own timeout error is one, in every version
+        _refused.add(number)
+        raise ParticipantError(
+            f"Expected another rank to start a Ray within {_START_S + _TELL_S:g} s, but it told "
+            f"nothing ({error}). Look whether it lives, then call again"
+        ) from error
+    told = bytes(store.get(f"{key}/told")).decode()
     if told.startswith("error "):
+        _refused.add(number)
         raise ParticipantError(f"Another rank could not start a Ray: {told[6:]}")
     return OwnRay.decode(told)
 

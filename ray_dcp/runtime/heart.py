@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
 from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard, beat_interval_s
 from ray_dcp.protocol.messages import Refused
-from ray_dcp.runtime import hooks, ray_calls
+from ray_dcp.runtime import hooks, own_ray, ray_calls
 from ray_dcp.runtime.vitals import Vitals
 from ray_dcp.transfer.threads import Stop
 
@@ -68,6 +68,7 @@ class Heart:
         self._session = session
         self._rank = rank
         self._who = who
+        self._own = own_ray.joined()
         self._changed = threading.Condition()
         self._active: dict[Vitals, float] = {}
         self._thread: threading.Thread | None = None
@@ -142,6 +143,13 @@ class Heart:
         except (CheckpointError, RayError):
             return False
 
+    def _abandon(self, error: CheckpointError) -> None:
+        """Ends what moves bytes for a coordinator that will never answer."""
+        with self._changed:
+            working = [vitals for vitals in self._active if vitals.is_working]
+        for vitals in working:
+            vitals.abandon(error)
+
     def _died(self) -> ParticipantError:
         where = f" ({self._heard.place})" if self._heard else ""
         return ParticipantError(
@@ -201,6 +209,9 @@ class _Beating:
                     heart._changed.wait(min(wait_s, TICK_S))
                     self._clock.tick()
                     continue
+            if heart._own is not None and heart._own.is_lost:
+                heart._abandon(heart._own.lost(heart._rank))
+                return
             timeout_s = min(active.values())
             interval_s = beat_interval_s(timeout_s)
             now_s = self._clock.tick()
@@ -269,10 +280,7 @@ class _Beating:
         self._sent.clear()
         if not self._heart._is_gone():
             return
-        with self._heart._changed:
-            working = [vitals for vitals in self._heart._active if vitals.is_working]
-        for vitals in working:
-            vitals.abandon(self._heart._died())
+        self._heart._abandon(self._heart._died())
 
     def _judge(self, timeout_s: float) -> None:
         now_s = self._clock()
@@ -291,7 +299,4 @@ class _Beating:
         if heart._frozen is None:
             heart._replace()
         heart._frozen = heart._is_silent(silent_s)
-        with heart._changed:
-            working = [vitals for vitals in heart._active if vitals.is_working]
-        for vitals in working:
-            vitals.abandon(heart._frozen)
+        heart._abandon(heart._frozen)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from ray_dcp.errors import InternalError
-from ray_dcp.runtime import ray_calls
+from ray_dcp.runtime import own_ray, ray_calls
 
 __all__ = [
     "TESTED",
@@ -44,6 +44,7 @@ __all__ = [
     "store_bytes",
     "this_caller",
     "train_ranks",
+    "uncaught_errors_untold",
 ]
 
 TESTED = ("2.60",)
@@ -166,6 +167,7 @@ def recall(name: str) -> str:
     return _private("the internal key-value store", use)
 
 
+@ray_calls.unless_lost
 def names_from(prefix: str) -> list[str]:
     """Returns the names that begin so and under which something is kept by `remember`."""
 
@@ -206,6 +208,7 @@ class Life:
     """Its process is up, and not just being started."""
 
 
+@ray_calls.unless_lost
 def life_of(actor_id: str) -> Life:
     """Returns what Ray's tables say of an actor. Blocks for about a millisecond.
 
@@ -331,6 +334,33 @@ def local_token() -> None:
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
     _private("token authentication", use)
+
+
+def uncaught_errors_untold() -> None:
+    """Makes Ray's handler of uncaught exceptions tell them to no Ray of our own.
+
+    *Why*: it tells them to the control store before anybody sees them. Where that has died it waits
+    for ever: the process would neither say what is wrong nor end.
+    """
+
+    def use() -> None:
+        from ray._private import state
+
+        # Why now: later it might be too late for that, and the handler does it first.
+        state.state._connect_and_get_accessor()
+        _tell_no_own_ray(state.state)
+
+    _private("the handler of uncaught exceptions", use)
+
+
+@functools.cache
+def _tell_no_own_ray(state: Any) -> None:
+    tell = state.add_worker
+
+    def add_worker(*told: Any) -> Any:
+        return tell(*told) if own_ray.joined() is None else None
+
+    state.add_worker = add_worker
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """The process that keeps a Ray of our own: starts it, and ends it when nobody uses it any more.
 
+It ends it as well when one of its daemons has died: Ray's processes would wait for that for a
+minute, and a rank for ever. That it holds the lock on the directory tells the ranks that all live.
+
 It adopts every process of its tree that loses its parent, so that at the end it ends exactly its
 own processes, by their ids. If it is killed itself, the kernel asks `ray start` to end.
 """
@@ -7,8 +10,10 @@ own processes, by their ids. If it is killed itself, the kernel asks `ray start`
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -20,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import environment, hooks
 from ray_dcp.runtime.own_ray import READY, TOKEN, KeeperOrder, OwnRay
 
 __all__ = ["keep"]
@@ -31,8 +36,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TERMINATE_S = 10.0
 """How long the tree may take to end by itself before it is killed, in seconds."""
 
-_DEAF_S = 30.0
-"""How long the control store may not answer before the tree is ended, in seconds."""
+_DEAF_S = 60.0
+"""How long the control store may not answer before the tree is ended, in seconds: as long as Ray's
+own processes wait for it."""
+
+_LOOK_S = 0.25
+"""How often to look whether all daemons live, in seconds."""
+
+_DAEMONS = ("gcs_server", "raylet")
+"""What they are called in the table of processes."""
 
 _stop = threading.Event()
 
@@ -40,17 +52,21 @@ _stop = threading.Event()
 def keep(order: KeeperOrder) -> None:
     """Runs a Ray until nobody has used it for the lease, or until SIGTERM; leaves nothing."""
     directory = Path(order.directory)
-    process = None
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    process, address = None, None
     try:
         process = _start(order, directory)
         address = _address(process, directory, order.start_timeout_s)
         if address is not None:
-            token = str(directory / TOKEN)
-            _publish(directory, OwnRay(address, order.directory, token, os.getpid()))
+            token, machine = str(directory / TOKEN), platform.node()
+            _publish(directory, OwnRay(address, order.directory, token, os.getpid(), machine))
             _wait_until_unused(process, address, order.lease_s)
     finally:
+        # Why first: the ranks are to know it before they lose what they wait for.
+        os.close(lock)
         _end(process)
-        if (directory / READY).exists():
+        if address is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -82,6 +98,7 @@ def _start(order: KeeperOrder, directory: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own interpreter, no input from outside
         command,
         stdin=subprocess.DEVNULL,
+        env=environment.daemons_environment(),
         preexec_fn=_end_with_parent,
     )
 
@@ -117,18 +134,60 @@ def _publish(directory: Path, own: OwnRay) -> None:
 
 
 def _wait_until_unused(process: subprocess.Popen[bytes], address: str, lease_s: float) -> None:
-    use = hooks.ClusterUse(address)
-    last_use_s = last_answer_s = time.monotonic()
-    while process.poll() is None and not _stop.wait(min(1.0, lease_s / 4)):
-        now_s = time.monotonic()
-        try:
-            if use.in_use():
-                last_use_s = now_s
-            last_answer_s = now_s
-        except (CheckpointError, RuntimeError, OSError) as error:
-            sys.stderr.write(f"No answer from the control store: {error}\n")
-        if now_s - last_use_s >= lease_s or now_s - last_answer_s >= _DEAF_S:
+    """Returns when nobody has used it for the lease, when a daemon has died, or at SIGTERM."""
+    daemons = _daemons()
+    use = _Use(address)
+    threading.Thread(target=use.watch, args=(min(1.0, lease_s / 4),), daemon=True).start()
+    while process.poll() is None and not _stop.wait(min(_LOOK_S, lease_s / 4)):
+        gone = [name for pid, name in daemons.items() if _name(pid) != name]
+        silent_s = time.monotonic() - use.answered_s
+        if gone or silent_s >= _DEAF_S:
+            what = f"{gone} died" if gone else f"no answer for {silent_s:.0f} s"
+            sys.stderr.write(f"Ray is ended: {what}\n")
             return
+        if use.answered_s - use.used_s >= lease_s:
+            return
+
+
+class _Use:
+    """When the control store answered last, and when somebody used the cluster.
+
+    In a thread of its own: a question that it does not answer ends never.
+
+    Args:
+        address: Of the control store.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.answered_s = self.used_s = time.monotonic()
+
+    def watch(self, look_s: float) -> None:
+        """Looks for ever."""
+        use = hooks.ClusterUse(self._address)
+        while True:
+            try:
+                in_use, now_s = use.in_use(), time.monotonic()
+                self.used_s = now_s if in_use else self.used_s
+                self.answered_s = now_s
+            except (CheckpointError, RuntimeError, OSError) as error:
+                sys.stderr.write(f"No answer from the control store: {error}\n")
+            threading.Event().wait(look_s)
+
+
+def _daemons() -> dict[int, str]:
+    """Returns the names of the daemons below this process, by process id."""
+    names = {pid: _name(pid) for pid in _descendants(os.getpid())}
+    return {pid: name for pid, name in names.items() if name in _DAEMONS}
+
+
+def _name(pid: int) -> str:
+    """Returns what a process is called; empty when it has ended."""
+    entry = Path(f"/proc/{pid}")
+    try:
+        return (entry / "comm").read_text().strip() if _parent(entry) is not None else ""
+    except OSError:
+        return ""
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -3,11 +3,18 @@
 The tree is a keeper (`keeper`, in a session of its own), which holds `ray start` and ends it when
 nobody uses it. It listens on the loopback interface only, asks for a token, has its own temporary
 directory, and takes whatever ports are free: two jobs on a machine do not meet.
+
+The keeper holds a lock on the directory while every daemon of the tree lives. Each rank looks at it
+before it waits for Ray, which itself would wait for ever.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import json
+import os
+import platform
 import secrets
 import shutil
 import subprocess
@@ -18,11 +25,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import ray
+
 from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import environment
 from ray_dcp.runtime.naming import LEASE_S, check_lease
 
-__all__ = ["KeeperOrder", "OwnRay", "start_own_ray"]
+__all__ = ["KeeperOrder", "OwnRay", "joined", "set_joined", "start_own_ray"]
 
 READY = "ready.json"
 LOG = "keeper.log"
@@ -46,15 +55,90 @@ class OwnRay:
     """File with the token that drivers must show; only this user can read it."""
     keeper_pid: int
     """Process that ends it."""
+    machine: str = ""
+    """Name of the machine that it runs on."""
 
     def encode(self) -> str:
         """Returns a text for `decode`; it holds no secret."""
         return json.dumps(asdict(self))
 
     @staticmethod
+    def of_token(token_path: str) -> OwnRay:
+        """Returns the one whose token lies in a file."""
+        return OwnRay.decode(Path(token_path).with_name(READY).read_text())
+
+    @staticmethod
     def decode(text: str) -> OwnRay:
         """Returns what `encode` was given."""
         return OwnRay(**json.loads(text))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of its daemons has died, or its keeper: then it never comes back.
+
+        False on another machine, where nobody can tell.
+        """
+        try:
+            folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            is_here = self.machine in ("", platform.node())
+            return is_here and isinstance(error, FileNotFoundError)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(folder)
+        return True
+
+    def lost(self, rank: int | None = None) -> ParticipantError:
+        """Returns the error of whoever needed it when it was lost.
+
+        Args:
+            rank: This rank.
+        """
+        return ParticipantError(
+            f"Expected the Ray that this job started for itself to run at {self.address}, but it "
+            f"was lost: its control store (gcs_server), its raylet or its supervisor (pid "
+            f"{self.keeper_pid}) died, most often for want of memory. Call again: the next save or "
+            f"load starts another one. To use a cluster instead, start it (`ray start --head`), "
+            f"and the job with RAY_ADDRESS set",
+            rank=rank,
+        )
+
+    def check(self, rank: int | None = None) -> None:
+        """Raises that error when it is lost."""
+        if self.is_lost:
+            raise self.lost(rank)
+
+    def remove(self) -> None:
+        """Removes what it left on disk: its keeper can't where it was killed itself."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+_joined: list[OwnRay] = []
+"""Those that this process has been connected to; the last one may be lost, or left."""
+
+
+def joined() -> OwnRay | None:
+    """Returns the Ray of our own that this process is connected to; None for any other, or none."""
+    if not _joined or not ray.is_initialized():
+        return None
+    own = _joined[-1]
+    return own if ray.get_runtime_context().gcs_address == own.address else None
+
+
+def set_joined(own: OwnRay) -> None:
+    """Notes which Ray of our own this process is connected to; at its end, removes lost ones."""
+    if not _joined:
+        atexit.register(_remove_lost)
+    _joined.append(own)
+
+
+def _remove_lost() -> None:
+    for own in _joined:
+        if own.is_lost:
+            own.remove()
 
 
 @dataclass(frozen=True)

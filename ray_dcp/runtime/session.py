@@ -75,7 +75,7 @@ class Session:
         self.closed = False
         self._actor = actor or name
         self.namespace = namespace
-        self._lease_s = check_lease(lease_s)
+        self.lease_s = check_lease(lease_s)
         self._lock = threading.Lock()
         self._staging: RankStaging | None = None
         self._staging_lock = threading.Lock()
@@ -189,7 +189,7 @@ class Session:
             if self._staging is None:
                 self._staging = RankStaging.open(
                     f"{self.name}:{self.rank}", owner=memory_owner(self._actor, self.rank),
-                    namespace=self.namespace, lease_s=self._lease_s, options=options,
+                    namespace=self.namespace, lease_s=self.lease_s, options=options,
                 )  # fmt: skip
             return self._staging
 
@@ -272,6 +272,29 @@ class Session:
         )
         return answer
 
+    def continued(self, where: str) -> Session:
+        """Returns the session that takes the place of this one, whose own Ray was lost.
+
+        Its calls go on with the numbers of this one, so that ranks which come to it at different
+        calls know whom they wait for. This process is in the next Ray already.
+
+        Args:
+            where: Names that Ray, the same on all ranks.
+
+        Raises:
+            ParticipantError: Its coordinator is out of reach.
+        """
+        after = Session(
+            f"{self.name}-{where}", self.rank, self.world_size,
+            namespace=self.namespace, lease_s=self.lease_s,
+        )  # fmt: skip
+        with self._lock:
+            after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
+        after.greet()
+        if self._staging is not None:
+            self._staging.close()
+        return after
+
     def close(self) -> None:
         """Gives up this rank's place. Never raises for a coordinator that is gone already."""
         if self.closed:
@@ -308,7 +331,7 @@ class Session:
         with self._lock:
             if fresh or self._handle is None:
                 self._handle = coordinator_of(
-                    self._actor, namespace=self.namespace, lease_s=self._lease_s
+                    self._actor, namespace=self.namespace, lease_s=self.lease_s
                 )
             return self._handle
 

@@ -355,6 +355,7 @@ class Stager:
         self._registered = now
 
 
+@ray_calls.unless_lost
 @hooks.starting_no_ray()
 def stager_of(
     node_id: str,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import os
+import platform
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -91,6 +96,89 @@ def test_an_answer_is_an_answer(connected):
     connection = Connection("s", 0)
     connected(None)
     assert until_disconnected(lambda request: request + 1, connection)(1) == 2
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A Ray of our own that this process is in, as long as its keeper holds the folder."""
+    own = own_ray.OwnRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
+    Path(own.directory).mkdir()
+    monkeypatch.setattr(own_ray, "joined", lambda: own)
+    return own
+
+
+@pytest.fixture
+def keeper(own):
+    """Its keeper; `close` is its death."""
+    with ExitStack() as stack:
+        lock = os.open(own.directory, os.O_RDONLY)
+        stack.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield stack
+
+
+def test_a_ray_of_our_own_is_lost_with_the_lock_of_its_keeper(own, keeper):
+    assert not own.is_lost
+    own.check()
+    keeper.close()
+    assert own.is_lost
+    with pytest.raises(ParticipantError, match=r"it was lost.*next save or load starts") as caught:
+        own.check(rank=3)
+    assert caught.value.rank == 3
+    own.remove()
+    assert own.is_lost
+    assert not Path(own.directory).exists()
+
+
+def test_of_a_ray_of_our_own_on_another_machine_nothing_is_known(own):
+    Path(own.directory).rmdir()
+    assert own.is_lost
+    assert not dataclasses.replace(own, machine="another").is_lost
+
+
+def test_a_call_that_would_wait_for_ever_ends_when_the_ray_of_our_own_is_lost(own, keeper):
+    began, never = threading.Event(), threading.Event()
+
+    def hang():
+        began.set()
+        never.wait()
+
+    def die():
+        began.wait()
+        keeper.close()
+
+    threading.Thread(target=die).start()
+    with pytest.raises(ParticipantError, match="it was lost"):
+        ray_calls.unless_lost(hang)()
+    never.set()
+
+
+def test_a_call_to_a_ray_of_our_own_that_lives_is_as_without_it(own, keeper):
+    assert ray_calls.unless_lost(lambda a, b: a + b)(1, b=2) == 3
+    with pytest.raises(KeyError):
+        ray_calls.unless_lost(lambda: {}[1])()
+
+
+def test_no_call_is_made_to_a_ray_of_our_own_that_is_lost(own, keeper):
+    keeper.close()
+    with pytest.raises(ParticipantError, match="it was lost"):
+        ray_calls.unless_lost(lambda: pytest.fail("it is called"))()
+    with pytest.raises(ParticipantError, match="it was lost"):
+        call_actor("x", lambda fresh: pytest.fail("it is reached"), failing, timeout_s=5.0)
+
+
+@pytest.mark.parametrize("error", [ParticipantError("shut down"), SystemExit(0)])
+def test_no_answer_of_a_ray_of_our_own_that_is_lost_is_no_disconnection(
+    connected, own, keeper, error
+):
+    connection = Connection("s", 0)
+    assert not connection.is_lost
+    keeper.close()
+    connected(None)
+    with pytest.raises(ParticipantError, match="it was lost"):
+        until_disconnected(failing(error), connection)(None)
+    with pytest.raises(ParticipantError, match="it was lost"):
+        connection.check()
 
 
 def test_the_outcome_of_a_save_that_was_left_is_unknown():
