@@ -26,6 +26,7 @@ class Connection:
         # Why here: a process that is alone has no need of Ray.
         from ray_dcp.runtime import hooks
 
+        hooks.survive_shutdown()
         self._who, self._rank = who, rank
         self._now = hooks.this_connection
         self._made_with = self._now()
