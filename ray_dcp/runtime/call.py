@@ -117,7 +117,8 @@ def check_ray(who: str, rank: int | None = None) -> None:
 
 def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) -> Any:
     try:
-        return send(actor)
+        with ray_calls.inside():
+            return send(actor)
     except Exception as error:
         # So does Ray call a handle that is of another cluster than the one it is connected to.
         if type(error) is Exception:

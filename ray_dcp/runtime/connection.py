@@ -26,6 +26,7 @@ class Connection:
         # Why here: a process that is alone has no need of Ray.
         from ray_dcp.runtime import hooks, own_ray
 
+        hooks.survive_shutdown()
         self._who, self._rank = who, rank
         self._own = own_ray.joined()
         self._now = hooks.this_connection

@@ -82,7 +82,7 @@ class GatheredCalls:
                 self._handle = gatherer_of(
                     self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
                 )
-            with hooks.starting_no_ray():
+            with hooks.starting_no_ray(), ray_calls.inside():
                 answer = self._handle.call.remote(request, caller, beats_s)
             while ray.is_initialized():
                 left_s = end_s - time.monotonic()
@@ -113,7 +113,9 @@ class GatheredCalls:
         """Looks whether the gatherer lives: one that is frozen is not asked again."""
         from ray_dcp.runtime import ray_calls
 
-        done, _ = ray_calls.wait([self._handle.pid.remote()], timeout=ALIVE_S)
+        with ray_calls.inside():
+            asked = self._handle.pid.remote()
+        done, _ = ray_calls.wait([asked], timeout=ALIVE_S)
         self._is_frozen = not done
         if not done:
             logger.warning("The gatherer of rank %d is frozen; it is not used again", self._rank)

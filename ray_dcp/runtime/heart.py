@@ -229,7 +229,8 @@ class _Beating:
         self._fresh, self._actor_id = False, hooks.id_of(actor)
         doings = tuple(vitals.doing for vitals in active)
         beat = Beat(heart._session, heart._rank, timeout_s, doings)
-        self._sent[actor.beat.remote(beat)] = now_s
+        with ray_calls.inside():
+            self._sent[actor.beat.remote(beat)] = now_s
         self._phases = [doing.phase for doing in doings]
 
     def _is_news(self, active: dict[Vitals, float]) -> bool:
@@ -243,7 +244,8 @@ class _Beating:
             new = vitals.stop not in watched and vitals.stop not in self._told
             if new and vitals.waits_for_others and vitals.key is not None:
                 actor = self._heart._reach(False)
-                ref = actor.watch.remote(vitals.key, self._heart._rank)
+                with ray_calls.inside():
+                    ref = actor.watch.remote(vitals.key, self._heart._rank)
                 self._watches[ref] = _Watch(vitals, vitals.stop)
 
     def _listen(self, wait_s: float) -> None:

@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import ray
+from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import InternalError
 from ray_dcp.runtime import own_ray, ray_calls
@@ -42,6 +43,7 @@ __all__ = [
     "signal_handlers_kept",
     "starting_no_ray",
     "store_bytes",
+    "survive_shutdown",
     "this_caller",
     "train_ranks",
     "uncaught_errors_untold",
@@ -120,6 +122,62 @@ def _ask_before_init() -> None:
     auto_init_hook.auto_init_ray = init_unless_asked_not_to
 
 
+CALLS_END_S = 10.0
+"""Seconds that `ray.shutdown` waits at most until no thread is in `ray_calls` any more. None needs
+so long but one that Ray itself keeps waiting, for a large value or a control store that hangs."""
+
+
+def survive_shutdown() -> None:
+    """Makes `ray.shutdown`, and Ray's own at exit, end no process whose threads still use Ray.
+
+    Problem: (1) a thread waits for an answer, as while it follows a save; (2) another one calls
+    `ray.shutdown`, which wakes it; (3) it drops its refs, or calls again; (4) Ray finds its core
+    worker gone and ends the process, by `_exit(1)`.
+
+    Design: between Ray's mark that it is disconnected and the end of its core worker, that one is
+    replaced by one that refuses, which Ray's refs take in silence, and the threads that are
+    inside are waited for. This holds for threads of the user as well, unless they wait inside.
+
+    Rejected: to replace `ray.shutdown`, which Ray has registered at exit, and others may have
+    imported, before.
+    """
+    _private("a shutdown that waits for calls", _refuse_after_disconnect)
+
+
+class _EndedCoreWorker:
+    """Stands for Ray's core worker while that one ends.
+
+    Args:
+        core_worker: Ray's.
+    """
+
+    def __init__(self, core_worker: Any) -> None:
+        self._core_worker = core_worker
+
+    def shutdown_driver(self) -> None:
+        """Ends it: what `ray.shutdown` calls next."""
+        self._core_worker.shutdown_driver()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RaySystemError(f"Ray is being shut down in this process, and can't {name} any more")
+
+
+@functools.cache
+def _refuse_after_disconnect() -> None:
+    from ray._private import worker
+
+    disconnect, driver = worker.disconnect, worker.SCRIPT_MODE
+
+    def disconnect_and_refuse(*arguments: Any, **options: Any) -> None:
+        disconnect(*arguments, **options)
+        mine = worker.global_worker
+        if mine.mode == driver and hasattr(mine, "core_worker"):
+            mine.core_worker = _EndedCoreWorker(mine.core_worker)
+            ray_calls.wait_until_left(CALLS_END_S)
+
+    worker.disconnect = disconnect_and_refuse
+
+
 def next_epoch(name: str) -> int:
     """Returns 1 more than the last time it was asked for this name, in this cluster.
 
@@ -194,7 +252,10 @@ def this_connection() -> tuple[str, str] | None:
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    return context.get_node_id(), context.get_job_id()
+    # Suppressed: another thread shuts it down meanwhile.
+    with suppress(RuntimeError, AttributeError, RaySystemError), ray_calls.inside():
+        return context.get_node_id(), context.get_job_id()
+    return None
 
 
 @dataclass(frozen=True)

@@ -224,8 +224,12 @@ class RayExchange:
     def _say(self, word: Word) -> bool:
         import ray
 
+        from ray_dcp.runtime import hooks, ray_calls
+
         try:
-            self._coordinator().hear.remote(word)
+            coordinator = self._coordinator()
+            with hooks.starting_no_ray(), ray_calls.inside():
+                coordinator.hear.remote(word)
         except (CheckpointError, ray.exceptions.RayError, ValueError) as error:
             logger.warning("The coordinator can't be told what was read: %s", error)
             return False
@@ -235,13 +239,15 @@ class RayExchange:
         """Hears what is new, until this rank leaves or nobody answers."""
         import ray
 
-        from ray_dcp.runtime import ray_calls
+        from ray_dcp.runtime import hooks, ray_calls
 
         seen = 0
         try:
             while not self._left:
                 word = Listen(self._key, self._rank, seen, LISTEN_S)
-                answer = self._coordinator().hear.remote(word)
+                coordinator = self._coordinator()
+                with hooks.starting_no_ray(), ray_calls.inside():
+                    answer = coordinator.hear.remote(word)
                 news = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
                 if news is None:
                     break

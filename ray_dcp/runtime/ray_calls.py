@@ -1,4 +1,4 @@
-"""Ray's calls as they are for a process that is connected: none of them starts a Ray.
+"""Ray's calls as they are for a process that is connected: none starts a Ray, or outlasts one.
 
 *Why*: Ray's public ones start a new cluster in a process that has none. A thread that follows a
 save would do so when another thread shuts Ray down between its look and its call, and then wait
@@ -6,6 +6,10 @@ for ever for an answer that the new cluster can't have. These raise `RaySystemEr
 
 What asks the control store would wait for ever, too, where that has died. Where it is that of a Ray
 of our own, `unless_lost` ends the wait.
+
+*Why* a count of the threads inside: Ray ends the whole process, by `_exit(1)`, when a thread is
+in its core worker while `ray.shutdown` takes it down. So `ray.shutdown` waits until nobody of this
+package is (`hooks.survive_shutdown`), and nobody stays longer than `SLICE_S` to wait.
 """
 
 from __future__ import annotations
@@ -14,16 +18,22 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import ParamSpec, TypeVar
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import ray
 
 from ray_dcp.errors import ParticipantError
 from ray_dcp.runtime import own_ray
 
-__all__ = ["get", "get_actor", "kill", "nodes", "put", "wait"]
+__all__ = ["get", "get_actor", "inside", "kill", "nodes", "put", "wait", "wait_until_left"]
+
+SLICE_S = 0.1
+"""Seconds that a thread which waits for an answer stays inside Ray at most; so much longer may
+`ray.shutdown` take."""
 
 LOOK_S = 0.5
 """How often a call that waits looks whether its Ray is lost, in seconds."""
@@ -74,9 +84,103 @@ def unless_lost(call: Callable[P, T]) -> Callable[P, T]:
 
 
 # Ray wraps each of them, by functools.wraps, in what starts a cluster.
-get = inspect.unwrap(ray.get)
-get_actor = unless_lost(inspect.unwrap(ray.get_actor))
-kill = unless_lost(inspect.unwrap(ray.kill))
-nodes = unless_lost(inspect.unwrap(ray.nodes))
-put = unless_lost(inspect.unwrap(ray.put))
-wait = inspect.unwrap(ray.wait)
+_get = inspect.unwrap(ray.get)
+_get_actor = inspect.unwrap(ray.get_actor)
+_kill = inspect.unwrap(ray.kill)
+_nodes = inspect.unwrap(ray.nodes)
+_put = inspect.unwrap(ray.put)
+_wait = inspect.unwrap(ray.wait)
+
+_changed = threading.Condition()
+_threads: Counter[int] = Counter()
+"""Which threads are inside, and how often. Changed under `_changed`."""
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Makes `ray.shutdown` wait for what this thread does here.
+
+    *Careful*: not around `wait` or `get`, which would come out no more between their slices.
+    """
+    me = threading.get_ident()
+    with _changed:
+        _threads[me] += 1
+    try:
+        yield
+    finally:
+        with _changed:
+            _threads[me] -= 1
+            if not _threads[me]:
+                del _threads[me]
+                _changed.notify_all()
+
+
+def wait_until_left(timeout_s: float) -> bool:
+    """Returns whether no thread but this one is inside, once that is so or time is over.
+
+    *Why* not this one: a signal handler may shut Ray down while its thread waits for an answer.
+    """
+    me = threading.get_ident()
+    with _changed:
+        return _changed.wait_for(lambda: not _threads.keys() - {me}, timeout_s)
+
+
+def get(refs: Any, timeout: float | None = None) -> Any:
+    """Returns what `ray.get` does."""
+    end_s = _end_s(timeout)
+    several = [refs] if isinstance(refs, ray.ObjectRef) else list(dict.fromkeys(refs))
+    if several:
+        wait(several, num_returns=len(several), timeout=timeout)
+    # *Careful*: not in slices. Each one that is over would have Ray throw away what has come of a
+    # large value from another node.
+    left_s = None if timeout is None else max(0.0, end_s - time.monotonic())
+    with inside():
+        return _get(refs, timeout=left_s)
+
+
+def wait(
+    refs: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Returns what `ray.wait` does; a value counts as soon as it is on any node."""
+    end_s = _end_s(timeout)
+    while True:
+        left_s = max(0.0, end_s - time.monotonic())
+        with inside():
+            done, others = _wait(
+                refs, num_returns=num_returns, timeout=min(left_s, SLICE_S), fetch_local=False
+            )
+        if len(done) >= num_returns or left_s <= SLICE_S:
+            return done, others
+
+
+def _end_s(timeout: float | None) -> float:
+    return float("inf") if timeout is None else time.monotonic() + timeout
+
+
+@unless_lost
+def put(value: Any) -> Any:
+    """Returns what `ray.put` does."""
+    with inside():
+        return _put(value)
+
+
+@unless_lost
+def get_actor(name: str, namespace: str | None = None) -> Any:
+    """Returns what `ray.get_actor` does."""
+    with inside():
+        return _get_actor(name, namespace)
+
+
+@unless_lost
+def kill(actor: Any, *, no_restart: bool = True) -> None:
+    """Does what `ray.kill` does."""
+    with inside():
+        _kill(actor, no_restart=no_restart)
+
+
+@unless_lost
+def nodes() -> list[dict[str, Any]]:
+    """Returns what `ray.nodes` does."""
+    with inside():
+        found: list[dict[str, Any]] = _nodes()
+        return found

@@ -213,8 +213,12 @@ class Session:
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
         Waits for nothing and never raises.
         """
-        with suppress(Exception):
-            self._reach(False).watch.remote(key, self.rank)
+        from ray_dcp.runtime import hooks, ray_calls
+
+        with suppress(Exception), hooks.starting_no_ray():
+            coordinator = self._reach(False)
+            with ray_calls.inside():
+                coordinator.watch.remote(key, self.rank)
 
     def withdraw(self, key: OpKey, reason: str) -> None:
         """Tells that this rank leaves an operation before its end.

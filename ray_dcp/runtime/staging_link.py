@@ -85,7 +85,7 @@ class Link:
     def post(self, method: str, *arguments: Any) -> None:
         """Tells the stager something; nobody waits for whether it came."""
         # Suppressed: that the stager is gone, or Ray, is found by the next call.
-        with suppress(Exception):
+        with suppress(Exception), hooks.starting_no_ray(), ray_calls.inside():
             check_ray(self.stager)
             getattr(self.handle, method).remote(*arguments)
 
@@ -144,7 +144,7 @@ class _Pulse:
                 raise StagerGone(f"{self._link.stager} has not answered for {silent_s:.0f} s")
         elif silent_s > self._silence_s / 4:
             # Suppressed: that the stager is gone is found by the call itself.
-            with suppress(RayError):
+            with suppress(RayError), ray_calls.inside():
                 self._asked = self._link.handle.ping.remote()
         return None
 

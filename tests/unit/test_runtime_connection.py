@@ -211,7 +211,7 @@ def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monke
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("name", ray_calls.__all__)
+@pytest.mark.parametrize("name", ["get", "get_actor", "kill", "nodes", "put", "wait"])
 def test_no_call_starts_a_ray(name):
     arguments = {"nodes": (), "get_actor": ("name", "namespace")}.get(name, ([],))
     with pytest.raises(RaySystemError, match="not been started"):
