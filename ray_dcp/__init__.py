@@ -77,18 +77,18 @@ if TYPE_CHECKING:
     from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
-    from ray_dcp.runtime.collecting import collect as collect
-    from ray_dcp.runtime.deleting import delete as delete
-    from ray_dcp.runtime.leftovers import CollectReport as CollectReport
-    from ray_dcp.runtime.metadata_later import write_metadata as write_metadata
-    from ray_dcp.runtime.outcome import outcome as outcome
+    from ray_dcp.runtime.garbage_collection import collect as collect
+    from ray_dcp.runtime.garbage_collection import delete as delete
+    from ray_dcp.runtime.records import CollectReport as CollectReport
+    from ray_dcp.runtime.records import write_metadata as write_metadata
     from ray_dcp.runtime.session import Session as Session
     from ray_dcp.runtime.session import connect as connect
-    from ray_dcp.runtime.workers import WorkerGroup as WorkerGroup
-    from ray_dcp.seam.per_rank import PerRank as PerRank
-    from ray_dcp.seam.report import LoadReport as LoadReport
+    from ray_dcp.runtime.tasks import outcome as outcome
+    from ray_dcp.runtime.worker_group import WorkerGroup as WorkerGroup
     from ray_dcp.stage.values import StagerOptions as StagerOptions
     from ray_dcp.store.location import Location as Location
+    from ray_dcp.torch_adapter.load_report import LoadReport as LoadReport
+    from ray_dcp.torch_adapter.per_rank import PerRank as PerRank
     from ray_dcp.view.checkpoint_view import CheckpointView as CheckpointView
     from ray_dcp.view.run_view import RunView as RunView
     from ray_dcp.view.run_view import open as open  # noqa: A004 - the contract's name
@@ -120,19 +120,19 @@ _HOMES: dict[str, str] = {
     "import_checkpoint": "ray_dcp.exporting",
     "connect": "ray_dcp.runtime.session",
     "Session": "ray_dcp.runtime.session",
-    "WorkerGroup": "ray_dcp.runtime.workers",
-    "LoadReport": "ray_dcp.seam.report",
-    "PerRank": "ray_dcp.seam.per_rank",
+    "WorkerGroup": "ray_dcp.runtime.worker_group",
+    "LoadReport": "ray_dcp.torch_adapter.load_report",
+    "PerRank": "ray_dcp.torch_adapter.per_rank",
     "SaveOptions": "ray_dcp.options",
     "LoadOptions": "ray_dcp.options",
     "open": "ray_dcp.view.run_view",
     "RunView": "ray_dcp.view.run_view",
     "verify": "ray_dcp.view.verify",
-    "outcome": "ray_dcp.runtime.outcome",
-    "collect": "ray_dcp.runtime.collecting",
-    "delete": "ray_dcp.runtime.deleting",
-    "write_metadata": "ray_dcp.runtime.metadata_later",
-    "CollectReport": "ray_dcp.runtime.leftovers",
+    "outcome": "ray_dcp.runtime.tasks",
+    "collect": "ray_dcp.runtime.garbage_collection",
+    "delete": "ray_dcp.runtime.garbage_collection",
+    "write_metadata": "ray_dcp.runtime.records",
+    "CollectReport": "ray_dcp.runtime.records",
     "Location": "ray_dcp.store.location",
     "CheckpointView": "ray_dcp.view.checkpoint_view",
     # torch's own types, by identity: plug-ins subclass them and `isinstance` must agree.

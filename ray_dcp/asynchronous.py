@@ -32,17 +32,15 @@ from ray_dcp.operations import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
-from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.connection import Disconnected, shut_down_meanwhile, until_disconnected
-from ray_dcp.runtime.keeping import Keeping, keeping_of
-from ray_dcp.runtime.rank import drive
-from ray_dcp.runtime.rank_captured import Captured
-from ray_dcp.runtime.rank_join import join_save
-from ray_dcp.runtime.unchanged import Unchanged
-from ray_dcp.seam.decision import FOREIGN, Decision
-from ray_dcp.seam.lazy_metadata import CommittedMetadata
-from ray_dcp.seam.state import stateful_to_state_dict
+from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
+from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
+from ray_dcp.runtime.staging_backend import StagingBackend, keeping_of
+from ray_dcp.torch_adapter.dispatch import FOREIGN, Route
+from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
+from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
 __all__ = ["run_async_save"]
 
@@ -50,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_async_save(
-    decision: Decision,
+    decision: Route,
     session: RankSession,
     state_dict: Mapping[str, Any],
     options: SaveOptions | None,
@@ -99,7 +97,7 @@ class _Save:
     """One save on this rank: what its handle asks, and its thread."""
 
     def __init__(
-        self, handle: SaveHandle, decision: Decision, session: RankSession, options: SaveOptions
+        self, handle: SaveHandle, decision: Route, session: RankSession, options: SaveOptions
     ) -> None:
         self._handle = handle
         self._decision = decision
@@ -178,7 +176,7 @@ class _Save:
 class _NativeSave(_Save):
     """A save whose bytes ray_dcp stages itself."""
 
-    _keeping: Keeping | None = None
+    _keeping: StagingBackend | None = None
     _key: OpKey | None = None
 
     def cancel(self) -> bool:
@@ -273,7 +271,7 @@ class _StagedByUser(_Save):
     def __init__(
         self,
         handle: SaveHandle,
-        decision: Decision,
+        decision: Route,
         session: RankSession,
         options: SaveOptions,
         checkpoint_id: CheckpointId | None,

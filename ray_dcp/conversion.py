@@ -1,4 +1,15 @@
-"""Checkpoints into other formats and back, streaming: `torch.save` files, safetensors, plain dicts.
+"""Checkpoints into other formats and back, part by part.
+
+What a checkpoint holds, name by name, for those who make a state dict of it without targets.
+
+What conversions read of a checkpoint: what is stored, and the tensors, part by part.
+
+Whoever wants to be told how far it is gets several loads of one checkpoint instead of one load;
+that it was one and the same is looked at in the end.
+
+A save planner that casts floating tensors on the way, one at a time.
+
+Checkpoints into other formats and back, streaming: `torch.save` files, safetensors, plain dicts.
 
 Tensors are read straight into the mapped pages of the new file, or written straight from those of
 the old one: memory holds neither whole, whatever its size.
@@ -6,47 +17,336 @@ the old one: memory holds neither whole, whatever its size.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.serialization import set_default_mmap_options, skip_data
 
-from ray_dcp.entrypoints import save
+from ray_dcp.core.values import ChunkTable, Kind, NamePath
+from ray_dcp.entrypoints import load, save
 from ray_dcp.errors import (
+    DamagedCheckpointError,
     InvalidRequestError,
     StateDictError,
     UnsupportedValueError,
 )
-from ray_dcp.extraction import Progress, Told, bytes_of, check_stands, read_into, stored_in
-from ray_dcp.format.safetensors_frame import ALL_CODES, header, packed
+from ray_dcp.format.safetensors import ALL_CODES, header, packed
+from ray_dcp.io.checkpoint import find_checkpoint, read_checkpoint
+from ray_dcp.io.consolidation import file_name, write_index
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
-from ray_dcp.seam.casting import CastingSavePlanner
-from ray_dcp.seam.flatten import flatten
-from ray_dcp.seam.stored import (
-    Stored,
-    chosen,
-    get_by_path,
-    nested,
-)
-from ray_dcp.seam.tensors import dtype_name
-from ray_dcp.seam.torch_files import fill_storages, load_torch_file
-from ray_dcp.transfer.consolidation import file_name, write_index
+from ray_dcp.store.opening import Told, open_storage
+from ray_dcp.torch_adapter.dispatch import FOREIGN, decide_load
+from ray_dcp.torch_adapter.flatten import flatten, renamer, set_by_path
+from ray_dcp.torch_adapter.objects import fill_storages, load_torch_file
+from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of
 
 __all__ = [
+    "CastingSavePlanner",
+    "Progress",
+    "Stored",
+    "Told",
+    "bytes_of",
+    "check_stands",
+    "chosen",
     "dcp_to_safetensors",
     "dcp_to_torch_save",
+    "get_by_path",
+    "matches",
+    "nested",
+    "read_into",
     "read_state_dict",
+    "stored_in",
+    "stored_in_metadata",
+    "stored_in_table",
     "torch_save_to_dcp",
 ]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor or object of a checkpoint, and what is to become of it."""
+
+    name: str
+    """In the checkpoint."""
+    path: NamePath
+    """Where it sits in the new state dict."""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    """Of the new tensor; None for objects."""
+
+    @property
+    def fqn(self) -> str:
+        """Its dotted name in the new state dict."""
+        return ".".join(map(str, self.path))
+
+
+def stored_in_table(table: ChunkTable) -> list[Stored]:
+    """Returns what a chunk table tells.
+
+    Args:
+        table: Of a committed checkpoint, ours or stock DCP's.
+    """
+    found = []
+    for number, (name, path) in enumerate(zip(table.names, table.paths, strict=True)):
+        shape = tuple(table.shape[number, : table.ndim[number]].tolist())
+        if table.kind[number] == Kind.OBJECT:
+            found.append(Stored(name, path or (name,)))
+        else:
+            dtype = dtype_of(table.dtypes[table.dtype[number]], fqn=name)
+            found.append(Stored(name, path or (name,), shape, dtype))
+    return found
+
+
+def stored_in_metadata(metadata: Metadata) -> list[Stored]:
+    """Returns what the metadata of a third party's reader tells.
+
+    Args:
+        metadata: As `StorageReader.read_metadata` gives it.
+    """
+    paths: Mapping[str, Any] = metadata.planner_data or {}
+    found = []
+    for name, entry in metadata.state_dict_metadata.items():
+        path = tuple(paths.get(name) or (name,))
+        if isinstance(entry, TensorStorageMetadata):
+            found.append(Stored(name, path, tuple(entry.size), entry.properties.dtype))
+        else:
+            found.append(Stored(name, path))
+    return found
+
+
+def chosen(
+    stored: Sequence[Stored],
+    include: Sequence[str] = (),
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Stored]:
+    """Returns a part of a checkpoint, under other names and of another dtype.
+
+    Args:
+        stored: All of it.
+        include: Shell patterns of names; everything if none is given.
+        key_map: See `LoadOptions.key_map`. What gets another name sits at its dots.
+        dtype: Of floating tensors; their own if None.
+
+    Raises:
+        InvalidRequestError: Nothing is left, or two get one name.
+    """
+    rename = renamer(key_map) if key_map is not None else None
+    kept: dict[str, Stored] = {}
+    for each in stored:
+        if not matches(each.name, include):
+            continue
+        new = each
+        if rename is not None:
+            name = rename(each.name)
+            if name is None:
+                continue
+            new = each if name == each.name else replace(each, path=tuple(name.split(".")))
+        if dtype is not None and new.dtype is not None and new.dtype.is_floating_point:
+            new = replace(new, dtype=dtype)
+        if new.fqn in kept:
+            raise InvalidRequestError(
+                f"{kept[new.fqn].name!r} and {each.name!r} would both be {new.fqn!r}; give each a "
+                f"name of its own",
+                key=each.name,
+            )
+        kept[new.fqn] = new
+    if stored and not kept:
+        raise InvalidRequestError(
+            f"nothing of the checkpoint is left: expected some of {len(stored)} names such as "
+            f"{stored[0].name!r} to match {list(include)}",
+            key="include",
+        )
+    return list(kept.values())
+
+
+def matches(name: str, include: Sequence[str]) -> bool:
+    """Whether a name is asked for.
+
+    Example:
+        >>> matches("model.w", ["model.*"]), matches("step", ["model.*"]), matches("step", [])
+        (True, False, True)
+    """
+    return not include or any(fnmatchcase(name, pattern) for pattern in include)
+
+
+def nested(values: Mapping[NamePath, Any]) -> dict[Any, Any]:
+    """Returns the state dict with values at their paths.
+
+    Raises:
+        DamagedCheckpointError: Two paths contradict each other, or ask for an impossible list.
+    """
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        set_by_path(root, path, value)
+    return root
+
+
+def get_by_path(root: Any, path: NamePath) -> Any:
+    """Returns what `nested` put at a path."""
+    for part in path:
+        root = root[getattr(part, "key", part)]
+    return root
+
+
+_PART_BYTES = 1 << 30
+"""Whoever wants to be told how far it is, is told after each load of so much."""
+
+
+def stored_in(
+    checkpoint_id: CheckpointId | None, reader: StorageReader | None
+) -> tuple[list[Stored], bytes]:
+    """Returns what is stored, and the record of the checkpoint; of a third party's, no record.
+
+    Args:
+        checkpoint_id: As for `load`.
+        reader: `storage_reader`, as for `load`.
+
+    Raises:
+        CheckpointError: As `load` does.
+    """
+    decision = decide_load(None, reader, checkpoint_id)
+    if decision.path != FOREIGN and decision.target is not None:
+        checkpoint = read_checkpoint(open_storage(decision.target), checks_later=True)
+        return stored_in_table(checkpoint.table), checkpoint.record
+    if checkpoint_id is not None:
+        decision.storage.reset(checkpoint_id)
+    return stored_in_metadata(decision.storage.read_metadata()), b""
+
+
+def check_stands(checkpoint_id: CheckpointId, record: bytes) -> None:
+    """Checks that the loads of a conversion were all of one checkpoint: each opens it anew.
+
+    Args:
+        checkpoint_id: Of which was read.
+        record: What `stored_in` told.
+
+    Raises:
+        DamagedCheckpointError: It was replaced meanwhile.
+    """
+    if record and find_checkpoint(open_storage(checkpoint_id)).record != record:
+        raise DamagedCheckpointError(
+            f"expected the checkpoint that was in {checkpoint_id} at first, found another one: it "
+            f"was replaced meanwhile, and nothing was written; run it again"
+        )
+
+
+class Progress:
+    """Adds up what was read, for one who wants to be told.
+
+    Args:
+        told: Is called with bytes read and in all; None if nobody wants to know.
+        tensors: Everything that will be read.
+    """
+
+    def __init__(self, told: Told | None, tensors: Iterable[Stored | torch.Tensor]) -> None:
+        self.told = told
+        self._done, self._total = 0, sum(map(bytes_of, tensors))
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tells that these were read, too."""
+        self._done += sum(map(bytes_of, tensors))
+        if self.told is not None:
+            self.told(self._done, self._total)
+
+
+def read_into(
+    flat: dict[str, Any],
+    checkpoint_id: CheckpointId | None,
+    reader: StorageReader | None,
+    options: LoadOptions | None,
+    progress: Progress | None = None,
+) -> None:
+    """Loads into tensors, in place, and into a dict, whose objects are replaced.
+
+    Args:
+        flat: By FQN.
+        checkpoint_id: As for `load`.
+        reader: `storage_reader`, as for `load`.
+        options: As for `load`.
+        progress: Is told about each part; what is loaded with it is tensors alone.
+
+    Raises:
+        CheckpointError: As `load` does.
+    """
+    if progress is not None and progress.told is not None:
+        for part in _parts(flat):
+            read_into(part, checkpoint_id, reader, options)
+            progress.add(part.values())
+        return
+    options = options or LoadOptions()
+    if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
+        # Why: what differs was asked for.
+        options = replace(options, dtype="cast")
+    load(
+        flat, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
+    )  # fmt: skip
+
+
+def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    part: dict[str, Any] = {}
+    num_bytes = 0
+    for name, tensor in flat.items():
+        part[name] = tensor
+        num_bytes += bytes_of(tensor)
+        if num_bytes >= _PART_BYTES:
+            yield part
+            part, num_bytes = {}, 0
+    if part:
+        yield part
+
+
+def bytes_of(stored: Stored | torch.Tensor) -> int:
+    """Returns the length of a tensor, in bytes."""
+    return prod(stored.shape) * (stored.dtype or torch.uint8).itemsize
+
+
+class CastingSavePlanner(DefaultSavePlanner):
+    """Saves floating tensors as another dtype.
+
+    Args:
+        dtype: Of what is saved.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def create_local_plan(self) -> SavePlan:
+        """Plans what the cast tensors will be."""
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[self._cast(item) for item in plan.items])
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
+        """Casts a tensor when its bytes are wanted."""
+        made = super().transform_object(write_item, object)
+        if isinstance(made, torch.Tensor) and made.is_floating_point():
+            return made.to(self._dtype)
+        return made
+
+    def _cast(self, item: WriteItem) -> WriteItem:
+        data = item.tensor_data
+        if data is None or not data.properties.dtype.is_floating_point:
+            return item
+        properties = dataclasses.replace(data.properties, dtype=self._dtype)
+        return dataclasses.replace(
+            item, tensor_data=dataclasses.replace(data, properties=properties)
+        )
 
 
 def read_state_dict(

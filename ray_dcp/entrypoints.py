@@ -21,13 +21,11 @@ from ray_dcp.handle import SaveHandle
 from ray_dcp.loading import run_load, run_load_newest
 from ray_dcp.operations import CheckpointId, StateDict, run_save, session_for
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.newest import StepRange
-from ray_dcp.seam.arguments import check_planner
-from ray_dcp.seam.decision import FOREIGN
-from ray_dcp.seam.operation_log import OperationLog
-from ray_dcp.seam.paths import decide_load, decide_save
-from ray_dcp.seam.report import LoadReport
+from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.store.opening import absolute_target
+from ray_dcp.torch_adapter.dispatch import FOREIGN, check_planner, decide_load, decide_save
+from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.operation_log import OperationLog
 
 __all__ = ["async_save", "load", "load_newest", "load_state_dict", "save", "save_state_dict"]
 

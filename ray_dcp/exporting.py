@@ -17,19 +17,18 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
     CheckpointNotFoundError,
     InvalidRequestError,
     StorageError,
     UnsupportedValueError,
 )
-from ray_dcp.format.dtypes import ITEMSIZE
+from ray_dcp.io.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage
-from ray_dcp.store.watching import Told, watched
-from ray_dcp.transfer.copying import check_free, copy_checkpoint, plan_copy
+from ray_dcp.store.opening import Told, open_storage, watched
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.wording import size_text
@@ -316,7 +315,7 @@ def _is_copy(view: CheckpointView, include: Sequence[str], dtype: str | None) ->
 
 def _with_metadata(path: Path) -> None:
     if not (path / ".metadata").exists():
-        from ray_dcp.runtime.metadata_later import write_metadata
+        from ray_dcp.runtime.records import write_metadata
 
         write_metadata(path)
 
@@ -385,7 +384,7 @@ def _torch_dtype(dtype: str | None) -> Any:
     name = _dtype_name(dtype)
     if name is None:
         return None
-    from ray_dcp.seam.tensors import dtype_of
+    from ray_dcp.torch_adapter.tensors import dtype_of
 
     return dtype_of(name)
 

@@ -13,26 +13,31 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
+from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
-from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.kept import NodeMemory, memory_of
-from ray_dcp.runtime.newest import StepRange, load_newest_rank
-from ray_dcp.runtime.peers import Peers, peers_of
-from ray_dcp.runtime.rank import LoadResult, LoadWork, drive, load_rank
-from ray_dcp.seam.decision import FOREIGN, HOOKS, NATIVE, Decision
-from ray_dcp.seam.foreign import foreign_load
-from ray_dcp.seam.lazy_metadata import metadata_of
-from ray_dcp.seam.operation_log import OperationLog
-from ray_dcp.seam.paths import decide_load
-from ray_dcp.seam.per_rank import refuse_per_rank
-from ray_dcp.seam.planner_load import targets_with_planner
-from ray_dcp.seam.report import LoadReport
-from ray_dcp.seam.targets import plan_targets
-from ray_dcp.seam.torch_save_reader import TorchSaveReader
-from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
+from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.rank_load import (
+    LoadResult,
+    LoadWork,
+    StepRange,
+    drive,
+    load_newest_rank,
+    load_rank,
+)
+from ray_dcp.runtime.shared_reads import Peers, peers_of
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
+from ray_dcp.torch_adapter.foreign import foreign_load
+from ray_dcp.torch_adapter.lazy_metadata import metadata_of
+from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.operation_log import OperationLog
+from ray_dcp.torch_adapter.per_rank import refuse_per_rank
+from ray_dcp.torch_adapter.planner_load import targets_with_planner
+from ray_dcp.torch_adapter.targets import plan_targets
+from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
 
 __all__ = ["run_load", "run_load_newest"]
 
@@ -43,7 +48,7 @@ LoadSteps = Generator[Request, Reply, LoadReport]
 
 
 def run_load(
-    decision: Decision,
+    decision: Route,
     session: RankSession,
     state_dict: StateDict,
     options: LoadOptions | None,
@@ -152,7 +157,7 @@ def run_load_newest(
 
 
 def _load_steps(
-    decision: Decision,
+    decision: Route,
     session: Activity,
     state_dict: StateDict,
     options: LoadOptions,
@@ -256,7 +261,7 @@ def _await_staged(
         memory.await_staged(url, options.plan_timeout_s, session.vitals.stop)
 
 
-def _check_simple(decision: Decision, state_dict: StateDict, options: LoadOptions) -> None:
+def _check_simple(decision: Route, state_dict: StateDict, options: LoadOptions) -> None:
     """Raises where a plug-in decides what goes where, and so nobody would look at a choice."""
     chosen = options.choices
     if decision.path == FOREIGN and options.strict:

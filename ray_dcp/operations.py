@@ -16,19 +16,18 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
-from ray_dcp.runtime.accounts import Account
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.rank import drive, save_rank
+from ray_dcp.runtime.metrics import Account
+from ray_dcp.runtime.rank_load import drive, save_rank
 from ray_dcp.runtime.session import current_session
-from ray_dcp.seam.capture import Capture, capture
-from ray_dcp.seam.decision import FOREIGN, HOOKS, Decision
-from ray_dcp.seam.foreign import foreign_save
-from ray_dcp.seam.lazy_metadata import CommittedMetadata
-from ray_dcp.seam.measuring import check_measurable, measured
-from ray_dcp.seam.operation_log import OperationLog
-from ray_dcp.seam.planner_hooks import capture_with_planner
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.torch_adapter.capture import Capture, capture, check_measurable, measured
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
+from ray_dcp.torch_adapter.foreign import foreign_save
+from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
+from ray_dcp.torch_adapter.operation_log import OperationLog
+from ray_dcp.torch_adapter.planner_save import capture_with_planner
 
 __all__ = [
     "CheckpointId",
@@ -80,7 +79,7 @@ class RankSession(RankCalls, Protocol):
 
 
 def run_save(
-    decision: Decision,
+    decision: Route,
     session: RankSession,
     state_dict: Mapping[str, Any],
     options: SaveOptions | None,
@@ -126,7 +125,7 @@ def run_save(
 
 
 def _run_save(
-    decision: Decision,
+    decision: Route,
     session: RankSession,
     state_dict: Mapping[str, Any],
     options: SaveOptions,
@@ -177,7 +176,7 @@ def _text(checkpoint_id: CheckpointId | None) -> str | None:
 
 
 def capture_of(
-    decision: Decision,
+    decision: Route,
     session: RankCalls,
     state_dict: Mapping[str, Any],
     options: SaveOptions,
@@ -219,7 +218,7 @@ def capture_of(
 
 
 def _planned_by_user(
-    decision: Decision,
+    decision: Route,
     session: RankCalls,
     state_dict: Mapping[str, Any],
     options: SaveOptions,
@@ -264,7 +263,7 @@ def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankS
     return InlineSession() if session is None else session
 
 
-def target_of(decision: Decision) -> Target:
+def target_of(decision: Route) -> Target:
     """Returns where a decision saves to or loads from.
 
     Raises:

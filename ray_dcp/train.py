@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray_dcp.integrations.train.callback import SaveBeforeResize as SaveBeforeResize
     from ray_dcp.integrations.train.checkpointer import Checkpointer as Checkpointer
-    from ray_dcp.integrations.train.making import checkpointer as checkpointer
+    from ray_dcp.integrations.train.checkpointer import checkpointer as checkpointer
 
 _HOMES = {
     "Checkpointer": "ray_dcp.integrations.train.checkpointer",
     "SaveBeforeResize": "ray_dcp.integrations.train.callback",
-    "checkpointer": "ray_dcp.integrations.train.making",
+    "checkpointer": "ray_dcp.integrations.train.checkpointer",
 }
 
 __all__ = ["Checkpointer", "SaveBeforeResize", "checkpointer"]

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.keeping import warm_process
-from ray_dcp.runtime.rank_captured import Captured
-from ray_dcp.runtime.rehearsal import begin_rehearsal
-from ray_dcp.seam.capture import capture
-from ray_dcp.seam.device_copy import pin_for
-from ray_dcp.seam.state import stateful_to_state_dict
+from ray_dcp.runtime.inline import InlineSession, begin_rehearsal
+from ray_dcp.runtime.rank_save import Captured
+from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.values import StagerOptions
+from ray_dcp.torch_adapter.capture import capture
+from ray_dcp.torch_adapter.device_copy import pin_for
+from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
 __all__ = ["share_bytes", "warm_staging", "warm_up"]
 
@@ -107,7 +106,7 @@ def warm_staging(
 def _get_ready(session: Any) -> None:
     """Returns when this process and the coordinator have loaded what a save needs."""
     # Why here: a process that is alone has no need of Ray.
-    from ray_dcp.runtime.coordinator_handle import await_ready
+    from ray_dcp.runtime.coordinator import await_ready
 
     here = begin_rehearsal(_captured, modules=_MODULES)
     await_ready(session.coordinator(), READY_S)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ray_dcp
 from ray_dcp.errors import LimitError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime import kept
+from ray_dcp.runtime import memory_tier
 from ray_dcp.runtime.session import Session, current_session
 from tests.attempts import Attempt, attempt
 from tests.held_writes import hold_writes
@@ -262,7 +262,7 @@ def kept_is(
         **options: Of the load.
     """
 
-    is_open = kept._is_open
+    is_open = memory_tier._is_open
 
     def found_open(one: Any) -> bool:
         found: bool = is_open(one)
@@ -275,10 +275,10 @@ def kept_is(
         with ExitStack() as stack:
             if unreachable:
                 no = LimitError("another machine")
-                stack.enter_context(patch.object(kept.Arena, "open", side_effect=no))
-                stack.enter_context(patch.object(kept, "FETCH_BYTES", 1 << 20))
+                stack.enter_context(patch.object(memory_tier.Arena, "open", side_effect=no))
+                stack.enter_context(patch.object(memory_tier, "FETCH_BYTES", 1 << 20))
             if opens:
-                stack.enter_context(patch.object(kept, "_is_open", found_open))
+                stack.enter_context(patch.object(memory_tier, "_is_open", found_open))
             report = ray_dcp.load(loaded, checkpoint_id=path, options=LoadOptions(**options))
         assert loaded["log"] == {"step": step}
         assert _equal(loaded, expected)
@@ -291,7 +291,7 @@ def scribble(attempt_id: str) -> bool:
     """Overwrites what this node keeps of an attempt in memory; returns whether it keeps some."""
     staging = current_session().staging()
     found = ray.get(staging.link().handle.kept.remote(attempt_id))
-    arena = kept.Arena.open(found.address)
+    arena = memory_tier.Arena.open(found.address)
     for file in found.files:
         for slot in file.slots:
             arena.slot_array(slot.index)[:] ^= 255

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.grouping import offsets_of
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.format.manifest import FileEntry, Manifest, encode_record, record_key
 from ray_dcp.format.table import encode_table
-from ray_dcp.plan.grouping import offsets_of
-from ray_dcp.plan.values import ChunkTable
 
 ROW_BYTES = 4096
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import read_checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView
 
 

@@ -22,7 +22,7 @@ from tests.exchange_cases import DTYPES, blanks, differences, layouts, nested, o
 
 def cases() -> dict[str, dict[str, Any]]:
     """Returns state dicts by name: one for every dtype that this torch stores, and some more."""
-    from ray_dcp.format.dtypes import ITEMSIZE
+    from ray_dcp.core.dtypes import ITEMSIZE
 
     storable = [name for name in DTYPES if name in ITEMSIZE and not name.startswith("bits")]
     states: dict[str, dict[str, Any]] = {

@@ -4,11 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from ray_dcp.format.checksums import block_bytes_for_many, num_blocks_many
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.table_groups import encode_groups
-from ray_dcp.format.table_index import group_bounds
-from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.core.checksums import block_bytes_for_many, num_blocks_many
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.format.table import encode_groups, group_bounds
 
 
 def table_of(tensors, *, files=("__0_0.a1.distcp",), checks=True, seed=0):

@@ -7,22 +7,26 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import CheckpointError
+from ray_dcp.protocol.aggregation import (
+    Batch,
+    BatchedReplies,
+    BatchWindow,
+    MessageBatch,
+    is_gathered,
+)
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.gathering import Gathering, is_gathered
 from ray_dcp.protocol.messages import Request
-from ray_dcp.protocol.together import Batch, Together, Told
-from ray_dcp.runtime.inline import RankResult
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.shell import Shell, Time
+from ray_dcp.runtime.inline import RankResult, Shell, Time
+from ray_dcp.runtime.tasks import new_attempt, perform
 
 
 @dataclass
 class _Group:
     ranks: range
-    gathering: Gathering
+    gathering: BatchWindow
     is_dead: bool = False
-    outbox: list[Together] = field(default_factory=list)
-    asking: list[tuple[Together, Batch]] = field(default_factory=list)
+    outbox: list[MessageBatch] = field(default_factory=list)
+    asking: list[tuple[MessageBatch, Batch]] = field(default_factory=list)
     asked: dict[int, Request] = field(default_factory=dict)
 
 
@@ -40,7 +44,7 @@ class Gathered:
             epoch=1, new_attempt=new_attempt, clock=self.time
         )
         self.shell = Shell(self.coordination, performer, self.time)
-        self.groups = [_Group(ranks, Gathering(ranks, self.time)) for ranks in groups]
+        self.groups = [_Group(ranks, BatchWindow(ranks, self.time)) for ranks in groups]
         self.messages, self.direct, self.together = Counter(), Counter(), []
 
     def run(self, ranks, choose=lambda count: 0, kill=lambda group: False):
@@ -136,7 +140,7 @@ class Gathered:
             for message, batch in [*group.asking]:
                 if batch.told:
                     group.asking.remove((message, batch))
-                    self._told(group, message, Told(tuple(batch.told)), batch.waiting)
+                    self._told(group, message, BatchedReplies(tuple(batch.told)), batch.waiting)
 
     def _told(self, group, message, told, left):
         told = pickle.loads(pickle.dumps(told))

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from ray_dcp.runtime.session import Session
-from ray_dcp.store import local_writer
+from ray_dcp.store import local
 from tests.polling import eventually
 
 __all__ = ["hold_writes"]
@@ -24,10 +24,10 @@ def hold_writes(session: Session, gate: Path) -> None:
 
 
 def _hold(_stager: Any, gate: str) -> None:
-    real = local_writer._pwrite
+    real = local._pwrite
 
     def held(*arguments: Any) -> int:
         assert eventually(Path(gate).exists), f"nobody made {gate}"
         return real(*arguments)
 
-    local_writer._pwrite = held
+    local._pwrite = held

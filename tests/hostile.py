@@ -42,12 +42,12 @@ from ray_dcp.format.manifest import (
     decode_record,
     encode_record,
 )
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.format.safetensors_frame import parse_header, saved_offsets
+from ray_dcp.format.metadata import decode_metadata
+from ray_dcp.format.safetensors import parse_header, saved_offsets
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.format.torch_items import parse_torch_save
-from ray_dcp.seam.objects import load_object
+from ray_dcp.torch_adapter.objects import load_object
 from tests.format_cases import mixed_table
 
 LIMIT_S = 60
@@ -805,7 +805,7 @@ HEADERS: dict[str, Callable[[], bytes]] = {
 
 
 def signed(body: bytes) -> bytes:
-    from ray_dcp.format.checksums import digest_bytes
+    from ray_dcp.core.checksums import digest_bytes
 
     return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
 

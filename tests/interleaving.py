@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.paths import TEMP_PREFIX
+from ray_dcp.store.storage import TEMP_PREFIX
 
 PATIENCE_S = 60
 

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 
-from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.reading import Wanted
-from ray_dcp.plan.values import Kind
+from ray_dcp.core.values import Kind
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.memory import MemoryStorage
 from tests.plan_cases import Case, Piece, Tensor, truth, write
 

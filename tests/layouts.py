@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import peers
+from ray_dcp.runtime import shared_reads
 
 LAYOUTS = ("row", "column", "2-D", "replicated")
 
@@ -103,7 +103,7 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
         rank: Who fails.
         does: `"dies"`, `"refuses"` (says so) or `"says nothing"`.
     """
-    real, patience = peers.RayExchange.offer, peers.PATIENCE_S
+    real, patience = shared_reads.RayTransport.offer, shared_reads.PATIENCE_S
 
     def offer(self: Any, unit: int, ranks: int, data: memoryview) -> memoryview | None:
         if does == "dies":
@@ -111,12 +111,12 @@ def load_while_one(path: Any, told: str, rank: int, does: str) -> Loaded | None:
         return memoryview(bytes(data)) if does == "says nothing" else None
 
     try:
-        peers.PATIENCE_S = 2.0 if does == "says nothing" else patience
+        shared_reads.PATIENCE_S = 2.0 if does == "says nothing" else patience
         if dist.get_rank() == rank:
-            peers.RayExchange.offer = offer  # type: ignore[method-assign]
+            shared_reads.RayTransport.offer = offer  # type: ignore[method-assign]
         return load_layout(path, "replicated")
     except CheckpointError as error:
         Path(told, str(dist.get_rank())).write_text(f"{type(error).__name__} {error.rank}")
         return None
     finally:
-        peers.RayExchange.offer, peers.PATIENCE_S = real, patience  # type: ignore[method-assign]
+        shared_reads.RayTransport.offer, shared_reads.PATIENCE_S = real, patience  # type: ignore[method-assign]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ray_dcp.manager.catalogue import look
-from ray_dcp.manager.places import Root
-from ray_dcp.manager.processes import this_process
+from ray_dcp.manager.catalogue import Root, look
+from ray_dcp.manager.leases import LEASE_S, this_process
 from ray_dcp.manager.settings import make_settings
 from ray_dcp.manager.writer import Writer
-from ray_dcp.manager.writing import LEASE_S
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageTraits

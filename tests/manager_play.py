@@ -25,13 +25,12 @@ import ray_dcp
 from ray_dcp.cli.main import main as command_line
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, decode_record, slot_of
-from ray_dcp.manager.places import Root
-from ray_dcp.manager.processes import this_process
-from ray_dcp.manager.reading import Lease
+from ray_dcp.io.records import read_slots
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.leases import Lease, this_process
 from ray_dcp.manager.writer import Writer
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.transfer.slots import read_slots
 from tests.interleaving import SteppedStorage, World
 from tests.manager_places import settings
 from tests.numpy_ranks import loads_whole, save

@@ -8,13 +8,12 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from ray_dcp.format.checksums import block_bytes_for, block_checks, digest
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.end_checks import end_checks
-from ray_dcp.format.frames import torch_save_frame
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns, FilePlan, GlobalPlan, Kind
+from ray_dcp.core.checksums import block_bytes_for, block_checks, digest, end_checks
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import Columns, FilePlan, GlobalPlan, Kind
+from ray_dcp.format.torch_items import torch_save_frame
+from ray_dcp.planning.global_plan import rank_plan
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 
 DTYPES = ("float32", "bfloat16", "uint8", "complex64", "float8_e4m3fn")

@@ -7,9 +7,9 @@ from itertools import count
 
 import numpy as np
 
+from ray_dcp.core.values import ChunkTable, GlobalPlan, RankPlan
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan.values import ChunkTable, GlobalPlan, RankPlan
 from ray_dcp.protocol.commands import (
     Answer,
     Arm,

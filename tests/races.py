@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ray_dcp.format.manifest import AbortRecord, encode_record
 from ray_dcp.protocol.commands import CreateRecord, RecordCreated, SlotTaken
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from ray_dcp.store.storage import Storage

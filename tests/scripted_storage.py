@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ray_dcp.store.faults import Call, Fault, Script
+from ray_dcp.store.fault_injection import Call, Fault, Script
 
 __all__ = ["ChangeScript"]
 

@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.values import Columns, RankPlan
+from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns, RankPlan
+from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.protocol.messages import FileReceipt, Target
-from ray_dcp.stage.filling import HostFiller, fill_window
+from ray_dcp.stage.copying import HostFiller, fill_window
 from ray_dcp.stage.jobs import Channel
-from ray_dcp.stage.layout import plan_digest
-from ray_dcp.stage.spool import Spool
 from ray_dcp.stage.values import StageKey, StageOrder
+from ray_dcp.stage.windows import plan_digest
+from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.writer import write_part
 
 MIB = 1 << 20
 
@@ -111,7 +110,7 @@ def same_files(one: Target, other: Target) -> bool:
 class Rank:
     """A rank that hands a share to a spool in this process, step by step."""
 
-    spool: Spool
+    spool: WriteQueue
     channel: Channel
     share: Share
     order: StageOrder
@@ -125,7 +124,7 @@ class Rank:
 
     def fill(self, *, deliver: bool = True) -> None:
         """Fills the next window, after waiting for its slot."""
-        from ray_dcp.stage.layout import lay_out_windows
+        from ray_dcp.stage.windows import lay_out_windows
 
         layout = lay_out_windows(
             self.share.plan, self.order.deferred_bytes, self.order.window_bytes
@@ -145,7 +144,7 @@ class Rank:
 
     @property
     def num_windows(self) -> int:
-        from ray_dcp.stage.layout import lay_out_windows
+        from ray_dcp.stage.windows import lay_out_windows
 
         return lay_out_windows(
             self.share.plan, self.order.deferred_bytes, self.order.window_bytes

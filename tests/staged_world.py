@@ -11,9 +11,9 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.values import RankPlan
 from ray_dcp.protocol.commands import (
     Answer,
     Answers,
@@ -26,7 +26,7 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import (
-    Noted,
+    Ack,
     PartsHeld,
     PartsWritten,
     Reply,
@@ -145,7 +145,7 @@ class StagedWorld:
             if rank.is_dead or rank.said is None or step_of(rank.said) != step:
                 continue
             said, rank.said = rank.said, None
-            if isinstance(said, PartsHeld) and isinstance(reply, Noted):
+            if isinstance(said, PartsHeld) and isinstance(reply, Ack):
                 self.keep()  # before it is told
             if not isinstance(said, SaveStaged):
                 continue

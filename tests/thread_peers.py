@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from ray_dcp.plan.read_once import RankShare
-from ray_dcp.protocol.handover import Decline, Enter, Handover, Leave, Offer, Use
+from ray_dcp.planning.reads import RankShare
+from ray_dcp.protocol.load import Decline, Enter, Leave, Offer, SharedReads, Use
 from ray_dcp.protocol.messages import OpKey
 
 KEY = OpKey("threads", 0)
@@ -21,7 +21,7 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self.handover = Handover()
+        self.handover = SharedReads()
         self.changed = threading.Condition()
         self.held_bytes: dict[int, int] = {}
         self.most_bytes: dict[int, int] = {}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
 __all__ = ["demo"]
 
@@ -51,7 +51,7 @@ def _run(steps: int, root: Path) -> int:
     # Why: workers inherit the environment; torch and ray warn there about what users can't change.
     warnings.filterwarnings("ignore", category=FutureWarning)
     from ray_dcp.integrations import demo as program
-    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
     console = Console()
     rows: list[Row] = []

@@ -13,8 +13,8 @@ from ray_dcp.errors import UnsafeCheckpointError
 from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
+from ray_dcp.io.copying import check_free, plan_copy
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.copying import check_free, plan_copy
 from ray_dcp.view.wording import count_text, size_text
 
 __all__ = ["cp", "export", "import_"]

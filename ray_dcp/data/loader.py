@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from ray_dcp.data.sampler import ElasticBatchSampler
 from ray_dcp.data.stream import ElasticStream, merged
 from ray_dcp.errors import InvalidRequestError, StateDictError
-from ray_dcp.seam.per_rank import PerRank
+from ray_dcp.torch_adapter.per_rank import PerRank
 
 __all__ = ["LoaderPosition"]
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ray_dcp.data.order import check_epoch
+from ray_dcp.data.sampler import check_epoch
 from ray_dcp.errors import InvalidRequestError, StateDictError
-from ray_dcp.seam.per_rank import PerRank
+from ray_dcp.torch_adapter.per_rank import PerRank
 
 __all__ = ["IdRuns", "RowsSeen"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ray_dcp.data.order import SampleOrder, check_epoch
+from ray_dcp.data.sampler import SampleOrder, check_epoch
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 __all__ = ["AT_END", "ElasticStream", "merged"]

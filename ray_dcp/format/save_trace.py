@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.format.checksums import digest_bytes
 
 __all__ = [
     "MAX_TRACE_BYTES",

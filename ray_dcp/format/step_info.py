@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.record_fields import attempt, damaged, integer, seconds, short, text
+from ray_dcp.format.manifest import attempt, damaged, integer, seconds, short, text
 
 __all__ = [
     "CatalogueRow",

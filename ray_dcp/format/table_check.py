@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ray_dcp.format.checksums import num_blocks_many
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.keys import check_file_keys
-from ray_dcp.format.table_columns import damaged
-from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
+from ray_dcp.core.checksums import num_blocks_many
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind
+from ray_dcp.format.names import check_file_keys
+from ray_dcp.format.table_file import damaged
 
 __all__ = ["check_table", "volumes"]
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ray_dcp.format.checksums import num_blocks_many
+from ray_dcp.core.checksums import num_blocks_many
+from ray_dcp.core.grouping import offsets_of
+from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.format.manifest import Manifest, PlaceRun
 from ray_dcp.format.table_check import check_table
-from ray_dcp.format.table_columns import damaged
-from ray_dcp.plan.grouping import offsets_of
-from ray_dcp.plan.values import ChunkTable, Int64Array
+from ray_dcp.format.table_file import damaged
 
 __all__ = ["DeferredRows", "checks_follow", "place_runs", "starts_of_files", "with_places"]
 

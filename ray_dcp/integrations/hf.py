@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.restoring import RestoreReport
-from ray_dcp.seam.priming import prime_optimizer
+from ray_dcp.torch_adapter.state import prime_optimizer
 
 __all__ = ["RayDcpCallback"]
 

@@ -21,8 +21,8 @@ from ray_dcp.handle import SaveHandle
 from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.leftovers import target_of
-from ray_dcp.seam.tensors import dtype_of
+from ray_dcp.runtime.records import target_of
+from ray_dcp.torch_adapter.tensors import dtype_of
 from ray_dcp.view.checkpoint_view import open as open_view
 
 __all__ = ["RayDcpCheckpointIO"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.restoring import RestoreReport, SavedStep
-from ray_dcp.manager.settings import Item
-from ray_dcp.protocol.retention import (
+from ray_dcp.manager.retention import (
     BestN,
     KeepAllOf,
     KeepAnyOf,
@@ -16,7 +15,7 @@ from ray_dcp.protocol.retention import (
     RetentionPolicy,
     StepFacts,
 )
-from ray_dcp.protocol.save_policy import (
+from ray_dcp.manager.save_policy import (
     AllOf,
     AnyOf,
     AtSteps,
@@ -27,6 +26,7 @@ from ray_dcp.protocol.save_policy import (
     SaveFacts,
     SavePolicy,
 )
+from ray_dcp.manager.settings import Item
 
 __all__ = [
     "AllOf",

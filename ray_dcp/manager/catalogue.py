@@ -1,4 +1,10 @@
-"""Which steps of a root are committed: read off the storage, never remembered.
+"""Which steps are committed, and where the files of a run lie.
+
+Where the files of a managed root lie: one folder a step, and `.manager` for what is shared.
+
+Names only; who writes what, and when, is in the modules that use them.
+
+Which steps of a root are committed: read off the storage, never remembered.
 
 One listing tells the highest slot of every step folder. What is known of a folder holds as long as
 that slot stays what it is, so the file `catalogue.json` only saves reading; whoever finds it old,
@@ -27,6 +33,17 @@ from ray_dcp.format.manifest import (
     record_key,
     slot_of,
 )
+from ray_dcp.format.names import (
+    CATALOGUE,
+    NOTES,
+    SHARED_FOLDER,
+    TAGS,
+    StepNames,
+    check_tag,
+    note_key,
+    tag_key,
+    tag_of,
+)
 from ray_dcp.format.step_info import (
     CatalogueRow,
     StepInfo,
@@ -36,15 +53,57 @@ from ray_dcp.format.step_info import (
     info_key,
     info_slot,
 )
-from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager.places import CATALOGUE, FOLDER, READING, Root, tag_of
+from ray_dcp.io.records import read_slots
+from ray_dcp.manager.retention import StepFacts
 from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.retention import StepFacts
+from ray_dcp.store.location import url_below
 from ray_dcp.store.storage import KeyMissingError, Storage
-from ray_dcp.transfer.slots import read_slots
-from ray_dcp.view.runs import PART_NAME
+from ray_dcp.view.listing import PART_NAME
 
-__all__ = ["Catalogue", "StepFound", "look", "look_at_step", "publish"]
+__all__ = [
+    "CATALOGUE",
+    "FOLDER",
+    "NOTES",
+    "READING",
+    "TAGS",
+    "Catalogue",
+    "Root",
+    "StepFound",
+    "check_tag",
+    "look",
+    "look_at_step",
+    "note_key",
+    "publish",
+    "tag_key",
+    "tag_of",
+]
+
+FOLDER = SHARED_FOLDER
+READING = "reading/"
+
+
+@dataclass(frozen=True)
+class Root:
+    """A directory of step folders."""
+
+    target: Target
+    """Absolute."""
+
+    @property
+    def url(self) -> str:
+        """Path or URL."""
+        return self.target.url
+
+    def below(self, name: str) -> Target:
+        """Returns the target of a folder of the root."""
+        # Why replaced: with the options, or the ready filesystem, of the root.
+        return replace(self.target, url=url_below(self.url, name))
+
+    @property
+    def shared(self) -> Target:
+        """The target of what managers share."""
+        return self.below(FOLDER)
+
 
 Opener = Callable[[Target], Storage]
 

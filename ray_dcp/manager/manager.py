@@ -1,4 +1,8 @@
-"""`CheckpointManager`: the checkpoints of a run, step by step.
+"""`CheckpointManager`: the checkpoints of a run, closed when the process ends.
+
+Closes the managers that are open when the process ends: their saves end first.
+
+`CheckpointManager`: the checkpoints of a run, step by step.
 
 What is public; the part that only looks is in `looking`. What all ranks do together is in
 `together` and `loading_steps`, what rank 0 does for them in `writer`.
@@ -6,45 +10,82 @@ What is public; the part that only looks is in `looking`. What all ranks do toge
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
-from ray_dcp.format.step_names import STEP_NAME
-from ray_dcp.manager.agreeing import within
-from ray_dcp.manager.closing import close_at_exit, forget
-from ray_dcp.manager.loading_steps import Restoring
-from ray_dcp.manager.looking import Looks
-from ray_dcp.manager.places import Root
+from ray_dcp.format.names import STEP_NAME
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.collective_actions import CollectiveActions, Telling, within
+from ray_dcp.manager.leases import LEASE_S
 from ray_dcp.manager.preemption import Preemption
-from ray_dcp.manager.restoring import RestoreReport, Wanted
+from ray_dcp.manager.read_only import ReadOnlySteps
+from ray_dcp.manager.restoring import RestoreReport, Restoring, Wanted
+from ray_dcp.manager.retention import RetentionPolicy
+from ray_dcp.manager.save_policy import SavePolicy
 from ray_dcp.manager.settings import Item, make_settings
 from ray_dcp.manager.steps import Order
-from ray_dcp.manager.together import Telling, Together
 from ray_dcp.manager.writer import Writer
-from ray_dcp.manager.writing import LEASE_S
 from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.retention import RetentionPolicy
-from ray_dcp.protocol.save_policy import SavePolicy
-from ray_dcp.runtime.leftovers import target_of
+from ray_dcp.runtime.records import target_of
 from ray_dcp.store.opening import open_storage
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "close_at_exit", "forget"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Closable(Protocol):
+    def close(self) -> None:
+        """Waits for what is under way."""
+        ...
+
+
+def close_at_exit(manager: _Closable) -> None:
+    """Has a manager closed at the end of the process, unless that was done before.
+
+    Args:
+        manager: That has saves under way.
+    """
+    _open.add(manager)
+    # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
+    # comes with the first `import ray`.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def forget(manager: _Closable) -> None:
+    """Takes back `close_at_exit`."""
+    _open.discard(manager)
+
+
+_open: weakref.WeakSet[_Closable] = weakref.WeakSet()
+# Why: a forked child has none of the threads that end their saves.
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def _close_all() -> None:
+    for manager in list(_open):
+        try:
+            manager.close()
+        except CheckpointError as error:
+            logger.error("At the end of the process, of %r: %s", manager, error)
+
 
 DRAIN_S = 300.0
 """How long `join` waits for deletions, in seconds."""
 CLOSE_S = 120.0
 """How long `close` waits until others may write, in seconds."""
 
-logger = logging.getLogger(__name__)
 
-
-class CheckpointManager(Looks):
+class CheckpointManager(ReadOnlySteps):
     """The checkpoints of a run: when to save, which to keep, which to restore.
 
     Each step is a checkpoint in a folder of the root, as `step-00000500`. What is committed is read
@@ -138,7 +179,7 @@ class CheckpointManager(Looks):
         root = Root(target_of(path, None))
         super().__init__(root, settings, Writer(root, settings, open_storage))
         self._preemption = Preemption()
-        self._together = Together(
+        self._together = CollectiveActions(
             self._root, self._settings, self._writer, self._preemption, process_group, no_dist
         )
         self._restoring = Restoring(

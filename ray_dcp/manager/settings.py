@@ -9,11 +9,9 @@ from typing import Any, get_args
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager.steps import Order, check_item_name
-from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.retention import LatestN, RetentionPolicy, check_retention
-from ray_dcp.protocol.save_policy import (
+from ray_dcp.format.names import StepNames
+from ray_dcp.manager.retention import LatestN, RetentionPolicy, check_retention
+from ray_dcp.manager.save_policy import (
     AnyOf,
     EverySteps,
     OnPreemption,
@@ -21,7 +19,9 @@ from ray_dcp.protocol.save_policy import (
     check_save_policy,
     listens_for_preemption,
 )
-from ray_dcp.seam.arguments import check_planner
+from ray_dcp.manager.steps import Order, check_item_name
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.torch_adapter.dispatch import check_planner
 
 __all__ = ["Item", "Settings", "make_settings", "state_of"]
 

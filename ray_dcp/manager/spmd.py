@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.settings import Item
-from ray_dcp.seam.spmd import SPMDLoadPlanner, SPMDSavePlanner, xla_modules
+from ray_dcp.torch_adapter.spmd import SPMDLoadPlanner, SPMDSavePlanner, xla_modules
 
 __all__ = ["SPMDCheckpointManager"]
 

@@ -17,21 +17,29 @@ from typing import Literal
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key, slot_of
+from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import StepInfo, encode_info, info_key, info_slot
-from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager.catalogue import Catalogue, StepFound, look
-from ray_dcp.manager.places import TAGS, Root, check_tag, tag_key, tag_of
+from ray_dcp.io.records import read_slots, used_slots
+from ray_dcp.manager.catalogue import (
+    TAGS,
+    Catalogue,
+    Root,
+    StepFound,
+    check_tag,
+    look,
+    tag_key,
+    tag_of,
+)
+from ray_dcp.manager.retention import RetentionPolicy, superfluous
 from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.retention import RetentionPolicy, superfluous
-from ray_dcp.runtime.deleting import delete
+from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.slots import read_slots, used_slots
 
 __all__ = [
     "Going",
     "Order",
-    "Place",
+    "StepTarget",
     "Steps",
     "check_item_name",
     "going",
@@ -46,7 +54,7 @@ _ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True)
-class Place:
+class StepTarget:
     """Where a step is saved."""
 
     step: int
@@ -151,7 +159,7 @@ class Steps:
                 step=step,
             )
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> StepTarget:
         """Returns where a step is saved.
 
         Raises:
@@ -159,9 +167,11 @@ class Steps:
         """
         name = self.names.name_of(step)
         slots = used_slots(self.opener(self.root.below(name)))
-        return Place(step, name, slots[-1] if slots else 0)
+        return StepTarget(step, name, slots[-1] if slots else 0)
 
-    def prepare(self, place: Place, info: StepInfo, tags: Collection[str] = ()) -> frozenset[str]:
+    def prepare(
+        self, place: StepTarget, info: StepInfo, tags: Collection[str] = ()
+    ) -> frozenset[str]:
         """Writes what is told about a step, for the commit that comes next to its folder.
 
         Tags that the step has stay, also when the commit replaces what had them: whoever gave them
@@ -292,7 +302,7 @@ class Steps:
             del self.catalogue.steps[going.step]
             self.damaged.discard(going.step)
 
-    def remove_replaced_items(self, place: Place) -> None:
+    def remove_replaced_items(self, place: StepTarget) -> None:
         """Deletes the items of a step that its commit does not refer to any more.
 
         Raises:

@@ -1,4 +1,8 @@
-"""What the machines ask of whoever runs them: commands, the tasks they name, and their results.
+"""What the machines ask of whoever runs them.
+
+The tasks of a load, and their results; `commands` says what tasks are, and names them all.
+
+What the machines ask of whoever runs them: commands, the tasks they name, and their results.
 
 All are frozen values. A machine never touches storage, a clock or a rank: it returns commands,
 and is told later what came of them. Who carries them out is `ray_dcp.runtime`: `perform` does
@@ -16,15 +20,16 @@ What a shell does with a batch of commands, in order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ray_dcp.core.values import GlobalPlan, RankPlan
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.manifest import Verdict
-from ray_dcp.plan.values import GlobalPlan, RankPlan
-from ray_dcp.protocol.load_tasks import CheckpointRead, ReadCheckpoint, ReadsShared, ShareReads
+from ray_dcp.planning.reads import ReadNeeds, ReadShares
 from ray_dcp.protocol.messages import (
     FileReceipt,
+    FileReceipts,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -34,7 +39,6 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )  # fmt: skip
-from ray_dcp.protocol.receipts import FileReceipts
 
 __all__ = [
     "Answer",
@@ -74,6 +78,42 @@ __all__ = [
     "WriteTable",
     "step_of",
 ]
+
+
+@dataclass(frozen=True)
+class ReadCheckpoint:
+    """Find the checkpoint that a load is to read. Result: `CheckpointRead`.
+
+    Where its `.metadata` is missing or older, it is published again, if that works.
+    """
+
+    target: Target
+
+
+@dataclass(frozen=True)
+class CheckpointRead:
+    """Which checkpoint to load; see `ray_dcp.protocol.messages.LoadGo`."""
+
+    kind: str
+    slot: int
+    record: bytes
+    table: bytes = b""
+
+
+@dataclass(frozen=True)
+class ShareReads:
+    """Decide which rank reads what several need. Pure, but long. Result: `ReadsShared`."""
+
+    needs: Mapping[int, ReadNeeds]
+    """Of the ranks that take part."""
+    world_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReadsShared:
+    """Who reads what for whom."""
+
+    shares: ReadShares
 
 
 @dataclass(frozen=True)

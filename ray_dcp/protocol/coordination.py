@@ -1,19 +1,43 @@
-"""`Coordination`: all operations of a coordinator, a machine each. Events in, commands out."""
+"""All operations of a coordinator, their queue, and the reports of stagers.
+
+Which asynchronous save of a session may begin: the queue of `SaveOptions.max_pending`.
+
+What a coordinator hears of stagers, for the asynchronous saves that they write.
+
+What is kept of operations that are not there: those that ended, and those still to begin.
+
+`Coordination`: all operations of a coordinator, a machine each. Events in, commands out.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any, Literal
 
-from ray_dcp.errors import CheckpointError, InternalError, ParticipantError
-from ray_dcp.protocol.attendance import Attendance
-from ray_dcp.protocol.beats import LONG_WAIT_S, Beat
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InternalError,
+    ParticipantError,
+    SaveSkippedError,
+)
+from ray_dcp.protocol.aggregation import BatchedJoins, BatchedReceipts, MessageBatch
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
+from ray_dcp.protocol.error_aggregation import (
+    call_of,
+    check_world,
+    lost_rank,
+    unknown,
+    unknown_operation,
+    went_ahead,
+)
 from ray_dcp.protocol.exchange import ExchangeMachine
-from ray_dcp.protocol.forgotten import Early, Forgotten, trim
+from ray_dcp.protocol.liveness import LONG_WAIT_S, Heartbeat, Liveness
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
     Exchange,
@@ -32,17 +56,217 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
 )
 from ray_dcp.protocol.operation import Commands
-from ray_dcp.protocol.queueing import let_in
+from ray_dcp.protocol.planning import PlanCache
 from ray_dcp.protocol.save import SaveMachine
-from ray_dcp.protocol.shelf import Shelf
-from ray_dcp.protocol.staged_plan import StagedPlan
-from ray_dcp.protocol.staged_save import StagedSaveMachine
-from ray_dcp.protocol.stager_hearing import Machine, StagerHearing
-from ray_dcp.protocol.strays import check_world, unknown, unknown_operation, went_ahead
-from ray_dcp.protocol.together import JoinedTogether, Together, WrittenTogether
-from ray_dcp.protocol.verdict import call_of, lost_rank
+from ray_dcp.protocol.staged_save import StagedPlan, StagedSaveMachine
 
-__all__ = ["Coordination"]
+__all__ = [
+    "Coordination",
+    "Early",
+    "Forgotten",
+    "Machine",
+    "StagerHearing",
+    "admit",
+    "let_in",
+    "trim",
+]
+
+
+def admit(
+    queued: StagedSaveMachine, under_way: Sequence[StagedSaveMachine]
+) -> StagedSaveMachine | CheckpointError | Literal["begin", "wait"]:
+    """Returns what becomes of the first save of a session's queue.
+
+    Args:
+        queued: That save.
+        under_way: The session's saves that were let in and have not ended, oldest first.
+
+    Returns:
+        `"begin"`, `"wait"`, the save that is to be cancelled first, or why it is refused.
+    """
+    for other in under_way:
+        if other.url == queued.url and queued.options.max_pending > 1:
+            return CheckpointExistsError(
+                f"Expected one save at a time of an id, but operation {other.key.seq} of this "
+                f"session is saving to {queued.url}. Wait for its handle, or save under another "
+                f"id",
+                checkpoint_id=queued.url,
+            )
+    if len(under_way) < queued.options.max_pending:
+        return "begin"
+    if queued.options.when_full == "skip":
+        return SaveSkippedError(
+            f"The save was skipped, as {len(under_way)} are under way "
+            f"(SaveOptions.max_pending={queued.options.max_pending}, when_full='skip')",
+            checkpoint_id=queued.url,
+        )
+    if queued.options.when_full == "replace":
+        for other in reversed(under_way):
+            if other.is_replaceable:
+                return other
+    return "wait"
+
+
+def let_in(saves: Iterable[StagedSaveMachine]) -> tuple[StagedSaveMachine, Commands] | None:
+    """Moves the queue on by one; returns the save that it concerns, and what to do.
+
+    Args:
+        saves: Those of a session that have not ended, oldest first.
+
+    Returns:
+        None when nothing can be done now.
+    """
+    staged = list(saves)
+    under_way = [machine for machine in staged if machine.is_under_way]
+    first = next((machine for machine in staged if machine.is_queued), None)
+    if first is None or any(machine.may_be_over for machine in under_way):
+        return None
+    match admit(first, under_way):
+        case "begin":
+            return first, first.let_in()
+        case StagedSaveMachine() as replaced:
+            why = f"operation {first.key.seq} replaced it (when_full='replace')"
+            return replaced, replaced.cancel(why)
+        case CheckpointError() as error:
+            return first, first.refuse(error)
+    return None
+
+
+Machine = SaveMachine | LoadMachine | ExchangeMachine
+
+
+class StagerHearing(ABC):
+    """Hands what becomes of stagers to the saves that need them."""
+
+    def __init__(self) -> None:
+        self._active: dict[OpKey, Machine] = {}
+
+    @abstractmethod
+    def _after(self, machine: Machine, commands: Commands) -> Commands:
+        """Takes what an event led to."""
+
+    def staged_plan(self, key: OpKey) -> StagedPlan | None:
+        """Returns what another coordinator needs to end an asynchronous save that is planned."""
+        machine = self._active.get(key)
+        return machine.staged_plan() if isinstance(machine, StagedSaveMachine) else None
+
+    def stager_lost(self, stager: str, reason: str) -> Commands:
+        """Takes that a stager died or froze: others take over, or saves that need it fail.
+
+        Args:
+            stager: `PartsHeld.stager`.
+            reason: How it is known, for the error.
+        """
+        commands: Commands = ()
+        for machine in list(self._active.values()):
+            if isinstance(machine, StagedSaveMachine):
+                commands += self._after(machine, machine.stager_lost(stager, reason))
+        return commands
+
+    def stagers(self) -> dict[str, dict[OpKey, float]]:
+        """Returns the stagers whose bytes are awaited: for each save its patience, in seconds."""
+        found: dict[str, dict[OpKey, float]] = {}
+        for key, machine in self._active.items():
+            if isinstance(machine, StagedSaveMachine):
+                for stager in machine.holders:
+                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
+        return found
+
+    def held_by(self, stager: str) -> dict[OpKey, list[int]]:
+        """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
+        machines = [one for one in self._active.values() if isinstance(one, StagedSaveMachine)]
+        return {one.key: ranks for one in machines if (ranks := one.held_by(stager))}
+
+    def stager_heard(
+        self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
+    ) -> Commands:
+        """Takes how far a stager is.
+
+        Args:
+            paces: For each save and rank bytes written and bytes in all.
+            now_s: Seconds that never go back, always of one clock.
+        """
+        commands: Commands = ()
+        for key, by_rank in paces.items():
+            machine = self._active.get(key)
+            if isinstance(machine, StagedSaveMachine):
+                commands += self._after(machine, machine.heard(by_rank, now_s))
+        return commands
+
+    def lags(self, key: OpKey, rank: int, reason: str) -> Commands:
+        """Takes that a rank's stager is much slower than the others: another is to help.
+
+        Args:
+            key: Which save.
+            rank: Whose bytes it writes.
+            reason: What was seen, for the report.
+        """
+        machine = self._active.get(key)
+        if not isinstance(machine, StagedSaveMachine):
+            return ()
+        return self._after(machine, machine.lags(rank, reason))
+
+
+EARLY = 1024
+"""Operations of which something is known before they begin."""
+
+LAST = 1024
+"""Operations of a session that are known to have ended one by one; all before them have."""
+
+
+class Forgotten:
+    """Operations of a session that ended and are not remembered.
+
+    Why not just the highest: keys are named before they are used, and an operation that goes on
+    in the background may come after many that were named later.
+    """
+
+    def __init__(self) -> None:
+        self._before = (-1, 0)
+        self._last: set[tuple[int, int]] = set()
+
+    def __contains__(self, key: OpKey) -> bool:
+        return (at := (key.seq, key.step)) <= self._before or at in self._last
+
+    def add(self, key: OpKey) -> None:
+        """Notes that an operation ended and is not remembered."""
+        self._last.add((key.seq, key.step))
+        if len(self._last) > LAST:
+            self._before = max(self._before, min(self._last))
+            self._last = {at for at in self._last if at > self._before}
+
+
+class Early:
+    """What came before the first rank has joined an operation here: it counts when one does."""
+
+    def __init__(self) -> None:
+        self._gone: OrderedDict[OpKey, dict[int, CheckpointError]] = OrderedDict()
+        self._cancelled: OrderedDict[OpKey, str] = OrderedDict()
+
+    def lose(self, key: OpKey, rank: int, error: CheckpointError) -> None:
+        """Notes that a rank will not join an operation."""
+        self._gone.setdefault(key, {})[rank] = error
+        trim(self._gone, EARLY)
+
+    def cancel(self, key: OpKey, reason: str) -> None:
+        """Notes that an operation is cancelled, if it is a save."""
+        self._cancelled.setdefault(key, reason)
+        trim(self._cancelled, EARLY)
+
+    def is_cancelled(self, key: OpKey) -> bool:
+        """Returns whether it was cancelled."""
+        return key in self._cancelled
+
+    def take(self, key: OpKey) -> tuple[dict[int, CheckpointError], str | None]:
+        """Returns, and forgets, which ranks will not join, and why it is cancelled if it is."""
+        return self._gone.pop(key, {}), self._cancelled.pop(key, None)
+
+
+def trim(memory: OrderedDict[Any, Any], length: int) -> None:
+    """Drops the oldest entries until there are no more than `length`."""
+    while len(memory) > length:
+        memory.popitem(last=False)
+
 
 MEMORY = 16
 """Finished operations that are remembered, so that a request that comes late or twice is
@@ -82,7 +306,7 @@ class Coordination(StagerHearing):
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.epoch = epoch
-        self._attendance, self._new_attempt = Attendance(clock), new_attempt
+        self._attendance, self._new_attempt = Liveness(clock), new_attempt
         self._clock = clock
         self._waits: dict[tuple[OpKey, str], tuple[float, bool]] = {}
         self._long_waits: dict[tuple[str, int], list[str]] = {}
@@ -91,7 +315,7 @@ class Coordination(StagerHearing):
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
         self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
-        self._early, self._shelf = Early(), Shelf()
+        self._early, self._shelf = Early(), PlanCache()
 
     def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
         """Takes what a rank says.
@@ -133,7 +357,7 @@ class Coordination(StagerHearing):
         return self._after(machine, commands)
 
     def receive_together(
-        self, message: Together, *, beats_s: float | None = None
+        self, message: MessageBatch, *, beats_s: float | None = None
     ) -> tuple[Commands, dict[int, Refused]]:
         """Takes what several ranks say in one message: what its requests mean one by one.
 
@@ -146,13 +370,13 @@ class Coordination(StagerHearing):
         """
         machine = self._active.get(message.key)
         said, lost = message.said, self._lost.get(message.key.session)
-        if type(machine) is SaveMachine and isinstance(said, WrittenTogether) and not lost:
+        if type(machine) is SaveMachine and isinstance(said, BatchedReceipts) and not lost:
             commands = machine.written_together(said.first, said.ranks, said.files)
             if commands is not None:
                 self._attendance.came_all(message.key, said.ranks, beats_s)
                 return self._after(machine, commands), {}
         requests, commands = message.requests(), ()
-        if isinstance(said, JoinedTogether) and not lost:
+        if isinstance(said, BatchedJoins) and not lost:
             if machine is None:
                 one, refused = self._one_by_one(requests[:1], beats_s)
                 if refused:
@@ -189,7 +413,7 @@ class Coordination(StagerHearing):
         self._active[machine.key] = machine
         return self._after(machine, machine.resume(planned))
 
-    def hear(self, beat: Beat) -> tuple[str, ...]:
+    def hear(self, beat: Heartbeat) -> tuple[str, ...]:
         """Takes a beat: its rank lives, and is so far.
 
         Returns:

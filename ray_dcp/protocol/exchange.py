@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.protocol.commands import Command, Result
+from ray_dcp.protocol.error_aggregation import combine, name_ranks
 from ray_dcp.protocol.messages import Exchange, Exchanged, Request
 from ray_dcp.protocol.operation import Commands, Operation
-from ray_dcp.protocol.verdict import combine, name_ranks
 
 __all__ = ["ExchangeMachine"]
 

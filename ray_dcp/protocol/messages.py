@@ -1,29 +1,65 @@
-"""What ranks and the coordinator tell each other, as frozen values.
+"""What ranks and the coordinator send to each other.
+
+What ranks and the coordinator tell each other, as frozen values.
 
 Every message names its operation and its sender, and after planning the attempt and the epoch of
 the coordinator, so that it may arrive twice, late, or after a restart without harm. Nothing here
 needs torch or ray to be unpickled.
+
+Receipts of many files as columns: 10,000 of them are a few arrays and not 10,000 objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
-from ray_dcp.errors import CheckpointError
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.core.checksums import DIGEST_BYTES, digest
+from ray_dcp.core.grouping import offsets_of, within
+from ray_dcp.core.values import Int32Array, Int64Array, RankPlan, UInt64Array
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan.read_once import RankShare, ReadNeeds
-from ray_dcp.plan.values import Int32Array, RankPlan, UInt64Array
+from ray_dcp.planning.reads import RankShare, ReadNeeds
 
 __all__ = [
-    "DeferredPlace", "Exchange", "Exchanged", "Fenceable", "FileReceipt", "LoadDone", "LoadGo",
-    "LoadJoin", "LoadOutcome", "LoadProceed", "LoadReady", "Noted", "OpKey", "PartsHeld",
-    "PartsWritten", "PlanOrigin", "Refused", "Renumbered", "Reply", "Request", "SaveAgain",
-    "SaveGo", "SaveJoin", "SaveOutcome", "SaveReceipt", "SaveStaged", "SendItems", "TakeOver",
+    "Ack",
+    "DeferredPlace",
+    "Exchange",
+    "Exchanged",
+    "Fenceable",
+    "FileReceipt",
+    "FileReceipts",
+    "LoadDone",
+    "LoadGo",
+    "LoadJoin",
+    "LoadOutcome",
+    "LoadProceed",
+    "LoadReady",
+    "OpKey",
+    "PartsHeld",
+    "PartsWritten",
+    "PlanOrigin",
+    "Refused",
+    "Renumbered",
+    "Reply",
+    "Request",
+    "SaveAgain",
+    "SaveGo",
+    "SaveJoin",
+    "SaveOutcome",
+    "SaveReceipt",
+    "SaveStaged",
+    "SendItems",
+    "TakeOver",
     "Target",
-]  # fmt: skip
-
+    "join_receipts",
+    "pack_receipts",
+]
 
 PlanOrigin = Literal["cold", "warm"]
 """Where the plan of a save is from: made for it; of an earlier save of the job; read beside the
@@ -67,21 +103,21 @@ class SaveJoin:
     target: Target
     options: SaveOptions
     columns: bytes
-    """`ray_dcp.plan.columns.encode` of the rank's `Columns`; empty when `error` is set, and when
+    """`ray_dcp.core.columns.encode` of the rank's `Columns`; empty when `error` is set, and when
     the coordinator may know them by their fingerprint: it asks otherwise."""
     error: CheckpointError | None = None
     """Why this rank can't take part; fails the save on every rank."""
     staged: bool = False
     """Whether stagers write the bytes, while the ranks go on: an asynchronous save."""
     fingerprint: bytes = b""
-    """`ray_dcp.plan.fingerprint` of the rank's items; empty when `columns` say it all."""
+    """`ray_dcp.planning.fingerprint` of the rank's items; empty when `columns` say it all."""
     contents: bytes = b""
     """The digests of content (`Columns.value`) that are not 0, 8 bytes each."""
     known: bytes = b""
     """Digest of the global plan of which this rank has its part from an earlier save."""
     values: bytes = b""
     """With `known`: one digest for each group of items of that plan that others hold as well
-    (`ray_dcp.plan.agreement`)."""
+    (`ray_dcp.planning.merge`)."""
     asked: int = 0
     """How many `SendItems` this rank has answered with it; more may follow after a restart."""
     stats: bytes = b""
@@ -111,7 +147,7 @@ class SaveGo:
     digest: bytes = b""
     """Of the global plan, by which this part may be used again; empty when it may not."""
     groups: tuple[Int32Array, ...] = ()
-    """`ray_dcp.plan.agreement.groups_of` this rank."""
+    """`ray_dcp.planning.merge.groups_of` this rank."""
     origin: PlanOrigin = "cold"
     create_if_absent: bool = True
     """A record has one winner, as the coordinator saw: without it a rank must not abort the attempt
@@ -178,7 +214,7 @@ class SaveReceipt:
 class PartsHeld:
     """Stager → coordinator: I hold a rank's bytes, and write them whatever becomes of it.
 
-    Sent before the rank is told that it may go on. Reply: `Noted`.
+    Sent before the rank is told that it may go on. Reply: `Ack`.
     """
 
     key: OpKey
@@ -198,7 +234,7 @@ class PartsHeld:
 class PartsWritten:
     """Stager → coordinator: these part files of a rank are durable, or one failed.
 
-    Reply: `Noted`. The same file may be told of by several stagers, with equal bytes.
+    Reply: `Ack`. The same file may be told of by several stagers, with equal bytes.
     """
 
     key: OpKey
@@ -231,7 +267,7 @@ class SaveStaged:
 
 
 @dataclass(frozen=True)
-class Noted:
+class Ack:
     """Coordinator → stager: I know. Nothing more is awaited for what was told."""
 
 
@@ -393,7 +429,7 @@ Reply = (
     | SendItems
     | SaveOutcome
     | TakeOver
-    | Noted
+    | Ack
     | LoadGo
     | LoadProceed
     | LoadOutcome
@@ -401,3 +437,220 @@ Reply = (
     | Refused
     | Renumbered
 )
+
+
+_T = TypeVar("_T", bound=np.generic)
+
+_SEPARATOR = "\n"
+"""Between keys: no key that we give has one."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileReceipts:
+    """What `FileReceipt` says, of `f` files.
+
+    Attributes:
+        file: int64[f], indices into the plan's files.
+        keys: All keys, one a line.
+        num_bytes: int64[f].
+        digests: 16 bytes for each file.
+        count: int64[f], how many block checksums each has.
+        parts: uint64[…], those of all files one after another, in any number of arrays.
+        num_places: int64[f], how many deferred items each has.
+        places: int64[k, 4], row, item offset, item bytes and block bytes of each.
+        proof: Digest of `checks` by whoever found `digests` right; empty when nobody has looked.
+    """
+
+    file: Int64Array
+    keys: str
+    num_bytes: Int64Array
+    digests: bytes
+    count: Int64Array
+    parts: tuple[UInt64Array, ...]
+    num_places: Int64Array
+    places: Int64Array
+    proof: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __iter__(self) -> Iterator[FileReceipt]:
+        starts, firsts = offsets_of(self.count).tolist(), offsets_of(self.num_places).tolist()
+        keys = self.keys.split(_SEPARATOR)
+        for index, file in enumerate(self.file.tolist()):
+            places = self.places[firsts[index] : firsts[index + 1]].tolist()
+            yield FileReceipt(
+                file,
+                keys[index],
+                int(self.num_bytes[index]),
+                self.digest_of(index),
+                self.checks[starts[index] : starts[index + 1]],
+                tuple(DeferredPlace(*place) for place in places),
+            )
+
+    @cached_property
+    def checks(self) -> UInt64Array:
+        """The block checksums of all files."""
+        # Why late: a commit of 10,000 ranks has 100 MB of them and needs no second copy.
+        return _joined(self.parts, np.uint64)
+
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """Key and length of each file."""
+        keys = self.keys.split(_SEPARATOR) if len(self) else []
+        return list(zip(keys, self.num_bytes.tolist(), strict=True))
+
+    def digest_of(self, index: int) -> bytes:
+        """Returns the digest of one file's block checksums."""
+        return self.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
+
+    def take(self, order: Int64Array) -> FileReceipts:
+        """Returns some of them, in an order.
+
+        Args:
+            order: int64[m], positions.
+        """
+        if np.array_equal(order, np.arange(len(self))):
+            return self
+        keys = self.keys.split(_SEPARATOR)
+        digests = np.frombuffer(self.digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        checks = _rows(offsets_of(self.count), order)
+        places = _rows(offsets_of(self.num_places), order)
+        return FileReceipts(
+            self.file[order],
+            _SEPARATOR.join(map(keys.__getitem__, order.tolist())),
+            self.num_bytes[order],
+            digests[order].tobytes(),
+            self.count[order],
+            (self.checks[checks],),
+            self.num_places[order],
+            self.places[places],
+        )
+
+    def bad_digests(self) -> list[str]:
+        """Returns the keys of those whose checksums do not have their digest.
+
+        Files without any are passed over: their checksums may be at their own end.
+        """
+        # Why the proof: one digest of all is much less than one for each of 10,000 files.
+        if self.proof and self.proof == _proof(self.checks, self.digests):
+            return []
+        starts = offsets_of(self.count).tolist()
+        bad = [
+            index
+            for index in np.flatnonzero(self.count).tolist()
+            if digest(self.checks[starts[index] : starts[index + 1]]) != self.digest_of(index)
+        ]
+        keys = self.keys.split(_SEPARATOR) if bad else []
+        return [keys[index] for index in bad]
+
+    def proven(self) -> FileReceipts:
+        """Returns the same with a proof, for the way to the coordinator.
+
+        Raises:
+            DamagedCheckpointError: A receipt's checksums do not have its digest.
+        """
+        check_digests(self)
+        proof = _proof(self.checks, self.digests)
+        return replace(self, proof=proof)
+
+
+def check_digests(receipts: FileReceipts) -> None:
+    """Checks that the checksums are those that were sent.
+
+    Raises:
+        DamagedCheckpointError: They are not; all files concerned are named.
+    """
+    bad = receipts.bad_digests()
+    if bad:
+        raise DamagedCheckpointError(
+            "the checksums in a receipt arrived other than they were sent, for "
+            f"{', '.join(sorted(bad))}: save again"
+        )
+
+
+def pack_receipts(receipts: Iterable[FileReceipt]) -> FileReceipts:
+    """Returns receipts as columns, in their order.
+
+    Raises:
+        InternalError: One can't be: its key has a line break, or its digest another length.
+    """
+    found = list(receipts)
+    for one in found:
+        if _SEPARATOR in one.key or len(one.digest) != DIGEST_BYTES:
+            raise InternalError(
+                f"expected a receipt with a key of one line and a digest of {DIGEST_BYTES} bytes, "
+                f"found {one.key!r} and {len(one.digest)} bytes. Please report this",
+                key=one.key,
+            )
+    places = [
+        (place.row, place.item_offset, place.item_bytes, place.block_bytes)
+        for one in found
+        for place in one.deferred
+    ]
+    return FileReceipts(
+        _column([one.file for one in found]),
+        _SEPARATOR.join([one.key for one in found]),
+        _column([one.num_bytes for one in found]),
+        b"".join([one.digest for one in found]),
+        _column([len(one.checks) for one in found]),
+        (_joined([one.checks for one in found], np.uint64),),
+        _column([len(one.deferred) for one in found]),
+        np.array(places, dtype=np.int64).reshape(-1, 4),
+    )
+
+
+def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
+    """Returns all receipts as one table, by file.
+
+    Args:
+        parts: In any order.
+
+    Raises:
+        InternalError: Two are of one file.
+        DamagedCheckpointError: What came together is not what was sent.
+    """
+    alone = [part for part in parts if isinstance(part, FileReceipt)]
+    tables = [part for part in parts if isinstance(part, FileReceipts) and len(part)]
+    if alone:
+        tables.append(pack_receipts(sorted(alone, key=lambda one: one.file)))
+    for table in tables:
+        check_digests(table)
+    tables.sort(key=lambda table: int(table.file[0]))
+    whole = FileReceipts(
+        _joined([table.file for table in tables], np.int64),
+        _SEPARATOR.join([table.keys for table in tables]),
+        _joined([table.num_bytes for table in tables], np.int64),
+        b"".join([table.digests for table in tables]),
+        _joined([table.count for table in tables], np.int64),
+        tuple(part for table in tables for part in table.parts),
+        _joined([table.num_places for table in tables], np.int64),
+        np.concatenate([np.zeros((0, 4), np.int64), *(table.places for table in tables)]),
+    )
+    whole = whole.take(np.argsort(whole.file, kind="stable"))
+    twice = np.flatnonzero(np.diff(whole.file) == 0)
+    if len(twice):
+        keys, at = whole.keys.split(_SEPARATOR), int(twice[0])
+        raise InternalError(
+            f"Expected one receipt for file {whole.file[at]}, but found two: "
+            f"{keys[at]} and {keys[at + 1]}. Please report this",
+            key=keys[at + 1],
+        )
+    return whole
+
+
+def _proof(checks: UInt64Array, digests: bytes) -> bytes:
+    return digest(checks) + digest(np.frombuffer(digests, np.uint64))
+
+
+def _rows(starts: Int64Array, order: Int64Array) -> Int64Array:
+    counts = np.diff(starts)[order]
+    return np.repeat(starts[order], counts) + within(counts)
+
+
+def _column(values: list[int]) -> Int64Array:
+    return np.array(values, dtype=np.int64)
+
+
+def _joined(parts: Sequence[npt.NDArray[_T]], dtype: type[_T]) -> npt.NDArray[_T]:
+    return np.concatenate([np.zeros(0, dtype=dtype), *parts]) if len(parts) != 1 else parts[0]

@@ -1,4 +1,10 @@
-"""How one save comes to its plan: from what is known, or from what the ranks are asked for.
+"""How a save comes to its plan, from what is cached or from the ranks.
+
+What a coordinator keeps of earlier saves, so that ranks need not say it again.
+
+Soft: whatever is missing here is asked for. Bounded by bytes, the oldest goes first.
+
+How one save comes to its plan: from what is known, or from what the ranks are asked for.
 
 Ranks whose items are as in an earlier save join with a fingerprint. When the coordinator knows the
 plan of all fingerprints, and no content differs that did not differ before, it is used again: no
@@ -8,26 +14,85 @@ digests of content of all. It can't come to a wrong plan in that way, only to a 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
-from ray_dcp.plan.fingerprint import alike, plan_key
-from ray_dcp.plan.loads import node_numbers
-from ray_dcp.plan.rank_plan import RankPlans
-from ray_dcp.plan.regular import probes
+from ray_dcp.planning.fingerprint import alike, plan_key
+from ray_dcp.planning.global_plan import RankPlans
+from ray_dcp.planning.merge import digests_of, find_disagreements, groups_of
+from ray_dcp.planning.regular import probes
+from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.protocol.commands import (
     MakeMetadata,
     MakePlan,
     Planned,
     Task,
 )
+from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems, Target
-from ray_dcp.protocol.shelf import Shelf
-from ray_dcp.protocol.verdict import name_ranks
 
-__all__ = ["Planning", "differences"]
+__all__ = ["PlanCache", "Planning", "differences"]
+
+MOST_ROWS_BYTES = 1 << 30
+"""Of ranks' rows, as they were sent. Ranks that hold the same need them once."""
+
+MOST_PLANS = 8
+"""A job that saves two layouts in turn (weights and their averages) uses two."""
+
+MOST_PLAN_CHUNKS = 32_000_000
+"""Of all plans together; a chunk takes about 150 bytes."""
+
+
+class PlanCache:
+    """Rows by fingerprint, and plans by the fingerprints of all ranks.
+
+    Args:
+        most_rows_bytes: Rows beyond this are forgotten.
+    """
+
+    def __init__(self, most_rows_bytes: int = MOST_ROWS_BYTES) -> None:
+        self._most_rows_bytes = most_rows_bytes
+        self._rows: OrderedDict[bytes, bytes] = OrderedDict()
+        self._rows_bytes = 0
+        self._plans: OrderedDict[bytes, Planned] = OrderedDict()
+
+    def rows(self, fingerprint: bytes) -> bytes | None:
+        """Returns what a rank of this fingerprint holds, encoded; None when it is not known."""
+        found = self._rows.get(fingerprint)
+        if found is not None:
+            self._rows.move_to_end(fingerprint)
+        return found
+
+    def put_rows(self, fingerprint: bytes, rows: bytes) -> None:
+        """Keeps what a rank sent."""
+        self._rows_bytes += len(rows) - len(self._rows.pop(fingerprint, b""))
+        self._rows[fingerprint] = rows
+        while self._rows_bytes > self._most_rows_bytes:
+            _, old = self._rows.popitem(last=False)
+            self._rows_bytes -= len(old)
+
+    def plan(self, key: bytes) -> Planned | None:
+        """Returns the plan of ranks with these fingerprints; None when it is not known."""
+        found = self._plans.get(key)
+        if found is not None:
+            self._plans.move_to_end(key)
+        return found
+
+    def put_plan(self, key: bytes, planned: Planned) -> None:
+        """Keeps a plan."""
+        self._plans[key] = planned
+        self._plans.move_to_end(key)
+        while len(self._plans) > MOST_PLANS or (
+            len(self._plans) > 1 and self._num_chunks > MOST_PLAN_CHUNKS
+        ):
+            self._plans.popitem(last=False)
+
+    @property
+    def _num_chunks(self) -> int:
+        return sum(planned.plan.num_chunks for planned in self._plans.values())
+
 
 MOST_NAMED = 20
 
@@ -46,7 +111,9 @@ class Planning:
         target: Where it is saved.
     """
 
-    def __init__(self, world_size: int, options: SaveOptions, shelf: Shelf, target: Target) -> None:
+    def __init__(
+        self, world_size: int, options: SaveOptions, shelf: PlanCache, target: Target
+    ) -> None:
         self._world_size = world_size
         self._options = options
         self._target = target

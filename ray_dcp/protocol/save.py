@@ -1,4 +1,12 @@
-"""The save machine: from the ranks' joins to one committed checkpoint, or to one error for all.
+"""The save machine: join, plan, write, commit, and the errors on the way.
+
+The errors with which the save machine ends a save, in words. Decides nothing.
+
+The first half of a save: from the ranks' joins to a plan. Nothing is at stake yet.
+
+The phases are in `save`, which goes on from here.
+
+The save machine: from the ranks' joins to one committed checkpoint, or to one error for all.
 
 | phase | waits for | then |
 |---|---|---|
@@ -26,12 +34,24 @@ it said that the save failed.
 
 from __future__ import annotations
 
+import copy
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, SaveCancelledError
-from ray_dcp.plan.values import GlobalPlan
+from ray_dcp.core.values import GlobalPlan
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    DeadlineError,
+    InternalError,
+    ParticipantError,
+    PlanConflictError,
+    SaveCancelledError,
+)
 from ray_dcp.protocol.commands import (
+    Answer,
     BuildCommit,
     CollectReplaced,
     Command,
@@ -41,6 +61,7 @@ from ray_dcp.protocol.commands import (
     Planned,
     Published,
     PublishMetadata,
+    ReadRecords,
     RecordCreated,
     RecordsRead,
     Result,
@@ -51,10 +72,11 @@ from ray_dcp.protocol.commands import (
     WriteTable,
     step_of,
 )
-from ray_dcp.protocol.joined_save import MOST_TOLD_BYTES, REASON_LENGTH, JoinedSave
+from ray_dcp.protocol.error_aggregation import combine, identity, located, name_ranks
 from ray_dcp.protocol.messages import (
     Fenceable,
     FileReceipt,
+    FileReceipts,
     Refused,
     Reply,
     Request,
@@ -62,22 +84,359 @@ from ray_dcp.protocol.messages import (
     SaveOutcome,
     SaveReceipt,
 )
-from ray_dcp.protocol.operation import Commands
-from ray_dcp.protocol.receipts import FileReceipts
-from ray_dcp.protocol.save_errors import (
-    REPLACED_SINCE,
-    disagreeing_values,
-    fenced_off,
-    lost_race,
-    other_attempt,
-    overtaken,
-    undecided,
-    warning,
-)
-from ray_dcp.protocol.verdict import combine, located
+from ray_dcp.protocol.operation import Commands, Operation
+from ray_dcp.protocol.planning import PlanCache, Planning
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 
-__all__ = ["SaveMachine"]
+__all__ = [
+    "MOST_TOLD_BYTES",
+    "REASON_LENGTH",
+    "REPLACED_SINCE",
+    "JoinedSave",
+    "SaveMachine",
+    "both_gone",
+    "disagreeing_values",
+    "fenced_off",
+    "lost_race",
+    "no_overwrite",
+    "other_attempt",
+    "overtaken",
+    "replaced_since",
+    "slow",
+    "undecided",
+    "warning",
+]
+
+REPLACED_SINCE = (
+    "The checkpoint was committed, but it does not stand any more: another save of the same "
+    "checkpoint id, or a delete, came right after. Only one save at a time should have an id"
+)
+"""The warning of a save that was overtaken after its commit."""
+
+
+def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
+    """Returns the error of a save that must not replace what stands.
+
+    Args:
+        committed: What stands, in words.
+        url: Of the target.
+    """
+    return CheckpointExistsError(
+        f"Checkpoint already exists, and SaveOptions.overwrite is False: found {committed}. Save "
+        f"under another id, delete that one, or allow overwrite",
+        checkpoint_id=url,
+    )
+
+
+def disagreeing_values(disagreements: str, url: str) -> PlanConflictError:
+    """Returns the error of `SaveOptions(replicas="check")`.
+
+    Args:
+        disagreements: Which items differ between which ranks, in words.
+        url: Of the target.
+    """
+    return PlanConflictError(
+        f"{disagreements}. Make the ranks agree, or save with SaveOptions(replicas='warn') to "
+        f"take the lowest rank's value",
+        checkpoint_id=url,
+    )
+
+
+def lost_race(vote: Vote, lost: Lost) -> CheckpointExistsError:
+    """Returns the error of an attempt that was overtaken.
+
+    Args:
+        vote: On the attempt.
+        lost: Its decision.
+    """
+    if lost.is_delete:
+        return CheckpointExistsError(
+            f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but the checkpoint "
+            f"id was deleted in it meanwhile. Save again",
+            checkpoint_id=vote.target.url,
+        )
+    return CheckpointExistsError(
+        f"Expected slot {lost.slot} to be free for attempt {vote.attempt}, but another save of "
+        f"the same checkpoint id (attempt {lost.attempt}) was committed in it first. Only one "
+        f"save at a time can have an id",
+        checkpoint_id=vote.target.url,
+    )
+
+
+def replaced_since(attempt: str, lost: Lost, url: str, rank: int) -> CheckpointExistsError:
+    """Returns the error of a rank that learns of the commit when it does not stand any more.
+
+    Args:
+        attempt: Of the rank.
+        lost: What came after it.
+        url: Of the target.
+        rank: Which.
+    """
+    what = "deleted" if lost.is_delete else f"saved again (attempt {lost.attempt})"
+    return CheckpointExistsError(
+        f"Attempt {attempt} was committed, but this rank learned it late: the checkpoint id was "
+        f"{what} in slot {lost.slot} since. Only one save at a time can have an id",
+        checkpoint_id=url,
+        rank=rank,
+    )
+
+
+def overtaken(cause: CheckpointError, vote: Vote) -> CheckpointError:
+    """Returns the error of a save that failed, with a note when another one came before it.
+
+    Args:
+        cause: Why it failed; not changed.
+        vote: That fenced it off.
+    """
+    if vote.met is None:
+        return cause
+    told = copy.copy(cause)
+    what = "the id was deleted" if vote.met.is_delete else f"attempt {vote.met.attempt} committed"
+    note = (
+        f"While attempt {vote.attempt} ran, {what} in slot {vote.met.slot}, which removes files of "
+        f"all other attempts. Only one save at a time can have an id"
+    )
+    told.__notes__ = [*getattr(cause, "__notes__", ()), note]
+    return told
+
+
+def fenced_off(vote: Vote, fenced: Fenced) -> SaveCancelledError:
+    """Returns the error of an attempt that somebody else declared failed.
+
+    Args:
+        vote: On the attempt.
+        fenced: Its decision.
+    """
+    return SaveCancelledError(
+        f"Attempt {vote.attempt} was declared failed by somebody else before its commit: slot "
+        f"{fenced.slot} holds an abort record for it",
+        checkpoint_id=vote.target.url,
+    )
+
+
+def undecided(vote: Vote, cause: str) -> CommitUnknownError:
+    """Returns the error of a vote that stays open.
+
+    Args:
+        vote: On the attempt.
+        cause: What went wrong, in words; may be empty.
+    """
+    why = f" ({cause})" if cause else ""
+    return CommitUnknownError(
+        f"The storage did not say whether attempt {vote.attempt} was committed in slot "
+        f"{vote.slot}{why}. Ask ray_dcp.outcome({vote.target.url!r}, {vote.attempt!r}) later",
+        attempt=vote.attempt,
+        checkpoint_id=vote.target.url,
+    )
+
+
+def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> CommitUnknownError:
+    """Returns the error of a receipt for another attempt than the one that runs.
+
+    Args:
+        receipt: The stray one.
+        attempt: That runs; empty when none does yet.
+        epoch: Of this coordinator.
+        url: Of the target.
+    """
+    return CommitUnknownError(
+        f"Expected a receipt for attempt {attempt or '(none yet)'} of epoch {epoch}, but rank "
+        f"{receipt.rank} sent one for attempt {receipt.attempt} of epoch {receipt.epoch}: the "
+        f"coordinator was restarted in between, or this rank was replaced. It is ignored; the "
+        f"storage tells what became of that attempt",
+        attempt=receipt.attempt,
+        checkpoint_id=url,
+        rank=receipt.rank,
+    )
+
+
+def slow(phase: str, option: str, after_s: float, url: str) -> DeadlineError:
+    """Returns the error of a task that took too long.
+
+    Args:
+        phase: In which.
+        option: Of `SaveOptions`, to raise.
+        after_s: Its value, in seconds.
+        url: Of the target.
+    """
+    return DeadlineError(
+        f"Expected {phase} to end within {after_s:g} s, but the storage or the coordinator was "
+        f"slower. Raise SaveOptions.{option}, or look at the storage",
+        checkpoint_id=url,
+    )
+
+
+def warning(what: str, failed: Failed) -> str:
+    """Returns the warning that something after the commit failed.
+
+    Args:
+        what: In words, so that "it" is the checkpoint.
+        failed: What happened.
+    """
+    error = failed.error
+    return f"The checkpoint is committed, but {what}: {type(error).__name__}: {error}"
+
+
+def both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
+    """Returns the error for bytes whose stager and rank are lost.
+
+    Args:
+        rank: Whose bytes.
+        num_files: Files of the rank without a receipt.
+        reason: What became of the stager, in words.
+    """
+    return ParticipantError(
+        f"Expected a stager to write the bytes of rank {rank}, but it was lost with {num_files} "
+        f"files unwritten ({reason}), and so was the rank, which could have given them again. "
+        f"Save again",
+        rank=rank,
+    )
+
+
+REASON_LENGTH = 500
+
+MOST_TOLD_BYTES = 64 << 10
+"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
+each get one, 10 GB would leave the coordinator."""
+
+MOST_ROUNDS = 3
+"""A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
+all that a new one needs: few ranks first, where their rows may tell those of the others."""
+
+
+class JoinedSave(Operation):
+    """A save until it has a plan.
+
+    Args:
+        first: The first join; hand it to `receive` as well.
+    """
+
+    def __init__(self, first: SaveJoin) -> None:
+        super().__init__(first)
+        self._target = first.target
+        self._options = first.options
+        self._planning = Planning(first.world_size, first.options, PlanCache(), first.target)
+        self._seen = RecordsRead(0, None, None, ())
+        self._error: CheckpointError | None = None
+        self._warnings: list[str] = []
+        self._rounds = 0
+        self._stats: dict[int, bytes] = {}
+
+    def use(self, shelf: PlanCache) -> None:
+        """Takes what the coordinator knows from earlier saves. To be called first."""
+        self._planning = Planning(self.world_size, self._options, shelf, self._target)
+
+    @abstractmethod
+    def _on_plan(self, planned: Planned) -> Commands:
+        """Takes the plan."""
+
+    @abstractmethod
+    def _fail(self, error: CheckpointError) -> Commands:
+        """Fails the save."""
+
+    def _on_join(self, join: SaveJoin) -> Commands:
+        self._planning.take(join)
+        if join.stats:
+            self._stats[join.rank] = join.stats
+        if self.phase == "joining":
+            self._admit(join)
+            return self._joined()
+        self._note(join, join.error)
+        return self._gathered()
+
+    def join_together(self, first: SaveJoin, joins: Sequence[SaveJoin]) -> Commands | None:
+        """Takes joins that are alike but for rank, fingerprint and values.
+
+        Args:
+            first: Any of them.
+            joins: All of them.
+
+        Returns:
+            What to do now; None where they have to be taken one by one, and nothing has changed.
+        """
+        ranks = [join.rank for join in joins]
+        plain = (
+            self.phase == "joining"
+            and self._outcome is None
+            and not self._differing
+            and identity(first) == identity(self._first)
+            and self._openings.keys().isdisjoint(ranks)
+            and self._are_new(ranks)
+        )
+        if not plain:
+            return None
+        self._planning.take_all(joins)
+        self._openings.update(zip(ranks, joins, strict=True))
+        self._note_all(step_of(first), ranks)
+        return self._joined()
+
+    def _joined(self) -> Commands:
+        if not self._roll.is_complete:
+            return self._wait(self._options.plan_timeout_s)
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self._target.url))
+        return self._ask_ranks()
+
+    def _ask_ranks(self) -> Commands:
+        asked = self._planning.ask()
+        if not asked:
+            return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
+        self._rounds += 1
+        if self._rounds > MOST_ROUNDS:
+            return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
+        self._call("gathering")
+        for rank in range(self.world_size):
+            if rank not in asked:
+                self._roll.note(rank, None)
+        answers = [self._ask(rank, reply) for rank, reply in asked.items()]
+        return (*answers, *self._wait(self._options.plan_timeout_s))
+
+    def _ask(self, rank: int, reply: Reply) -> Answer:
+        step = step_of(self._planning.last_of(rank))
+        del self._waiting[rank, step]
+        self._given[rank, step] = reply
+        return Answer(self.key, rank, step, reply)
+
+    def _gathered(self) -> Commands:
+        if not self._roll.is_complete:
+            return self._wait(self._options.plan_timeout_s)
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self._target.url))
+        return self._ask_ranks()
+
+    def _read(self, seen: RecordsRead) -> Commands:
+        if seen.committed is not None and not self._options.overwrite:
+            return self._fail(no_overwrite(seen.committed, self._target.url))
+        self._seen = seen
+        self._warnings.extend(seen.warnings)
+        plan = self._planning.plan()
+        if isinstance(plan, Planned):
+            return self._on_plan(plan)
+        return self._step("planning", plan, self._options.plan_timeout_s)
+
+    def _is_refused(self, planned: Planned) -> bool:
+        """Whether the values of ranks differ, and may not; where they may, a warning says so."""
+        if planned.disagreements and self._options.replicas != "check":
+            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
+            return False
+        return bool(planned.disagreements)
+
+    def _lacks(self, missing: RowsMissing) -> Commands:
+        self._planning.lacks(missing.ranks)
+        return self._ask_ranks()
+
+    def _made(self, planned: Planned) -> Commands:
+        self._planning.made(planned)
+        return self._on_plan(planned)
+
+    def _overdue_ranks(self, what: str, option: str) -> Commands:
+        after_s: float = getattr(self._options, option)
+        self._overdue(what, after_s, f"raise SaveOptions.{option}")
+        return self._fail(combine(self._roll.errors, self._target.url))
+
+    def _too_slow(self, option: str) -> Commands:
+        after_s: float = getattr(self._options, option)
+        return self._fail(slow(self.phase, option, after_s, self._target.url))
 
 
 class SaveMachine(JoinedSave):

@@ -1,4 +1,16 @@
-"""The save machine whose bytes are written by stagers, while the ranks train on.
+"""Asynchronous saves: queued, planned, written by stagers.
+
+A save that waits, once all ranks have joined it, until it is let in.
+
+Who lets it in, or refuses it, counts the saves of a session that are under way (`queueing`).
+
+Which stager writes each rank's staged bytes: that of its node, or one that helps.
+
+Which ranks' bytes are written so slowly that another stager should help. Pure arithmetic.
+
+A planned asynchronous save as a value: what outlives the coordinator that planned it.
+
+The save machine whose bytes are written by stagers, while the ranks train on.
 
 It differs from `SaveMachine` in the phase "writing" alone. A rank's part is done when each of its
 files has a receipt, whoever wrote it:
@@ -23,13 +35,17 @@ asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
 
+from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
     CheckpointError,
     InternalError,
 )
+from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     Answer,
     Command,
@@ -37,13 +53,13 @@ from ray_dcp.protocol.commands import (
     OutcomeRead,
     Planned,
     ReadOutcome,
+    RecordsRead,
     Result,
     step_of,
 )
-from ray_dcp.protocol.holding import Holding
-from ray_dcp.protocol.lagging import Pace, laggards
+from ray_dcp.protocol.error_aggregation import combine, went_ahead
 from ray_dcp.protocol.messages import (
-    Noted,
+    Ack,
     PartsHeld,
     PartsWritten,
     Refused,
@@ -54,14 +70,201 @@ from ray_dcp.protocol.messages import (
     TakeOver,
 )
 from ray_dcp.protocol.operation import Commands
-from ray_dcp.protocol.queued_save import QueuedSave
-from ray_dcp.protocol.save_errors import both_gone, undecided
-from ray_dcp.protocol.staged_plan import StagedPlan
-from ray_dcp.protocol.strays import went_ahead
-from ray_dcp.protocol.verdict import combine
+from ray_dcp.protocol.save import SaveMachine, both_gone, undecided
 from ray_dcp.protocol.vote import Won
 
-__all__ = ["StagedSaveMachine"]
+__all__ = ["Holding", "Pace", "QueuedSave", "StagedPlan", "StagedSaveMachine", "laggards"]
+
+
+class QueuedSave(SaveMachine):
+    """See `SaveMachine`; between its phases "joining" and "reading" is "queued"."""
+
+    @property
+    def is_queued(self) -> bool:
+        """Every rank has joined, and nothing else has happened."""
+        return self.phase == "queued"
+
+    @property
+    def is_under_way(self) -> bool:
+        """It was let in and has not ended: it may hold a copy of the state."""
+        return not self.over and self.phase not in ("joining", "queued", "projecting")
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Nothing of it is known to be written, and nothing of it can be committed."""
+        begun = bool(self._receipts) or self._error is not None or self._outcome is not None
+        phases = ("gathering", "reading", "planning", "writing")
+        return self.phase in phases and not begun
+
+    @property
+    def options(self) -> SaveOptions:
+        """How it is to be saved."""
+        return self._options
+
+    @property
+    def url(self) -> str:
+        """Where it is saved."""
+        return self._target.url
+
+    def let_in(self) -> Commands:
+        """Takes that it may begin."""
+        return super()._joined()
+
+    def refuse(self, error: CheckpointError) -> Commands:
+        """Takes that it may not begin.
+
+        Args:
+            error: Why, for all ranks.
+        """
+        return self._refuse_all(error)
+
+    def _joined(self) -> Commands:
+        if not self._roll.is_complete or self._roll.errors:
+            return super()._joined()
+        self._to("queued")
+        return ()
+
+
+class Holding:
+    """What was told of who holds whose bytes; it may come in any order, and twice."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, PartsHeld] = {}
+        self._helpers: dict[int, PartsHeld] = {}
+
+    def note(self, held: PartsHeld) -> bool:
+        """Takes that a stager holds a rank's bytes; returns whether that is new."""
+        rank = held.rank
+        same = self._helpers if held.helps else self._homes
+        home, helper = self._homes.get(rank), self._helpers.get(rank)
+        is_late = rank in same and held.incarnation <= same[rank].incarnation
+        if is_late or (held.helps and home is not None and held.incarnation < home.incarnation):
+            return False
+        same[rank] = held
+        if not held.helps and helper is not None and helper.incarnation < held.incarnation:
+            del self._helpers[rank]
+        return True
+
+    def of(self, rank: int) -> PartsHeld | None:
+        """Returns who is to write a rank's bytes; None where nobody is known."""
+        return self._helpers.get(rank) or self._homes.get(rank)
+
+    def is_helped(self, rank: int) -> bool:
+        """Returns whether a helper holds a rank's bytes."""
+        return rank in self._helpers
+
+    def by(self, stager: str) -> list[int]:
+        """Returns the ranks whose bytes a stager is to write."""
+        return [rank for rank, held in self.all() if held.stager == stager]
+
+    def all(self) -> Iterator[tuple[int, PartsHeld]]:
+        """Yields each rank of which it is known, with who is to write its bytes."""
+        for rank in {**self._homes, **self._helpers}:
+            held = self.of(rank)
+            if held is not None:
+                yield rank, held
+
+    def free(self, busy: frozenset[str]) -> tuple[str, ...]:
+        """Returns the stagers that could help another.
+
+        Args:
+            busy: Stagers that have still to write.
+        """
+        return tuple(
+            dict.fromkeys(held.stager for _, held in self.all() if held.stager not in busy)
+        )
+
+    def is_overtaken(self, rank: int, incarnation: int) -> bool:
+        """Returns whether it does not matter what becomes of a rank's bytes with one stager."""
+        held = self.of(rank)
+        return held is not None and held.incarnation > incarnation
+
+    def newest(self, rank: int) -> int:
+        """Returns the highest incarnation that was told of; -1 for none."""
+        found = (self._homes.get(rank), self._helpers.get(rank))
+        return max((held.incarnation for held in found if held is not None), default=-1)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._homes.clear()
+        self._helpers.clear()
+
+
+LEAST_WAIT_S = 0.5
+"""Nobody is helped before so many seconds of writing: a pace is not known earlier."""
+
+HELP_COSTS_S = 1.0
+"""Whoever would be done by itself in less than this is not helped: to hand a few hundred megabytes
+to another node takes about as long."""
+
+TIMES_SLOWER = 2.0
+"""Whoever would take more than so many times as long as the others took is helped."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far the writing of one rank's bytes is."""
+
+    written_bytes: int
+    total_bytes: int
+    done_s: float | None = None
+    """After how many seconds all of it was written; None while it is not."""
+
+
+def laggards(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
+    """Returns the ranks whose bytes another stager should write, each with what was seen.
+
+    Only when at least half of the ranks are done is it known how long it should take.
+
+    Args:
+        paces: By rank.
+        elapsed_s: Since writing began, in seconds.
+
+    Example:
+        >>> done = Pace(100, 100, done_s=4.0)
+        >>> laggards({0: done, 1: Pace(10, 100), 2: done}, 5.0)
+        {1: 'after 5.0 s 10 of 100 bytes were written, where others took 4.0 s for theirs'}
+        >>> laggards({0: done, 1: Pace(90, 100), 2: done}, 5.0)
+        {}
+    """
+    done = [pace.done_s for pace in paces.values() if pace.done_s is not None]
+    if not done or 2 * len(done) < len(paces):
+        return {}
+    usual_s = median(done)
+    if elapsed_s < max(LEAST_WAIT_S, usual_s):
+        return {}
+    found: dict[int, str] = {}
+    for rank, pace in paces.items():
+        if pace.done_s is not None or not pace.total_bytes:
+            continue
+        # At this pace it would end after elapsed * total / written.
+        left_s = inf
+        if pace.written_bytes:
+            left_s = elapsed_s * (pace.total_bytes / pace.written_bytes - 1)
+        if left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
+            found[rank] = (
+                f"after {elapsed_s:.1f} s {pace.written_bytes} of {pace.total_bytes} bytes were "
+                f"written, where others took {usual_s:.1f} s for theirs"
+            )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class StagedPlan:
+    """What another coordinator needs to end a save that is planned, as a value.
+
+    What was written so far is not in it: the stagers know that.
+    """
+
+    first: SaveJoin
+    epoch: int
+    """Of the coordinator that planned it."""
+    attempt: str
+    plan: GlobalPlan
+    files: tuple[frozenset[int], ...]
+    """`FilePlan.file` of each rank's part."""
+    seen: RecordsRead
+    warnings: tuple[str, ...]
 
 
 class StagedSaveMachine(QueuedSave):
@@ -398,7 +601,7 @@ class StagedSaveMachine(QueuedSave):
 
     def _noted(self, request: Request) -> Commands:
         at = (request.rank, step_of(request))
-        reply = self._given[at] = Noted()
+        reply = self._given[at] = Ack()
         return (Answer(self.key, request.rank, at[1], reply),)
 
     def _end(self, phase: str) -> list[Command]:

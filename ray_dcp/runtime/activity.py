@@ -13,8 +13,8 @@ from typing import Protocol
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol.messages import OpKey, Renumbered, Reply, Request
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.vitals import Vitals
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_save import PlanMemory
 
 __all__ = ["LEAVING_S", "ActiveSession", "Activity"]
 
@@ -40,11 +40,11 @@ class ActiveSession(Protocol):
         """Returns the coordinator's reply."""
         ...
 
-    def begins(self, vitals: Vitals, timeout_s: float) -> None:
+    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
         """Begins to beat."""
         ...
 
-    def ends(self, vitals: Vitals) -> None:
+    def ends(self, vitals: RankProgress) -> None:
         """Ends that."""
         ...
 
@@ -81,7 +81,7 @@ class Activity:
         timeout_s: float,
         key: OpKey | None = None,
     ) -> None:
-        self.vitals = Vitals()
+        self.vitals = RankProgress()
         self._named, self._num_steps = key, 0
         self._seq: int | None = None
         self._session = session

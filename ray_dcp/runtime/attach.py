@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import RayError
 
 from ray_dcp.errors import InvalidRequestError, ParticipantError
-from ray_dcp.runtime import environment, hooks, own_ray
-from ray_dcp.runtime.naming import NAMESPACE
-from ray_dcp.runtime.own_ray import OwnRay
+from ray_dcp.runtime import environment, private_ray, ray_private
+from ray_dcp.runtime.actor_names import NAMESPACE
+from ray_dcp.runtime.private_ray import OwnRay
 
 __all__ = ["Invitation", "attach", "attach_named", "attached_address", "leave_lost"]
 
@@ -83,7 +83,7 @@ def leave_lost() -> None:
     Raises:
         ParticipantError: Ray does not let go of it.
     """
-    own = own_ray.joined()
+    own = private_ray.joined()
     if own is None or not own.is_lost:
         return
     leaving = threading.Thread(target=ray.shutdown, name="ray_dcp leaves Ray", daemon=True)
@@ -122,13 +122,13 @@ def _init(address: str, token_path: str | None) -> None:
         _check_own(address, token_path)
     try:
         _probe(address)
-        with hooks.signal_handlers_kept():
+        with ray_private.signal_handlers_kept():
             if token_path is None:
                 _connect(address)
             else:
                 _connect_own(address, token_path)
-                own_ray.set_joined(OwnRay.of_token(token_path))
-                hooks.uncaught_errors_untold()
+                private_ray.set_joined(OwnRay.of_token(token_path))
+                ray_private.uncaught_errors_untold()
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ParticipantError(
             f"Expected a Ray cluster at {address}, but connecting gave {type(error).__name__}: "
@@ -158,7 +158,7 @@ def _check_own(address: str, token_path: str) -> None:
 
 
 def _connect_own(address: str, token_path: str) -> None:
-    with environment.pinned_to_loopback(token_path) as token, hooks.loopback_addresses():
+    with environment.pinned_to_loopback(token_path) as token, ray_private.loopback_addresses():
         if token:
-            hooks.local_token()
+            ray_private.local_token()
         _connect(address)

@@ -1,29 +1,49 @@
-"""The coordinator: an async actor that carries out what `Coordination` commands, and no more.
+"""The coordinator actor, its handle, and what it keeps.
+
+Which ranks a coordinator knows to live, kept where a coordinator that is restarted finds it.
+
+*Why*: when a machine with the coordinator and some ranks is lost, the next coordinator must know
+whom to miss; those ranks will never call it.
+
+Keeps the `SharedReads` of each load that is under way, in the coordinator; decides nothing.
+
+Calls of gatherers that wait in a coordinator: each is told as soon as any of its ranks is.
+
+Work that may hang for ever, awaited from an event loop.
+
+The coordinator: an async actor that carries out what `Coordination` commands, and no more.
 
 One a session, detached, restarted by Ray when it dies and leaving by itself when nobody needs it.
 It decides nothing: the decisions are in `ray_dcp.protocol`, the storage is in `perform`.
+
+The handle of a session's coordinator, which is made when there is none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import astuple, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError, InternalError
-from ray_dcp.protocol.beats import AwakeClock, Beat, BeatHeard
+from ray_dcp.protocol.aggregation import Batch, BatchedReplies, Batches, MessageBatch
 from ray_dcp.protocol.commands import Answer, Answers, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.handover import News, Word
+from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
+from ray_dcp.protocol.load import Listen, SharedReads, UnitUpdate, Word
 from ray_dcp.protocol.messages import (
-    Noted,
+    Ack,
     OpKey,
     PartsHeld,
     Refused,
@@ -32,24 +52,232 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     TakeOver,
 )
-from ray_dcp.protocol.together import Together, Told
-from ray_dcp.runtime import hooks, ray_calls
-from ray_dcp.runtime.hooks import Caller
-from ray_dcp.runtime.meeting import Meeting
-from ray_dcp.runtime.meeting_calls import MeetingCalls
-from ray_dcp.runtime.naming import NAMESPACE
-from ray_dcp.runtime.own_thread import in_own_thread
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.rehearsal import begin_rehearsal
-from ray_dcp.runtime.resuming import StagedPlans
-from ray_dcp.runtime.roster import Roster
-from ray_dcp.runtime.stager_watch import StagerWatch, parts_written
-from ray_dcp.runtime.switchboard import Switchboard
-from ray_dcp.runtime.together_calls import TogetherCalls
-from ray_dcp.runtime.tracing import Tracing
+from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
+from ray_dcp.runtime.inline import Tracing, begin_rehearsal
+from ray_dcp.runtime.ray_private import Caller
+from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
+from ray_dcp.runtime.rendezvous import Rendezvous, RendezvousCalls
+from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.stage.values import StageReport
 
-__all__ = ["Coordinator"]
+__all__ = [
+    "BatchedCalls",
+    "Coordinator",
+    "Membership",
+    "SharedReadDispatch",
+    "await_ready",
+    "coordinator_of",
+    "in_own_thread",
+]
+
+Member = tuple[str, int]
+"""A session's name and a rank."""
+
+
+class Membership:
+    """The ranks that said that they are there and have neither left nor died.
+
+    Used in one thread, the event loop's.
+
+    Args:
+        name: What it is kept under in the cluster.
+
+    Attributes:
+        ever: Whether there was any rank, in this process or before it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._key = f"roster:{name}"
+        kept = json.loads(ray_private.recall(self._key) or "[]")
+        self._members: dict[Member, Caller] = {
+            (session, rank): Caller(*caller) for session, rank, caller in kept
+        }
+        self._changed = False
+        self.ever = bool(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, session: str, rank: int, caller: Caller) -> None:
+        """Notes that a rank is there."""
+        if self._members.get((session, rank)) != caller:
+            self._members[session, rank] = caller
+            self._changed = self.ever = True
+
+    def remove(self, session: str, rank: int) -> None:
+        """Notes that a rank has left; one that is not known is fine."""
+        self.ever = True
+        self._changed |= self._members.pop((session, rank), None) is not None
+
+    async def take_dead(self) -> list[tuple[str, int, Caller]]:
+        """Returns those whose processes have ended, and forgets them.
+
+        Raises:
+            InternalError: This Ray does not tell who lives.
+        """
+        watched = dict(self._members)
+        if not watched:
+            return []
+        dead = await asyncio.to_thread(ray_private.gone, set(watched.values()))
+        # A rank that spoke meanwhile may be another process by now.
+        taken = [
+            (session, rank, caller)
+            for (session, rank), caller in watched.items()
+            if caller in dead and self._members.get((session, rank)) == caller
+        ]
+        for session, rank, _ in taken:
+            self.remove(session, rank)
+        return taken
+
+    async def keep(self) -> None:
+        """Puts it where the next coordinator finds it, if it has changed."""
+        if self._changed:
+            self._changed = False
+            members = [
+                (session, rank, astuple(caller))
+                for (session, rank), caller in self._members.items()
+            ]
+            text = json.dumps(members) if members else ""
+            await asyncio.to_thread(ray_private.remember, self._key, text)
+
+    def clear(self) -> None:
+        """Forgets everybody."""
+        self._members.clear()
+
+
+class SharedReadDispatch:
+    """What the ranks of all loads of one coordinator tell each other.
+
+    *Invariant*: used in the event loop's thread only.
+
+    Args:
+        is_over: Whether a load has its outcome, or is not known.
+    """
+
+    def __init__(self, is_over: Callable[[OpKey], bool]) -> None:
+        self._is_over = is_over
+        self._handovers: dict[OpKey, SharedReads] = {}
+        self._told: dict[OpKey, asyncio.Event] = {}
+
+    async def hear(self, word: Word) -> Sequence[UnitUpdate] | None:
+        """Takes what a rank says, and returns the news when it listens; None when it is over.
+
+        Args:
+            word: May come twice.
+        """
+        key = word.key
+        if self._is_over(key):
+            self._drop(key)
+            return None
+        handover = self._handovers.setdefault(key, SharedReads())
+        told = self._told.setdefault(key, asyncio.Event())
+        if not isinstance(word, Listen):
+            handover.take(word)
+            self._told[key] = asyncio.Event()
+            told.set()
+            return ()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + word.wait_s
+        while not (news := handover.news(word.rank, word.seen)) and loop.time() < end_s:
+            if self._handovers.get(key) is not handover:
+                return None
+            try:
+                waiting = self._told[key].wait()
+                await asyncio.wait_for(waiting, end_s - loop.time())
+            except asyncio.TimeoutError:
+                break
+        return news
+
+    def tidy(self) -> None:
+        """Forgets loads that are over, and with them what keeps their bytes alive."""
+        for key in [key for key in self._handovers if self._is_over(key)]:
+            self._drop(key)
+
+    def _drop(self, key: OpKey) -> None:
+        self._handovers.pop(key, None)
+        told = self._told.pop(key, None)
+        if told is not None:
+            told.set()
+
+
+class BatchedCalls:
+    """The gatherers' part of a coordinator; in the event loop's thread.
+
+    Args:
+        coordination: Decides.
+        carry_out: Carries out commands, and hands back the answers among them.
+    """
+
+    def __init__(
+        self, coordination: Coordination, carry_out: Callable[[Sequence[Command]], None]
+    ) -> None:
+        self._coordination = coordination
+        self._carry_out = carry_out
+        self._batches = Batches()
+        self._futures: dict[Batch, asyncio.Future[BatchedReplies]] = {}
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    async def call(self, message: MessageBatch, beats_s: float | None) -> BatchedReplies:
+        """Returns what ranks are told, when that is known of any.
+
+        Args:
+            message: May come again, for those of its ranks that were not told.
+            beats_s: See `Coordination.receive`.
+        """
+        batch = self._batches.add(message)
+        future = self._futures[batch] = asyncio.get_running_loop().create_future()
+        try:
+            commands, refused = self._coordination.receive_together(message, beats_s=beats_s)
+            for rank, reply in refused.items():
+                batch.put((rank,), reply)
+            self._carry_out(commands)
+            told: BatchedReplies = await future
+            return told
+        finally:
+            if self._futures.pop(batch, None) is not None:
+                self._batches.remove(batch)
+
+    def answer(self, command: Answer | Answers) -> None:
+        """Takes an answer."""
+        self._batches.answer(command)
+
+    def refuse(self, key: OpKey, reply: Reply) -> None:
+        """Takes that all who wait in an operation are told the same."""
+        self._batches.refuse(key, reply)
+        self.tell()
+
+    def tell(self) -> None:
+        """Ends the calls that have something to tell."""
+        for batch in self._batches.ready():
+            future = self._futures.pop(batch, None)
+            if future is not None and not future.done():
+                future.set_result(BatchedReplies(tuple(batch.told)))
+
+
+T = TypeVar("T")
+
+
+async def in_own_thread(work: Callable[[], T]) -> T:
+    """Returns what work gives that may hang for ever: in a thread of its own.
+
+    Why not asyncio.to_thread: a few tasks that hang would fill its pool.
+
+    Args:
+        work: Never raises.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        result = work()
+        loop.call_soon_threadsafe(future.set_result, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
+
 
 WATCH_S = 0.5
 """How often to ask Ray whether the ranks of a running operation live, in seconds."""
@@ -81,19 +309,19 @@ class Coordinator:
         self._name = name
         self._lease_s = lease_s
         # Why not in a thread: nothing else runs before the constructor returns.
-        self.epoch = hooks.next_epoch(name)
+        self.epoch = ray_private.next_epoch(name)
         self._loop = asyncio.get_running_loop()
         self._awake = AwakeClock(self._loop.time, LISTEN_S)
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
-        self._together = TogetherCalls(self._coordination, self._carry_out)
-        self._switchboard = Switchboard(lambda key: key not in self._coordination.active)
-        self._meeting = MeetingCalls(Meeting(lambda: secrets.token_hex(6)))
+        self._together = BatchedCalls(self._coordination, self._carry_out)
+        self._switchboard = SharedReadDispatch(lambda key: key not in self._coordination.active)
+        self._meeting = RendezvousCalls(Rendezvous(lambda: secrets.token_hex(6)))
         self._tracing = Tracing()
         self._waiting: dict[Waiting, list[asyncio.Future[Reply]]] = {}
         self._timers: dict[OpKey, asyncio.TimerHandle] = {}
-        self._roster = Roster(name)
+        self._roster = Membership(name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._called = asyncio.Event()
         self._performing = 0
@@ -106,8 +334,8 @@ class Coordinator:
         self._last_call_s = self._loop.time()
         self._self = ray.get_runtime_context().current_actor
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        lives, me = hooks.life_of(actor_id).num_restarts, hooks.this_caller(os.getpid())
-        self._heard = BeatHeard(actor_id, lives, str(me))
+        lives, me = ray_private.life_of(actor_id).num_restarts, ray_private.this_caller(os.getpid())
+        self._heard = HeartbeatAck(actor_id, lives, str(me))
         if lives > 0:
             logger.warning(
                 "The coordinator of session %s died and was started anew (%s, epoch %d): "
@@ -175,7 +403,7 @@ class Coordinator:
             return Refused(error)
         try:
             reply = await future
-            if isinstance(request, PartsHeld) and isinstance(reply, Noted):
+            if isinstance(request, PartsHeld) and isinstance(reply, Ack):
                 # Why first: who hears it may die, and this actor with it.
                 await self._plans.hold(request)
             return reply
@@ -184,8 +412,8 @@ class Coordinator:
             self._last_call_s = self._loop.time()
 
     async def call_together(
-        self, message: Together, callers: Sequence[Caller], beats_s: float | None = None
-    ) -> Told:
+        self, message: MessageBatch, callers: Sequence[Caller], beats_s: float | None = None
+    ) -> BatchedReplies:
         """Returns what some of a gatherer's ranks are told, when that is known; as `call`."""
         self._last_call_s = self._loop.time()
         self._called.set()
@@ -208,7 +436,7 @@ class Coordinator:
         self._called.set()
         self._meet(session, rank, caller)
 
-    async def beat(self, beat: Beat) -> BeatHeard:
+    async def beat(self, beat: Heartbeat) -> HeartbeatAck:
         """Takes that a rank lives and how far it is; answers at once."""
         return replace(self._heard, waits=self._coordination.hear(beat))
 
@@ -235,10 +463,10 @@ class Coordinator:
         Args:
             report: May come twice.
         """
-        return isinstance(await self.call(parts_written(report)), Noted)
+        return isinstance(await self.call(parts_written(report)), Ack)
 
-    async def hear(self, word: Word) -> Sequence[News] | None:
-        """Takes what a rank of a load tells the others; see `Switchboard.hear`."""
+    async def hear(self, word: Word) -> Sequence[UnitUpdate] | None:
+        """Takes what a rank of a load tells the others; see `SharedReadDispatch.hear`."""
         return await self._switchboard.hear(word)
 
     async def cancel(self, key: OpKey, reason: str) -> bool:
@@ -424,3 +652,41 @@ def _warn_of_takeovers(commands: Sequence[Command]) -> None:
             "Operation %d of session %s: ranks %s hand what is not written to another stager, as "
             "theirs is slow or lost: %s", key.seq, key.session, sorted(ranks), reason,
         )  # fmt: skip
+
+
+def await_ready(coordinator: Any, timeout_s: float) -> None:
+    """Waits until a coordinator has loaded what its first save needs, at most so many seconds."""
+    # Suppressed: a first save is slower then, and tells what is wrong.
+    with suppress(RayError):
+        ray_calls.get(coordinator.ready.remote(), timeout=timeout_s)
+
+
+@ray_calls.unless_lost
+@ray_private.starting_no_ray()
+def coordinator_of(session: str, *, namespace: str = NAMESPACE, lease_s: float) -> Any:
+    """Returns the handle of a session's coordinator, after making it if there is none.
+
+    Ranks may call it at once: one of them makes the actor, all get it. It runs where there is
+    room, preferably on the caller's node, and survives its creator.
+
+    Args:
+        session: Name of the session.
+        namespace: Ray namespace to look in.
+        lease_s: See `Coordinator`; counts when the actor is made.
+    """
+    name = coordinator_name(session)
+    # Why no max_task_retries: Ray would also repeat the call in which the actor leaves.
+    actor = ray.remote(Coordinator).options(
+        name=name,
+        namespace=namespace,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=MOST_CALLS,
+        num_cpus=0,
+        # Why said: a trial of Ray Tune has all that its processes start go into its placement
+        # group, and Ray kills what is in there together with the trial.
+        scheduling_strategy="DEFAULT",
+    )
+    return actor.remote(name, check_lease(lease_s), namespace)

@@ -11,11 +11,11 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ray_dcp.protocol import gathering
+from ray_dcp.protocol import aggregation
 from ray_dcp.protocol.messages import Reply, Request
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.hooks import Caller
+    from ray_dcp.runtime.ray_private import Caller
 
 __all__ = ["GatheredCalls"]
 
@@ -62,15 +62,15 @@ class GatheredCalls:
             caller: Who this rank is for Ray.
             beats_s: See `Session.call`.
         """
-        if not 0 <= self._rank < self._world_size or not gathering.is_gathered(request):
+        if not 0 <= self._rank < self._world_size or not aggregation.is_gathered(request):
             return None
-        ranks = gathering.group_of(self._rank, self._world_size, gathering.MOST_GATHERERS)
+        ranks = aggregation.group_of(self._rank, self._world_size, aggregation.MOST_GATHERERS)
         if ranks is None or self._is_frozen:
             return None
         import ray
         from ray.exceptions import RayError
 
-        from ray_dcp.runtime import hooks, ray_calls
+        from ray_dcp.runtime import ray_calls, ray_private
 
         if not ray.is_initialized():
             return None
@@ -82,7 +82,7 @@ class GatheredCalls:
                 self._handle = gatherer_of(
                     self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
                 )
-            with hooks.starting_no_ray(), ray_calls.inside():
+            with ray_private.starting_no_ray(), ray_calls.inside():
                 answer = self._handle.call.remote(request, caller, beats_s)
             while ray.is_initialized():
                 left_s = end_s - time.monotonic()

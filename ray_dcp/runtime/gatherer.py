@@ -18,15 +18,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError
+from ray_dcp.protocol.aggregation import BatchWindow, MessageBatch
 from ray_dcp.protocol.commands import step_of
-from ray_dcp.protocol.gathering import Gathering
+from ray_dcp.protocol.error_aggregation import Opening
 from ray_dcp.protocol.messages import OpKey, Reply, Request
-from ray_dcp.protocol.together import Together
-from ray_dcp.protocol.verdict import Opening
-from ray_dcp.runtime import hooks, ray_calls
-from ray_dcp.runtime.coordinator_handle import coordinator_of
-from ray_dcp.runtime.hooks import Caller
-from ray_dcp.runtime.naming import MOST_CALLS, check_lease, gatherer_name
+from ray_dcp.runtime import ray_calls, ray_private
+from ray_dcp.runtime.actor_names import MOST_CALLS, check_lease, gatherer_name
+from ray_dcp.runtime.coordinator import coordinator_of
+from ray_dcp.runtime.ray_private import Caller
 
 __all__ = ["Gatherer", "gatherer_of"]
 
@@ -50,7 +49,7 @@ class Gatherer:
         self._loop = asyncio.get_running_loop()
         self._reach = partial(coordinator_of, coordinator, namespace=namespace, lease_s=lease_s)
         self._coordinator: Any = None
-        self._gathering = Gathering(ranks, self._loop.time)
+        self._gathering = BatchWindow(ranks, self._loop.time)
         self._waiting: dict[Waiting, list[asyncio.Future[Reply | None]]] = {}
         self._said: dict[int, tuple[Caller, float | None]] = {}
         self._present: set[int] = set()
@@ -104,7 +103,7 @@ class Gatherer:
             self._start(self._send(message, True))
         self._set_timer()
 
-    async def _send(self, message: Together, opens: bool) -> None:
+    async def _send(self, message: MessageBatch, opens: bool) -> None:
         """Sends a message until all its ranks are told, or the coordinator can't be reached."""
         left = set(message.ranks)
         try:
@@ -149,7 +148,7 @@ class Gatherer:
 
 
 @ray_calls.unless_lost
-@hooks.starting_no_ray()
+@ray_private.starting_no_ray()
 def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: float) -> Any:
     """Returns the handle of a group's gatherer, after making it if there is none.
 

@@ -1,14 +1,34 @@
-"""Saves and loads without Ray: one coordination, its tasks and its ranks in one thread.
+"""Saves and loads without Ray, and what runs and traces a coordination there.
+
+The shell of a coordination without Ray: carries out its commands, one at a time.
+
+What the coordinator actor does with time and processes, for `inline`.
+
+`Tracing`: keeps the notes of the saves that are under way, and leaves the trace of each.
+
+A trace is written beside the checkpoint once its record stands, while `.metadata` is published and
+what the save replaced is deleted. Nothing that goes wrong with it reaches the save.
+
+Saves and loads without Ray: one coordination, its tasks and its ranks in one thread.
 
 This executor is the specification of what a shell has to do; the coordinator actor does the same
 with time and processes. `InlineSession` serves single-process use, `run_ranks` plays any number
 of ranks for offline tools and property tests: time is virtual, every order of events can be
 chosen, ranks can freeze or die, and everything can stop at any point.
+
+A small save in this process's memory, so that its first real one finds everything loaded.
+
+What a process imports at its first save takes 0.3 to 0.6 s, most of it pyarrow looking for pandas.
+An actor that plays one save while nobody waits for it spares the first save of the job that time.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
+import secrets
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -16,18 +36,301 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.values import Columns
 from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
-from ray_dcp.protocol.commands import Perform, Result, step_of
+from ray_dcp.format.save_trace import encode_trace, trace_key
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.aggregation import Batch, Batches, MessageBatch
+from ray_dcp.protocol.commands import (
+    Answer,
+    Answers,
+    Arm,
+    Command,
+    Disarm,
+    Perform,
+    PublishMetadata,
+    Result,
+    Task,
+    step_of,
+)
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
+from ray_dcp.protocol.liveness import Heartbeat
+from ray_dcp.protocol.messages import LoadJoin, OpKey, Refused, Reply, Request, SaveJoin, Target
+from ray_dcp.protocol.save_recorder import SaveRecorder
 from ray_dcp.runtime.activity import LEAVING_S, Activity
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.shell import Performer, Shell, Time
-from ray_dcp.runtime.tracing import Tracing
-from ray_dcp.runtime.vitals import Vitals
+from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_save import Captured, PlanMemory, save_rank
+from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
 
-__all__ = ["Fate", "InlineSession", "RankResult", "run_ranks"]
+__all__ = [
+    "Fate",
+    "InlineSession",
+    "Performer",
+    "RankResult",
+    "Shell",
+    "Time",
+    "Tracing",
+    "begin_rehearsal",
+    "rehearse",
+    "run_ranks",
+]
+
+Performer = Callable[[Task], Result]
+
+
+class Time:
+    """Virtual time: seconds, changed by who lets it pass."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        """Returns the seconds that have passed."""
+        return self.now_s
+
+
+class Shell:
+    """Carries out the commands of a coordination, one at a time and in virtual time.
+
+    Attributes:
+        answers: Given and not yet taken, oldest first.
+        tasks: To be performed, oldest first.
+        batches: Messages of several ranks that wait; their answers are in no other place.
+    """
+
+    def __init__(
+        self, coordination: Coordination, performer: Performer, time: Time | None = None
+    ) -> None:
+        self.coordination = coordination
+        self.answers: list[Answer] = []
+        self.tasks: list[Perform] = []
+        self.batches = Batches()
+        self._performer = performer
+        self._time = time or Time()
+        self._listens = time is not None
+        self._timers: dict[OpKey, tuple[float, str]] = {}
+
+    def receive(self, request: Request, beats_s: float | None = None) -> Refused | None:
+        """Hands over a request; returns the reply to this very call when it is refused."""
+        try:
+            self._carry_out(self.coordination.receive(request, beats_s=beats_s))
+        except CheckpointError as error:
+            return Refused(error)
+        return None
+
+    def receive_together(self, message: MessageBatch, beats_s: float | None = None) -> Batch:
+        """Hands over what several ranks say; returns what they are told, as it comes."""
+        batch = self.batches.add(message)
+        commands, refused = self.coordination.receive_together(message, beats_s=beats_s)
+        for rank, reply in refused.items():
+            batch.put((rank,), reply)
+        self._carry_out(commands)
+        return batch
+
+    def cancel(self, key: OpKey, reason: str) -> bool:
+        """Cancels a save; returns whether that was still possible."""
+        self._carry_out(self.coordination.cancel(key, reason))
+        return self.coordination.is_cancelled(key)
+
+    def withdraw(self, key: OpKey, rank: int, reason: str) -> None:
+        """Tells that a rank leaves an operation."""
+        self._carry_out(self.coordination.withdraw(key, rank, reason))
+
+    def lose(self, request: Request) -> None:
+        """Tells that the rank of a request died."""
+        session, reason = request.key.session, f"it died before {step_of(request)}"
+        self._carry_out(self.coordination.lost(session, [request.rank], reason))
+
+    def perform(self, index: int) -> None:
+        """Performs a task that waits."""
+        todo = self.tasks.pop(index)
+        self.performed(todo, self._performer(todo.task))
+
+    def performed(self, todo: Perform, result: Result) -> None:
+        """Takes the result of a task."""
+        self._carry_out(self.coordination.performed(todo.key, todo.task, result))
+
+    def expire(self, beating: Sequence[tuple[str, int, float]] = ()) -> bool:
+        """Lets the time pass to the next deadline or silence; returns false when there is none.
+
+        Args:
+            beating: Ranks that live: session, rank and what silence is allowed.
+        """
+        key = min(self._timers, key=lambda key: self._timers[key][0], default=None)
+        silence_s = self.coordination.next_silence_s if self._listens else None
+        if silence_s is not None and (key is None or silence_s < self._timers[key][0]):
+            self._time.now_s = silence_s
+            for session, rank, timeout_s in beating:
+                self.coordination.hear(Heartbeat(session, rank, timeout_s))
+            self._carry_out(self.coordination.listen())
+            return True
+        if key is None:
+            return False
+        self._time.now_s = self._timers[key][0]
+        self.expire_one(key)
+        return True
+
+    def due_s(self, key: OpKey) -> float | None:
+        """Returns how long an operation's phase may last from now on, in seconds."""
+        timer = self._timers.get(key)
+        return None if timer is None else timer[0] - self._time.now_s
+
+    def expire_one(self, key: OpKey) -> None:
+        """Lets the timer of an operation run out."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            self._carry_out(self.coordination.expired(key, timer[1]))
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Answer():
+                    if self.batches.answer(command):
+                        self.answers.append(command)
+                case Answers(key, _, step, reply):
+                    alone = sorted(self.batches.answer(command))
+                    self.answers += [Answer(key, rank, step, reply) for rank in alone]
+                case Perform():
+                    self.tasks.append(command)
+                case Arm():
+                    at_s = self._time.now_s + command.after_s
+                    self._timers[command.key] = (at_s, command.phase)
+                case Disarm():
+                    self._timers.pop(command.key, None)
+
+
+MOST_SAVES = 64
+"""Saves whose notes are kept: of older ones nobody told how they ended."""
+
+WAIT_S = 0.2
+"""How long the outcome may wait for a trace that takes longer than publishing `.metadata`. Whoever
+lists the place after a save then finds the trace there, unless the storage is slow."""
+
+logger = logging.getLogger(__name__)
+
+
+class Tracing:
+    """The notes of one coordinator.
+
+    Args:
+        clock: Seconds that never go back.
+        opener: What opens the storage that takes the traces.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        opener: Callable[[Target], Storage] = open_storage,
+    ) -> None:
+        self._clock = clock
+        self._opener = opener
+        self._saves: dict[OpKey, SaveRecorder] = {}
+
+    def hears(self, request: Request, where: object = None) -> None:
+        """Notes a request that came.
+
+        Args:
+            request: Any.
+            where: Process and node of the rank, in words when it is printed.
+        """
+        # Why no context manager here and below: each of 10,000 ranks sends a few of these.
+        try:
+            is_join = isinstance(request, SaveJoin)
+            save = self._saves.get(request.key)
+            if save is None:
+                if not isinstance(request, SaveJoin) or not request.options.trace:
+                    return
+                save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
+                if len(self._saves) > MOST_SAVES:
+                    del self._saves[next(iter(self._saves))]
+            save.hears(request, self._clock(), str(where) if where is not None and is_join else "")
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(request.key)
+
+    def hears_together(self, message: MessageBatch, where: Sequence[object]) -> None:
+        """Notes what several ranks said in one message, as `hears`; costs little if not wanted."""
+        first = message.said[0] if isinstance(message.said, tuple) else message.said.first
+        wanted = isinstance(first, SaveJoin) and first.options.trace
+        if wanted or message.key in self._saves:
+            places = [*where] or [None] * len(message.ranks)
+            for request, place in zip(message.requests(), places, strict=True):
+                self.hears(request, place)
+
+    def tells(self, answer: Answer | Answers) -> None:
+        """Notes an answer that is given."""
+        save = self._saves.get(answer.key)
+        if save is None:
+            return
+        if isinstance(answer, Answers):
+            for rank in answer.ranks:
+                self.tells(Answer(answer.key, rank, answer.step, answer.reply))
+            return
+        try:
+            save.tells(answer, self._clock())
+            if isinstance(answer.reply, Refused):
+                self._saves.pop(answer.key, None)
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(answer.key)
+
+    def perform(self, command: Perform, performer: Performer = perform) -> Result:
+        """Returns what came of a task; notes how long it took, and writes the trace with the last.
+
+        Args:
+            command: What is to be done.
+            performer: Does it.
+        """
+        save = self._saves.get(command.key)
+        if save is None:
+            return performer(command.task)
+        if isinstance(command.task, PublishMetadata):
+            self._saves.pop(command.key, None)
+            writing = self._start(save, command.task.target)
+            result = performer(command.task)
+            writing.join(WAIT_S)
+            return result
+        start_s = self._clock()
+        result = performer(command.task)
+        try:
+            save.performed(command.task, start_s, self._clock())
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(command.key)
+        return result
+
+    def _give_up(self, key: OpKey) -> None:
+        """Drops notes that went wrong, which is no reason for a save to fail."""
+        self._saves.pop(key, None)
+        logger.debug("The notes of save %d are given up", key.seq, exc_info=True)
+
+    def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
+        committed_s = self._clock()
+
+        def run() -> None:
+            try:
+                self._write(save, target, committed_s)
+            except Exception as error:  # noqa: BLE001 - no save fails because of its trace
+                logger.debug("The trace of a save to %s was not written: %s", target.url, error)
+
+        thread = threading.Thread(target=run, name="trace", daemon=True)
+        thread.start()
+        return thread
+
+    def _write(self, save: SaveRecorder, target: Target, committed_s: float) -> None:
+        trace = save.trace(committed_s)
+        if trace is None:
+            return
+        # Why not durable: a crash may take it, and an fsync would cost more than all else.
+        writer = self._opener(target).open_writer(trace_key(trace.attempt), sync=False)
+        try:
+            writer.write(encode_trace(trace))
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+
 
 T = TypeVar("T")
 Waiting = tuple[OpKey, int, str]
@@ -98,7 +401,7 @@ class InlineSession:
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._under_way: set[Future[Result]] = set()
-        self._vitals: set[Vitals] = set()
+        self._vitals: set[RankProgress] = set()
         self._next_seq = 0
         self.plans = PlanMemory()
 
@@ -122,12 +425,12 @@ class InlineSession:
             self._work_off()
             return cancelled
 
-    def begins(self, vitals: Vitals, timeout_s: float) -> None:
+    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
         """Notes a call of the user."""
         with self._lock:
             self._vitals.add(vitals)
 
-    def ends(self, vitals: Vitals) -> None:
+    def ends(self, vitals: RankProgress) -> None:
         """Notes its end."""
         with self._lock:
             self._vitals.discard(vitals)
@@ -230,7 +533,7 @@ def run_ranks(
     performed. When there is none and a rank waits, the next deadline passes.
 
     Args:
-        ranks: As `ray_dcp.runtime.rank` makes them; of one session or of several.
+        ranks: As `ray_dcp.runtime.rank_load` makes them; of one session or of several.
         choose: Takes the number of possible events and returns the index of the next one. By
             default the oldest.
         crash_at: Everything stops for ever before the event of this number (from 0) that can
@@ -342,3 +645,74 @@ class _World:
             which = self._waiting.pop((answer.key, answer.rank, answer.step), None)
             if which is not None:
                 self._ready.append((which, answer.reply))
+
+
+def begin_rehearsal(
+    capture: Callable[[], Captured] | None = None, *, modules: Sequence[str] = ()
+) -> threading.Thread:
+    """Plays a save in a thread of its own; one that fails is logged, and changes nothing.
+
+    Args:
+        capture: As for `rehearse`.
+        modules: Further modules to import.
+
+    Returns:
+        The thread; it ends with the rehearsal.
+    """
+
+    def run() -> None:
+        try:
+            for module in modules:
+                importlib.import_module(module)
+            rehearse(capture)
+        except Exception:
+            logger.warning("The rehearsal failed; the first save will be slower", exc_info=True)
+
+    thread = threading.Thread(target=run, name="ray_dcp rehearsal", daemon=True)
+    thread.start()
+    return thread
+
+
+def rehearse(capture: Callable[[], Captured] | None = None) -> None:
+    """Saves a few bytes to memory of this process, as one rank alone, and removes them.
+
+    Args:
+        capture: Gives what is saved; by default a tensor and an object, without torch.
+
+    Raises:
+        CheckpointError: The save failed.
+
+    Example:
+        >>> rehearse()
+    """
+    url = f"memory://ray-dcp-rehearsal/{secrets.token_hex(8)}"
+    session = InlineSession("rehearsal")
+    try:
+        save = save_rank(
+            session.next_key(), rank=0, world_size=1, target=Target(url), options=SaveOptions(),
+            capture=capture or _Small, memory=session.plans,
+        )  # fmt: skip
+        drive(save, session.call)
+    finally:
+        storage = MemoryStorage(url.removeprefix("memory://"))
+        storage.delete([entry.key for entry in storage.list()])
+
+
+class _Small:
+    """A tensor and an object."""
+
+    warnings: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        builder = ColumnsBuilder()
+        builder.tensor("w", "float32", (2, 3))
+        builder.object("step")
+        self.columns: Columns = builder.build()
+
+    def source(self, row: int, /) -> memoryview:
+        """See `Captured.source`."""
+        return memoryview(bytes(24))
+
+    def deferred(self, row: int, /) -> bytes:
+        """See `Captured.deferred`."""
+        return b"0"

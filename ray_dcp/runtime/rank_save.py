@@ -1,18 +1,54 @@
-"""What one rank does in a save: generators of requests that take replies.
+"""What one rank does in a save: join, write, report.
+
+What a rank hands in for a save.
+
+A rank's parts of the last plans, so that the next save of the same items needs no rows.
+
+How a rank tells its errors to the others: a step that fails must not just end its process.
+
+How a rank joins a save: with a fingerprint of its items where that is enough, else with rows.
+
+What one rank does in a save: generators of requests that take replies.
 
 They know neither torch nor Ray; `rank` has the load, and what carries the requests.
+
+Whether a state changed between the call of `async_save` and the end of staging.
+
+For people who look for a race of their own: a thread or a CUDA stream that still writes into
+tensors while they are saved gives a checkpoint of no moment at all, and nothing else tells.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Generator
-from contextlib import suppress
-from dataclasses import replace
+import pickle
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, TypeVar
 
-from ray_dcp.errors import CheckpointError, CommitUnknownError, InternalError, ParticipantError
+from ray_dcp.core.checksums import block_check
+from ray_dcp.core.columns import encode
+from ray_dcp.core.values import Columns, Int32Array, Kind, RankPlan
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    InternalError,
+    InvalidRequestError,
+    ParticipantError,
+    RankDisagreementError,
+)
+from ray_dcp.io.threads import Stop, run_within
+from ray_dcp.io.writer import Deferred, Source, write_part
 from ray_dcp.options import SaveOptions
+from ray_dcp.planning.fingerprint import fingerprint
+from ray_dcp.planning.merge import contents_of, digests_of, without_contents
+from ray_dcp.protocol.error_aggregation import located
 from ray_dcp.protocol.messages import (
     FileReceipt,
     OpKey,
@@ -20,30 +56,299 @@ from ray_dcp.protocol.messages import (
     Refused,
     Reply,
     Request,
+    SaveAgain,
     SaveGo,
+    SaveJoin,
     SaveOutcome,
     SaveReceipt,
     SaveStaged,
+    SendItems,
     TakeOver,
     Target,
 )
-from ray_dcp.protocol.save_errors import replaced_since
-from ray_dcp.protocol.verdict import located
+from ray_dcp.protocol.save import replaced_since
 from ray_dcp.protocol.vote import Fenced, Lost, Won
-from ray_dcp.runtime.outcome import settle
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.publishing import republish
-from ray_dcp.runtime.rank_captured import Captured
-from ray_dcp.runtime.rank_join import join_save
-from ray_dcp.runtime.telling import attempt, refusal
-from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
+from ray_dcp.runtime.records import republish
+from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.sources import Deferred, Source
-from ray_dcp.transfer.threads import Stop, run_within
-from ray_dcp.transfer.writer import write_part
 
-__all__ = ["Captured", "await_outcome", "save_rank", "write_share"]
+__all__ = [
+    "Captured",
+    "PlanMemory",
+    "Remembered",
+    "Unchanged",
+    "attempt",
+    "await_outcome",
+    "check_unchanged",
+    "join_save",
+    "naming_checkpoint",
+    "refusal",
+    "reported",
+    "save_rank",
+    "write_share",
+]
+
+
+class Captured(Protocol):
+    """What a rank holds; `ray_dcp.torch_adapter.capture.Capture` is one."""
+
+    @property
+    def columns(self) -> Columns:
+        """One row an item."""
+        ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know."""
+        ...
+
+    def source(self, row: int, /) -> memoryview:
+        """Returns the C-order bytes of a fixed item."""
+        ...
+
+    def deferred(self, row: int, /) -> bytes:
+        """Returns the serialised bytes of a deferred item."""
+        ...
+
+
+MOST_PLANS = 8
+"""A job that saves two layouts in turn (weights and their averages) uses two."""
+
+
+@dataclass(frozen=True, eq=False)
+class Remembered:
+    """This rank's part of a plan.
+
+    Attributes:
+        digest: Of the global plan.
+        plan: What this rank writes.
+        place: int32[k], those of the rank's digests of content that others have as well.
+        group: int32[k], ascending; see `ray_dcp.planning.merge`.
+    """
+
+    digest: bytes
+    plan: RankPlan
+    place: Int32Array
+    group: Int32Array
+
+    def values(self, contents: bytes) -> bytes:
+        """Returns what this rank tells of its content, from `contents_of` its items."""
+        return digests_of(self.place, self.group, contents)
+
+
+class PlanMemory:
+    """The newest plan of each of the last fingerprints, of one rank of one session. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[bytes, Remembered] = OrderedDict()
+
+    def get(self, fingerprint: bytes) -> Remembered | None:
+        """Returns what is remembered of items of this fingerprint."""
+        with self._lock:
+            found = self._plans.get(fingerprint)
+            if found is not None:
+                self._plans.move_to_end(fingerprint)
+            return found
+
+    def put(self, fingerprint: bytes, remembered: Remembered) -> None:
+        """Remembers a plan."""
+        with self._lock:
+            self._plans[fingerprint] = remembered
+            self._plans.move_to_end(fingerprint)
+            while len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def naming_checkpoint(checkpoint_id: str) -> Iterator[None]:
+    """Lets errors of ours through, each with the checkpoint that it is about.
+
+    Args:
+        checkpoint_id: Of the operation.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        placed = located(error, checkpoint_id)
+        # Ranks that disagree may do so about the checkpoint; that error names all of theirs.
+        if placed is error or isinstance(error, RankDisagreementError):
+            raise
+        raise placed from error.__cause__
+
+
+def refusal(reply: Reply, rank: int) -> CheckpointError:
+    """Returns the error that a reply stands for.
+
+    Args:
+        reply: Not the next step.
+        rank: Who got it.
+    """
+    if isinstance(reply, Refused):
+        return copy.copy(reply.error)
+    return InternalError(
+        f"Expected the next step or a refusal, but rank {rank} was told "
+        f"{type(reply).__name__}. Please report this",
+        rank=rank,
+    )
+
+
+def attempt(
+    work: Callable[[], T], doing: str, rank: int
+) -> tuple[T, None] | tuple[None, CheckpointError]:
+    """Returns what a step gives, or its error: a rank must tell the others, not just die.
+
+    Args:
+        work: The step.
+        doing: What it does, in words.
+        rank: Who does it.
+    """
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - told to every rank, which raises it
+        return None, reported(error, doing, rank)
+
+
+def reported(error: Exception, doing: str, rank: int) -> CheckpointError:
+    """Returns an error as it can be told: with its rank, its traceback, and fit to be pickled.
+
+    Args:
+        error: What was raised.
+        doing: During what, in words.
+        rank: Where.
+    """
+    if isinstance(error, CheckpointError):
+        told = copy.copy(error)
+        if told.rank is None:
+            told.rank = rank
+    else:
+        told = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}", rank=rank)
+        told.__cause__ = error
+    known = {} if told._failures is None else told.failures
+    if rank not in known:
+        stack = _plain(traceback.extract_tb(error.__traceback__))
+        known = {**known, rank: (_portable(error), stack)}
+    # Why a note: the traceback is lost when the error is pickled to another process.
+    lines = "".join(traceback.format_exception(error)[-4:])
+    told.__notes__ = [*getattr(told, "__notes__", ()), f"On rank {rank}, {doing}:\n{lines}"]
+    return told.with_failures(known)
+
+
+def _plain(stack: traceback.StackSummary) -> traceback.StackSummary:
+    # Why: a frame keeps its code object since Python 3.13, which can't be pickled.
+    return traceback.StackSummary.from_list(
+        [(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in stack]
+    )
+
+
+def _portable(error: Exception) -> BaseException:
+    """Returns the error if it survives a pickle, or one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - user classes can raise anything here
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    return error
+
+
+ROWS_AT_ONCE = 64
+"""Up to so many ranks send their rows with the first join of a session, which spares a round trip.
+With more, the coordinator asks one rank of each fingerprint: most hold the same."""
+
+
+def join_save(
+    key: OpKey,
+    *,
+    rank: int,
+    world_size: int,
+    target: Target,
+    options: SaveOptions,
+    capture: Callable[[], Captured],
+    staged: bool = False,
+    vitals: RankProgress | None = None,
+    memory: PlanMemory | None = None,
+    node: str = "",
+) -> Generator[Request, Reply, tuple[SaveGo, Captured]]:
+    """Returns the first half of a rank's save: what it is to write, and what it captured.
+
+    Args:
+        key: The operation.
+        rank: This rank.
+        world_size: Number of ranks.
+        target: Where to save.
+        options: How.
+        capture: Makes the local plan; called once, at the start.
+        staged: Whether stagers write the bytes.
+        vitals: Where it notes how far it is.
+        memory: Plans of earlier saves of this rank's session; this one's is added.
+        node: Names the node of this rank, where that is known.
+
+    Raises:
+        CheckpointError: The save failed, on this rank or on another: the same error on all.
+    """
+    vitals = vitals or RankProgress()
+    plans = memory or PlanMemory()
+    vitals.begin(key)
+    vitals.enter("capturing")
+    captured, error = attempt(capture, "capturing the state dict", rank)
+    join = SaveJoin(key, rank, world_size, target, options, b"", error, staged, node=node)
+    known: Remembered | None = None
+    if captured is not None:
+        first = partial(_first, join, captured.columns, plans)
+        described, error = attempt(first, "encoding the plan", rank)
+        join, known = described or (replace(join, error=error), None)
+    stats = getattr(captured, "stats", b"")  # of a `MeasuredCapture`
+    join = replace(join, stats=stats, capture_s=vitals.doing.phase_s)
+    vitals.enter("waiting")
+    with naming_checkpoint(target.url):
+        reply = yield join
+        while isinstance(reply, SendItems) and captured is not None:
+            again = partial(_again, join, reply, captured.columns)
+            answer, error = attempt(again, "encoding the plan", rank)
+            join = answer or replace(join, error=error, asked=join.asked + 1)
+            reply = yield join
+        if isinstance(reply, SaveAgain) and known is not None and reply.digest == known.digest:
+            told = (reply.attempt, reply.epoch, known.plan, reply.warnings)
+            reply = SaveGo(*told, origin=reply.origin, create_if_absent=reply.create_if_absent)
+        elif isinstance(reply, SaveAgain):
+            raise InternalError(
+                f"expected the coordinator to send rank {rank} its part of the plan, but it named "
+                f"one that this rank does not have. Please report this",
+                rank=rank,
+            )
+        if not isinstance(reply, SaveGo) or captured is None:
+            raise refusal(reply, rank)
+    if reply.digest:
+        plans.put(join.fingerprint, Remembered(reply.digest, reply.plan, *reply.groups))
+    return reply, captured
+
+
+def _first(
+    join: SaveJoin, columns: Columns, memory: PlanMemory
+) -> tuple[SaveJoin, Remembered | None]:
+    """Returns the join, and the part of an earlier plan that it names."""
+    options = join.options
+    name = fingerprint(
+        columns, world_size=join.world_size, container=options.container,
+        part_bytes=options.part_bytes, to_lowest_rank=options.dedup_save_to_lowest_rank,
+    )  # fmt: skip
+    known = memory.get(name)
+    if known is not None:
+        values = known.values(contents_of(columns))
+        return replace(join, fingerprint=name, known=known.digest, values=values), known
+    few = join.world_size <= ROWS_AT_ONCE
+    rows = encode(without_contents(columns)) if few else b""
+    return replace(join, fingerprint=name, columns=rows, contents=contents_of(columns)), None
+
+
+def _again(join: SaveJoin, asked: SendItems, columns: Columns) -> SaveJoin:
+    rows = encode(without_contents(columns)) if asked.rows else b""
+    return replace(join, columns=rows, contents=contents_of(columns), asked=join.asked + 1)
+
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +364,7 @@ def save_rank(
     options: SaveOptions,
     capture: Callable[[], Captured],
     opener: Opener = open_storage,
-    vitals: Vitals | None = None,
+    vitals: RankProgress | None = None,
     memory: PlanMemory | None = None,
     node: str = "",
 ) -> Generator[Request, Reply, SaveOutcome]:
@@ -84,7 +389,7 @@ def save_rank(
         CheckpointError: The save failed, on this rank or on another: the same error on all.
         CommitUnknownError: Neither coordinator nor storage say whether it was committed.
     """
-    vitals = vitals or Vitals()
+    vitals = vitals or RankProgress()
     go, captured = yield from join_save(
         key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
         vitals=vitals, memory=memory, node=node,
@@ -112,7 +417,7 @@ def write_share(
     source: Source,
     deferred: Deferred,
     opener: Opener,
-    vitals: Vitals,
+    vitals: RankProgress,
     staged_s: float = 0.0,
 ) -> SaveReceipt:
     """Writes what the plan gives to this rank; returns the receipt, which tells a failure too.
@@ -153,7 +458,7 @@ def await_outcome(
     *,
     hand_over: Callable[[TakeOver], PartsHeld | None] | None = None,
     timeout_s: float | None = None,
-    vitals: Vitals | None = None,
+    vitals: RankProgress | None = None,
     create_if_absent: bool = True,
 ) -> Generator[Request, Reply, SaveOutcome]:
     """Returns how a rank's save ended, from the coordinator or else from the storage.
@@ -173,7 +478,7 @@ def await_outcome(
         CommitUnknownError: Neither coordinator nor storage say whether it was committed.
     """
     rank, attempt_id = receipt.rank, receipt.attempt
-    vitals = vitals or Vitals()
+    vitals = vitals or RankProgress()
     vitals.enter("waiting")
     held = receipt.held if isinstance(receipt, SaveStaged) else None
     ask = partial(
@@ -277,3 +582,59 @@ def _look(
         checkpoint_id=target.url,
         rank=rank,
     )
+
+
+_MOST_NAMED = 8
+
+
+class Unchanged:
+    """A capture that has noted the content of its tensors; see `Captured` for the rest.
+
+    Args:
+        captured: What it notes.
+        rank: For the error.
+    """
+
+    def __init__(self, captured: Captured, rank: int) -> None:
+        self._captured = captured
+        self._rank = rank
+        self.columns: Columns = captured.columns
+        self.warnings: tuple[str, ...] = captured.warnings
+        self.source = captured.source
+        self.deferred = captured.deferred
+        self._rows = (self.columns.kind == Kind.TENSOR).nonzero()[0].tolist()
+        self._noted = self._digests()
+
+    def check(self) -> None:
+        """Compares the tensors with what they were.
+
+        Raises:
+            InvalidRequestError: Some have changed; they are named.
+        """
+        pairs = zip(self._rows, self._noted, self._digests(), strict=True)
+        changed = [row for row, before, now in pairs if before != now]
+        if not changed:
+            return
+        names = [self.columns.names[self.columns.name[row]] for row in changed]
+        shown = ", ".join(map(repr, dict.fromkeys(names[:_MOST_NAMED])))
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise InvalidRequestError(
+            f"Expected nobody to write into the state between the call of async_save and "
+            f"staged(), but the bytes of {shown}{more} changed on rank {self._rank}. Another "
+            f"thread or CUDA stream still works on them: wait for it before async_save",
+            key="check_unchanged",
+            rank=self._rank,
+        )
+
+    def _digests(self) -> list[int]:
+        return [block_check(self._captured.source(row)) for row in self._rows]
+
+
+def check_unchanged(captured: Captured) -> None:
+    """Takes that all bytes of a capture are copied.
+
+    Raises:
+        InvalidRequestError: It is an `Unchanged`, and they have changed meanwhile.
+    """
+    if isinstance(captured, Unchanged):
+        captured.check()

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 
 from ray_dcp.errors import ParticipantError
-from ray_dcp.runtime import own_ray
+from ray_dcp.runtime import private_ray
 
 __all__ = ["get", "get_actor", "inside", "kill", "nodes", "put", "wait", "wait_until_left"]
 
@@ -56,7 +56,7 @@ def unless_lost(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def watched(*args: P.args, **kwargs: P.kwargs) -> T:
-        own = own_ray.joined()
+        own = private_ray.joined()
         if own is None:
             return call(*args, **kwargs)
         own.check()

@@ -1,29 +1,60 @@
-"""What stands at a target: the records in its slots, its `.metadata`, what attempts left there.
+"""What stands at a place and beside it: records, `.metadata`, what attempts left.
+
+What stands at a target: the records in its slots, its `.metadata`, what attempts left there.
 
 Reads only, but for `confirm_record`.
+
+Brings `.metadata`, which stock DCP reads, up to the checkpoint that stands.
+
+What is at a place that is to be cleaned: looks at it, and removes what may go.
+
+For `delete` and `collect`. What may go is decided by `ray_dcp.protocol.garbage`.
+
+`write_metadata`: makes the `.metadata` that a save left out. No torch, no ray.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError
-from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.collector import collector_paused
+from ray_dcp.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    InvalidRequestError,
+    UnsafeCheckpointError,
+)
 from ray_dcp.format.manifest import (
     AbortRecord,
     DeleteRecord,
     Manifest,
     decode_record,
     record_key,
+    slot_of,
 )
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.protocol.commands import Overtaken, RecordsRead
-from ray_dcp.protocol.sweep import attempts_of, left_by_others, verdicts, was_committed
+from ray_dcp.format.metadata import decode_metadata, encode_metadata
+from ray_dcp.io.checkpoint import METADATA_KEY, Found, find_checkpoint, is_ours, not_found
+from ray_dcp.io.records import Slots, read_slots, used_slots
+from ray_dcp.protocol.commands import Overtaken, Published, RecordsRead
+from ray_dcp.protocol.garbage import (
+    GarbagePlan,
+    KeptFile,
+    attempts_of,
+    left_by_others,
+    owner_of,
+    verdicts,
+    was_committed,
+)
+from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Fenced, Lost, Won
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import as_target, open_storage
 from ray_dcp.store.storage import (
     Entry,
     KeyExistsError,
@@ -31,19 +62,28 @@ from ray_dcp.store.storage import (
     Storage,
     read_traits_of,
 )
-from ray_dcp.transfer.opening import METADATA_KEY
-from ray_dcp.transfer.slots import Slots, read_slots, used_slots
 
 __all__ = [
+    "CollectReport",
+    "Listing",
     "Standing",
+    "check_ours",
     "confirm_record",
     "decision_of",
     "everything",
     "foreign_metadata",
+    "look_at",
+    "named_by_metadata",
     "overtaken",
+    "publish",
     "read_standing",
+    "remove",
+    "republish",
     "standing_records",
+    "target_of",
+    "withdraw",
     "without_stock_files",
+    "write_metadata",
 ]
 
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -310,3 +350,358 @@ def foreign_metadata(
     # Careful: only what DCP itself names so. Other files that a .metadata refers to may belong
     # to somebody else.
     return digest, tuple(key for key in foreign.table.files if STOCK_FILE.fullmatch(key))
+
+
+def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
+    """Replaces `.metadata` by that of the commit in a slot, unless a later record decides.
+
+    Args:
+        storage: Of the target.
+        slot: Where the manifest is.
+        metadata: Its `.metadata`; None removes the one that is there.
+        url: Of the target, as at the commit.
+
+    Raises:
+        CheckpointError: The storage fails.
+    """
+    # Why: this save may have lain still since its commit, and a later one has published by now.
+    if standing_records(storage).slot > slot:
+        return Published(superseded=True)
+    _put(storage, metadata)
+    if standing_records(storage).slot > slot:
+        # Why: it may have lain still since it looked, and has replaced what the later one
+        # published, whose files are the only ones that are left.
+        republish(storage, url)
+        return Published(superseded=True)
+    return Published()
+
+
+def republish(storage: Storage, url: str) -> bool:
+    """Publishes the `.metadata` of the checkpoint that stands, if that is missing or older.
+
+    For who finds that the one who committed it did not come to that. Where a delete decides, what
+    is left of ours is removed.
+
+    Args:
+        storage: Of the target.
+        url: Of the target: it is in the `.metadata`.
+
+    Returns:
+        Whether `.metadata` is that of the checkpoint now.
+
+    Raises:
+        CheckpointError: The storage fails, nothing was ever committed, or two checkpoints claim
+            the place.
+    """
+    while True:
+        standing = standing_records(storage)
+        if isinstance(standing.record, DeleteRecord):
+            withdraw(storage, standing.record)
+            if standing_records(storage).slot <= standing.slot:
+                return True
+            continue
+        found = find_checkpoint(storage, checkpoint_id=url)
+        if found.manifest is None:
+            return False
+        done = _project(storage, found, found.manifest, url)
+        if standing_records(storage).slot <= found.slot:
+            return done
+
+
+def withdraw(storage: Storage, record: DeleteRecord) -> bool:
+    """Removes the `.metadata` of what was deleted; one that somebody else wrote since stays.
+
+    Args:
+        storage: Of the target.
+        record: The delete, which decides.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        StorageError: It fails.
+    """
+    try:
+        data = storage.read(METADATA_KEY)
+    except KeyMissingError:
+        return False
+    if digest_bytes(data).hex() != record.replaced_metadata and not is_ours(data):
+        return False
+    storage.delete([METADATA_KEY])
+    return True
+
+
+def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bool:
+    if manifest.metadata is None:
+        # Why kept: the save left it out, and somebody has made it since (`metadata_later`).
+        if not _is_of(storage, manifest.attempt):
+            _put(storage, None)
+        return True
+    if not found.metadata_is_stale:
+        return True
+    with collector_paused():
+        metadata = encode_metadata(found.decoded(), checkpoint_id=url, attempt=manifest.attempt)
+    # Why not held against the manifest's digest: a copy lies elsewhere, and `.metadata` says where.
+    _put(storage, metadata)
+    return True
+
+
+def _is_of(storage: Storage, attempt: str) -> bool:
+    try:
+        return decode_metadata(storage.read(METADATA_KEY)).attempt == attempt
+    except (KeyMissingError, DamagedCheckpointError, UnsafeCheckpointError):
+        return False
+
+
+def _put(storage: Storage, metadata: bytes | None) -> None:
+    if metadata is None:
+        storage.delete([METADATA_KEY])
+    else:
+        storage.write(METADATA_KEY, metadata)
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """What `delete` or `collect` did, or would do."""
+
+    path: str
+    """Absolute path or URL."""
+    deleted: tuple[str, ...]
+    """Keys of the files that were deleted, in that order."""
+    num_bytes: int
+    """Bytes of these files."""
+    kept: tuple[KeptFile, ...]
+    """Files that remain beside the checkpoint that stands and its records, each with the reason."""
+    fenced: tuple[str, ...] = ()
+    """Attempts that might still have been committed before, and can't any more."""
+    checkpoint: str | None = None
+    """Attempt of the checkpoint that was deleted."""
+    warnings: tuple[str, ...] = ()
+    dry_run: bool = False
+    """Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All that is at a path, as it was listed."""
+
+    storage: Storage
+    standing: Standing
+    sizes: dict[str, int]
+    """Bytes by key, of all files; also of unpublished ones."""
+    foreign: str | None
+    """Digest of a `.metadata` that is not ours."""
+    foreign_files: tuple[str, ...]
+    """What it names, as far as stock DCP wrote it."""
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Attempts that records name, also those that are named as decided."""
+        slots = self.standing.slots
+        named = {record.attempt for record in (*slots.records.values(), *slots.older.values())}
+        if self.standing.record is not None:
+            named |= {verdict.attempt for verdict in self.standing.record.decided}
+        return frozenset(named)
+
+    @property
+    def previous_slot(self) -> int:
+        """Records up to this slot decide nothing any more."""
+        record = self.standing.record
+        return 0 if record is None else record.previous_slot
+
+
+def target_of(path: AnyPlace, storage_options: Mapping[str, object] | None) -> Target:
+    """Returns where a path is, absolute.
+
+    Args:
+        path: Path, URL or target.
+        storage_options: More options for the storage.
+
+    Raises:
+        InvalidRequestError: It is no path or URL that is served.
+    """
+    options = storage_options or {}
+    place = as_target(path)
+    place = replace(place, storage_options={**place.storage_options, **options})
+    return replace(place, url=open_storage(place).url)  # tells what is no path
+
+
+def look_at(storage: Storage) -> Listing:
+    """Returns all that is at a place.
+
+    Args:
+        storage: Of the place.
+
+    Raises:
+        CheckpointError: A newer ray_dcp wrote here, or the storage fails.
+    """
+    # Careful: files first. What is listed and committed meanwhile is then seen to stand.
+    sizes = {entry.key: entry.num_bytes for entry in everything(storage)}
+    standing = standing_records(storage, whole=True)
+    return Listing(storage, standing, sizes, *foreign_metadata(storage, standing.manifest))
+
+
+def check_ours(place: Listing) -> None:
+    """Checks that there is something of ours.
+
+    Args:
+        place: As looked at.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing, or no checkpoint.
+        InvalidRequestError: Another program wrote what is there.
+    """
+    metadata_is_ours = METADATA_KEY in place.sizes and place.foreign is None
+    keys = place.sizes.keys() - {METADATA_KEY}
+    if metadata_is_ours or any(owner_of(key) for key in keys):
+        return
+    written_by_others = (".distcp", ".safetensors", METADATA_KEY)
+    if any(key.endswith(written_by_others) and "/" not in key for key in place.sizes):
+        raise InvalidRequestError(
+            f"Expected a checkpoint of ray_dcp in {place.storage.url}, but another program wrote "
+            f"what is there, and ray_dcp deletes only its own files. If you want it gone, remove "
+            f"the directory",
+            checkpoint_id=place.storage.url,
+        )
+    raise not_found(place.storage)
+
+
+def named_by_metadata(place: Listing, record: Manifest | DeleteRecord | None) -> dict[str, str]:
+    """Returns the attempts whose files a `.metadata` names that is not that of what stands.
+
+    Args:
+        place: As looked at.
+        record: That decides.
+
+    Returns:
+        By attempt, the reason to keep its files.
+
+    Raises:
+        StorageError: It can't be read.
+    """
+    try:
+        data = place.storage.read(METADATA_KEY)
+    except KeyMissingError:
+        return {}
+    attempts = attempts_of(place.sizes)
+    if isinstance(record, Manifest):
+        attempts -= {record.attempt}
+        if record.metadata is not None and record.metadata.digest == digest_bytes(data).hex():
+            return {}
+    if isinstance(record, DeleteRecord) and is_ours(data):
+        return {}  # it is removed
+    try:
+        found = decode_metadata(data)
+    except DamagedCheckpointError:
+        return dict.fromkeys(attempts, "a .metadata that can't be read may name it")
+    named = attempts_of(found.table.files)
+    named |= {found.attempt} if found.attempt is not None else set()
+    return dict.fromkeys(attempts & named, "the .metadata that stands there names it")
+
+
+def remove(place: Listing, found: GarbagePlan, dry_run: bool) -> CollectReport:
+    """Deletes in order, and no record while a file that it may tell of is still there.
+
+    Args:
+        place: As looked at.
+        found: What to delete.
+        dry_run: Only tell.
+
+    Returns:
+        What was deleted; a failure is told in its warnings.
+    """
+    files = tuple(key for key in found.delete if slot_of(key) is None)
+    kept, deleted = list(found.kept), list[str]()
+    warnings = list[str]()
+    for keys in (files, found.delete[len(files) :]):
+        left, error = (set[str](), None) if dry_run else _tried(place.storage, keys)
+        deleted += [key for key in keys if key not in left]
+        if error is not None:
+            warnings.append(f"Not everything could be deleted: {error}. Collect again later")
+            kept += [KeptFile(key, "it could not be deleted") for key in sorted(left)]
+            break
+    return CollectReport(
+        path=place.storage.url,
+        deleted=tuple(deleted),
+        num_bytes=sum(place.sizes.get(key, 0) for key in deleted),
+        kept=tuple(kept),
+        warnings=tuple(warnings),
+        dry_run=dry_run,
+    )
+
+
+def _tried(storage: Storage, keys: Collection[str]) -> tuple[set[str], CheckpointError | None]:
+    """Deletes keys; returns which are still there, and why."""
+    try:
+        storage.delete(keys)
+    except CheckpointError as error:
+        try:
+            return {entry.key for entry in everything(storage)} & set(keys), error
+        except CheckpointError:
+            return set(keys), error
+    return set(), None
+
+
+def write_metadata(
+    path: str | os.PathLike[str] | Target,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    opener: Callable[[Target], Storage] = open_storage,
+) -> bool:
+    """Writes DCP's `.metadata` for a checkpoint that was saved with `stock_metadata=False`.
+
+    Where it is there already, or only missing or older than it should be, that is put right; so is
+    a copy that was made without it. A save
+    that commits meanwhile decides what is there in the end.
+
+    Args:
+        path: Path or URL of one checkpoint.
+        storage_options: For the storage.
+        opener: What opens the storage.
+
+    Returns:
+        Whether stock DCP can read the checkpoint now. False: a later save replaced it meanwhile and
+        leaves `.metadata` out.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        InvalidRequestError: It is not ours, or in a container that stock DCP reads without.
+        DamagedCheckpointError: Its chunk table is damaged.
+        StorageError: The storage fails.
+
+    Example:
+        >>> from ray_dcp.options import SaveOptions
+        >>> from ray_dcp.entrypoints import save
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> storage = MemoryStorage("doc-metadata")
+        >>> options = SaveOptions(stock_metadata=False)
+        >>> _ = save({"step": 7}, checkpoint_id="memory://doc-metadata", options=options)
+        >>> ".metadata" in {entry.key for entry in storage.list()}
+        False
+        >>> write_metadata("memory://doc-metadata")
+        True
+        >>> ".metadata" in {entry.key for entry in storage.list()}
+        True
+    """
+    target = target_of(path, storage_options)
+    storage = opener(target)
+    try:
+        found = find_checkpoint(storage, checkpoint_id=target.url)
+        manifest = found.manifest
+        if manifest is None or manifest.container != "torch_save":
+            what = "stock DCP" if manifest is None else f"the container {manifest.container!r}"
+            raise InvalidRequestError(
+                f"expected a checkpoint of ray_dcp in the container 'torch_save', found one of "
+                f"{what}, which has no use for another .metadata",
+                key="path",
+            )
+        if manifest.metadata is not None:
+            return republish(storage, target.url)
+        with collector_paused():
+            metadata = encode_metadata(
+                found.decoded(), checkpoint_id=target.url, attempt=manifest.attempt
+            )
+        return not publish(storage, found.slot, metadata, target.url).superseded
+    except CheckpointError as error:
+        error.checkpoint_id = error.checkpoint_id or target.url
+        raise

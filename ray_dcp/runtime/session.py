@@ -1,10 +1,24 @@
-"""Sessions: what a rank calls its coordinator with, and how it finds the other ranks.
+"""Sessions: who the ranks are, how they find each other, what a call of the user goes through.
+
+Checks the arguments of `connect`.
+
+How long a rank waits for its coordinator: longer than all of the coordinator's own deadlines.
+
+These are the outermost bounds, for a coordinator that beats and yet never answers. One that is
+dead or frozen is given up long before, see `heart`.
+
+Sessions: what a rank calls its coordinator with, and how it finds the other ranks.
 
 A session is made once: by `connect`, from the Ray Train context, or from the initialised torch
 process group, which serves one broadcast and one gather. After that no operation uses the group.
 How a process comes to a Ray is in `attach` and `own_ray`.
 
 *Careful*: importing this module does not import ray; a process that is alone never needs it.
+
+`Connection`: whether this process is still connected to the Ray that its handles are of.
+
+Users shut Ray down, and start it again. A handle of before is of no use then, and worse: a call
+of Ray's in a process without Ray starts a new cluster, without being asked.
 """
 
 from __future__ import annotations
@@ -19,28 +33,144 @@ from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import (
     CheckpointError,
+    CommitUnknownError,
     DeadlineError,
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.protocol.beats import LONG_WAIT_S
-from ray_dcp.protocol.messages import OpKey, PartsHeld, Reply, Request, SaveStaged
-from ray_dcp.protocol.verdict import Opening, name_ranks
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.error_aggregation import Opening, name_ranks
+from ray_dcp.protocol.liveness import LONG_WAIT_S
+from ray_dcp.protocol.messages import (
+    Exchange,
+    LoadDone,
+    LoadJoin,
+    LoadReady,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Reply,
+    Request,
+    SaveJoin,
+    SaveReceipt,
+    SaveStaged,
+)
 from ray_dcp.runtime import registry
 from ray_dcp.runtime.activity import LEAVING_S, Activity
-from ray_dcp.runtime.company import may_have_company
-from ray_dcp.runtime.connect_check import check_connect
+from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, check_lease, memory_owner
 from ray_dcp.runtime.gathered_calls import GatheredCalls
-from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, check_lease, memory_owner
-from ray_dcp.runtime.patience import MARGIN_S, Patience
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.vitals import Vitals
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.registry import may_have_company
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.staging import RankStaging
     from ray_dcp.stage.values import StagerOptions
 
-__all__ = ["Session", "connect", "current_session"]
+__all__ = [
+    "MARGIN_S",
+    "CallTimeouts",
+    "Connection",
+    "Disconnected",
+    "Session",
+    "check_connect",
+    "connect",
+    "current_session",
+    "shut_down_meanwhile",
+    "until_disconnected",
+]
+
+
+def check_connect(rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
+    """Raises `InvalidRequestError` for arguments that `connect` can't use, or a second connect."""
+    numbers = (rank, world_size)
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not (
+        0 <= rank < world_size
+    ):
+        raise InvalidRequestError(
+            f"Expected a rank from 0 to world_size - 1, but found rank={rank!r}, "
+            f"world_size={world_size!r}. Give each process its own number",
+            key="rank",
+        )
+    if name is None and world_size > 1:
+        raise InvalidRequestError(
+            f"Expected a name that the {world_size} ranks share, but found none. Give "
+            f"connect(name=...), the same on every rank",
+            key="name",
+        )
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InvalidRequestError(
+            f"Expected name to be a string of at least one character, but found {name!r}",
+            key="name",
+        )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise InvalidRequestError(
+            f"Expected timeout_s to be a number of seconds above 0, but found {timeout_s!r}",
+            key="timeout_s",
+        )
+    open_session = registry.explicit()
+    if open_session is not None:
+        raise InvalidRequestError(
+            f"Expected one connect at a time, but {open_session!r} is open. Close it first",
+            rank=rank,
+        )
+
+
+MARGIN_S = 120.0
+"""How much longer than the coordinator's own deadlines a rank waits for it, in seconds: the
+coordinator knows who is missing, so its error is the better one."""
+
+_PLAN_PHASES = 5
+"""Phases between a join and its answer, each with the deadline `plan_timeout_s`: all ranks come,
+some are asked for what they hold, twice at most, the storage is looked at, the plan is made."""
+_OPEN_PHASES = 3
+"""The same of a load: all ranks come, the storage is looked at, with one to spare."""
+_COMMIT_PHASES = 5
+"""Phases between the last receipt and the outcome, each with the deadline `commit_timeout_s`."""
+_REMEMBERED = 16
+"""Operations whose options are remembered."""
+
+
+class CallTimeouts:
+    """Knows the options of the operations that one rank has begun.
+
+    Example:
+        >>> from ray_dcp.protocol.messages import Target
+        >>> key = OpKey("run", 0)
+        >>> Patience().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
+        1920.0
+    """
+
+    def __init__(self) -> None:
+        self._options: dict[OpKey, SaveOptions | LoadOptions] = {}
+
+    def of(self, request: Request) -> float:
+        """Returns how long the coordinator may take before it is the one that is missing.
+
+        Args:
+            request: Any request of this rank; its opening came before the others.
+
+        Returns:
+            Seconds.
+        """
+        match request:
+            case SaveJoin(options=options) | LoadJoin(options=options):
+                kept = [*self._options.items()][-_REMEMBERED:]
+                self._options = dict([*kept, (request.key, options)])
+                phases = _PLAN_PHASES if isinstance(request, SaveJoin) else _OPEN_PHASES
+                return phases * options.plan_timeout_s + MARGIN_S
+            case SaveReceipt() | SaveStaged() | PartsHeld() | PartsWritten():
+                save = self._options.get(request.key)
+                save = save if isinstance(save, SaveOptions) else SaveOptions()
+                commit_s = _COMMIT_PHASES * save.commit_timeout_s
+                return save.write_timeout_s + commit_s + MARGIN_S
+            case LoadReady() | LoadDone():
+                load = self._options.get(request.key)
+                load = load if isinstance(load, LoadOptions) else LoadOptions()
+                return load.plan_timeout_s + load.read_timeout_s + MARGIN_S
+            case Exchange():
+                return request.timeout_s + MARGIN_S
+
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +211,15 @@ class Session:
         self._staging_lock = threading.Lock()
         self._next_seq, self.skipped_calls, self.plans = 0, 0, PlanMemory()
         self._handle: Any = None
-        from ray_dcp.runtime import hooks
+        from ray_dcp.runtime import ray_private
 
-        self._caller = hooks.this_caller(os.getpid())
-        self.node, _ = hooks.this_connection() or ("", "")
-        from ray_dcp.runtime.connection import Connection
-        from ray_dcp.runtime.heart import Heart
+        self._caller = ray_private.this_caller(os.getpid())
+        self.node, _ = ray_private.this_connection() or ("", "")
+        from ray_dcp.runtime.heartbeat import HeartbeatSender
 
         self.connection = Connection(repr(self), rank)
-        self._patience = Patience()
-        self._heart = Heart(self._reach, self.name, rank, self._who)
+        self._patience = CallTimeouts()
+        self._heart = HeartbeatSender(self._reach, self.name, rank, self._who)
         self._gathered = GatheredCalls(rank, world_size, self._actor, namespace, lease_s)
 
     def __repr__(self) -> str:
@@ -199,11 +328,11 @@ class Session:
 
     # For an activity
 
-    def begins(self, vitals: Vitals, timeout_s: float) -> None:
+    def begins(self, vitals: RankProgress, timeout_s: float) -> None:
         """Begins to beat for a call of the user."""
         self._heart.add(vitals, timeout_s)
 
-    def ends(self, vitals: Vitals) -> None:
+    def ends(self, vitals: RankProgress) -> None:
         """Ends that."""
         self._heart.remove(vitals)
 
@@ -213,9 +342,9 @@ class Session:
         *Why*: ranks that had no answer yet begin it there again, and would wait for this one.
         Waits for nothing and never raises.
         """
-        from ray_dcp.runtime import hooks, ray_calls
+        from ray_dcp.runtime import ray_calls, ray_private
 
-        with suppress(Exception), hooks.starting_no_ray():
+        with suppress(Exception), ray_private.starting_no_ray():
             coordinator = self._reach(False)
             with ray_calls.inside():
                 coordinator.watch.remote(key, self.rank)
@@ -321,7 +450,7 @@ class Session:
         timeout_s: float,
         given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
     ) -> Any:
-        from ray_dcp.runtime.call import call_actor
+        from ray_dcp.runtime.coordinator_call import call_actor
 
         return call_actor(
             self._who, self._reach, send,
@@ -329,7 +458,7 @@ class Session:
         )  # fmt: skip
 
     def _reach(self, fresh: bool) -> Any:
-        from ray_dcp.runtime.coordinator_handle import coordinator_of
+        from ray_dcp.runtime.coordinator import coordinator_of
 
         self.connection.check()
         with self._lock:
@@ -382,7 +511,7 @@ def connect(
     check_connect(rank, world_size, name, timeout_s)
     check_lease(lease_s)
     from ray_dcp.runtime.attach import attach_named
-    from ray_dcp.runtime.company import announced
+    from ray_dcp.runtime.registry import announced
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -434,6 +563,101 @@ def current_session(
         return explicit
     if process_group is None and not may_have_company():
         return None
-    from ray_dcp.runtime import groups
+    from ray_dcp.runtime import discovery
 
-    return groups.session_of(process_group, Session, lease_s=check_lease(lease_s))
+    return discovery.session_of(process_group, Session, lease_s=check_lease(lease_s))
+
+
+class Connection:
+    """This process's connection to Ray, as it is when this is made.
+
+    Args:
+        who: Needs it, in words.
+        rank: This rank, for errors.
+    """
+
+    def __init__(self, who: str, rank: int) -> None:
+        # Why here: a process that is alone has no need of Ray.
+        from ray_dcp.runtime import private_ray, ray_private
+
+        ray_private.survive_shutdown()
+        self._who, self._rank = who, rank
+        self._own = private_ray.joined()
+        self._now = ray_private.this_connection
+        self._made_with = self._now()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is the same still."""
+        return self._made_with is not None and self._now() == self._made_with
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is to a Ray of our own that has died; see `OwnRay.is_lost`."""
+        return self._own is not None and self._own.is_lost
+
+    def check_own(self) -> None:
+        """Raises `ParticipantError` when it is lost."""
+        if self._own is not None:
+            self._own.check(self._rank)
+
+    def check(self) -> None:
+        """Raises `ParticipantError` when it is lost, or not up."""
+        self.check_own()
+        if not self.is_up:
+            raise ParticipantError(
+                f"Expected the Ray that {self._who} was made with, but this process has shut it "
+                f"down since. Call ray.shutdown() after the last save or load has ended; to go "
+                f"on, close the session and connect again",
+                rank=self._rank,
+            )
+
+
+class Disconnected(Exception):
+    """Ray was shut down in this process while something of it was under way."""
+
+
+def until_disconnected(
+    call: Callable[[Request], Reply], connection: Connection | None
+) -> Callable[[Request], Reply]:
+    """Returns what calls the coordinator, or raises `Disconnected`.
+
+    *Why* not as for any other rank that gets no answer, which votes against its own save: the
+    stager and the coordinator may live, in a cluster that this process only left. Where a Ray of
+    our own was lost they do not, and its error is raised.
+
+    Args:
+        call: Returns the coordinator's reply.
+        connection: Of the session; None for one without Ray.
+    """
+
+    def connected(request: Request) -> Reply:
+        try:
+            return call(request)
+        except (ParticipantError, SystemExit) as error:
+            if connection is not None:
+                connection.check_own()
+            # Ray ends the threads that wait for it by SystemExit when it is shut down.
+            if isinstance(error, ParticipantError) and (connection is None or connection.is_up):
+                raise
+            raise Disconnected from error
+
+    return connected
+
+
+def shut_down_meanwhile(url: str, attempt: str, rank: int) -> CommitUnknownError:
+    """Returns the error of a save whose process shut Ray down before its outcome.
+
+    Args:
+        url: Where it saves to.
+        attempt: Its attempt.
+        rank: This rank.
+    """
+    return CommitUnknownError(
+        f"Expected Ray to be up until the save had ended, but it was shut down in this process "
+        f"meanwhile. A cluster that goes on may still commit it: ask ray_dcp.outcome({url!r}, "
+        f"{attempt!r}). Wait for the handle before ray.shutdown()",
+        attempt=attempt,
+        checkpoint_id=url,
+        rank=rank,
+    )

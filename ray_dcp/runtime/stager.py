@@ -1,4 +1,10 @@
-"""The stager: one actor a node, which holds what ranks hand over and writes it.
+"""The stager of a node: holds what ranks hand over, writes it, reports.
+
+How a rank reaches the staging memory of its node, and what comes as objects instead.
+
+Tells whoever collects receipts what became of each file that a stager wrote.
+
+The stager: one actor a node, which holds what ranks hand over and writes it.
 
 It never pickles or unpickles a value: it gets bytes, and the plan says where they go. What it
 decides is in `ray_dcp.stage`; this is its thin shell. Calls are answered at once, whatever is being
@@ -8,43 +14,142 @@ written: the event loop only looks things up, threads write.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_dcp.errors import CheckpointError, LimitError
-from ray_dcp.runtime import hooks, metrics, ray_calls
-from ray_dcp.runtime.hooks import Caller, store_bytes
-from ray_dcp.runtime.naming import NAMESPACE, check_lease, stager_name
-from ray_dcp.runtime.place import Place, as_window
-from ray_dcp.runtime.rehearsal import begin_rehearsal
-from ray_dcp.runtime.reporting import Reporter, Reports
-from ray_dcp.stage.arena import Arena, free_memory_bytes
+from ray_dcp.errors import CheckpointError, InternalError, LimitError
+from ray_dcp.runtime import metrics, ray_calls, ray_private
+from ray_dcp.runtime.actor_names import NAMESPACE, check_lease, stager_name
+from ray_dcp.runtime.inline import begin_rehearsal
+from ray_dcp.runtime.ray_private import Caller, store_bytes
 from ray_dcp.stage.jobs import arena_channel, channel_of
-from ray_dcp.stage.kept import Kept, Part, registered_name
-from ray_dcp.stage.priority import step_behind
-from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.memory import StagingMemory, free_memory_bytes
+from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
 from ray_dcp.stage.values import (
-    ArenaAddress,
     Grant,
     InFlight,
+    MemoryAddress,
     Slot,
     StageKey,
     StageOrder,
     StageProgress,
+    StageReport,
     StagerOptions,
     Unknown,
 )
+from ray_dcp.stage.write_queue import WriteQueue, step_behind
 
-__all__ = ["SHARE_OF_MEMORY", "SHARE_OF_STORE", "Stager", "stager_of"]
+__all__ = [
+    "SHARE_OF_MEMORY",
+    "SHARE_OF_STORE",
+    "Reporter",
+    "Reports",
+    "Stager",
+    "StagingAddress",
+    "as_window",
+    "stager_of",
+]
+
+
+@dataclass(frozen=True)
+class StagingAddress:
+    """How a node's staging memory is reached."""
+
+    stager: str
+    """Name of the stager, different for each process that ever was one."""
+    pid: int
+    arena: MemoryAddress | None
+    """None where there is no shared memory."""
+    store_window_bytes: int
+    """Longest window that may come as an object of the store."""
+
+
+def as_window(window: int, array: Any) -> memoryview:
+    """Returns the bytes of a window that came as an object.
+
+    Args:
+        window: Which.
+        array: What came.
+
+    Raises:
+        InternalError: It is no uint8 array of one dimension.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise InternalError(
+            f"Expected window {window} to be a uint8 array of one dimension, but found "
+            f"{type(array).__name__}. Please report this"
+        )
+    return memoryview(array)  # type: ignore[arg-type]
+
+
+REPORT_TRIES = 8
+"""How often a report is told that nobody answers: over about half a minute."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Whom a stager tells what became of each file."""
+
+    actor: Any
+    """Handle of a Ray actor."""
+    method: str
+    """Its method that takes a `StageReport` and returns False when nobody needs the share that it
+    is of. May be called twice with the same."""
+
+
+class Reports:
+    """Tells reports, from any thread.
+
+    Args:
+        loop: Carries the calls.
+        give_up: Told of shares that nobody needs any more.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, give_up: Callable[[StageKey], None]
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._give_up = give_up
+
+    def tell(self, reporter: Reporter | None, report: StageReport) -> None:
+        """Tells a report; returns when it was answered, or given up. Not in the loop's thread."""
+        if reporter is not None:
+            asyncio.run_coroutine_threadsafe(self._tell(reporter, report), self._loop).result()
+
+    async def _tell(self, reporter: Reporter, report: StageReport) -> None:
+        error: Exception | None = None
+        for attempt in range(REPORT_TRIES):
+            try:
+                is_needed = await getattr(reporter.actor, reporter.method).remote(report)
+            except RayTaskError as exc:
+                error = exc
+                if attempt >= 1:
+                    break
+            except (RayError, OSError) as exc:
+                error = exc
+            else:
+                if is_needed is False:
+                    self._give_up(report.key)
+                return
+            await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
+        logger.warning(
+            "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
+            report.file, report.key, type(error).__name__, error,
+        )  # fmt: skip
+
 
 SHARE_OF_MEMORY = 0.5
 """Part of the memory that is free when it starts that staged bytes may take."""
@@ -85,7 +190,7 @@ class Stager:
         self._ranks: dict[str, _Rank] = {}
         self._gone: dict[str, float] = {}
         """Owners of memory that have gone, and when."""
-        self._adopted: dict[tuple[int, int], Arena] = {}
+        self._adopted: dict[tuple[int, int], StagingMemory] = {}
         self._warming = ThreadPoolExecutor(1, initializer=step_behind, initargs=(19, "idle"))
         self._last_call_s = self._loop.time()
         limit_of_store = max(int(SHARE_OF_STORE * store_bytes(self._node_id)), 1)
@@ -96,16 +201,16 @@ class Stager:
             channels["arena"] = arena_channel(limit_bytes, options)
         self._limit_bytes = limit_bytes
         reports = Reports(self._loop, self._give_up)
-        self._spool = Spool(channels, options, reports.tell)
+        self._spool = WriteQueue(channels, options, reports.tell)
         arena = channels["arena"].arena if "arena" in channels else None
-        self._place = Place(
+        self._place = StagingAddress(
             f"{stager_name(self._node_id)}#{os.getpid()}-{secrets.token_hex(6)}",
             os.getpid(),
             arena.address if arena is not None else None,
             store.slot_bytes,
         )
         # Why that module: the class of what ranks hand in besides bytes is found there.
-        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.stager_keeping",))
+        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.stager_backend",))
         self._registered: set[str] = set()
         self._plans: dict[str, bytes] = {}
         self._tasks = {self._loop.create_task(self._watch())}
@@ -127,7 +232,7 @@ class Stager:
             "active": self._spool.num_active(),
         }
 
-    async def place(self) -> Place:
+    async def place(self) -> StagingAddress:
         """Returns how its memory is reached."""
         self._touch()
         return self._place
@@ -187,19 +292,19 @@ class Stager:
     async def begin(
         self, stager: str, order: StageOrder, reporter: Reporter | None
     ) -> Grant | Unknown:
-        """Returns the first slots of what a rank will hand over. See `Spool.begin`."""
+        """Returns the first slots of what a rank will hand over. See `WriteQueue.begin`."""
         self._touch()
         if stager != self._place.stager:
             return Unknown("stager")
         return self._spool.begin(order, reporter)
 
     async def more(self, key: StageKey, have: int) -> Grant | Unknown:
-        """Returns further slots when there are some. See `Spool.more`."""
+        """Returns further slots when there are some. See `WriteQueue.more`."""
         self._touch()
         return await asyncio.wrap_future(self._spool.more(key, have))
 
     async def deliver(self, key: StageKey, window: int, refs: list[Any] | None = None) -> None:
-        """Takes that a window is full. See `Spool.deliver`.
+        """Takes that a window is full. See `WriteQueue.deliver`.
 
         Args:
             key: Whose.
@@ -211,7 +316,7 @@ class Stager:
         self._spool.deliver(key, window, data)
 
     async def seal(self, key: StageKey) -> bool | Unknown:
-        """Returns when the rank may go on. See `Spool.seal`."""
+        """Returns when the rank may go on. See `WriteQueue.seal`."""
         self._touch()
         return await asyncio.wrap_future(self._spool.seal(key))
 
@@ -220,10 +325,10 @@ class Stager:
         stager: str,
         order: StageOrder,
         reporter: Reporter | None,
-        address: ArenaAddress,
+        address: MemoryAddress,
         slots: tuple[Slot, ...],
     ) -> bool | Unknown:
-        """Takes over what a rank had handed over to a stager that died. See `Spool.adopt`.
+        """Takes over what a rank had handed over to a stager that died. See `WriteQueue.adopt`.
 
         Raises:
             LimitError: The memory can't be opened from here.
@@ -233,7 +338,7 @@ class Stager:
             return Unknown("stager")
         arena = self._adopted.get(address.identity)
         if arena is None:
-            arena = self._adopted[address.identity] = Arena.open(address)
+            arena = self._adopted[address.identity] = StagingMemory.open(address)
         return self._spool.adopt(order, reporter, arena, slots)
 
     async def progress(self, key: StageKey) -> StageProgress | None:
@@ -273,23 +378,23 @@ class Stager:
         self._touch()
         return self._spool.in_flight(url)
 
-    async def kept(self, attempt: str) -> Kept | None:
+    async def kept(self, attempt: str) -> TierEntry | None:
         """Returns what is in memory of an attempt, for loads; None when nothing is."""
         self._touch()
         return self._spool.kept(attempt)
 
     async def fetch(self, parts: list[Part]) -> Any:
-        """Returns bytes that are kept, for another node (uint8 array). See `Spool.fetch`."""
+        """Returns bytes that are kept, for another node (uint8 array). See `WriteQueue.fetch`."""
         self._touch()
         return await asyncio.to_thread(self._spool.fetch, parts)
 
     async def cancel(self, key: StageKey, by_rank: bool = False) -> None:
-        """Gives up. See `Spool.cancel`."""
+        """Gives up. See `WriteQueue.cancel`."""
         self._touch()
         self._spool.cancel(key, by_rank=by_rank)
 
     async def release(self, key: StageKey, committed: bool = False) -> None:
-        """Forgets a key, whose outcome is known. See `Spool.release`."""
+        """Forgets a key, whose outcome is known. See `WriteQueue.release`."""
         self._touch()
         self._spool.release(key, committed=committed)
 
@@ -328,7 +433,7 @@ class Stager:
                 callers = {rank.caller for rank in unseen.values()}
                 # Suppressed: Ray's tables did not answer; they are asked again.
                 with suppress(CheckpointError, RayError):
-                    dead = await asyncio.to_thread(hooks.gone, callers)
+                    dead = await asyncio.to_thread(ray_private.gone, callers)
                     for name, rank in unseen.items():
                         if rank.caller in dead:
                             self._ended(name, rank.process)
@@ -351,12 +456,12 @@ class Stager:
         for attempt in self._registered ^ now:
             text = self._place.stager if attempt in now else ""
             name = registered_name(attempt, self._node_id)
-            await asyncio.to_thread(hooks.remember, name, text)
+            await asyncio.to_thread(ray_private.remember, name, text)
         self._registered = now
 
 
 @ray_calls.unless_lost
-@hooks.starting_no_ray()
+@ray_private.starting_no_ray()
 def stager_of(
     node_id: str,
     *,

@@ -1,7 +1,14 @@
-"""Copies memory on several threads, which stay for the next copy.
+"""Copies a rank's items into staging memory, on several threads.
+
+Copies memory on several threads, which stay for the next copy.
 
 *Why*: one thread gets half of what the memory of a small machine gives, and a tenth of a large
 one's; and to start threads takes as long as to copy a window.
+
+Copies a rank's items into staging memory, window by window.
+
+Bytes that are not in host memory are copied by a `Filler` of their source's own: on a side stream,
+into slots that are registered with the device's driver.
 """
 
 from __future__ import annotations
@@ -9,13 +16,28 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-__all__ = ["copy_all"]
+from ray_dcp.errors import InternalError
+from ray_dcp.io.writer import ManySource, Source
+from ray_dcp.stage.windows import StagingLayout
+
+__all__ = [
+    "DeviceSource",
+    "Filler",
+    "HostFiller",
+    "Pin",
+    "copy_all",
+    "device_filler_of",
+    "fill_rows",
+    "fill_window",
+    "filler_of",
+]
 
 _SLICE_BYTES = 4 << 20
 """Longer memory is cut for the threads."""
@@ -114,3 +136,205 @@ class _Batch:
 def _processors() -> int:
     asked = getattr(os, "sched_getaffinity", None)
     return len(asked(0)) if asked is not None else os.cpu_count() or 1
+
+
+_SMALL_BYTES = 64 << 10
+_MOST_JOINED = 4096
+"""Small items that are asked for at once."""
+_MOST_BEGUN_BYTES = 64 << 20
+
+
+Pin = Callable[[np.ndarray], Callable[[], None] | None]
+"""Registers memory with a device's driver; returns what undoes it, None where it could not."""
+
+
+class Filler(Protocol):
+    """Copies the bytes of items. Called by one thread, in the order of the layout."""
+
+    @property
+    def pin(self) -> Pin | None:
+        """What makes copies into memory faster that is used again and again; None: no need."""
+        ...
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        """Begins to copy an item's bytes from `start` on into `target` (uint8[n])."""
+        ...
+
+    def fill_many(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    ) -> None:
+        """Begins to copy parts of small items, one behind the other: mostly whole items."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when everything that was begun is in its place."""
+        ...
+
+
+@runtime_checkable
+class DeviceSource(Protocol):
+    """A source some of whose bytes may be on a device."""
+
+    def filler(self, host: Filler, /) -> Filler | None:
+        """Returns what copies them from there; None when all are in host memory.
+
+        Args:
+            host: Copies those in host memory.
+        """
+        ...
+
+
+def filler_of(source: Source) -> Filler:
+    """Returns what copies from a source, wherever its bytes are."""
+    return device_filler_of(source) or HostFiller(source)
+
+
+def device_filler_of(source: Source) -> Filler | None:
+    """Returns what copies from a source some of whose bytes are on a device; None for others."""
+    asked: object = source
+    return asked.filler(HostFiller(source)) if isinstance(asked, DeviceSource) else None
+
+
+class HostFiller:
+    """Copies from memory of this process, large items on several threads: see `copying`.
+
+    Args:
+        source: As for `ray_dcp.io.writer.write_part`; called by one thread.
+    """
+
+    pin: Pin | None = None
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._row = -1
+        self._item = memoryview(b"")
+        self._begun: list[tuple[np.ndarray, np.ndarray]] = []
+        self._begun_bytes = 0
+
+    def fill(self, row: int, start: int, target: np.ndarray) -> None:
+        """See `Filler.fill`."""
+        if row != self._row:
+            # Why kept: a tensor that is not contiguous is copied each time it is asked for.
+            self._row, self._item = row, self._source(row)
+        part = self._item[start : start + len(target)]
+        if len(part) != len(target):
+            raise InternalError(
+                f"expected bytes [{start}, {start + len(target)}) of row {row}, found an item of "
+                f"{len(self._item)} bytes; please report this"
+            )
+        self._begun.append((target, np.frombuffer(part, dtype=np.uint8)))
+        self._begun_bytes += len(target)
+        # Why: tensors that are not contiguous are there a second time until they are copied.
+        if self._begun_bytes >= _MOST_BEGUN_BYTES:
+            self.finish()
+
+    def fill_many(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
+    ) -> None:
+        """See `Filler.fill_many`."""
+        source = self._source
+        if isinstance(source, ManySource):
+            items = source.many(rows)
+        else:
+            items = [source(row) for row in rows]
+        joined = b"".join(items)
+        # Whole items, if the lengths agree: none is shorter than the part that is wanted of it.
+        if len(joined) != len(target) or any(starts):
+            cuts = zip(items, starts, lengths, strict=True)
+            joined = b"".join(item[start : start + length] for item, start, length in cuts)
+        if len(joined) != len(target):
+            raise InternalError(
+                f"expected {len(target)} bytes in {len(rows)} items, found {len(joined)}; please "
+                f"report this"
+            )
+        np.copyto(target, np.frombuffer(joined, dtype=np.uint8))
+
+    def finish(self) -> None:
+        """See `Filler.finish`."""
+        begun, self._begun, self._begun_bytes = self._begun, [], 0
+        copy_all(begun)
+
+
+def fill_window(
+    layout: StagingLayout,
+    window: int,
+    target: np.ndarray,
+    filler: Filler,
+    deferred: Callable[[int], bytes],
+) -> None:
+    """Fills one window; returns when all its bytes are there.
+
+    Args:
+        layout: Where they go.
+        window: Which one.
+        target: uint8[window bytes].
+        filler: Copies the fixed items.
+        deferred: Gives a deferred item's bytes.
+    """
+    low, high = layout.window_first[window : window + 2].tolist()
+    own = slice(low, high)
+    row, offset = layout.row[own].tolist(), layout.offset[own].tolist()
+    length, start = layout.num_bytes[own].tolist(), layout.source_start[own].tolist()
+    first = 0
+    with _finished(filler):
+        for stop in _run_ends(layout, own):
+            begin, end = offset[first], offset[stop - 1] + length[stop - 1]
+            if stop - first > 1:
+                run = slice(first, stop)
+                filler.fill_many(row[run], start[run], length[run], target[begin:end])
+            elif layout.is_deferred[low + first]:
+                data = deferred(row[first])
+                part = memoryview(data)[start[first] : start[first] + length[first]]
+                np.copyto(target[begin:end], np.frombuffer(part, dtype=np.uint8))
+            else:
+                filler.fill(row[first], start[first], target[begin:end])
+            first = stop
+
+
+def fill_rows(
+    filler: Filler, rows: Sequence[int], lengths: Sequence[int], target: np.ndarray
+) -> None:
+    """Fills memory with whole items, one behind the other; returns when all their bytes are there.
+
+    Args:
+        filler: Copies them.
+        rows: Which.
+        lengths: Of each, in bytes.
+        target: uint8[sum of the lengths].
+    """
+    first = begin = 0
+    with _finished(filler):
+        while first < len(rows):
+            stop, end = first + 1, begin + lengths[first]
+            if lengths[first] >= _SMALL_BYTES:
+                filler.fill(rows[first], 0, target[begin:end])
+            else:
+                last = min(len(rows), first + _MOST_JOINED)
+                while stop < last and lengths[stop] < _SMALL_BYTES:
+                    stop, end = stop + 1, end + lengths[stop]
+                run = slice(first, stop)
+                filler.fill_many(rows[run], [0] * (stop - first), lengths[run], target[begin:end])
+            first, begin = stop, end
+
+
+@contextmanager
+def _finished(filler: Filler) -> Iterator[None]:
+    """Lets a filler finish what was begun, also where a copy fails midway."""
+    try:
+        yield
+    except BaseException:
+        # Why: what is still under way would come into memory that is somebody else's by then.
+        with suppress(Exception):
+            filler.finish()
+        raise
+    filler.finish()
+
+
+def _run_ends(layout: StagingLayout, own: slice) -> list[int]:
+    """Returns where each run of segments ends that are copied together: small fixed items."""
+    length, offset = layout.num_bytes[own], layout.offset[own]
+    alone = (length >= _SMALL_BYTES) | layout.is_deferred[own]
+    number = np.arange(len(length))
+    ends = alone[1:] | alone[:-1] | (offset[1:] != offset[:-1] + length[:-1])
+    ends |= number[1:] % _MOST_JOINED == 0
+    return [*(np.flatnonzero(ends) + 1).tolist(), len(length)]

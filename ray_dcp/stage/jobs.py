@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, LimitError, ParticipantError
-from ray_dcp.plan.values import RankPlan
+from ray_dcp.io.writer import part_key, write_pieces
 from ray_dcp.protocol.messages import Target
-from ray_dcp.stage.arena import Arena
-from ray_dcp.stage.kept import KeptFile, kept_file
-from ray_dcp.stage.layout import StagingLayout
-from ray_dcp.stage.slots import SlotLedger
+from ray_dcp.stage.allocator import SlotAllocator
+from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.memory_tier import TierFile, kept_file
 from ray_dcp.stage.values import (
     Grant,
     Slot,
@@ -27,8 +27,8 @@ from ray_dcp.stage.values import (
     StagerOptions,
     Unknown,
 )
+from ray_dcp.stage.windows import StagingLayout
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.writer import part_key, write_pieces
 
 __all__ = [
     "Channel",
@@ -50,14 +50,14 @@ class Channel:
     """A kind of staging memory: the node's arena, or objects of the store, which only count."""
 
     slot_bytes: int
-    ledger: SlotLedger[StageKey]
-    arena: Arena | None = None
+    ledger: SlotAllocator[StageKey]
+    arena: StagingMemory | None = None
 
 
 def channel_of(limit_bytes: int, options: StagerOptions) -> Channel:
     """Returns one of so many bytes, without memory of its own."""
     slot_bytes = options.window_bytes_within(limit_bytes)
-    return Channel(slot_bytes, SlotLedger(max(limit_bytes // slot_bytes, 1)))
+    return Channel(slot_bytes, SlotAllocator(max(limit_bytes // slot_bytes, 1)))
 
 
 def arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
@@ -67,7 +67,7 @@ def arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
         LimitError: There is no such memory on this machine.
     """
     channel = channel_of(limit_bytes, options)
-    channel.arena = Arena.create(channel.ledger.num_slots, channel.slot_bytes)
+    channel.arena = StagingMemory.create(channel.ledger.num_slots, channel.slot_bytes)
     return channel
 
 
@@ -82,7 +82,7 @@ class Job:
     """Who gets the reports; the spool only passes it on."""
     channel: Channel | None
     """What its slots count in; None for one that was adopted."""
-    arena: Arena | None
+    arena: StagingMemory | None
     """Where its slots are; None when its windows come as objects."""
     changed: threading.Condition
     slots: list[Slot] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Job:
         """The folder of the checkpoints that it belongs to."""
         return self.order.target.url.rstrip("/").rpartition("/")[0]
 
-    def kept_files(self) -> tuple[KeptFile, ...]:
+    def kept_files(self) -> tuple[TierFile, ...]:
         """Returns where the bytes of each file lie, by the keys of the attempt."""
         return tuple(
             kept_file(

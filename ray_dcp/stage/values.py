@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.values import RankPlan
 from ray_dcp.protocol.messages import FileReceipt, Target
 
 __all__ = [
-    "ArenaAddress",
     "Grant",
     "InFlight",
+    "MemoryAddress",
     "Slot",
     "StageKey",
     "StageOrder",
@@ -96,7 +96,7 @@ class StageKey:
 
 
 @dataclass(frozen=True)
-class ArenaAddress:
+class MemoryAddress:
     """Where another process of this machine finds a stager's shared memory."""
 
     pid: int

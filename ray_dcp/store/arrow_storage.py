@@ -10,15 +10,15 @@ from pyarrow import fs as arrow
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url
-from ray_dcp.store.ported import HiddenStream, PortedStorage, temporary_beside
 from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage_adapter import HiddenStream, StorageAdapter, temporary_beside
 
 __all__ = ["ArrowPort", "ArrowStorage", "place_in_arrow"]
 
 _SCHEMES = {"gcs": "gs", "abfs": "az"}
 
 
-class ArrowStorage(PortedStorage):
+class ArrowStorage(StorageAdapter):
     """Implements `Storage` on a filesystem of pyarrow.fs; it never creates if absent.
 
     Args:

@@ -16,14 +16,13 @@ from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url
-from ray_dcp.store.ported import HiddenStream, PortedStorage, temporary_beside
-from ray_dcp.store.secrets_kept import redacted
 from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage_adapter import HiddenStream, StorageAdapter, redacted, temporary_beside
 
 __all__ = ["FsspecPort", "FsspecStorage", "place_by_url", "place_in_fsspec"]
 
 
-class FsspecStorage(PortedStorage):
+class FsspecStorage(StorageAdapter):
     """Implements `Storage` on a filesystem of fsspec.
 
     Args:

@@ -1,4 +1,27 @@
-"""`LocalStorage`: keys to files of one directory, on a local disk or a shared filesystem.
+"""`LocalStorage`: files on a local disk or a shared filesystem, made durable.
+
+Steps that make files durable on a POSIX filesystem: directories, temp files, publishing.
+
+All functions raise plain `OSError`; `local` and `local_writer` give them their meaning.
+
+`LocalWriter`: writes one large file front to back, past the page cache where it can.
+
+Direct I/O (O_DIRECT) needs the memory address, the file offset and the length to be multiples of
+4 KiB. Bytes therefore go through a small aligned bounce buffer, except where the caller's own
+memory is as well aligned as the file; the tail is padded and cut off again at the end.
+
+Source: measured for this project on ext4 and a virtual disk, 1 GiB to a new file: direct 0.38 s
+with 0.01 s CPU, buffered with fsync at best 0.70 s with 0.28 s CPU.
+
+A small thread-safe cache of files opened for reading, for `LocalStorage.read_into`.
+
+What kind of filesystem a directory is on, as the kernel's table of mounts tells.
+
+Tries whether a filesystem gives a new name to exactly one of several who want it.
+
+Tried once for each mounted filesystem of a process, with hidden files that are removed again.
+
+`LocalStorage`: keys to files of one directory, on a local disk or a shared filesystem.
 
 Order of a write: temporary file in the same directory, its bytes, fsync, link or rename, fsync
 of the directory. Large files are written by `local_writer`.
@@ -6,28 +29,673 @@ of the directory. Large files are written by `local_writer`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import mmap
 import os
+import secrets
+import stat
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store.durable import publish, sync_directory, write_all
-from ray_dcp.store.local_writer import LocalWriter, open_temp
-from ray_dcp.store.mounts import is_network_disk
-from ray_dcp.store.open_files import OpenFiles, open_regular
-from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range, os_failure
-from ray_dcp.store.probing import creates_if_absent
 from ray_dcp.store.storage import (
     LOCAL_DISK,
     NETWORK_DISK,
+    TEMP_PREFIX,
     Entry,
     PartWriter,
     ReadTraits,
     StorageTraits,
+    as_bytes_view,
+    check_key,
+    check_range,
+    os_failure,
 )
 
-__all__ = ["LocalStorage"]
+__all__ = [
+    "LocalStorage",
+    "LocalWriter",
+    "OpenFiles",
+    "create_temp",
+    "creates_if_absent",
+    "creates_once",
+    "first_existing_parent",
+    "is_network_disk",
+    "make_directories",
+    "may_create_twice",
+    "mount_kind",
+    "open_regular",
+    "open_temp",
+    "publish",
+    "sync_directory",
+    "write_all",
+]
+
+_MODE = 0o666
+_NAME_MAX = 255
+# What filesystems without hard links answer to link().
+_NO_LINKS = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+)
+# What kernels and filesystems without `RENAME_NOREPLACE` answer to it; EPERM is that of sandboxes.
+_NO_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM})
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+_MOST_TRIES = 100
+"""How often a directory is made again that a collector removes while it is empty."""
+
+
+def sync_directory(path: str) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as exc:
+        # Why: some network and FUSE filesystems have no fsync for directories.
+        if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def first_existing_parent(path: str) -> str:
+    """Returns the nearest parent of a path (or itself) that exists."""
+    while path != os.path.dirname(path) and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def make_directories(path: str, *, sync: bool) -> None:
+    """Creates a directory and its missing parents, and makes each new name durable."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        parent = os.path.dirname(path)
+        if parent == path:
+            break
+        path = parent
+    for directory in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(directory)
+        if not os.path.isdir(directory):
+            # Why two errors: a name that is gone again was removed by a collector meanwhile.
+            number = errno.ENOTDIR if os.path.lexists(directory) else errno.ENOENT
+            raise OSError(number, os.strerror(number), directory)
+        if sync:
+            sync_directory(os.path.dirname(directory))
+
+
+def create_temp(path: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:
+    """Creates an unpublished file beside the file that it is to become.
+
+    Args:
+        path: The file that it is to become; missing directories are made.
+        flags: More flags for `os.open`.
+        sync: Make new directories durable.
+
+    Returns:
+        A descriptor opened for writing, and the path of the temporary file.
+    """
+    directory, name = os.path.split(path)
+    prefix = f"{TEMP_PREFIX}{secrets.token_hex(6)}-"
+    temp = os.path.join(directory, prefix + name[: _NAME_MAX - len(prefix)])
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(_MOST_TRIES):
+        try:
+            return os.open(temp, flags, _MODE), temp
+        except FileNotFoundError:
+            # A collector may remove the directory again while it is empty: hence the loop.
+            with suppress(FileNotFoundError):
+                make_directories(directory, sync=sync)
+        except OSError:
+            # Why: some filesystems refuse O_DIRECT only after they have made the file.
+            with suppress(OSError):
+                os.unlink(temp)
+            raise
+    return os.open(temp, flags, _MODE), temp
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Writes all bytes at the descriptor's position."""
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def publish(temp: str, path: str, *, create: bool, sync: bool) -> None:
+    """Gives a finished temporary file its name, atomically, and removes the temporary name.
+
+    Args:
+        temp: Path of the temporary file, whose content is durable already.
+        path: The name to give, in the same directory.
+        create: Only if the name is free; exactly one of several callers wins where the filesystem
+            has hard links or `RENAME_NOREPLACE`, else this looks first.
+        sync: Make the name durable.
+
+    Raises:
+        FileExistsError: `create`, and the name is taken.
+        OSError: Anything else.
+    """
+    try:
+        if create:
+            _link(temp, path)
+        else:
+            os.rename(temp, path)
+    except FileExistsError:
+        # Why: who is told that a name is taken relies on it, and the one who gave it may have
+        # died before it was durable.
+        if sync:
+            sync_directory(os.path.dirname(path))
+        raise
+    if sync:
+        sync_directory(os.path.dirname(path))
+
+
+def _link(temp: str, path: str) -> None:
+    try:
+        os.link(temp, path)
+    except OSError as exc:
+        if exc.errno not in _NO_LINKS:
+            raise
+        _rename_to_free(temp, path)
+        return
+    # Suppressed: the file has its name, and what is left is no more than a second one.
+    with suppress(OSError):
+        os.unlink(temp)
+
+
+def _rename_to_free(temp: str, path: str) -> None:
+    """Renames where there are no hard links, if the new name is free."""
+    try:
+        _rename_noreplace(temp, path)
+    except OSError as exc:
+        if exc.errno not in _NO_FLAGS:
+            raise
+        # Careful: of two callers that look at once both win; see `creates_once`.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        os.rename(temp, path)
+
+
+def creates_once(first: str, second: str, name: str) -> bool:
+    """Returns whether the filesystem itself refuses to give a second file a name that is taken.
+
+    Args:
+        first: A file.
+        second: Another one in the same directory.
+        name: A free name there, which the first one gets.
+
+    Raises:
+        OSError: It could not be tried.
+    """
+    for give in (os.link, _rename_noreplace):
+        try:
+            # Why it has to succeed first: the kernel refuses a taken name before it asks the
+            # filesystem whether it can do this at all.
+            give(first, name)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS | _NO_FLAGS:
+                raise
+            continue
+        try:
+            give(second, name)
+        except FileExistsError:
+            return True
+        return False
+    return False
+
+
+def _rename_noreplace(temp: str, path: str) -> None:
+    """Linux's `renameat2` with `RENAME_NOREPLACE`: vfat, exfat, cifs and ntfs3 have it.
+
+    Source: renameat2(2); not in Python's `os`.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+    old, new = os.fsencode(temp), os.fsencode(path)
+    if call(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+
+
+_PAGE = 4096
+_BOUNCE_BYTES = 4 << 20
+_DIRECT_MIN_BYTES = 256 << 10
+"""Shorter aligned memory is copied: one large request beats several small ones."""
+
+
+class LocalWriter:
+    """Implements `PartWriter`; owns a temporary file and a bounce buffer until it is closed.
+
+    Args:
+        path: The file to publish.
+        key: Its key, for messages.
+        sync: Make it durable when committed.
+        direct: Try direct I/O.
+
+    Raises:
+        StorageError: The temporary file can't be made.
+    """
+
+    def __init__(self, path: str, key: str, *, sync: bool, direct: bool) -> None:
+        self._path = path
+        self._key = key
+        self._sync = sync
+        self._state = "open"
+        self._fd, self._temp, self._direct = _open_maybe_direct(path, key, direct, sync)
+        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
+        self._view = memoryview(self._bounce)
+        self._fill = 0
+        self._flushed = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `PartWriter.write`."""
+        self._check_open()
+        view = as_bytes_view(data)
+        try:
+            if len(view) >= _DIRECT_MIN_BYTES:
+                view = self._write_in_place(view)
+            self._write_copied(view)
+        except OSError as exc:
+            raise os_failure(exc, "write", self._key, self._path) from exc
+
+    def commit(self, *, create: bool = True) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed.
+
+        Args:
+            create: Only if the name is free; else it takes the place of what has it.
+        """
+        if self._state == "committed":
+            return
+        self._check_open()
+        try:
+            self._finish()
+            publish(self._temp, self._path, create=create, sync=self._sync)
+        except OSError as exc:
+            self.abort()
+            raise os_failure(exc, "publish", self._key, self._path) from exc
+        self._state = "committed"
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`."""
+        if self._state != "open":
+            return
+        self._state = "aborted"
+        self._close()
+        with suppress(OSError):
+            os.unlink(self._temp)
+
+    def __del__(self) -> None:
+        # Why: a writer dropped without commit must leave neither descriptor nor file behind.
+        if getattr(self, "_state", None) == "open" and hasattr(self, "_view"):
+            self.abort()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(
+                f"the writer of {self._path} was {self._state}; open another", key=self._key
+            )
+
+    def _write_in_place(self, view: memoryview) -> memoryview:
+        """Writes what can go out from the caller's memory; returns what is left of it."""
+        if self._direct:
+            address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+            head = -self._fill % _PAGE
+            if (address + head) % _PAGE:
+                return view
+            self._write_copied(view[:head])
+            view = view[head:]
+        whole = len(view) // _PAGE * _PAGE
+        # Why together: a request of one page costs as much as one of a hundred.
+        parts = [self._view[: self._fill], view[:whole]]
+        self._flushed += _pwrite(self._fd, parts, self._flushed)
+        self._fill = 0
+        return view[whole:]
+
+    def _write_copied(self, view: memoryview) -> None:
+        while len(view):
+            piece = view[: _BOUNCE_BYTES - self._fill]
+            self._view[self._fill : self._fill + len(piece)] = piece
+            self._fill += len(piece)
+            view = view[len(piece) :]
+            if self._fill == _BOUNCE_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Empties the bounce buffer; its length must be whole pages when writing direct."""
+        self._flushed += _pwrite(self._fd, [self._view[: self._fill]], self._flushed)
+        self._fill = 0
+
+    def _finish(self) -> None:
+        num_bytes = self._flushed + self._fill
+        if self._direct and self._fill % _PAGE:
+            padded = self._fill + -self._fill % _PAGE
+            self._view[self._fill : padded] = bytes(padded - self._fill)
+            self._fill = padded
+        self._flush()
+        if self._flushed != num_bytes:
+            os.ftruncate(self._fd, num_bytes)
+        if self._sync:
+            os.fsync(self._fd)
+        # Why not suppressed: without fsync, a network filesystem tells only now what it refused.
+        self._close(strict=True)
+
+    def _close(self, *, strict: bool = False) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._view.release()
+            # Why: the traceback of a write that failed still holds a piece of the buffer.
+            with suppress(BufferError):
+                self._bounce.close()
+            try:
+                os.close(fd)
+            except OSError:
+                if strict:
+                    raise
+
+
+def open_temp(path: str, key: str, flags: int = 0, *, sync: bool) -> tuple[int, str]:
+    """Creates a temporary file beside `path`, as `create_temp`.
+
+    Raises:
+        StorageError: It can't be made; when its directory is missing and can't be made, the
+            message names the nearest parent that exists.
+    """
+    try:
+        return create_temp(path, flags, sync=sync)
+    except OSError as exc:
+        if exc.errno == errno.EINVAL and flags:
+            raise
+        directory = os.path.dirname(path)
+        if os.path.isdir(directory):
+            raise os_failure(exc, "create a file for", key, path) from exc
+        error = os_failure(exc, "create the directory", key, directory)
+        error.message += f" (the nearest parent that exists is {first_existing_parent(directory)})"
+        raise error from exc
+
+
+def _open_maybe_direct(path: str, key: str, direct: bool, sync: bool) -> tuple[int, str, bool]:
+    flag = getattr(os, "O_DIRECT", 0) if direct else 0
+    if flag:
+        try:
+            return *open_temp(path, key, flag, sync=sync), True
+        except OSError as exc:
+            if isinstance(exc, StorageError):
+                raise
+    return *open_temp(path, key, sync=sync), False
+
+
+def _pwrite(fd: int, views: list[memoryview], offset: int) -> int:
+    """Writes all views, one behind the other; leaves direct I/O where the filesystem refuses it."""
+    done, left = 0, [view for view in views if len(view)]
+    while left:
+        try:
+            count = os.pwritev(fd, left, offset + done)
+            done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
+        except OSError as exc:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if exc.errno != errno.EINVAL or not flags & getattr(os, "O_DIRECT", 0):
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return done
+
+
+@dataclass
+class _OpenFile:
+    fd: int
+    identity: tuple[int, int]
+    users: int = 0
+    retired: bool = False
+
+
+class OpenFiles:
+    """Keeps the last few files open; owns their descriptors.
+
+    A path that has come to name another file since (it was replaced or removed and written
+    again) is opened afresh: the descriptor is used only while device and inode still match. While
+    somebody reads the file, others read the same: it does not change between their reads.
+    Descriptors in use by another thread are never closed under it. All are closed when the
+    cache is dropped.
+
+    Args:
+        limit: Most descriptors kept while nobody uses them.
+    """
+
+    def __init__(self, limit: int = 16) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._files: dict[str, _OpenFile] = {}
+        # Why not __del__: it also runs on half-built objects and at interpreter exit.
+        weakref.finalize(self, _close_all, self._files)
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[int]:
+        """Lends a descriptor of a regular file.
+
+        Raises:
+            OSError: It can't be opened; ENOENT also when `path` is a directory.
+        """
+        file = self._acquire(path)
+        try:
+            yield file.fd
+        finally:
+            self._release(file)
+
+    def forget(self, path: str) -> None:
+        """Closes the file of a path that is about to vanish, if it is kept."""
+        with self._lock:
+            file = self._files.pop(path, None)
+            if file is not None:
+                _retire(file)
+
+    def close(self) -> None:
+        """Closes everything that is not in use; the cache stays usable."""
+        with self._lock:
+            for file in self._files.values():
+                _retire(file)
+            self._files.clear()
+
+    def _acquire(self, path: str) -> _OpenFile:
+        with self._lock:
+            file = self._files.get(path)
+            # Why: a call of the system for each read makes threads that read side by side wait
+            # for Python's global lock twice as often.
+            if file is not None and file.users:
+                file.users += 1
+                return file
+        now = os.stat(path)
+        identity = (now.st_dev, now.st_ino)
+        with self._lock:
+            file = self._files.pop(path, None)
+            if file is not None and file.identity != identity:
+                _retire(file)
+                file = None
+            if file is None:
+                file = _open(path)
+            file.users += 1
+            self._files[path] = file  # the last entry is the most recent
+            self._evict()
+        return file
+
+    def _release(self, file: _OpenFile) -> None:
+        with self._lock:
+            file.users -= 1
+            if file.retired and file.users == 0:
+                os.close(file.fd)
+
+    def _evict(self) -> None:
+        surplus = len(self._files) - self._limit
+        if surplus > 0:
+            for path in list(self._files)[:surplus]:
+                _retire(self._files.pop(path))
+
+
+def open_regular(path: str) -> int:
+    """Returns a descriptor for reading a regular file.
+
+    Raises:
+        OSError: As `os.open`; ENOENT for a directory, EINVAL for a device, pipe or socket.
+    """
+    # Why O_NONBLOCK: opening a named pipe that somebody left there would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        code = errno.ENOENT if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, os.strerror(code), path)
+    return fd
+
+
+def _open(path: str) -> _OpenFile:
+    fd = open_regular(path)
+    status = os.fstat(fd)
+    return _OpenFile(fd, (status.st_dev, status.st_ino))
+
+
+def _retire(file: _OpenFile) -> None:
+    file.retired = True
+    if file.users == 0:
+        os.close(file.fd)
+
+
+def _close_all(files: dict[str, _OpenFile]) -> None:
+    for file in files.values():
+        os.close(file.fd)
+    files.clear()
+
+
+_MOUNTS = "/proc/self/mountinfo"
+
+_NETWORK = frozenset(
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
+        "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+    }
+)  # fmt: skip
+
+# Why these: fuseblk is a local disk; sshfs calls link(2) on its server; the metadata servers of the
+# others make a name in one transaction.
+_EXCLUSIVE_FUSE = frozenset(
+    {"fuseblk", "fuse.ceph", "fuse.ceph-fuse", "fuse.juicefs", "fuse.mfs", "fuse.sshfs"}
+)
+
+
+def mount_kind(directory: str) -> str | None:
+    """Returns the type of the filesystem that a directory is on, or None if it is unknown.
+
+    Args:
+        directory: Absolute path of one that exists.
+
+    Raises:
+        OSError: It can't be looked at.
+    """
+    device = os.stat(directory).st_dev
+    wanted, real = f"{os.major(device)}:{os.minor(device)}", f"{os.path.realpath(directory)}/"
+    found, length = None, 0
+    with suppress(OSError), open(_MOUNTS, encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            left, _, right = line.partition(" - ")
+            fields = left.split()
+            if fields[2] == wanted:
+                return right.split()[0]
+            # Why by path as well: btrfs gives files another device number than its mount.
+            point = fields[4].replace("\\040", " ").rstrip("/") + "/"
+            if real.startswith(point) and len(point) >= length:
+                found, length = right.split()[0], len(point)
+    return found
+
+
+def may_create_twice(kind: str | None) -> bool:
+    """Returns whether two machines may both be told that they created one name.
+
+    A FUSE filesystem may look whether a name is free and then write, hard links included, and no
+    try from one process shows it. Measured with two mounts of SeaweedFS 4.48: of 40 names that both
+    linked at once, both were told of success for 21. So only those are believed of which it is
+    known that one server or one local disk decides.
+
+    Args:
+        kind: As `mount_kind` returns it; an unknown one may be anything.
+
+    Example:
+        >>> [may_create_twice(kind) for kind in ("ext4", "nfs4", "fuse.sshfs", "fuse.seaweedfs")]
+        [False, False, False, True]
+    """
+    return kind is None or (kind.startswith("fuse") and kind not in _EXCLUSIVE_FUSE)
+
+
+def is_network_disk(directory: str) -> bool:
+    """Returns whether a directory's bytes come over the network, as far as that is known.
+
+    FUSE counts: what is mounted so and holds checkpoints is nearly always far away.
+
+    Args:
+        directory: Absolute path.
+
+    Example:
+        >>> is_network_disk("/proc")
+        False
+    """
+    try:
+        kind = mount_kind(directory) or ""
+    except OSError:
+        return False
+    return kind in _NETWORK or kind.split(".")[0] == "fuse"
+
+
+_LOCK = threading.Lock()
+_KNOWN: dict[int, bool] = {}
+"""By device number."""
+
+
+def creates_if_absent(directory: str) -> bool:
+    """Returns whether a new name in a directory has exactly one winner, on all machines.
+
+    Files are made, named and removed to find out: hidden ones, of a name that no storage lists.
+    Of a directory that is not there yet, its nearest parent is tried, which lies on the same
+    filesystem.
+
+    Args:
+        directory: Absolute path.
+
+    Raises:
+        OSError: It could not be tried: this process may not write there, the disk is full, or the
+            server is gone. Not remembered.
+    """
+    directory = first_existing_parent(directory)
+    device = os.stat(directory).st_dev
+    with _LOCK:
+        if device not in _KNOWN:
+            _KNOWN[device] = _tried(directory)
+        return _KNOWN[device]
+
+
+def _tried(directory: str) -> bool:
+    token = secrets.token_hex(6)
+    first, second, name = (
+        os.path.join(directory, f"{TEMP_PREFIX}{token}-probe-{role}")
+        for role in ("first", "second", "name")
+    )
+    try:
+        for path in (first, second):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return creates_once(first, second, name) and not may_create_twice(mount_kind(directory))
+    finally:
+        for path in (first, second, name):
+            with suppress(OSError):
+                os.unlink(path)
+
 
 _MAX_READ_BYTES = 1 << 30
 
@@ -69,7 +737,7 @@ class LocalStorage:
     def traits(self) -> StorageTraits:
         """Shared, and durable if so chosen; whether it creates if absent is tried when asked.
 
-        See `ray_dcp.store.probing`: the first who asks in a process writes hidden files beside or
+        See `ray_dcp.store.local`: the first who asks in a process writes hidden files beside or
         in the directory for a moment. Readers have no reason to ask.
 
         Raises:

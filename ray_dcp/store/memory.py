@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store.paths import as_bytes_view, check_key, check_range
 from ray_dcp.store.storage import (
     MEMORY,
     Entry,
@@ -17,6 +16,9 @@ from ray_dcp.store.storage import (
     KeyMissingError,
     PartWriter,
     StorageTraits,
+    as_bytes_view,
+    check_key,
+    check_range,
 )
 
 __all__ = ["MemoryStorage"]

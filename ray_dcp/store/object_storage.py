@@ -1,4 +1,16 @@
-"""`ObjectStorage`: keys to bytes in a bucket of S3, GCS or Azure, by obstore.
+"""`ObjectStorage`: keys in a bucket of S3, GCS or Azure, its uploads and its errors.
+
+`ObjectWriter`: uploads one file front to back; long ones in parts, several at a time.
+
+A file that fits one request is put by one, created only if absent. A longer one is a multipart
+upload that obstore makes in a thread of its own: it takes the pieces from here without copying
+them, and aborts the upload when it is told that no more will come.
+
+What the errors of obstore mean, as `StorageError`s that say which call on which key failed.
+
+Pure but for reading the error. A message never shows signatures or tokens, which URLs may carry.
+
+`ObjectStorage`: keys to bytes in a bucket of S3, GCS or Azure, by obstore.
 
 Uploads of long files are in `object_writer`; what errors mean in `object_errors`.
 """
@@ -6,21 +18,22 @@ Uploads of long files are in `object_writer`; what errors mean in `object_errors
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable
+import math
+import re
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from ray_dcp.errors import StorageError
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store.create_probe import creates_if_absent_in
-from ray_dcp.store.object_errors import (
-    ConflictError,
-    is_about_credentials,
-    is_past_the_end,
-    object_failure,
-    worth_s,
-)
-from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_stores import (
+    ObjectOptions,
     base_url,
     client_of,
     forget_store,
@@ -29,21 +42,541 @@ from ray_dcp.store.object_stores import (
     place_in,
     provider_of,
 )
-from ray_dcp.store.object_writer import ObjectWriter
-from ray_dcp.store.paths import TEMP_PREFIX, as_bytes_view, check_key, check_range
-from ray_dcp.store.retrying import Retrying
+from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage import (
     MEMORY,
     OBJECT_STORE,
+    TEMP_PREFIX,
     Entry,
     KeyExistsError,
     KeyMissingError,
     PartWriter,
     ReadTraits,
     StorageTraits,
+    as_bytes_view,
+    check_key,
+    check_range,
 )
 
-__all__ = ["ObjectStorage"]
+__all__ = [
+    "ConflictError",
+    "ObjectStorage",
+    "ObjectWriter",
+    "UploadBudget",
+    "is_about_credentials",
+    "is_past_the_end",
+    "object_failure",
+    "worth_s",
+]
+
+_Ask = Callable[[Callable[[], Any]], Any]
+
+_PIECE_BYTES = 4 << 20
+"""Pieces are handed over in this length, so that memory comes back soon after its part is sent."""
+_MOST_PARTS = 10_000
+"""S3's limit of parts in an upload."""
+
+
+class UploadBudget:
+    """Counts the bytes that uploads of a process refer to. For several threads.
+
+    *Why a file has a share of its own*: a part is sent when it is full, and one that lacks a few
+    bytes would otherwise wait for ever for room that other such parts take.
+
+    Args:
+        most_bytes: Of all files together.
+        own_bytes: What a file may always have.
+    """
+
+    def __init__(self, most_bytes: int, own_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._own_bytes = own_bytes
+        # Why reentrant: memory may be given back by the garbage collector, inside of any call.
+        self._changed = threading.Condition(threading.RLock())
+        self._bytes = 0
+        self.highest_bytes = 0
+
+    def take(self, own: _Own, num_bytes: int, until: Callable[[], bool]) -> None:
+        """Waits until there is room for more bytes of a file, or until something else happened.
+
+        Args:
+            own: Counter of the file.
+            num_bytes: How many more.
+            until: Ends the wait.
+        """
+        with self._changed:
+            while not (
+                own.num_bytes + num_bytes <= self._own_bytes
+                or self._bytes + num_bytes <= self._most_bytes
+                or until()
+            ):
+                self._changed.wait()
+            own.num_bytes += num_bytes
+            self._bytes += num_bytes
+            self.highest_bytes = max(self.highest_bytes, self._bytes)
+
+    def give_back(self, own: _Own, num_bytes: int) -> None:
+        """Takes that nothing refers to so many bytes of a file any more."""
+        with self._changed:
+            if not own.is_over:
+                own.num_bytes -= num_bytes
+                self._bytes -= num_bytes
+                self._changed.notify_all()
+
+    def forget(self, own: _Own) -> None:
+        """Takes that a file was given up.
+
+        Why: an error that its owner keeps may keep pieces of it for ever.
+        """
+        with self._changed:
+            self._bytes -= own.num_bytes
+            own.num_bytes, own.is_over = 0, True
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Has everybody look again whether to go on waiting."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Own:
+    """How many bytes of one file uploads refer to."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.is_over = False
+
+
+_LOCK = threading.Lock()
+_BUDGETS: dict[tuple[int, int], UploadBudget] = {}
+
+
+def budget_of(options: ObjectOptions) -> UploadBudget:
+    """Returns the budget that all files with these options share in this process."""
+    key = (options.upload_bytes, 2 * (options.request_bytes + _PIECE_BYTES))
+    with _LOCK:
+        return _BUDGETS.setdefault(key, UploadBudget(*key))
+
+
+class ObjectWriter:
+    """Implements `PartWriter`.
+
+    Args:
+        store: A store of obstore.
+        path: Where in it.
+        key: For messages.
+        where: URL of the key, for messages.
+        options: Length of parts, how many at a time, memory.
+        create: Puts a path if there is none.
+        look: Raises where nothing is at a path.
+        ask: Calls the store and gives its errors their meaning.
+        ask_once: As `ask`, but never calls twice.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        path: str,
+        key: str,
+        where: str,
+        options: ObjectOptions,
+        *,
+        create: Callable[[str, Any], None],
+        look: Callable[[str], object],
+        ask: _Ask,
+        ask_once: _Ask,
+    ) -> None:
+        self._store = store
+        self._create = create
+        self._look = look
+        self._path = path
+        self._key = key
+        self._where = where
+        self._options = options
+        self._ask = ask
+        self._ask_once = ask_once
+        self._budget = budget_of(options)
+        self._own = _Own()
+        self._state = "open"
+        self._num_bytes = 0
+        self._head: list[npt.NDArray[np.uint8]] = []
+        self._upload: _Upload | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `PartWriter.write`: copies, unless the bytes can't change."""
+        self._add(data, copy=not isinstance(data, bytes))
+
+    def commit(self) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed.
+
+        A longer file than one request is looked for first; see `StorageTraits.exclusive_parts`.
+        """
+        if self._state == "committed":
+            return
+        self._check_open()
+        try:
+            if self._upload is None:
+                self._put_whole()
+            else:
+                self._check_free()
+                self._upload.finish()
+        except BaseException:
+            self.abort()
+            raise
+        self._state = "committed"
+        self._drop()
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`. Parts that were uploaded are removed by the store."""
+        if self._state != "open":
+            return
+        self._state = "aborted"
+        if self._upload is not None:
+            self._upload.give_up()
+        self._drop()
+        self._budget.forget(self._own)
+
+    def __del__(self) -> None:
+        # Why: a writer dropped without commit must leave neither a thread nor an upload behind.
+        if getattr(self, "_state", None) == "open" and hasattr(self, "_upload"):
+            self.abort()
+
+    def _add(self, data: bytes | bytearray | memoryview, *, copy: bool) -> None:
+        self._check_open()
+        view = as_bytes_view(data)
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            if self._num_bytes + len(piece) > self._options.request_bytes * _MOST_PARTS:
+                raise StorageError(
+                    f"could not write {self._where}: it gets longer than {_MOST_PARTS} parts of "
+                    f"{self._options.request_bytes} bytes; raise the storage option "
+                    f"request_bytes, or lower part_bytes",
+                    key=self._key,
+                )
+            self._budget.take(self._own, len(piece), self._has_ended)
+            self._hand_over(self._counted(piece, copy))
+            self._num_bytes += len(piece)
+
+    def _has_ended(self) -> bool:
+        return self._upload is not None and self._upload.ended
+
+    def _counted(self, piece: memoryview, copy: bool) -> npt.NDArray[np.uint8]:
+        """Returns a piece as an array that gives its bytes back when nothing refers to it."""
+        array = np.frombuffer(piece, np.uint8)
+        if provider_of(self._store) is None:
+            # Why: obstore's store in memory keeps what it is given.
+            self._budget.give_back(self._own, len(piece))
+            return array.copy()
+        array = array.copy() if copy else array.view()
+        weakref.finalize(array, self._budget.give_back, self._own, len(piece)).atexit = False
+        return array
+
+    def _hand_over(self, array: npt.NDArray[np.uint8]) -> None:
+        if self._upload is None:
+            self._head.append(array)
+            if self._num_bytes + len(array) <= self._options.request_bytes:
+                return
+            self._upload = _Upload(self._store, self._path, self._options, self._ask_once)
+            while self._head:
+                self._upload.add(self._head.pop(0))
+        else:
+            self._upload.add(array)
+
+    def _put_whole(self) -> None:
+        body: Any = self._head or b""
+        self._ask(lambda: self._create(self._path, body))
+
+    def _check_free(self) -> None:
+        try:
+            self._ask(lambda: self._look(self._path))
+        except KeyMissingError:
+            return
+        raise KeyExistsError(f"could not publish {self._where}: it exists already", key=self._key)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(
+                f"the writer of {self._where} was {self._state}; open another", key=self._key
+            )
+
+    def _drop(self) -> None:
+        self._head.clear()
+        self._upload = None
+
+
+class _Upload:
+    """A multipart upload in a thread of its own; pieces go in at one end."""
+
+    def __init__(
+        self,
+        store: Any,
+        path: str,
+        options: ObjectOptions,
+        ask: _Ask,
+    ) -> None:
+        self._pieces = _Pieces()
+        self._error: BaseException | None = None
+        self.ended = False
+        self._budget = budget_of(options)
+        self._thread = threading.Thread(
+            target=self._run, args=(store, path, options, ask), daemon=True
+        )
+        self._thread.start()
+
+    def add(self, piece: npt.NDArray[np.uint8]) -> None:
+        """Appends a piece.
+
+        Raises:
+            StorageError: The upload has failed.
+        """
+        if self.ended:
+            self._raise()
+        self._pieces.add(piece)
+
+    def finish(self) -> None:
+        """Ends the file and waits until it is there.
+
+        Raises:
+            StorageError: The upload has failed.
+        """
+        self._pieces.end(None)
+        self._thread.join()
+        if self._error is not None:
+            self._raise()
+
+    def give_up(self) -> None:
+        """Ends the upload without a file, and waits until its parts are removed."""
+        self._pieces.end(_GivenUpError())
+        self._thread.join()
+
+    def _run(
+        self,
+        store: Any,
+        path: str,
+        options: ObjectOptions,
+        ask: _Ask,
+    ) -> None:
+        import obstore
+
+        pieces: Any = self._pieces
+
+        # Careful: never again after an error, as the pieces are gone then and the file would be
+        # shorter. obstore repeats the request of each part by itself.
+        def put() -> None:
+            obstore.put(
+                store, path, pieces, use_multipart=True,
+                chunk_size=options.request_bytes, max_concurrency=options.num_requests,
+            )  # fmt: skip
+
+        try:
+            ask(put)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that writes
+            self._error = error
+        finally:
+            self.ended = True
+            self._pieces.drop()
+            self._budget.wake()
+
+    def _raise(self) -> None:
+        error = self._error
+        if isinstance(error, StorageError):
+            # Why another: the same error may be raised in several calls, each with its traceback.
+            raise type(error)(error.message, key=error.key) from error
+        raise error or StorageError("the upload has ended")
+
+
+class _GivenUpError(Exception):
+    """Tells the thread of an upload that no more pieces come, and that there is to be no file."""
+
+
+class _Pieces:
+    """An iterator over pieces that come from another thread. Read once: it can't be repeated."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pieces: deque[npt.NDArray[np.uint8]] = deque()
+        self._is_over = False
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[npt.NDArray[np.uint8]]:
+        return self
+
+    def __next__(self) -> npt.NDArray[np.uint8]:
+        with self._changed:
+            while not self._pieces and not self._is_over:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            if not self._pieces:
+                raise StopIteration
+            return self._pieces.popleft()
+
+    def add(self, piece: npt.NDArray[np.uint8]) -> None:
+        """Appends a piece."""
+        with self._changed:
+            self._pieces.append(piece)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Takes that there are no more; with an error, that the reader is to fail by it."""
+        with self._changed:
+            self._is_over = True
+            self._error = error
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Lets go of what was not read."""
+        with self._changed:
+            self._pieces.clear()
+
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]*)</Code>")
+_TEXT = re.compile(r"<Message>([^<]*)</Message>")
+_RETRIES = re.compile(r"(?:after|retried) (\d+) (?:retries|times)")
+_QUERY = re.compile(r"\?[^\s)]*")
+_OF_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
+_MOST_CHARS = 400
+_WHOLE = "non-partial response"
+"""What obstore says of a server that answers 200 to a range, as rclone's does."""
+
+_WAY_OUT = {
+    "NoSuchBucket": "create the bucket, or correct its name",
+    "ContainerNotFound": "create the container, or correct its name",
+    "ExpiredToken": "the token has expired: give a credential_provider that renews it",
+    "RequestTimeTooSkewed": "set this machine's clock",
+    "SignatureDoesNotMatch": "check the secret key in storage_options or the environment",
+    "InvalidAccessKeyId": "check the access key in storage_options or the environment",
+    "AccessDenied": "give these credentials the right to do that, or choose another place",
+    "SlowDown": "the store throttles: lower num_threads or num_requests, or retry later",
+    "BadDigest": "the network altered what was sent: use https, and check network and memory",
+    "QuotaExceeded": "free space there, or save elsewhere",
+    "StorageFull": "free space there, or save elsewhere",
+}
+_BY_STATUS = {
+    "401": "check the credentials in storage_options or the environment",
+    "403": "check the credentials in storage_options or the environment, and their rights",
+    "404": "check the name of the bucket or container",
+    "429": "the store throttles: lower num_threads or num_requests, or retry later",
+    "500": "the store failed; retry later",
+    "503": "the store is busy or down; retry later",
+    "507": "free space there, or save elsewhere",
+}
+_CUT = (
+    "error sending request", "error decoding response body", "error reading a body",
+    "connection closed", "connection reset", "incomplete message", "timed out", "TimedOut",
+    "IncompleteMessage", "ConnectionReset", "error trying to connect", "Connection refused",
+    "Wrong size", "operation timed out", "response body error", "kind: Interrupted",
+)  # fmt: skip
+
+
+_CONNECT_S = 10.0
+"""How long a refused connection or an unknown host is tried again: nobody is there."""
+_PASSING_CODES = (
+    "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "SlowDown",
+    "BadDigest", "XAmzContentSHA256Mismatch",
+)  # fmt: skip
+"""The last two: the body was altered on its way."""
+_PASSING = ("408", "429", "500", "502", "503", "504")
+
+
+class ConflictError(Exception):
+    """A key could not be created, and yet there is none: another request was in the way."""
+
+
+def is_past_the_end(error: BaseException) -> bool:
+    """Tells whether the store refused a range because the value is too short for it."""
+    text = str(error)
+    return "416" in _STATUS.findall(text) or "InvalidRange" in text or "range starting at" in text
+
+
+def is_about_credentials(error: BaseException) -> bool:
+    """Tells whether the store refused the credentials, which may be others by now."""
+    text = str(error)
+    return _first(_STATUS, text) in ("401", "403") or _first(_CODE, text) in _OF_CREDENTIALS
+
+
+def worth_s(error: BaseException) -> float:
+    """Returns for how long a call is worth further tries, in seconds from the first one.
+
+    Returns:
+        0 where the answer will be the same next time: 403, a request that is malformed.
+    """
+    text = str(error)
+    if isinstance(error, ConflictError):
+        return math.inf
+    if _STATUS.search(text):
+        passes = _first(_STATUS, text) in _PASSING or _first(_CODE, text) in _PASSING_CODES
+        return math.inf if passes else 0.0
+    if "kind: Connect" in text:
+        return _CONNECT_S
+    return math.inf if _is_cut(text) else 0.0
+
+
+def _is_cut(text: str) -> bool:
+    return not _STATUS.search(text) and any(sign in text for sign in _CUT)
+
+
+def object_failure(error: BaseException, doing: str, key: str, where: str) -> StorageError:
+    """Returns the `StorageError` that says what an error of obstore means.
+
+    Args:
+        error: What obstore raised.
+        doing: Verb for the message: "write", "read".
+        key: The key concerned.
+        where: URL of the key.
+
+    Returns:
+        `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the answer of the store, how
+        often it was asked, and a way out.
+
+    Example:
+        >>> print(object_failure(ValueError("no"), "read", "a", "s3://b/a"))
+        could not read s3://b/a: no (ValueError, not retried) [key a]
+    """
+    text = str(error)
+    name = type(error).__name__
+    status, code = _first(_STATUS, text), _first(_CODE, text)
+    is_bucket = code in ("NoSuchBucket", "ContainerNotFound")
+    if isinstance(error, FileNotFoundError) and not is_bucket:
+        return KeyMissingError(f"could not {doing} {where}: there is no such key", key=key)
+    if name == "AlreadyExistsError" or (name == "PreconditionError" and doing == "create"):
+        return KeyExistsError(f"could not {doing} {where}: it exists already", key=key)
+    retries = _first(_RETRIES, " ".join([*getattr(error, "__notes__", ()), text])) or "0"
+    told = f"retried {retries} times" if retries != "0" else "not retried"
+    said = _said(text, status, code)
+    way_out = _WAY_OUT.get(code) or _BY_STATUS.get(status)
+    if _WHOLE in text:
+        way_out = (
+            "this server can't serve ranges: use another, or reach it through fsspec: "
+            "Location(path, filesystem=s3fs.S3FileSystem(...))"
+        )
+    if way_out is None and _is_cut(text):
+        way_out = "the connection failed: check the endpoint and the network, then retry"
+    message = f"could not {doing} {where}: {said} ({name}, {told})"
+    # Why not of a cut connection: that is no answer.
+    is_refused = bool(status) and worth_s(error) == 0
+    cls = StorageRefusedError if is_refused else StorageError
+    return cls(message + (f"; {way_out}" if way_out else ""), key=key or None)
+
+
+def _said(text: str, status: str, code: str) -> str:
+    if status:
+        told = _first(_TEXT, text)
+        return (
+            f"the store answered {status}"
+            + (f" {code}" if code else "")
+            + (f", {told}" if told else "")
+        )
+    line = _QUERY.sub("?…", text.split("\n\nDebug source")[0].replace("\n", " "))
+    return line[:_MOST_CHARS].strip()
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    # Why one line: Azure puts ids of the request and the time behind it.
+    return found[1].strip().partition("\n")[0] if found else ""
+
 
 T = TypeVar("T")
 

@@ -1,10 +1,18 @@
-"""`open_storage`: from whatever names a place to its `Target` and the storage that serves it."""
+"""From what names a place to the storage that serves it.
+
+`open_storage`: from whatever names a place to its `Target` and the storage that serves it.
+
+How much of something is there already, for those who wait while another writes it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ray_dcp.errors import InvalidRequestError
@@ -23,7 +31,15 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.storage import Storage
 
-__all__ = ["absolute_target", "as_target", "open_storage", "place_below", "place_by_fsspec"]
+__all__ = [
+    "Told",
+    "absolute_target",
+    "as_target",
+    "open_storage",
+    "place_below",
+    "place_by_fsspec",
+    "watched",
+]
 
 
 def as_target(place: AnyPlace) -> Target:
@@ -180,3 +196,41 @@ def _with_filesystem(url: str, filesystem: Any, options: Mapping[str, object]) -
     from ray_dcp.store.fsspec_storage import place_in_fsspec
 
     return place_in_fsspec(filesystem, url)
+
+
+LOOKS_S = 0.25
+
+Told = Callable[[int, int], None]
+"""What is told bytes done and in all, now and then."""
+
+
+@contextmanager
+def watched(target: AnyPlace, told: Told | None, done: int, total: int) -> Iterator[None]:
+    """Tells now and then how much of what is saved is there, which a save itself does not.
+
+    Args:
+        target: Where it is saved; what is no directory of this machine is not looked at.
+        told: Called with bytes done and in all, from another thread.
+        done: Bytes that were done before.
+        total: What is told in the end.
+    """
+    if told is None:
+        yield
+        return
+    storage, over = open_storage(target), threading.Event()
+    folder = Path(storage.url) if isinstance(storage, LocalStorage) else None
+
+    def look() -> None:
+        while folder is not None and not over.wait(LOOKS_S):
+            with suppress(OSError):
+                found = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+                told(min(done + found, total), total)
+
+    looking = threading.Thread(target=look, name="ray-dcp-watched", daemon=True)
+    looking.start()
+    try:
+        yield
+        told(total, total)
+    finally:
+        over.set()
+        looking.join()

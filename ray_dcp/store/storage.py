@@ -1,29 +1,49 @@
-"""What ray_dcp needs of a storage: the `Storage` and `PartWriter` protocols and their errors.
+"""What ray_dcp needs of a storage, and what every storage shares.
+
+What ray_dcp needs of a storage: the `Storage` and `PartWriter` protocols and their errors.
 
 A storage is bound to one checkpoint directory. Keys are relative, `/`-separated, without `..`.
 Every method may be called from several threads, and everything may happen twice.
+
+Keys and errors that every storage shares: which keys are legal, what an errno means.
+
+Opening a storage for a path or URL is in `opening`.
+
+`StorageWrapper`: a storage that hands everything on to another one, to be changed in part.
+
+One file of a directory as a storage to read: nothing else is seen, nothing can be written.
 """
 
 from __future__ import annotations
 
+import builtins
+import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from ray_dcp.errors import StorageError
+from ray_dcp.errors import InvalidRequestError, StorageError
 
 __all__ = [
     "LOCAL_DISK",
     "MEMORY",
     "NETWORK_DISK",
     "OBJECT_STORE",
+    "TEMP_PREFIX",
     "Entry",
     "KeyExistsError",
     "KeyMissingError",
+    "OneFile",
     "PartWriter",
     "ReadTraits",
     "Storage",
     "StorageTraits",
+    "StorageWrapper",
+    "as_bytes_view",
+    "check_key",
+    "check_range",
+    "os_failure",
     "read_traits_of",
 ]
 
@@ -51,7 +71,7 @@ class StorageTraits:
     create_if_absent: bool
     """`write(create=True)` and `PartWriter.commit` have exactly one winner, whoever asks from
     wherever. False where they look first and then write: then a save's coordinator alone decides
-    (see `ray_dcp.runtime.outcome`)."""
+    (see `ray_dcp.runtime.tasks`)."""
     durable: bool
     """What was written survives a power cut."""
     shared: bool
@@ -205,3 +225,261 @@ class Storage(Protocol):
             StorageError: One could not be removed; the others were tried.
         """
         ...
+
+
+TEMP_PREFIX = ".tmp-"
+"""File names that begin so are unpublished: not listed, and not legal in keys."""
+
+_WAY_OUT = {
+    errno.ENOSPC: "free space there, or save elsewhere",
+    errno.EDQUOT: "free quota there, or save elsewhere",
+    errno.EROFS: "save to a place that is mounted writable",
+    errno.EACCES: "give this user access, or choose another place",
+    errno.EPERM: "give this user access, or choose another place",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (fs.file-max)",
+    errno.ENAMETOOLONG: "choose a shorter checkpoint path",
+    errno.ENOTDIR: "choose a path whose parents are all directories",
+    errno.EIO: "the device reports a failure: check it, and don't trust what it holds",
+    errno.ESTALE: "the network filesystem lost this file: check its server, then retry",
+    errno.EFBIG: "lower `part_bytes`: the filesystem can't hold a file of this size",
+}
+
+
+def check_key(key: str, *, unpublished: bool = False) -> str:
+    """Returns a key after checking that it stays below the root of a storage.
+
+    Args:
+        key: Relative, `/`-separated.
+        unpublished: Accept names of unpublished temporary files (for removing them).
+
+    Raises:
+        InvalidRequestError: The key is empty or absolute, has an empty, `.` or `..` component, a
+            backslash or a control character, or is reserved for unpublished files.
+
+    Example:
+        >>> check_key("sub/__0_0.distcp")
+        'sub/__0_0.distcp'
+        >>> check_key("../x")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ray_dcp.errors.InvalidRequestError: a key must be relative ... has the component '..' ...
+    """
+    problem = _key_problem(key, unpublished)
+    if problem is not None:
+        raise InvalidRequestError(
+            f"a key must be relative and stay in its checkpoint, but {key!r} {problem}",
+            key=key if isinstance(key, str) else repr(key),
+        )
+    return key
+
+
+def _key_problem(key: object, unpublished: bool) -> str | None:
+    if not isinstance(key, str):
+        return f"is a {type(key).__name__}, not a string"
+    if key == "":
+        return "is empty"
+    if "\\" in key or not key.isprintable():
+        return "has a backslash, a control character or a lone surrogate"
+    for part in key.split("/"):
+        if part in ("", ".", ".."):
+            return f"has the component {part!r}"
+        if part.startswith(TEMP_PREFIX) and not unpublished:
+            return (
+                f"has a component that begins with {TEMP_PREFIX!r}, the mark of unpublished files"
+            )
+    return None
+
+
+def check_range(key: str, start: int, num_bytes: int | None) -> None:
+    """Checks the range of a read.
+
+    Raises:
+        InvalidRequestError: It begins before the file, or has a negative length.
+    """
+    if start < 0 or (num_bytes is not None and num_bytes < 0):
+        raise InvalidRequestError(
+            f"a read must start at 0 or later and be 0 bytes or longer, but "
+            f"start={start}, num_bytes={num_bytes}",
+            key=key,
+        )
+
+
+def as_bytes_view(data: bytes | bytearray | memoryview) -> memoryview:
+    """Returns a flat view of unsigned bytes of a contiguous buffer, without a copy.
+
+    Raises:
+        InvalidRequestError: `data` is no buffer, or is not C-contiguous.
+    """
+    try:
+        view = memoryview(data)
+    except TypeError as exc:
+        raise InvalidRequestError(
+            f"data to write must be a bytes-like object, but is a {type(data).__name__}"
+        ) from exc
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+        return view
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if not view.c_contiguous:
+        raise InvalidRequestError(
+            "data to write must be C-contiguous, but has strides; copy it first"
+        )
+    return view.cast("B")
+
+
+def os_failure(exc: OSError, doing: str, key: str, path: str) -> StorageError:
+    """Returns the `StorageError` that says what an `OSError` of a local path means.
+
+    Args:
+        exc: What the operating system said.
+        doing: Verb for the message: "write", "read".
+        key: The key concerned.
+        path: The file or directory concerned.
+
+    Returns:
+        `KeyMissingError`, `KeyExistsError`, or a `StorageError` with the name of the errno, its
+        text, the path and a way out.
+    """
+    if exc.errno == errno.ENOENT:
+        return KeyMissingError(f"could not {doing} {path}: there is no such file", key=key)
+    if exc.errno == errno.EEXIST:
+        return KeyExistsError(f"could not {doing} {path}: it exists already", key=key)
+    name = errno.errorcode.get(exc.errno or 0, type(exc).__name__)
+    text = os.strerror(exc.errno) if exc.errno else str(exc)
+    way_out = _WAY_OUT.get(exc.errno or 0)
+    return StorageError(
+        f"could not {doing} {path}: [{name}] {text}" + (f"; {way_out}" if way_out else ""), key=key
+    )
+
+
+class StorageWrapper:
+    """Implements `Storage` by another one; subclasses do some of it their own way.
+
+    Args:
+        inner: The storage that does the work.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> class Shouting(StorageWrapper):
+        ...     def read(self, key, start=0, num_bytes=None):
+        ...         return super().read(key, start, num_bytes).upper()
+        >>> storage = Shouting(MemoryStorage("wrapping"))
+        >>> storage.write("a", b"data")
+        >>> storage.read("a")
+        b'DATA'
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        # Why: a storage may offer more than the protocol asks for. And the check: a copy is asked
+        # for names before it has any.
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property
+    def url(self) -> str:
+        """See `Storage.url`."""
+        return self._inner.url
+
+    @property
+    def traits(self) -> StorageTraits:
+        """See `Storage.traits`."""
+        return self._inner.traits
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        return self._inner.read(key, start, num_bytes)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        self._inner.read_into(key, start, target)
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """See `Storage.write`."""
+        self._inner.write(key, data, create=create)
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`."""
+        return self._inner.open_writer(key, sync=sync)
+
+    def list(self, prefix: str = "") -> builtins.list[Entry]:
+        """See `Storage.list`."""
+        return self._inner.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Storage.delete`."""
+        self._inner.delete(keys)
+
+
+class OneFile:
+    """Implements the reading part of `Storage`.
+
+    Args:
+        inner: Of the directory.
+        key: Of the file.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> inner = MemoryStorage("doc-one-file")
+        >>> inner.write("a", b"1"), inner.write("b", b"2")
+        (None, None)
+        >>> [entry.key for entry in OneFile(inner, "a").list()]
+        ['a']
+    """
+
+    def __init__(self, inner: Storage, key: str) -> None:
+        self._inner = inner
+        self._key = key
+
+    @property
+    def url(self) -> str:
+        """Path or URL of the file."""
+        return f"{self._inner.url.rstrip('/')}/{self._key}"
+
+    @property
+    def traits(self) -> StorageTraits:
+        """Those of the directory's."""
+        return self._inner.traits
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        self._check(key)
+        return self._inner.read(key, start, num_bytes)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        self._check(key)
+        self._inner.read_into(key, start, target)
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """See `Storage.list`."""
+        if not self._key.startswith(prefix):
+            return []
+        return [entry for entry in self._inner.list(self._key) if entry.key == self._key]
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """Refuses."""
+        self._refuse()
+
+    def open_writer(self, key: str, *, sync: bool = True) -> NoReturn:
+        """Refuses."""
+        self._refuse()
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Refuses."""
+        self._refuse()
+
+    def _check(self, key: str) -> None:
+        if key != self._key:
+            raise KeyMissingError(f"{self.url} is one file, and has no {key!r}", key=key)
+
+    def _refuse(self) -> NoReturn:
+        raise StorageError(f"{self.url} is one file: nothing is written or deleted here")

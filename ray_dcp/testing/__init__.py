@@ -30,25 +30,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ray_dcp.store.faults import Call as Call
-    from ray_dcp.store.faults import CrashError as CrashError
-    from ray_dcp.store.faults import Fault as Fault
-    from ray_dcp.store.faults import FaultyStorage as FaultyStorage
-    from ray_dcp.store.faults import Script as Script
+    from ray_dcp.store.fault_injection import Call as Call
+    from ray_dcp.store.fault_injection import CrashError as CrashError
+    from ray_dcp.store.fault_injection import Fault as Fault
+    from ray_dcp.store.fault_injection import FaultyStorage as FaultyStorage
+    from ray_dcp.store.fault_injection import Script as Script
     from ray_dcp.testing.dev_store import DevStore as DevStore
-    from ray_dcp.testing.part_writer_conformance import (
-        PartWriterConformance as PartWriterConformance,
-    )
+    from ray_dcp.testing.storage_conformance import PartWriterConformance as PartWriterConformance
     from ray_dcp.testing.storage_conformance import StorageConformance as StorageConformance
 
 _HOMES = {
-    "Call": "ray_dcp.store.faults",
-    "CrashError": "ray_dcp.store.faults",
+    "Call": "ray_dcp.store.fault_injection",
+    "CrashError": "ray_dcp.store.fault_injection",
     "DevStore": "ray_dcp.testing.dev_store",
-    "Fault": "ray_dcp.store.faults",
-    "FaultyStorage": "ray_dcp.store.faults",
-    "PartWriterConformance": "ray_dcp.testing.part_writer_conformance",
-    "Script": "ray_dcp.store.faults",
+    "Fault": "ray_dcp.store.fault_injection",
+    "FaultyStorage": "ray_dcp.store.fault_injection",
+    "PartWriterConformance": "ray_dcp.testing.storage_conformance",
+    "Script": "ray_dcp.store.fault_injection",
     "StorageConformance": "ray_dcp.testing.storage_conformance",
 }
 

@@ -1,11 +1,22 @@
-"""`CheckpointView`: what is in one checkpoint, without torch and without Ray.
+"""`CheckpointView`: what is in one checkpoint, in notebooks too.
+
+Reads the numbers that a save left about its tensors; what they are is in `tensor_stats`.
+
+How the tensors of a checkpoint are cut into chunks, and over which files: read off the table.
+
+A mesh is not stored: what is told here is the grid of boxes that it led to.
+
+`CheckpointView`: what is in one checkpoint, without torch and without Ray.
 
 Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
+
+A checkpoint as notebooks show it: what it is, its tensors, and the course of its save.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,29 +26,138 @@ from typing import Any
 
 import numpy as np
 
-from ray_dcp.errors import CheckpointNotFoundError, MissingKeyError
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.tensor_stats import TensorStats
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind
+from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, MissingKeyError
+from ray_dcp.format.tensor_stats import MAX_STATS_BYTES, TensorStats, decode_stats, stats_key
+from ray_dcp.io.checkpoint import Checkpoint, read_checkpoint
+from ray_dcp.io.reader import read_item
 from ray_dcp.options import LoadOptions
-from ray_dcp.plan.values import ChunkTable, Kind
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.one_file import OneFile
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.opening import read_checkpoint
-from ray_dcp.transfer.reader import read_item
+from ray_dcp.store.storage import KeyMissingError, OneFile, Storage
 from ray_dcp.view.difference import CheckpointDiff, diff_checkpoints
-from ray_dcp.view.file_names import rank_of_file
-from ray_dcp.view.layouts import grids, layout_of
+from ray_dcp.view.listing import rank_of_file
 from ray_dcp.view.naming import nearest
+from ray_dcp.view.pictures.drawing import div, safe
+from ray_dcp.view.pictures.of_views import leaves_of
+from ray_dcp.view.pictures.timeline import timeline
+from ray_dcp.view.pictures.tree import tensor_tree
 from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
-from ray_dcp.view.stored_stats import read_stats
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
+from ray_dcp.view.wording import count_text, size_text
 
-__all__ = ["CheckpointView", "FileInfo", "open"]
+__all__ = [
+    "CheckpointView",
+    "FileInfo",
+    "checkpoint_html",
+    "grids",
+    "layout_of",
+    "layout_text",
+    "open",
+    "read_stats",
+]
+
+
+def read_stats(storage: Storage, attempt: str | None) -> dict[str, TensorStats]:
+    """Returns the numbers of an attempt by FQN; none when its save left none.
+
+    Args:
+        storage: Of the checkpoint.
+        attempt: That is committed there; None for a checkpoint that is not ours.
+
+    Raises:
+        DamagedCheckpointError: They can't be read; the checkpoint does not need them.
+        StorageError: The storage refused.
+    """
+    if attempt is None:
+        return {}
+    key = stats_key(attempt)
+    try:
+        return decode_stats(storage.read(key, 0, MAX_STATS_BYTES + 1), key=key)
+    except KeyMissingError:
+        return {}
+
+
+_MOST_DIMS_LOOKED_AT = 8
+
+
+def grids(table: ChunkTable) -> Int64Array:
+    """Returns into how many parts each tensor is cut in each dimension.
+
+    Args:
+        table: What is stored.
+
+    Returns:
+        int64[t, D]; 1 where it is not cut, 0 in all dimensions where the chunks make no grid.
+
+    Complexity:
+        O(chunks log chunks) in numpy.
+    """
+    width = table.offset.shape[1]
+    found = np.ones((table.num_tensors, width), np.int64)
+    for dim in range(min(width, _MOST_DIMS_LOOKED_AT)):
+        found[:, dim] = np.maximum(_starts(table, dim), 1)
+    chunks = np.bincount(table.tensor, minlength=table.num_tensors)
+    found[(found.prod(axis=1) != np.maximum(chunks, 1))] = 0
+    return found
+
+
+def _starts(table: ChunkTable, dim: int) -> Int64Array:
+    """Returns at how many different offsets of a dimension the chunks of each tensor begin."""
+    tensor, offset = table.tensor.astype(np.int64), table.offset[:, dim]
+    longest = int(offset.max(initial=0)) + 1
+    if longest * max(table.num_tensors, 1) < 1 << 62:
+        # Why one number: to sort pairs takes 20 times as long.
+        keys = np.sort(tensor * longest + offset)
+        tensor = keys // longest
+        is_new = np.append(True, keys[1:] != keys[:-1]) if len(keys) else np.zeros(0, bool)
+    else:
+        order = np.lexsort((offset, tensor))
+        tensor, offset = tensor[order], offset[order]
+        is_new = np.append(True, (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1]))
+    return np.bincount(tensor[is_new], minlength=table.num_tensors)
+
+
+def layout_of(grid: tuple[int, ...]) -> str:
+    """Returns a grid in words.
+
+    Args:
+        grid: Parts in each dimension.
+
+    Example:
+        >>> layout_of((1, 1)), layout_of((8, 1)), layout_of((1, 2)), layout_of((4, 2))
+        ('whole', 'rows/8', 'columns/2', '4x2')
+        >>> layout_of((0, 0)), layout_of((1, 1, 3))
+        ('irregular', '1x1x3')
+    """
+    if 0 in grid:
+        return "irregular"
+    cut = [dim for dim, parts in enumerate(grid) if parts > 1]
+    if not cut:
+        return "whole"
+    if cut == [0]:
+        return f"rows/{grid[0]}"
+    if cut == [1] and len(grid) == 2:
+        return f"columns/{grid[1]}"
+    return "x".join(map(str, grid))
+
+
+def layout_text(table: ChunkTable) -> str:
+    """Returns how most bytes of a checkpoint are cut, in words; empty where there are no tensors.
+
+    Args:
+        table: What is stored.
+    """
+    grid = grids(table)
+    weights: Counter[str] = Counter()
+    itemsize = np.array([ITEMSIZE.get(name, 1) for name in table.dtypes] or [1], np.int64)
+    num_bytes = table.shape.prod(axis=1) * itemsize[np.maximum(table.dtype, 0)]
+    for row in np.flatnonzero(table.kind != Kind.OBJECT).tolist():
+        weights[layout_of(tuple(grid[row, : table.ndim[row]].tolist()))] += int(num_bytes[row])
+    return weights.most_common(1)[0][0] if weights else ""
 
 
 @dataclass(frozen=True)
@@ -243,7 +363,7 @@ class CheckpointView:
         info = self._infos[name]
         if info is not None:
             return TensorHandle(self.storage, self.checkpoint, row, info)
-        from ray_dcp.seam.objects import load_object
+        from ray_dcp.torch_adapter.objects import load_object
 
         return load_object(self._items(row)[0], fqn=name)
 
@@ -344,7 +464,6 @@ class CheckpointView:
         )
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.html import checkpoint_html
 
         return checkpoint_html(self)
 
@@ -383,3 +502,39 @@ def _one_file(path: AnyPlace) -> OneFile | None:
             checkpoint_id=os.fspath(path),
         )
     return OneFile(open_storage(folder), name)
+
+
+def checkpoint_html(view: CheckpointView) -> str:
+    """Returns a summary of a checkpoint, the tree of its tensors, and its timeline if it has one.
+
+    Static, complete in itself and of bounded size; every name is escaped.
+
+    Args:
+        view: The checkpoint.
+    """
+    facts = {
+        "kind": view.kind,
+        "ranks": view.world_size,
+        "size": f"{size_text(view.num_bytes)} in {count_text(len(view.files), 'file')}",
+        "tensors": len(view.tensors),
+        "objects": len(view.objects),
+        "attempt": view.attempt,
+    }
+    told = " · ".join(f"{k} <b>{safe(v)}</b>" for k, v in facts.items() if v is not None)
+    return div(
+        f"<div><b>{safe(view.url)}</b><br/>{told}</div>",
+        tensor_tree(leaves_of(view)).html,
+        _course(view),
+    )
+
+
+def _course(view: CheckpointView) -> str:
+    try:
+        trace = view.trace
+    except CheckpointError as error:
+        return f"<div style='opacity:.75'>{safe(error.message)}</div>"
+    if trace is None:
+        return ""
+    drawn = timeline(trace).html
+    summary = "<summary style='cursor:pointer'><b>how it was saved</b></summary>"
+    return f"<details>{summary}{drawn}</details>"

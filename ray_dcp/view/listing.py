@@ -1,4 +1,14 @@
-"""Lists the checkpoints below a directory: which are there, and what state they are in.
+"""Lists runs and checkpoints, and says what state they are in.
+
+Lists the step folders of a run by their names alone, newest first.
+
+Which of them hold a checkpoint that stands is not looked at: the load that tries one finds out.
+
+What the names of the files of a checkpoint tell, ours and stock DCP's.
+
+What there is to say about a folder, from the names of its files and its records: pure.
+
+Lists the checkpoints below a directory: which are there, and what state they are in.
 
 Looks at names, lengths and small records only; whether the bytes are right is for `verify`. What a
 state is called is decided in `states`.
@@ -6,26 +16,22 @@ state is called is decided in `states`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from ray_dcp.collector import collector_paused
+from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import (
     MAX_RECORD_BYTES,
+    DeleteRecord,
     Manifest,
     decode_record,
     record_key,
     slot_of,
 )
-from ray_dcp.format.run_files import (
-    CATALOGUE,
-    MAX_NOTE_BYTES,
-    SHARED_FOLDER,
-    noted_step,
-    tag_of,
-)
+from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tag_of
 from ray_dcp.format.step_info import (
     CatalogueRow,
     StepInfo,
@@ -34,17 +40,239 @@ from ray_dcp.format.step_info import (
     info_key,
     info_slot,
 )
+from ray_dcp.io.records import Slots, read_slots
+from ray_dcp.io.threads import run_tasks
+from ray_dcp.protocol.garbage import attempts_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError, Storage
-from ray_dcp.transfer.slots import Slots, read_slots
-from ray_dcp.transfer.threads import run_tasks
-from ray_dcp.view.file_names import METADATA, rank_of_file
-from ray_dcp.view.runs import PART_NAME, step_of
-from ray_dcp.view.states import FOREIGN, State, StateFound, state_of
 
-__all__ = ["ListedCheckpoint", "State", "list_checkpoints"]
+__all__ = [
+    "FOREIGN",
+    "METADATA",
+    "OUR_FILE",
+    "PART_NAME",
+    "STOCK_FILE",
+    "ListedCheckpoint",
+    "Run",
+    "State",
+    "StateFound",
+    "StepFolder",
+    "list_checkpoints",
+    "list_run",
+    "rank_of_file",
+    "state_of",
+    "step_of",
+]
+
+_STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
+PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
+"""Name of a part file of a safetensors save, in the sub-folder of its attempt."""
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class StepFolder:
+    """A folder of a run that holds a checkpoint, or what a save left of one."""
+
+    name: str
+    """Of the folder, which lies directly in the run."""
+    step: int
+    """Number at the end of the name."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What lies in a directory of checkpoints."""
+
+    url: str
+    """Absolute path or URL."""
+    steps: tuple[StepFolder, ...]
+    """Newest first; of equal steps, the name that sorts last comes first."""
+    others: tuple[str, ...] = ()
+    """What else lies directly in it; folders end in `/`."""
+    is_checkpoint: bool = False
+    """It is itself a checkpoint, or what a save left of one."""
+
+    def checkpoint_id(self, name: str) -> str:
+        """Returns the path or URL of a folder of the run."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def in_words(self) -> str:
+        """Returns what is there, for messages."""
+        names = [f"{folder.name}/" for folder in self.steps] + list(self.others)
+        if not names:
+            return "nothing"
+        more = f", … ({len(names)} in all)" if len(names) > _MOST_SHOWN else ""
+        return ", ".join(names[:_MOST_SHOWN]) + more
+
+
+def step_of(name: str) -> int | None:
+    """Returns the number at the end of a folder's name, None if there is none.
+
+    Args:
+        name: Without slashes at its end.
+
+    Example:
+        >>> step_of("step-000120"), step_of("epoch=3-step=70"), step_of("final")
+        (120, 70, None)
+    """
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def list_run(run: AnyPlace) -> Run:
+    """Returns the step folders of a run.
+
+    A step folder lies directly in the run, its name ends in a number, and directly in it are
+    files of a checkpoint. What a folder nests deeper is its own business.
+
+    Args:
+        run: Path or URL.
+
+    Returns:
+        Without steps when there are none, or no such directory.
+
+    Raises:
+        InvalidRequestError: `run` is no path and no URL that can be listed.
+        StorageError: The storage refused to list.
+
+    Complexity:
+        One listing of all files at and below the run; nothing is read.
+    """
+    storage = open_storage(run)
+    folders: dict[str, list[str]] = {}
+    files = []
+    for entry in storage.list():
+        name, slash, rest = entry.key.partition("/")
+        if slash:
+            folders.setdefault(name, []).append(rest)
+        else:
+            files.append(name)
+    steps, others = [], []
+    for name, keys in folders.items():
+        step = step_of(name)
+        if step is not None and _has_manifest(keys):
+            steps.append(StepFolder(name, step))
+        else:
+            others.append(f"{name}/")
+    steps.sort(key=lambda folder: (folder.step, folder.name), reverse=True)
+    return Run(storage.url, tuple(steps), (*sorted(others), *sorted(files)), _has_manifest(files))
+
+
+def _has_manifest(keys: Iterable[str]) -> bool:
+    return any(
+        key == ".metadata"
+        or slot_of(key) is not None
+        or ("/" not in key and key.endswith((".distcp", ".safetensors")))
+        or (key.count("/") == 1 and PART_NAME.fullmatch(key.rpartition("/")[2]) is not None)
+        for key in keys
+    )
+
+
+METADATA = ".metadata"
+OUR_FILE = re.compile(rf"__\d+_\d+\..+\.distcp|[^/]+/{PART_NAME.pattern}")
+"""Data files that ray_dcp writes."""
+STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
+"""Data files that stock DCP writes."""
+
+_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.(?:.+\.)?distcp|.*/rank-(\d+)-part-\d+\.safetensors")
+
+
+def rank_of_file(key: str) -> int | None:
+    """Returns the rank in the name of a data file, ours or stock DCP's.
+
+    Args:
+        key: Key of the file.
+
+    Example:
+        >>> rank_of_file("__12_0.distcp"), rank_of_file("model.safetensors")
+        (12, None)
+    """
+    match = _RANK.fullmatch(key)
+    return int(match[1] or match[2]) if match else None
+
+
+State = Literal["committed", "in flight", "aborted", "damaged", "stock", "safetensors", "deleted"]
+
+FOREIGN: tuple[State, ...] = ("stock", "safetensors")
+"""Checkpoints of other programs: read like ours, and never deleted."""
+
+
+@dataclass(frozen=True)
+class StateFound:
+    """State of a folder; see `ListedCheckpoint`."""
+
+    state: State
+    detail: str = ""
+    manifest: Manifest | None = None
+    in_flight: tuple[str, ...] = ()
+
+
+def state_of(
+    files: Mapping[str, int], slots: Slots | None = None, *, standing: Manifest | None = None
+) -> StateFound:
+    """Returns the state of a folder.
+
+    Args:
+        files: Lengths of what lies in it, by key.
+        slots: Its records, as far as they decide; or
+        standing: the manifest that decides, where that is known.
+    """
+    slots = slots or Slots()
+    decides = None if slots.decides is None else slots.decides.record
+    if standing is None and isinstance(decides, Manifest):
+        standing = decides
+    named = {record.attempt for record in slots.records.values()}
+    told = decides if standing is None else standing
+    decided = named | ({v.attempt for v in told.decided} if told is not None else set())
+    known = decided | ({standing.attempt} if standing is not None else set())
+    pending = tuple(sorted(attempts_of(files) - known))
+    if standing is not None:
+        return _committed(files, standing, pending)
+    if isinstance(decides, DeleteRecord):
+        return _deleted(files, pending)
+    return _nothing(files, pending, aborted=bool(slots.used))
+
+
+def _committed(
+    files: Mapping[str, int], standing: Manifest, pending: tuple[str, ...]
+) -> StateFound:
+    wrong = [
+        f"{entry.key} is missing" if entry.key not in files
+        else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
+        for entry in (*standing.files, standing.table)
+        if files.get(entry.key) != entry.num_bytes
+    ]  # fmt: skip
+    return StateFound(
+        "damaged" if wrong else "committed", "; ".join(wrong), standing, in_flight=pending
+    )
+
+
+def _deleted(files: Mapping[str, int], pending: tuple[str, ...]) -> StateFound:
+    found = _nothing(files, pending, aborted=True)
+    if found.state in FOREIGN:
+        return found  # saved since
+    if pending:
+        return StateFound("in flight", "it was deleted, and is being saved again", None, pending)
+    left = any(OUR_FILE.fullmatch(key) for key in files)
+    return StateFound("deleted", "files are left: ray_dcp.collect removes them" if left else "")
+
+
+def _nothing(files: Mapping[str, int], pending: tuple[str, ...], *, aborted: bool) -> StateFound:
+    # Why by name: `.metadata` of a large checkpoint takes seconds to read.
+    ours = any(OUR_FILE.fullmatch(key) for key in files)
+    theirs = any(STOCK_FILE.fullmatch(key) for key in files)
+    if METADATA in files and (theirs or not ours):
+        return StateFound("stock", "", in_flight=pending)
+    if pending or theirs or (ours and not aborted):
+        missing = "no .metadata" if theirs and not ours else "no manifest"
+        return StateFound("in flight", f"it has {missing}", None, pending)
+    if any(key.endswith(".safetensors") for key in files) and not ours:
+        return StateFound("safetensors")
+    return StateFound("aborted", "it has records of saves, but none of a commit that stands")
+
 
 _REMOTE_THREADS = 16
 """Folders of an object store that are looked into at a time: each takes a round trip or two."""

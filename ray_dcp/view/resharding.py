@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.options import LoadOptions
-from ray_dcp.plan.reading import Wanted, plan_reads
-from ray_dcp.plan.values import BoolArray, ChunkTable, Int64Array, Kind
-from ray_dcp.transfer.jobs import (
+from ray_dcp.io.read_jobs import (
     Direct,
     Geometry,
     Job,
@@ -28,7 +26,9 @@ from ray_dcp.transfer.jobs import (
     make_jobs,
     slab_reads,
 )
-from ray_dcp.transfer.reader import read_cost
+from ray_dcp.io.reader import read_cost
+from ray_dcp.options import LoadOptions
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.view.naming import nearest
 
 if TYPE_CHECKING:

@@ -1,40 +1,50 @@
-"""`RunView`: the checkpoints of a run, step by step, and `open`, which finds out what is at a path.
+"""`RunView`: the checkpoints of a run, and what space they take.
+
+`RunView`: the checkpoints of a run, step by step, and `open`, which finds out what is at a path.
 
 What is in one checkpoint is in `checkpoint_view`. Needs neither torch nor ray.
+
+What takes how much space in a run, by whose the files are.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.format.run_files import (
-    SHARED_FOLDER,
-    check_note,
-    check_tag,
-    note_key,
-    tag_key,
-)
+from ray_dcp.format.names import SHARED_FOLDER, check_note, check_tag, note_key, tag_key
 from ray_dcp.format.save_trace import SaveTrace
+from ray_dcp.format.step_info import info_slot
+from ray_dcp.io.records import fence
+from ray_dcp.protocol.garbage import owner_of
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
-from ray_dcp.transfer.announcements import fence
-from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.checkpoint_view import CheckpointView, layout_text
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
-from ray_dcp.view.diffing import diff_tables
-from ray_dcp.view.layouts import layout_text
-from ray_dcp.view.listing import ListedCheckpoint, State, list_checkpoints
+from ray_dcp.view.difference import diff_tables
+from ray_dcp.view.listing import FOREIGN, ListedCheckpoint, State, list_checkpoints
 from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text
 
-__all__ = ["RunView", "StepView", "nearest_paths", "open", "open_address", "open_run"]
+__all__ = [
+    "KINDS",
+    "RunView",
+    "StepView",
+    "Usage",
+    "nearest_paths",
+    "open",
+    "open_address",
+    "open_run",
+    "usage_of",
+]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -404,3 +414,75 @@ def nearest_paths(place: AnyPlace) -> str:
         return nearest(path.name, [one.name for one in path.parent.iterdir() if one.is_dir()])
     except OSError:
         return ""
+
+
+Kind = Literal["data", "left", "records", "other"]
+KINDS: tuple[Kind, ...] = ("data", "left", "records", "other")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of one folder."""
+
+    name: str
+    """Of the checkpoint, or of another folder."""
+    num_bytes: Mapping[str, int]
+    """By kind: `data` of what stands; `left`: of attempts that do not stand; `records`: manifests,
+    chunk tables, `.metadata` and what is told about a step; `other`: what other programs wrote."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.num_bytes.values())
+
+
+def usage_of(run: RunView) -> list[Usage]:
+    """Returns what takes how much space, checkpoint by checkpoint, then what else is in the run.
+
+    Args:
+        run: As it was listed.
+
+    Raises:
+        StorageError: The storage refused to list.
+
+    Complexity:
+        One listing.
+    """
+    by_name = {step.name: step for step in run}
+    found: dict[str, Counter[str]] = {name: Counter() for name in by_name}
+    for entry in open_storage(run.place).list():
+        name = _owner(entry.key, by_name)
+        if name is None:
+            top = entry.key.partition("/")[0] + ("/" if "/" in entry.key else "")
+            kind = "records" if top == f"{SHARED_FOLDER}/" else "other"
+            found.setdefault(top, Counter())[kind] += entry.num_bytes
+        else:
+            key = entry.key if name == "." else entry.key[len(name) + 1 :]
+            found[name][_kind(key, by_name[name])] += entry.num_bytes
+    return [Usage(name, {kind: counts[kind] for kind in KINDS}) for name, counts in found.items()]
+
+
+def _owner(key: str, by_name: Mapping[str, StepView]) -> str | None:
+    """Returns the deepest checkpoint that a file lies in."""
+    folder = key
+    while "/" in folder:
+        folder = folder.rpartition("/")[0]
+        if folder in by_name:
+            return folder
+    return "." if "." in by_name else None
+
+
+def _kind(key: str, step: StepView) -> Kind:
+    manifest = step.listed.manifest
+    if step.state in FOREIGN:
+        return "records" if key == ".metadata" or key.endswith(".json") else "data"
+    if manifest is not None and any(entry.key == key for entry in manifest.files):
+        return "data"
+    if info_slot(key) is not None:
+        return "records"
+    owned = owner_of(key)
+    if owned is None:
+        return "other"
+    standing = manifest is not None and owned.attempt == manifest.attempt
+    is_small = owned.kind in ("record", "metadata")
+    return "records" if is_small or (standing and owned.kind != "data") else "left"

@@ -1,28 +1,118 @@
-"""`TensorHandle`: one tensor of a checkpoint, of which only the part that is indexed is read.
+"""`TensorHandle`: one tensor of a checkpoint, read where it is indexed.
+
+From a numpy-style basic index to the box of a tensor that has to be read.
+
+Integers, slices of any step, `...`; no masks and no index arrays, which would read scattered
+elements. Pure arithmetic.
+
+`TensorHandle`: one tensor of a checkpoint, of which only the part that is indexed is read.
 
 Where the bytes lie and how they are verified belongs to `transfer`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from ray_dcp.core.dtypes import ITEMSIZE, NUMPY_DTYPES, itemsize_of
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.dtypes import ITEMSIZE, NUMPY_DTYPES, itemsize_of
+from ray_dcp.io.checkpoint import Checkpoint
+from ray_dcp.io.reader import read_chunks, read_item
 from ray_dcp.options import LoadOptions
-from ray_dcp.plan.reading import Wanted, plan_reads
-from ray_dcp.plan.values import Kind
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.reader import read_chunks, read_item
-from ray_dcp.view.indexing import Selection, select
 
-__all__ = ["NUMPY_DTYPES", "TensorHandle", "TensorInfo"]
+__all__ = ["NUMPY_DTYPES", "Selection", "TensorHandle", "TensorInfo", "select"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The smallest box around what an index selects, and what is left to do with it."""
+
+    offset: tuple[int, ...]
+    """Where the box starts, one entry a dimension."""
+    size: tuple[int, ...]
+    """Lengths of the box."""
+    rest: tuple[int | slice, ...]
+    """Index to apply to the array of the box: steps, and 0 where an integer drops a dimension."""
+
+
+def select(index: Any, shape: tuple[int, ...]) -> Selection:
+    """Returns the box that an index needs of a tensor.
+
+    Args:
+        index: What stands between the brackets.
+        shape: Global shape of the tensor.
+
+    Raises:
+        InvalidRequestError: Too many indices, one out of bounds, or of another kind.
+
+    Example:
+        >>> select((slice(2, 8, 3), 1), (10, 4))
+        Selection(offset=(2, 1), size=(4, 1), rest=(slice(None, None, 3), 0))
+    """
+    parts = _complete(index if isinstance(index, tuple) else (index,), shape)
+    chosen = [_one(*pair, axis) for axis, pair in enumerate(zip(parts, shape, strict=True))]
+    return Selection(
+        tuple(start for start, _, _ in chosen),
+        tuple(length for _, length, _ in chosen),
+        tuple(rest for _, _, rest in chosen),
+    )
+
+
+def _complete(index: tuple[Any, ...], shape: tuple[int, ...]) -> list[Any]:
+    """Returns one entry a dimension, `...` spelled out."""
+    where = [i for i, part in enumerate(index) if part is Ellipsis]
+    given = len(index) - len(where)
+    if len(where) > 1 or given > len(shape):
+        raise InvalidRequestError(
+            f"expected at most {len(shape)} indices and one '...' for a tensor of shape "
+            f"{shape}, but found {given} indices and {len(where)} times '...'"
+        )
+    at = where[0] if where else given
+    missing = [slice(None)] * (len(shape) - given)
+    return [*index[:at], *missing, *index[at + len(where) :]]
+
+
+def _one(part: Any, length: int, axis: int) -> tuple[int, int, int | slice]:
+    """Returns start, length and remaining index of one dimension."""
+    if isinstance(part, slice):
+        try:
+            steps = range(*part.indices(length))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"dimension {axis} can't be sliced by {part}: {error}"
+            ) from None
+        if not steps:
+            return 0, 0, slice(None)
+        low, high = min(steps[0], steps[-1]), max(steps[0], steps[-1])
+        step = slice(None) if steps.step == 1 else slice(None, None, steps.step)
+        return low, high - low + 1, step
+    at = _integer(part, axis)
+    if not -length <= at < length:
+        raise InvalidRequestError(
+            f"index {at} is out of bounds for dimension {axis}, which has length {length}"
+        )
+    return at % length, 1, 0
+
+
+def _integer(part: SupportsIndex, axis: int) -> int:
+    if not isinstance(part, bool):
+        try:
+            return operator.index(part)
+        except TypeError:
+            pass
+    raise InvalidRequestError(
+        f"expected an integer, a slice or '...' for dimension {axis}, but found "
+        f"{type(part).__name__}; read a slice and index the array that it gives"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +190,7 @@ class TensorHandle:
         return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.dtype!r})"
 
     def _repr_html_(self) -> str:
-        from ray_dcp.view.pictures.boxes import stored_boxes
-        from ray_dcp.view.pictures.layout import shard_layout
+        from ray_dcp.view.pictures.layout import shard_layout, stored_boxes
 
         boxes = stored_boxes(self._table, self._tensor)
         size = ITEMSIZE.get(self.dtype, 0)
@@ -213,7 +302,7 @@ class TensorHandle:
                 "which a view can't put together; read it with ray_dcp.load",
                 key=self.name,
             )
-        from ray_dcp.seam.objects import load_object
+        from ray_dcp.torch_adapter.objects import load_object
 
         self._checkpoint.know_checks(chunks.tolist())
         data = read_item(

@@ -1,4 +1,16 @@
-"""Reads every data file of a checkpoint and tells which bytes are not what was committed.
+"""Verifies every file of a checkpoint.
+
+Checks items that stock `torch.save` wrote: names and CRC32 of the records of their zips.
+
+torch writes these CRCs and never looks at them again. They do not cover the names, which a zip has
+twice; but where it is compressed the second may be a copy of the first. Nothing is unpickled.
+
+Checks what holds no chunks: `.metadata`, records, headers and indices of safetensors files.
+
+None of them changes what a load gives: it goes by the newest record and the chunk table, or by
+what the data files themselves say. But somebody else reads them.
+
+Reads every data file of a checkpoint and tells which bytes are not what was committed.
 
 For our checkpoints every byte counts: payloads have checksums, frames and headers follow from the
 chunk table, the rest is zero. Checks of stock DCP's items, which have only the CRCs of their zips,
@@ -7,34 +19,290 @@ are in `stock_items`, those of files without chunks in `other_files`.
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ray_dcp.errors import DamagedCheckpointError, StorageError
-from ray_dcp.format.checksums import block_checks
-from ray_dcp.format.frames import torch_save_frame
-from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.core.checksums import block_checks, digest_bytes
+from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
+from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, slot_of
+from ray_dcp.format.metadata import decode_metadata
+from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
+from ray_dcp.format.safetensors import Entry, header, parse_header, saved_offsets, sharding_metadata
+from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
+from ray_dcp.format.torch_items import check_directory, torch_save_frame
+from ray_dcp.io.checkpoint import Checkpoint, projects, read_checkpoint
+from ray_dcp.io.reader import item_bytes_at_most, locate_item
+from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.opening import read_checkpoint
-from ray_dcp.transfer.stock import item_bytes_at_most, locate_item
-from ray_dcp.transfer.threads import run_tasks
-from ray_dcp.view.other_files import (
-    INDEX_SUFFIX,
-    index_problem,
-    is_header_of,
-    metadata_problem,
-    record_notes,
-)
-from ray_dcp.view.stock_items import check_stock_item
+from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.trace import trace_notes
 
-__all__ = ["Problem", "VerifyReport", "verify", "verify_checkpoint"]
+__all__ = [
+    "INDEX_SUFFIX",
+    "Problem",
+    "VerifyReport",
+    "check_stock_item",
+    "index_problem",
+    "is_header_of",
+    "metadata_problem",
+    "record_notes",
+    "verify",
+    "verify_checkpoint",
+]
+
+_RECORDS = {"data.pkl", "version", "byteorder"}
+"""Of every item, but for its storages and for what torch marks with a dot."""
+_PIECE_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
+"""Longest end of an item that is looked at for the zip's directory; torch's has a few records."""
+
+
+def check_stock_item(
+    storage: Storage,
+    key: str,
+    start: int,
+    stop: int,
+    *,
+    transforms: Sequence[str] = (),
+    max_bytes: int = MAX_OBJECT_BYTES,
+) -> tuple[int, str | None, str | None]:
+    """Compares every record of one item with its CRC32, and its name with those of torch.
+
+    Args:
+        storage: Where the checkpoint lies.
+        key: The file.
+        start: First byte of the item in the file.
+        stop: Behind its last byte.
+        transforms: What `.metadata` says that the item went through.
+        max_bytes: Longest item to unpack.
+
+    Returns:
+        Bytes that were compared; what is wrong, or None; what could not be checked, or None.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    item: io.BufferedIOBase
+    if not transforms:
+        item = io.BufferedReader(_Range(storage, key, start, stop), 64 << 10)
+    elif set(transforms) == {ZSTD}:
+        try:
+            stored = storage.read(key, start, stop - start)
+            item = io.BytesIO(unpacked_item(stored, transforms, max_bytes=max_bytes))
+        except DamagedCheckpointError as error:
+            return 0, error.message, None
+    else:
+        names = ", ".join(sorted(set(transforms) - {ZSTD}))[:200]
+        return 0, None, f"holds items that went through {names}: not checked"
+    try:
+        # First: of records that the directory calls encrypted `zipfile` asks for a password.
+        item_bytes = item.seek(0, io.SEEK_END)
+        item.seek(max(0, item_bytes - _TAIL_BYTES))
+        check_directory(item.read(), item_bytes)
+        with zipfile.ZipFile(item) as archive:
+            _check_names(archive.infolist())
+            checked, note = _check_records(archive)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
+        return 0, f"the zip of torch.save is damaged: {error}", None
+    except DamagedCheckpointError as error:
+        return 0, error.message, None
+    return checked, None, note
+
+
+def _check_names(found: Sequence[zipfile.ZipInfo]) -> None:
+    """Checks that a load finds each record that torch wrote.
+
+    Raises:
+        ValueError: One has a name that torch gives none, or nothing is in the pickle.
+    """
+    if any(one.filename.endswith("/data.pkl") and not one.file_size for one in found):
+        raise ValueError("expected a pickle in data.pkl, found nothing")
+    names = [one.filename for one in found]
+    folders = {name.partition("/")[0] for name in names}
+    records = [name.partition("/")[2] for name in names]
+    storages = sum(name.startswith("data/") for name in records)
+    expected = {"data.pkl", *(f"data/{number}" for number in range(storages))}
+    other = {name for name in records if not name.startswith(".")} - _RECORDS - expected
+    if len(folders) != 1 or len(set(records)) < len(records) or other or expected - {*records}:
+        wrong = ", ".join(map(repr, names))[:500]
+        raise ValueError(f"expected data.pkl, data/0 and so on in one folder, found {wrong}")
+
+
+def _check_records(archive: zipfile.ZipFile) -> tuple[int, str | None]:
+    checked, unchecked = 0, 0
+    for record in archive.infolist():
+        if record.CRC == 0 and record.file_size:
+            unchecked += record.file_size
+            continue
+        with archive.open(record) as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                checked += len(piece)
+    note = f"{unchecked} bytes were saved without CRC32 and not checked" if unchecked else None
+    return checked, note
+
+
+class _Range(io.RawIOBase):
+    """A part of a stored file as a file of its own, read-only and seekable."""
+
+    def __init__(self, storage: Storage, key: str, start: int, stop: int) -> None:
+        super().__init__()
+        self._storage = storage
+        self._key = key
+        self._start = start
+        self._length = stop - start
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"byte {origin + offset} lies before the item")
+        self._at = origin + offset
+        return self._at
+
+    def readinto(self, target: memoryview) -> int:  # type: ignore[override]
+        length = max(0, min(len(target), self._length - self._at))
+        data = self._storage.read(self._key, self._start + self._at, length) if length else b""
+        target[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 256 << 20
+
+Findings = tuple[tuple[str, int] | None, str | None]
+"""`((what is wrong, length of the file) or None, a note or None)`."""
+
+
+def metadata_problem(storage: Storage, manifest: Manifest, table: ChunkTable) -> Findings:
+    """Returns what is wrong with the `.metadata` that stock DCP reads beside a manifest of ours.
+
+    Why a missing or older one is no damage: a crash between commit and publication leaves it, and
+    the checkpoint is whole.
+    """
+    if manifest.metadata is None:
+        return None, None
+    key, expected = manifest.metadata.key, manifest.metadata.digest
+    try:
+        data = storage.read(key, 0, MAX_PICKLE_BYTES + 1)
+    except KeyMissingError:
+        return None, f"{key} is missing: stock DCP can't read this checkpoint"
+    digest = digest_bytes(data).hex()
+    if digest == expected or projects(data, manifest.attempt, table):
+        return None, None
+    # Careful: the bit that flipped may be one of the attempt. The files' names have it, too.
+    is_earlier = _attempt_of(data) is not None and manifest.attempt.encode() not in data
+    if digest == manifest.replaced_metadata or is_earlier:
+        return None, f"{key} is of an earlier save: stock DCP reads that one"
+    return ("expected the bytes that the manifest names, found others", len(data)), None
+
+
+def record_notes(storage: Storage, decides: int) -> list[str]:
+    """Returns a note for each record that can't be read and that nobody needs any more.
+
+    Args:
+        storage: Where they lie.
+        decides: Slot of the manifest that stands.
+    """
+    notes = []
+    for entry in storage.list("manifest-"):
+        slot = slot_of(entry.key)
+        if slot is None or slot == decides:
+            continue
+        try:
+            data = storage.read(entry.key, 0, MAX_RECORD_BYTES + 1)
+            decode_record(data, key=entry.key)
+        except KeyMissingError:
+            continue
+        except CheckpointError:
+            notes.append(f"{entry.key} is damaged, but nothing is decided by it")
+    return notes
+
+
+def index_problem(storage: Storage, key: str, table: ChunkTable) -> tuple[str, int] | None:
+    """Returns what is wrong with the index of a Hugging Face folder, and its length.
+
+    Only other readers go by it: ours takes what the files themselves say.
+    """
+    data = storage.read(key, 0, _MAX_INDEX_BYTES + 1)
+    try:
+        fields = json.loads(data)
+        found: Any = fields["weight_map"]
+        named = {str(name): str(file) for name, file in found.items()}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        return f"expected JSON with a weight_map, found {type(error).__name__}", len(data)
+    held: dict[str, set[str]] = {name: set() for name in table.names}
+    for tensor, file in zip(table.tensor.tolist(), table.file.tolist(), strict=True):
+        held[table.names[tensor]].add(table.files[file])
+    wrong = sorted(name for name, file in named.items() if file not in held.get(name, ()))
+    wrong += sorted(held.keys() - named.keys())
+    if not wrong:
+        return None
+    told = "; ".join(_told(name, named.get(name), held.get(name)) for name in wrong[:4])
+    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    return f"expected the files that hold each tensor, found {told}{more}", len(data)
+
+
+def is_header_of(data: bytes, table: ChunkTable, rows: Sequence[int]) -> bool:
+    """Whether these are the bytes that we write before the chunks of a safetensors file.
+
+    Args:
+        data: The file up to its first raw byte.
+        table: What is stored.
+        rows: All chunks in the file.
+    """
+    expected: dict[str, tuple[Entry, tuple[int, ...]]] = {}
+    for row in rows:
+        tensor = int(table.tensor[row])
+        name, ndim = table.names[tensor], int(table.ndim[tensor])
+        size = tuple(table.size[row, :ndim].tolist())
+        begin = int(table.payload_offset[row]) - len(data)
+        end = begin + int(table.payload_bytes[row])
+        entry = Entry(name, table.dtypes[table.dtype[tensor]], size, begin, end)
+        expected[name] = entry, tuple(table.offset[row, :ndim].tolist())
+    try:
+        found = parse_header(data)
+        offsets = saved_offsets(found.metadata) or {}
+        if {entry.name: (entry, offsets.get(entry.name)) for entry in found.entries} != expected:
+            return False
+        # Why: the order of empty tensors, which all begin at one byte, only the header knows.
+        return header(found.entries, sharding_metadata(offsets)) == data
+    except CheckpointError:
+        return False
+
+
+def _told(name: str, named: str | None, held: set[str] | None) -> str:
+    where = "no file" if named is None else repr(named[:100])
+    there = "none does" if not held else f"it is in {', '.join(sorted(held))}"
+    return f"{where} named for {name[:100]!r}, but {there}"
+
+
+def _attempt_of(metadata: bytes) -> str | None:
+    """Returns the attempt that a `.metadata` of ours belongs to; None for any other bytes."""
+    try:
+        return decode_metadata(metadata).attempt
+    except CheckpointError:
+        return None
+
 
 _NUM_THREADS = 4
 _WINDOW_BYTES = 8 << 20

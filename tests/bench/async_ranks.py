@@ -42,7 +42,7 @@ def restore(rounds: int, num_bytes: int, root: Path, table: Table) -> None:
 
 def _restore(ranks: int, rounds: int, num_bytes: int, root: Path, table: Table) -> list[float]:
     from ray_dcp.errors import CheckpointError
-    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
     loads, copies, reports = [], [], []
     small = str(root / "small")

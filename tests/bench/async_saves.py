@@ -330,7 +330,7 @@ def _budget(options: Options, root: Path, table: Table, state: dict[str, Any]) -
     import torch
 
     import ray_dcp
-    from ray_dcp.runtime.naming import LEASE_S
+    from ray_dcp.runtime.actor_names import LEASE_S
     from ray_dcp.runtime.stager import stager_of
     from ray_dcp.stage.values import StagerOptions
 

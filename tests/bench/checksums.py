@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import ray_dcp
-from ray_dcp.format.checksums import block_bytes_for, block_checks, num_blocks
-from ray_dcp.plan.values import UInt64Array
+from ray_dcp.core.checksums import block_bytes_for, block_checks, num_blocks
+from ray_dcp.core.values import UInt64Array
 from tests.bench.measure import Sample, drop_cache, once, show, warm_cache
 from tests.bench.single import raw_read, raw_write
 
@@ -152,7 +152,7 @@ def null_checksums() -> Iterator[None]:
     def no_checks(data: memoryview, block_bytes: int) -> UInt64Array:
         return np.zeros(num_blocks(len(data), block_bytes), np.uint64)
 
-    writer = "ray_dcp.transfer.writer"
+    writer = "ray_dcp.io.writer"
     with (
         mock.patch(f"{writer}.block_checks", no_checks),
         mock.patch(f"{writer}.block_check", return_value=0),

@@ -261,9 +261,9 @@ def _judge_start(
 def _committed(folder: Path) -> list[tuple[int, float]]:
     """Returns the step of each commit, and when it was made, in the order of these times."""
     from ray_dcp.format.manifest import Manifest, record_key
-    from ray_dcp.integrations.train.names import parse
+    from ray_dcp.integrations.train.joining import parse
+    from ray_dcp.io.records import read_slots
     from ray_dcp.store.opening import open_storage
-    from ray_dcp.transfer.slots import read_slots
 
     found = []
     for path in folder.iterdir():

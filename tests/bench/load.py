@@ -18,13 +18,12 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp.plan.read_once import merged, share_reads
-from ray_dcp.plan.reading import plan_reads
-from ray_dcp.plan.values import ChunkTable
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.core.values import ChunkTable
+from ray_dcp.io.reader import prepare_reads
+from ray_dcp.io.shared_read import bytes_asked
+from ray_dcp.planning.reads import merged, plan_reads, share_reads
+from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.storage import LOCAL_DISK
-from ray_dcp.transfer.reader import prepare_reads
-from ray_dcp.transfer.relay import bytes_asked
 from tests import layout_cases, layouts
 from tests.bench import table_parts
 from tests.bench.measure import drop_cache, interleaved, show, warm_cache

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ray_dcp.format.checksums import digest, num_blocks_many
-from ray_dcp.format.end_checks import length_with_checks
+from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.values import Columns, FilePlan, Kind, RankPlan
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.protocol.aggregation import Batch, BatchedReplies, BatchWindow, MessageBatch, group_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.gathering import Gathering, group_of
 from ray_dcp.protocol.messages import (
     DeferredPlace,
     FileReceipt,
@@ -40,11 +39,9 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
-from ray_dcp.protocol.together import Batch, Together, Told
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.rank_join import join_save
-from ray_dcp.runtime.shell import Shell
+from ray_dcp.runtime.inline import Shell
+from ray_dcp.runtime.rank_save import PlanMemory, join_save
+from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
 
 WORLDS = (64, 256, 1024, 4096, 10240)
@@ -206,11 +203,11 @@ class Counted:
         with self._counting(sort):
             return self.shell.receive_together(pickle.loads(data, buffers=buffers))
 
-    def told(self, sort: str) -> list[tuple[Batch, Told]]:
+    def told(self, sort: str) -> list[tuple[Batch, BatchedReplies]]:
         """Returns what gatherers are told, as they read it."""
         with self._counting(sort):
             ready = list(self.shell.batches.ready())
-            sent = [pickle.dumps(Told(tuple(batch.told)), 5) for batch in ready]
+            sent = [pickle.dumps(BatchedReplies(tuple(batch.told)), 5) for batch in ready]
         self.bytes[sort] += sum(map(len, sent))
         return list(zip(ready, map(pickle.loads, sent), strict=True))
 
@@ -235,7 +232,7 @@ class Counted:
         self.cpu_s[sort] += time.process_time() - start_s
 
 
-def wired(message: Together) -> tuple[bytes, list[memoryview]]:
+def wired(message: MessageBatch) -> tuple[bytes, list[memoryview]]:
     """Returns a message as Ray sends it: arrays beside the pickle, which the receiver maps."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(message, 5, buffer_callback=buffers.append)
@@ -250,9 +247,9 @@ class Ranks:
         self._counted = counted
         groups = {group_of(rank, world_size) for rank in range(world_size)} - {None}
         self._gatherings = [
-            (group, Gathering(group, lambda: 0.0)) for group in sorted(groups, key=min)
+            (group, BatchWindow(group, lambda: 0.0)) for group in sorted(groups, key=min)
         ]
-        self._sent: dict[int, Together] = {}
+        self._sent: dict[int, MessageBatch] = {}
 
     def say(self, requests: dict[int, Any], sort: str) -> None:
         """Hands over one request of each of these ranks."""
@@ -266,7 +263,7 @@ class Ranks:
                     messages += gathering.take(pickle.loads(pickle.dumps(requests[rank], 5)))
         self._send([(message, wired(message)) for message in messages], sort)
 
-    def _send(self, messages: list[tuple[Together, Any]], sort: str) -> None:
+    def _send(self, messages: list[tuple[MessageBatch, Any]], sort: str) -> None:
         gc.collect()
         gc.freeze()
         for message, blob in messages:

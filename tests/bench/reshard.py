@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import programs
 
 

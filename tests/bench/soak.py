@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import ray
 
-from ray_dcp.runtime.naming import LEASE_S
+from ray_dcp.runtime.actor_names import LEASE_S
 from tests.bench import soak_leaks as leaks
 from tests.bench import soak_programs as programs
 from tests.bench.soak_run import LITTER, SoakOptions, SoakRun

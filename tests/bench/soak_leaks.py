@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ray_dcp.format.manifest import record_key
+from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.store.paths import TEMP_PREFIX
-from ray_dcp.transfer.opening import METADATA_KEY, newest_record
+from ray_dcp.store.storage import TEMP_PREFIX
 
 __all__ = [
     "Growth",

@@ -22,8 +22,8 @@ import ray
 import ray_dcp
 from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.naming import NAMESPACE
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.actor_names import NAMESPACE
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.bench import soak_leaks as leaks
 from tests.bench import soak_programs as programs
 from tests.bench.soak_ledger import DAMAGED, NOTHING, TORN, Ledger, Seen

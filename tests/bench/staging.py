@@ -50,12 +50,11 @@ def _measure(rounds: int, root: Path, small: bool) -> None:
     import torch
 
     from ray_dcp.options import SaveOptions
-    from ray_dcp.plan.global_plan import make_plan
-    from ray_dcp.plan.rank_plan import rank_plan
+    from ray_dcp.planning.global_plan import make_plan, rank_plan
     from ray_dcp.protocol.messages import Target
     from ray_dcp.runtime.staging import RankStaging
-    from ray_dcp.seam.capture import capture
     from ray_dcp.stage.values import StageKey
+    from ray_dcp.torch_adapter.capture import capture
 
     if small:
         state = {f"layers.{i}.weight": torch.randn(256) for i in range(20_000)}

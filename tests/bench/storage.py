@@ -20,9 +20,8 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ray_dcp
-from ray_dcp.store.object_options import ObjectOptions
-from ray_dcp.store.object_stores import make_store
-from ray_dcp.store.object_writer import budget_of
+from ray_dcp.store.object_storage import budget_of
+from ray_dcp.store.object_stores import ObjectOptions, make_store
 from ray_dcp.testing.dev_store import DevStore
 from tests.bench.measure import interleaved, show
 

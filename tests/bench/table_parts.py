@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ray_dcp.core.values import Columns, Kind
+from ray_dcp.io.checkpoint import Checkpoint, checkpoint_from, newest_record
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.reading import Wanted, plan_reads
-from ray_dcp.plan.values import Columns, Kind
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.transfer.checkpoint import Checkpoint
-from ray_dcp.transfer.opening import checkpoint_from, newest_record
+from ray_dcp.planning.reads import Wanted, plan_reads
+from ray_dcp.runtime.rank_save import PlanMemory
 
 
 def wanted_of(columns: Columns, checkpoint: Checkpoint) -> tuple[Wanted, list[int]]:

@@ -28,10 +28,10 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime import hooks
+from ray_dcp.runtime import ray_private
+from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
-from ray_dcp.runtime.naming import LEASE_S, NAMESPACE, coordinator_name
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.polling import eventually, lives
 
 __all__ = ["Arena"]
@@ -56,9 +56,9 @@ class Arena:
         # Why: Ray writes the address of the newest cluster there, and everybody reads it.
         os.environ["RAY_TMPDIR"] = str(self.directory)
         (self.directory / "ray").mkdir()
-        self._loopback = hooks.loopback_addresses()
+        self._loopback = ray_private.loopback_addresses()
         self._loopback.__enter__()
-        with hooks.signal_handlers_kept():
+        with ray_private.signal_handlers_kept():
             self.cluster = Cluster(
                 initialize_head=True,
                 head_node_args=self._node_args(num_cpus=2, head=100, seat=1),
@@ -153,7 +153,7 @@ class Arena:
     def node(self) -> Any:
         """Returns the second node, after making it if there is none."""
         if self._node is None:
-            with hooks.signal_handlers_kept():
+            with ray_private.signal_handlers_kept():
                 self._node = self.cluster.add_node(**self._node_args(num_cpus=1, seat=2))
         return self._node
 
@@ -244,7 +244,7 @@ class Arena:
         with suppress(CheckpointError):
             self.end_ranks()
         self.end_node()
-        with hooks.signal_handlers_kept():
+        with ray_private.signal_handlers_kept():
             ray.shutdown()
             self.cluster.shutdown()
         self._loopback.__exit__(None, None, None)

@@ -21,11 +21,11 @@ FREEZE_S = scenes.FROZEN_S + 2.0
 """How soon a frozen process must be told, with the heartbeat timeout of these cells."""
 
 CAPTURE = Trap("rank", "ray_dcp.operations:capture")
-WRITE = Trap("rank", "ray_dcp.store.local_writer:_pwrite", call=2)
-BEAT = Trap("rank", "ray_dcp.runtime.heart:Beat", call=2)
+WRITE = Trap("rank", "ray_dcp.store.local:_pwrite", call=2)
+BEAT = Trap("rank", "ray_dcp.runtime.heartbeat:Heartbeat", call=2)
 STAGE = Trap("rank", "ray_dcp.runtime.staging:fill_window")
-WRITE_STAGED = Trap("stager", "ray_dcp.store.local_writer:_pwrite", call=2)
-READ = Trap("rank", "ray_dcp.transfer.filling:read_stored", call=2)
+WRITE_STAGED = Trap("stager", "ray_dcp.store.local:_pwrite", call=2)
+READ = Trap("rank", "ray_dcp.io.reader:read_stored", call=2)
 
 
 def task(name: str, *, after: bool = False) -> Trap:

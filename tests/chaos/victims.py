@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime import hooks
-from ray_dcp.runtime.naming import NAMESPACE, coordinator_name, stager_name
+from ray_dcp.runtime import ray_private
+from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name, stager_name
 from ray_dcp.runtime.session import current_session
 from tests.attempts import sound_state
 from tests.chaos.cells import Trap
@@ -153,7 +153,7 @@ def spring_trap(ranks: Any, trap: Trap, blow: Blow, *, rank: int, actor: str) ->
 
 def drive(address: str, order: dict[str, Any]) -> None:
     """Does what `order` says with ranks of its own; it is the one that is hit."""
-    with hooks.loopback_addresses():
+    with ray_private.loopback_addresses():
         ray.init(address, log_to_driver=False, configure_logging=False, namespace="victim")
     path, marks, phase = order["path"], order["marks"], order["phase"]
     with ray_dcp.WorkerGroup(3, resources={"head": 1}) as ranks:

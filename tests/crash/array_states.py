@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.errors import MissingKeyError
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.reading import ReadPlan, Wanted
-from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.io.checkpoint import Checkpoint
+from ray_dcp.planning.reads import ReadPlan, Wanted
 
 __all__ = [
     "ArrayCapture",
@@ -87,7 +87,7 @@ def box_of(name: str, array: NDArray[Any], rank: int, world_size: int) -> Box:
 
 
 class ArrayCapture:
-    """What a rank holds of a state; implements `ray_dcp.runtime.rank.Captured`.
+    """What a rank holds of a state; implements `ray_dcp.runtime.rank_load.Captured`.
 
     Args:
         state: Of all ranks.
@@ -131,7 +131,7 @@ class ArrayCapture:
 
 
 class ArrayWork:
-    """What a rank wants of a checkpoint; implements `ray_dcp.runtime.rank.LoadWork`.
+    """What a rank wants of a checkpoint; implements `ray_dcp.runtime.rank_load.LoadWork`.
 
     Args:
         checkpoint: To load from.

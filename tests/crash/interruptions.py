@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn, Protocol
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store.faults import Call, CrashError, Effect, Fault, Script
+from ray_dcp.store.fault_injection import Call, CrashError, Effect, Fault, Script
 from ray_dcp.store.storage import Storage
 
 __all__ = [

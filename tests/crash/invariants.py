@@ -23,12 +23,12 @@ import torch.distributed.checkpoint.state_dict_loader as stock
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import Manifest, record_key
 from ray_dcp.format.save_trace import trace_key
-from ray_dcp.runtime.outcome import outcome
-from ray_dcp.store.faults import Fault, Operation, Script
+from ray_dcp.io.checkpoint import METADATA_KEY, read_checkpoint, read_records
+from ray_dcp.runtime.tasks import outcome
+from ray_dcp.store.fault_injection import Fault, Operation, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import Entry, Storage
-from ray_dcp.transfer.opening import METADATA_KEY, read_checkpoint, read_records
 from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.verify import verify_checkpoint
 from tests.crash.array_states import State, same_state

@@ -15,9 +15,8 @@ import torch.distributed.checkpoint.state_dict_saver as stock
 
 from ray_dcp.errors import CommitUnknownError, StorageError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.collecting import collect
-from ray_dcp.runtime.deleting import delete
-from ray_dcp.store.faults import CrashError, Fault, Script
+from ray_dcp.runtime.garbage_collection import collect, delete
+from ray_dcp.store.fault_injection import CrashError, Fault, Script
 from tests.crash.array_states import ArrayCapture, State
 from tests.crash.ranks import load_state
 from tests.crash.registry import NEW, OLD, Place, register_operation

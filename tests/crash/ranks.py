@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError
+from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import (
     OpKey,
@@ -26,15 +27,12 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.runtime.inline import RankResult, run_ranks
-from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.rank import Captured, LoadResult, load_rank, save_rank
-from ray_dcp.runtime.rank_join import join_save
-from ray_dcp.runtime.rank_save import await_outcome, write_share
-from ray_dcp.runtime.vitals import Vitals
+from ray_dcp.runtime.rank_load import Captured, LoadResult, load_rank, save_rank
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_save import PlanMemory, await_outcome, join_save, write_share
+from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.checkpoint import Checkpoint
 from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
@@ -108,7 +106,7 @@ def _save_staged(
     yield held
     written = write_share(
         key, go, target, options, rank=rank, source=captured.source, deferred=captured.deferred,
-        opener=opener, vitals=Vitals(),
+        opener=opener, vitals=RankProgress(),
     )  # fmt: skip
     yield PartsWritten(
         key, rank, go.attempt, go.epoch, f"stager {rank}", 0, written.files, written.error

@@ -17,9 +17,9 @@ import torch.distributed.checkpoint.state_dict_saver as stock
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.store.faults import CrashError
+from ray_dcp.io.checkpoint import newest_record
+from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.storage import Storage
-from ray_dcp.transfer.opening import newest_record
 from tests.crash.array_states import State
 from tests.crash.interruptions import CRASHES, CountedSteps, Interruption, Step, Variant
 from tests.crash.invariants import Aftermath, expect, is_same, name_of, stock_state

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.store.faults import CrashError
+from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.storage import Storage
 from tests.crash.interruptions import CRASHES, CountedSteps, Interruption, Step, Variant
 from tests.crash.registry import directory_of

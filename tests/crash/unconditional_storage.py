@@ -15,8 +15,8 @@ from ray_dcp.store.storage import (
     PartWriter,
     Storage,
     StorageTraits,
+    StorageWrapper,
 )
-from ray_dcp.store.wrapping import StorageWrapper
 
 __all__ = ["UnconditionalStorage"]
 

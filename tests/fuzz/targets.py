@@ -21,24 +21,17 @@ import torch
 import zstandard
 
 import ray_dcp
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.format import manifest as records
-from ray_dcp.format.checksums import digest_bytes
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.format.parquet_footer import read_footer
-from ray_dcp.format.safetensors_frame import (
-    header,
-    parse_header,
-    saved_offsets,
-    sharding_metadata,
-)
+from ray_dcp.format.metadata import decode_metadata, encode_metadata
+from ray_dcp.format.safetensors import header, parse_header, saved_offsets, sharding_metadata
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
-from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_groups import GroupedTable, end_of
+from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_of
+from ray_dcp.format.table_file import read_footer
 from ray_dcp.format.torch_items import parse_torch_save
-from ray_dcp.seam.objects import load_object
+from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer.opening import read_checkpoint
+from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.view.verify import verify_checkpoint
 from tests import damage
 from tests.format_cases import grouped_table, mixed_table

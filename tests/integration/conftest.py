@@ -19,7 +19,7 @@ from tests.polling import lives
 from tests.s3_server import server_on_memory_disk
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.runtime.worker_group import WorkerGroup
     from ray_dcp.testing.dev_store import DevStore
 
 THIRD_PARTY_WARNINGS = (
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def sound_group(request: pytest.FixtureRequest) -> None:
     """Hands a test the group that its module calls `ranks` or `workers` with ranks that live."""
     # Why here: the process that hands out the tests reads this file too, and needs no Ray.
-    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
     for name in {"ranks", "workers"} & {*request.fixturenames}:
         group = request.getfixturevalue(name)

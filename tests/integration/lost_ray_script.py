@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError
-from ray_dcp.runtime.own_ray import joined
+from ray_dcp.runtime.private_ray import joined
 from ray_dcp.runtime.session import current_session
 from tests.polling import eventually, session_members
 

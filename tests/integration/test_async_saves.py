@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.errors import NonFiniteError, ParticipantError, SaveCancelledError
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
 from tests.polling import eventually, lives

@@ -29,7 +29,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.session import current_session
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import (
     attempt,
     files_at,

@@ -10,7 +10,7 @@ import pytest
 import ray_dcp
 from ray_dcp.errors import CommitUnknownError, StorageError
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.local import LocalStorage
 from tests.attempts import names_at, one_error, save_sound, step_that_loads, try_save
 from tests.crash.array_states import sample_state

@@ -13,11 +13,11 @@ import ray
 
 import ray_dcp
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol import gathering
+from ray_dcp.protocol import aggregation
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import gathered_calls
-from ray_dcp.runtime.naming import NAMESPACE, gatherer_name
-from ray_dcp.runtime.rank import drive, save_rank
+from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
+from ray_dcp.runtime.rank_load import drive, save_rank
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
@@ -65,7 +65,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(gathering, "MOST_GATHERERS", 2)
+    monkeypatch.setattr(aggregation, "MOST_GATHERERS", 2)
     found = Job(tmp_path)
     yield found
     found.close()

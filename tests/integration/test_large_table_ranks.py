@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp.format.table_groups import end_of
+from ray_dcp.format.table import end_of
+from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.workers import WorkerGroup
-from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -18,7 +18,7 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.manager import BestN, CheckpointManager, EveryMinutes, Item, LatestN
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import Attempt, attempt, one_error, sound_state
 from tests.checkpoints import flip
 

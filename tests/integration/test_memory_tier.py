@@ -11,7 +11,7 @@ import torch
 import ray_dcp
 from ray_dcp.errors import DamagedCheckpointError, ParticipantError
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import async_programs as programs
 from tests.polling import eventually
 

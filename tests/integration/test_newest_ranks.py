@@ -11,7 +11,7 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CheckpointNotFoundError, DamagedCheckpointError
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import Attempt, attempt, files_at, one_error, save_sound, sound_state
 from tests.checkpoints import flip
 

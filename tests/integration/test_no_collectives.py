@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import (
 
 import ray_dcp
 from ray_dcp.errors import MissingKeyError
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import sound_state
 
 pytestmark = pytest.mark.usefixtures("ray_session")

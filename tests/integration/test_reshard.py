@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import programs
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -13,8 +13,8 @@ import ray
 
 from ray_dcp.errors import DeadlineError, InvalidRequestError, RankDisagreementError
 from ray_dcp.protocol.messages import Exchange, Exchanged, Refused
-from ray_dcp.runtime import hooks
-from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
+from ray_dcp.runtime import ray_private
+from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.session import Session, connect, current_session
 from tests.polling import eventually, lives
 
@@ -126,7 +126,7 @@ def test_a_restarted_coordinator_still_knows_whom_to_miss(threads):
     waits = Session(session.name, 0, 2)
     before = waits.coordinator_info()
     kept = f"roster:{coordinator_name(session.name)}"
-    assert eventually(lambda: str(victim_pid) in hooks.recall(kept))
+    assert eventually(lambda: str(victim_pid) in ray_private.recall(kept))
     os.kill(before["pid"], signal.SIGKILL)
     os.kill(victim_pid, signal.SIGKILL)
     started_s = time.monotonic()

@@ -22,8 +22,8 @@ from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime.attach import Invitation, attach
-from ray_dcp.runtime.coordinator_handle import coordinator_of
-from ray_dcp.runtime.own_ray import start_own_ray
+from ray_dcp.runtime.coordinator import coordinator_of
+from ray_dcp.runtime.private_ray import start_own_ray
 from ray_dcp.runtime.session import current_session
 from ray_dcp.runtime.stager import stager_of
 from tests.polling import eventually, lives, session_members
@@ -215,7 +215,7 @@ def test_wrong_arguments_start_nothing(wrong):
 
 GROUP = """
 import ray
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 if __name__ == "__main__":
     with WorkerGroup(1) as ranks:
         print(ranks.run(lambda: 7), ray.get_runtime_context().gcs_address)

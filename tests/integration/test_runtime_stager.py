@@ -18,11 +18,10 @@ import ray
 from ray_dcp.errors import LimitError, ParticipantError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime import staging_link
-from ray_dcp.runtime.reporting import Reporter
-from ray_dcp.runtime.stager import SHARE_OF_MEMORY, stager_of
+from ray_dcp.runtime import staging as staging_link
+from ray_dcp.runtime.stager import SHARE_OF_MEMORY, Reporter, stager_of
 from ray_dcp.runtime.staging import RankStaging
-from ray_dcp.stage.arena import free_memory_bytes
+from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.values import StageKey, StagerOptions
 from tests.polling import eventually, lives
 from tests.staged import MIB, Share, same_files, scribbled, share

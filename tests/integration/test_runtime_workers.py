@@ -13,8 +13,7 @@ import ray
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.protocol.messages import Exchange
 from ray_dcp.runtime.session import current_session
-from ray_dcp.runtime.worker import this_rank
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup, this_rank
 from tests.polling import eventually, lives
 
 pytestmark = pytest.mark.usefixtures("ray_session")

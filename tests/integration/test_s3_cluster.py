@@ -19,7 +19,7 @@ def two_nodes(monkeypatch):
     import ray
     from ray.cluster_utils import Cluster
 
-    from ray_dcp.runtime import hooks
+    from ray_dcp.runtime import ray_private
 
     directory = tempfile.mkdtemp(prefix="rc", dir="/tmp")
     (Path(directory) / "ray").mkdir()
@@ -29,8 +29,8 @@ def two_nodes(monkeypatch):
         "num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False,
         "node_ip_address": "127.0.0.1", "temp_dir": f"{directory}/ray",
     }  # fmt: skip
-    with hooks.loopback_addresses():
-        with hooks.signal_handlers_kept():
+    with ray_private.loopback_addresses():
+        with ray_private.signal_handlers_kept():
             cluster = Cluster(
                 initialize_head=True, head_node_args={**node, "resources": {"seat": 1}}
             )
@@ -45,7 +45,7 @@ def two_nodes(monkeypatch):
 def test_a_save_from_two_nodes_is_loaded_at_other_sizes(server, two_nodes):
     import ray
 
-    from ray_dcp.runtime.workers import WorkerGroup
+    from ray_dcp.runtime.worker_group import WorkerGroup
 
     place = fresh_place(server)
     with WorkerGroup(3, resources={"seat": 1.0}) as ranks:

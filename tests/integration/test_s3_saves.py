@@ -17,7 +17,7 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store.faults import Fault, Script
+from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes

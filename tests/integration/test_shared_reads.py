@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import layouts
 from tests.polling import eventually
 from tests.s3_server import fresh_place

@@ -26,12 +26,11 @@ from ray_dcp.errors import (
     InvalidRequestError,
     RankDisagreementError,
 )
-from ray_dcp.integrations.train import asking, telling
+from ray_dcp.integrations.train import reports, save_requests
 from ray_dcp.integrations.train.callback import SaveBeforeResize
-from ray_dcp.integrations.train.context import run_facts
-from ray_dcp.integrations.train.joining import join
+from ray_dcp.integrations.train.joining import join, run_facts
+from ray_dcp.runtime.actor_names import NAMESPACE, coordinator_name
 from ray_dcp.runtime.attach import attached_address
-from ray_dcp.runtime.naming import NAMESPACE, coordinator_name
 from ray_dcp.runtime.session import current_session
 from tests import programs, train_programs, tune_trials
 from tests.polling import eventually
@@ -133,14 +132,14 @@ def train_in_two_shards(config: dict[str, str]) -> None:
 
 def told_when_asked() -> threading.Event:
     """Returns what is set when this process has been asked to save."""
-    asked, tell = threading.Event(), asking.tell
+    asked, tell = threading.Event(), save_requests.tell
 
-    def told(what: asking.Asked) -> bool:
+    def told(what: save_requests.Asked) -> bool:
         found = tell(what)
         asked.set()
         return found
 
-    asking.tell = told
+    save_requests.tell = told
     return asked
 
 
@@ -388,5 +387,5 @@ def begin_under_the_name_of_the_other(folder: Path) -> None:
     storage = StorageContext(mine.storage_path, "trial-0", read_only=True)
     facts = replace(mine, name="trial-0", run_id="of another fit", storage=storage)
     with pytest.raises(CheckpointExistsError) as caught:
-        join(facts, "checkpoints", 0, None, telling.broadcast)
+        join(facts, "checkpoints", 0, None, reports.broadcast)
     note(str(folder), 0, refused=str(caught.value))

@@ -12,7 +12,7 @@ import ray_dcp
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Reply, Request, SaveAgain, SaveGo, SaveJoin, SendItems
 from ray_dcp.runtime.session import current_session
-from ray_dcp.runtime.workers import WorkerGroup
+from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.polling import eventually
 
 pytestmark = pytest.mark.usefixtures("ray_session")

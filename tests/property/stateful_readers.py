@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ray_dcp.errors import CheckpointNotFoundError
+from ray_dcp.io.checkpoint import METADATA_KEY
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.transfer.opening import METADATA_KEY
 from tests.numpy_ranks import load_ranks
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.loads import Loads, level_shares, node_numbers
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.planning.sharing import Loads, level_shares, node_numbers
 
 MIB = 1 << 20
 ROW_BYTES = MIB

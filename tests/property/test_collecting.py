@@ -21,17 +21,15 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import DeleteRecord, slot_of
+from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.io.records import read_slots
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Fenced, Lost, Open, Won
-from ray_dcp.runtime.collecting import collect
-from ray_dcp.runtime.deleting import delete
+from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.outcome import outcome, settle
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.transfer.opening import read_checkpoint
-from ray_dcp.transfer.slots import read_slots
 from tests.interleaving import World
 from tests.numpy_ranks import loads_whole, save, save_ranks
 from tests.numpy_ranks import state_of as whole_state_of

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import CommitUnknownError
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.perform import perform
-from ray_dcp.store.faults import CrashError
+from ray_dcp.runtime.tasks import perform
+from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import sample_state

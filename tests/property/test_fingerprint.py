@@ -7,12 +7,18 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.plan.agreement import digests_of, find_disagreements, groups_of
-from ray_dcp.plan.columns import ColumnsBuilder, decode, encode
-from ray_dcp.plan.contents import contents_of, with_contents, without_contents
-from ray_dcp.plan.fingerprint import fingerprint, plan_key
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.values import IntKey
+from ray_dcp.core.columns import ColumnsBuilder, decode, encode
+from ray_dcp.core.values import IntKey
+from ray_dcp.planning.fingerprint import fingerprint, plan_key
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.merge import (
+    contents_of,
+    digests_of,
+    find_disagreements,
+    groups_of,
+    with_contents,
+    without_contents,
+)
 
 WORLD = 3
 OPTIONS = {"container": "torch_save", "part_bytes": 1 << 20, "to_lowest_rank": False}
@@ -138,7 +144,7 @@ def test_every_option_and_the_version_count(monkeypatch):
         name(), name(world_size=4), name(container="safetensors"), name(part_bytes=5),
         name(to_lowest_rank=True),
     }  # fmt: skip
-    monkeypatch.setattr("ray_dcp.plan.fingerprint.__version__", "0.0.0")
+    monkeypatch.setattr("ray_dcp.planning.fingerprint.__version__", "0.0.0")
     names.add(name())
     names.add(named(replace(columns, value=np.ones(1, np.uint64))))
     assert len(names) == 7

@@ -19,19 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ray_dcp.core.columns import encode
+from ray_dcp.core.values import Columns, IntKey
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan import fingerprint as fingerprint_module
-from ray_dcp.plan.columns import encode
-from ray_dcp.plan.contents import without_contents
-from ray_dcp.plan.fingerprint import fingerprint, plan_key
-from ray_dcp.plan.values import Columns, IntKey
+from ray_dcp.planning import fingerprint as fingerprint_module
+from ray_dcp.planning.fingerprint import fingerprint, plan_key
+from ray_dcp.planning.merge import without_contents
 from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.protocol.planning import Planning
-from ray_dcp.protocol.shelf import Shelf
-from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.rank_join import join_save
-from ray_dcp.seam.capture import capture
+from ray_dcp.protocol.planning import PlanCache, Planning
+from ray_dcp.runtime.rank_save import join_save
+from ray_dcp.runtime.tasks import perform
+from ray_dcp.torch_adapter.capture import capture
 from tests.crash.array_states import ArrayCapture, sample_state
 from tests.unit.seam_support import as_rank
 
@@ -274,7 +273,7 @@ ELSE: dict[str, Any] = {
 
 def planned_under(options: SaveOptions, world_size: int = 3) -> tuple[bytes, bytes]:
     """Returns the name of the ranks' plan, by which it would be used again, and that plan's."""
-    planning = Planning(world_size, options, Shelf(), Target("memory://run/step-1"))
+    planning = Planning(world_size, options, PlanCache(), Target("memory://run/step-1"))
     joins = []
     for rank in range(world_size):
         held = partial(ArrayCapture, sample_state(1), rank, world_size)

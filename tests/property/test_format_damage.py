@@ -9,15 +9,13 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from ray_dcp.core.checksums import block_checks, digest_bytes, first_bad_block
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import manifest as mf
-from ray_dcp.format import safetensors_frame as sf
-from ray_dcp.format.checksums import block_checks, digest_bytes, first_bad_block
-from ray_dcp.format.frames import parse_torch_save, torch_save_frame
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_groups import GroupedTable, end_of
+from ray_dcp.format import safetensors as sf
+from ray_dcp.format.metadata import decode_metadata, encode_metadata
+from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_of
+from ray_dcp.format.torch_items import parse_torch_save, torch_save_frame
 from tests.format_cases import difference, grouped_table, many_table, mixed_table
 
 TABLE = mixed_table()

@@ -10,12 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.frames import frame_bytes, frame_bytes_many, parse_torch_save, torch_save_frame
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.format.metadata_out import encode_metadata
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import Kind
+from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.plan.values import Kind
+from ray_dcp.format.torch_items import (
+    frame_bytes,
+    frame_bytes_many,
+    parse_torch_save,
+    torch_save_frame,
+)
 from tests.format_cases import difference, table_of
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -8,8 +8,7 @@ from functools import partial
 import pytest
 
 from ray_dcp.errors import StorageError
-from ray_dcp.manager.catalogue import look
-from ray_dcp.manager.places import FOLDER
+from ray_dcp.manager.catalogue import FOLDER, look
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.testing import CrashError, Fault, Script

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import CoverageError, PlanConflictError
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.values import Kind
+from ray_dcp.planning.global_plan import make_plan
 from tests.plan_cases import Case, Piece, Tensor, cases
 
 

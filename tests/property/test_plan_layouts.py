@@ -7,14 +7,14 @@ import pytest
 from hypothesis import event, given, settings, target
 from hypothesis import strategies as st
 
-from ray_dcp.format.checksums import block_checks
-from ray_dcp.format.safetensors_frame import parse_header
-from ray_dcp.plan.columns import decode, encode
-from ray_dcp.plan.coverage import problems
-from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.layout import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
-from ray_dcp.plan.values import Kind
+from ray_dcp.core.checksums import block_checks
+from ray_dcp.core.columns import decode, encode
+from ray_dcp.core.values import Kind
+from ray_dcp.format.safetensors import parse_header
+from ray_dcp.planning.coverage import problems
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.layout import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
 from tests.plan_cases import Case, box_bytes, cases, truth, write
 
 CONTAINERS = ("torch_save", "safetensors")
@@ -150,7 +150,7 @@ def test_what_differs_between_ranks_is_whole_and_from_the_lowest(case: Case) -> 
 def test_replicated_bytes_are_balanced_over_their_holders(
     weights: list[int], world_size: int, extra: int
 ) -> None:
-    from ray_dcp.plan.columns import ColumnsBuilder
+    from ray_dcp.core.columns import ColumnsBuilder
 
     builders = [ColumnsBuilder() for _ in range(world_size)]
     if extra:
@@ -171,7 +171,7 @@ def test_replicated_bytes_are_balanced_over_their_holders(
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_ranks_without_anything_have_no_file(container: str) -> None:
-    from ray_dcp.plan.columns import ColumnsBuilder
+    from ray_dcp.core.columns import ColumnsBuilder
 
     some = ColumnsBuilder()
     some.tensor("w", "float32", (3,))

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import assume, event, given, settings, target
 from hypothesis import strategies as st
 
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.plan.coverage import check_coverage, holes, missing_volumes
-from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.reading import (
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.planning.coverage import check_coverage, holes, missing_volumes
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.reads import (
     ReadPlan,
     Wanted,
     block_ranges,
@@ -22,7 +23,6 @@ from ray_dcp.plan.reading import (
     plan_reads,
     slabs,
 )
-from ray_dcp.plan.values import ChunkTable, Kind
 from tests.plan_cases import (
     Case,
     Piece,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.outcome import outcome
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.interruptions import interrupted_storage
 from tests.crash.registry import Place

@@ -4,7 +4,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import CheckpointError, CommitUnknownError, StorageError
-from ray_dcp.protocol.beats import Beat, Doing
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CreateAbort,
@@ -22,6 +21,7 @@ from ray_dcp.protocol.commands import (
     SlotTaken,
 )
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.liveness import Doing, Heartbeat
 from ray_dcp.protocol.messages import Refused, SaveOutcome
 from tests.protocol_play import BUILT, KEY, Play, planned
 
@@ -88,7 +88,7 @@ class Model:
                 case "silence":
                     self.now_s += 60.0
                     for rank in how[0]:
-                        play.coordination.hear(Beat(KEY.session, rank, 60.0, (TAKES_PART,)))
+                        play.coordination.hear(Heartbeat(KEY.session, rank, 60.0, (TAKES_PART,)))
                     play._take(play.coordination.listen())
         except CheckpointError:
             assert len(play.commands) == before

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.io import read_jobs
+from ray_dcp.io.reader import prepare_reads, read_prepared
+from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.options import LoadOptions
-from ray_dcp.plan.read_once import Ranges, ShareCost, merged, share_reads
-from ray_dcp.plan.reading import plan_reads
+from ray_dcp.planning.reads import Ranges, ShareCost, merged, plan_reads, share_reads
 from ray_dcp.store.storage import ReadTraits
-from ray_dcp.transfer import jobs
-from ray_dcp.transfer.reader import prepare_reads, read_prepared
-from ray_dcp.transfer.relay import Relay
 from tests.layout_cases import LAYOUTS, Counting, boxes_of, wanted_of, written
 from tests.plan_cases import box_bytes
 from tests.thread_peers import Board, ThreadExchange
@@ -179,7 +178,7 @@ def test_ranks_that_share_reads_get_what_each_would_read_alone(
                 refuses=bad if trouble == "refused" else lambda _: False,
                 loses=bad if trouble == "lost" else lambda _: False,
             )  # fmt: skip
-            relays[rank] = Relay(
+            relays[rank] = SharedReadStorage(
                 storage, table.files, share, rank, prepared.reads(), exchange,
                 budget_bytes=budget_bytes, num_threads=2,
             )  # fmt: skip
@@ -244,10 +243,10 @@ def test_what_a_rank_says_it_will_read_is_what_it_reads(case, gap, scratch, dire
         storage.ranges.clear()
         plan = plan_reads(table, wanted)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(jobs, "DIRECT_BYTES", direct)
-            patched.setattr(jobs, "SLICE_BYTES", 2 * direct)
-            patched.setattr(jobs, "FREE_GAP_BYTES", 0)
-            patched.setattr(jobs, "SCRATCH_BYTES", scratch)
+            patched.setattr(read_jobs, "DIRECT_BYTES", direct)
+            patched.setattr(read_jobs, "SLICE_BYTES", 2 * direct)
+            patched.setattr(read_jobs, "FREE_GAP_BYTES", 0)
+            patched.setattr(read_jobs, "SCRATCH_BYTES", scratch)
             prepared = prepare_reads(storage, table, plan, wanted, options=options)
         sink = Sink((wanted.size.prod(axis=1) * 4).tolist())
         read_prepared(storage, prepared, sink, options=options)

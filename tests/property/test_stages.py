@@ -10,18 +10,18 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.errors import CheckpointError
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.plan import structural
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.fingerprint import alike
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.loads import node_numbers
-from ray_dcp.plan.regular import probes
-from ray_dcp.plan.structural_plan import StructuralPlan
+from ray_dcp.planning import structural
+from ray_dcp.planning.fingerprint import alike
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.planning.regular import probes
+from ray_dcp.planning.sharing import node_numbers
+from ray_dcp.planning.structural import StructuralPlan
 from ray_dcp.protocol.commands import Failed, Planned, RowsMissing
-from ray_dcp.runtime import planning_task
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime import tasks
+from ray_dcp.runtime.tasks import perform
 from tests.property.test_structure import check_plan, same
 from tests.unit.test_regular import task_of
 
@@ -193,7 +193,7 @@ def test_any_job_has_the_plan_of_its_rows(stages, few_classes, places, least_byt
     with pytest.MonkeyPatch.context() as patch:
         least = 0 if few_classes else 1 << 30
         patch.setattr(structural, "LEAST_RANKS_A_CLASS", least)
-        patch.setattr(planning_task, "MIN_WRITER_BYTES", least_bytes)
+        patch.setattr(tasks, "MIN_WRITER_BYTES", least_bytes)
         found, asked = planned_of(columns, nodes)
     if isinstance(found, Failed):
         event("an error")

@@ -37,12 +37,12 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import Manifest, deciding, decode_record, slot_of
+from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey
-from ray_dcp.runtime.outcome import outcome
+from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer.opening import METADATA_KEY, newest_record
 from ray_dcp.view.verify import verify
 from tests.numpy_ranks import load_ranks, save_ranks
 from tests.property.stateful_model import Change, Place, tally

@@ -12,24 +12,35 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 from ray_dcp.format import table as table_format
-from ray_dcp.format.table import decode_few, decode_table, encode_table
-from ray_dcp.format.table_structure import expanded, structure_from, structure_to
-from ray_dcp.plan import structural
-from ray_dcp.plan import structure as plan_structure
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.finish import _shape_of
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.reading import Wanted
-from ray_dcp.plan.regular import probes
-from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.structure import MOST_RANKS, Mesh, Structure, expand, is_expandable
-from ray_dcp.plan.structure_part import ranks_around
-from ray_dcp.plan.values import ChunkTable, Kind
+from ray_dcp.format.table import (
+    decode_few,
+    decode_table,
+    encode_table,
+    expanded,
+    structure_from,
+    structure_to,
+)
+from ray_dcp.planning import structural
+from ray_dcp.planning import structure as plan_structure
+from ray_dcp.planning.finish import _shape_of
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan, rank_plan
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.planning.regular import probes
+from ray_dcp.planning.structural import StructuralPlan
+from ray_dcp.planning.structure import (
+    MOST_RANKS,
+    Mesh,
+    Structure,
+    expand,
+    is_expandable,
+    ranks_around,
+)
 from ray_dcp.protocol.commands import Planned, RowsMissing
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.tasks import perform
 from tests.unit.test_regular import held_by, task_of
 
 SPLITTABLE = 3 << 10

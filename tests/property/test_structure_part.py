@@ -9,14 +9,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ray_dcp.format.table import decode_few, encode_table
-from ray_dcp.format.table_structure import expanded
-from ray_dcp.plan import structural, structure_part
-from ray_dcp.plan.reading import Wanted
-from ray_dcp.plan.structural_plan import StructuralPlan
-from ray_dcp.plan.structure import expand
-from ray_dcp.plan.structure_part import ranks_around
-from ray_dcp.plan.values import Kind
+from ray_dcp.core.values import Kind
+from ray_dcp.format.table import decode_few, encode_table, expanded
+from ray_dcp.planning import structural
+from ray_dcp.planning import structure as structure_part
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.planning.structural import StructuralPlan
+from ray_dcp.planning.structure import expand, ranks_around
 from ray_dcp.protocol.commands import Planned
 from tests.property.test_stages import LAYOUTS, Stage, Tensor, held, jobs, planned_of
 from tests.unit.test_table_groups import same_reads

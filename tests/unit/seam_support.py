@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ray_dcp.plan.reading import plan_reads
-from ray_dcp.plan.values import ChunkTable, Kind
-from ray_dcp.seam.capture import Capture
-from ray_dcp.seam.targets import Targets
+from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.planning.reads import plan_reads
+from ray_dcp.torch_adapter.capture import Capture
+from ray_dcp.torch_adapter.targets import Targets
 
 
 def box(columns, row):

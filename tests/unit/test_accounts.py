@@ -25,7 +25,7 @@ from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import LoadDone, LoadOutcome, OpKey
 from ray_dcp.runtime import metrics
-from ray_dcp.runtime.accounts import Account
+from ray_dcp.runtime.metrics import Account
 
 STATE_BYTES = 4000
 

@@ -9,15 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ray_dcp.plan import arrow_arrays
-from ray_dcp.plan.arrow_arrays import (
-    from_bytes,
-    from_numpy,
-    from_texts,
-    is_missing,
-    texts,
-    to_numpy,
-)
+from ray_dcp.core import columns
+from ray_dcp.core.columns import from_bytes, from_numpy, from_texts, is_missing, texts, to_numpy
 
 NULL = np.array([i % 3 == 1 for i in range(21)])
 
@@ -65,7 +58,7 @@ def test_texts_come_back(words: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     assert texts(array) == words
     assert texts(array[1:]) == words[1:]
     assert texts(pa.chunked_array([array, array])) == words * 2
-    monkeypatch.setattr(arrow_arrays, "_MOST_JOINED_BYTES", 0)
+    monkeypatch.setattr(columns, "_MOST_JOINED_BYTES", 0)
     assert texts(array) == words
     assert texts(array[1:]) == words[1:]
 
@@ -79,7 +72,7 @@ def test_texts_that_are_missing_or_none_are_told(monkeypatch: pytest.MonkeyPatch
         from_texts(["a", "\ud800"])
     with pytest.raises(ValueError, match="numbers, found string"):
         to_numpy(from_texts(["1"]))
-    monkeypatch.setattr(arrow_arrays, "_MOST_TEXT_BYTES", 3)
+    monkeypatch.setattr(columns, "_MOST_TEXT_BYTES", 3)
     with pytest.raises(ValueError, match="found 4 bytes"):
         from_texts(["ab", "cd"])
 
@@ -100,7 +93,7 @@ def test_nothing_of_it_asks_for_pandas() -> None:
         "        if name == 'pandas': print('asked for pandas')\n"
         "sys.meta_path.insert(0, Asked())\n"
         "from ray_dcp.format.table import decode_table, encode_table\n"
-        "from ray_dcp.plan.columns import ColumnsBuilder, decode, encode\n"
+        "from ray_dcp.core.columns import ColumnsBuilder, decode, encode\n"
         "from tests.big_views import table\n"
         "found = table(4, 2, '0' * 16)\n"
         "assert decode_table(encode_table(found)).names == found.names\n"

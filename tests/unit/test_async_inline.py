@@ -27,7 +27,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime import keeping
+from ray_dcp.runtime import staging_backend
 from ray_dcp.store.opening import open_storage
 
 REPOSITORY = Path(__file__).parents[2]
@@ -83,8 +83,8 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate()
-    make = keeping.ProcessKeeping
-    monkeypatch.setattr(keeping, "ProcessKeeping", lambda rank: make(rank, gate))
+    make = staging_backend.InProcessBackend
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, gate))
     yield gate
     gate.open.set()
 
@@ -153,14 +153,14 @@ def test_a_state_that_can_not_be_saved_fails_the_handle_and_its_staging(tmp_path
 def test_a_thread_that_writes_while_the_state_is_copied_is_found_when_asked_for(
     check, tmp_path, monkeypatch
 ):
-    state, copied = state_of(1), keeping.copy_all
+    state, copied = state_of(1), staging_backend.copy_all
 
     def copy_beside_a_writer(*arguments):
         copied(*arguments)
         state["t"][0, 0] += 1
         state["bf16"][4] = 7
 
-    monkeypatch.setattr(keeping, "copy_all", copy_beside_a_writer)
+    monkeypatch.setattr(staging_backend, "copy_all", copy_beside_a_writer)
     options = SaveOptions(check_unchanged=check)
     handle = ray_dcp.async_save(state, checkpoint_id=tmp_path, options=options)
     if not check:
@@ -181,8 +181,8 @@ def test_a_storage_that_fails_later_fails_the_handle_only(tmp_path, monkeypatch)
     def broken(target):
         raise StorageError("the disk is gone", key="x")
 
-    make = keeping.ProcessKeeping
-    monkeypatch.setattr(keeping, "ProcessKeeping", lambda rank: make(rank, broken))
+    make = staging_backend.InProcessBackend
+    monkeypatch.setattr(staging_backend, "InProcessBackend", lambda rank: make(rank, broken))
     handle = ray_dcp.async_save(state_of(1), checkpoint_id=tmp_path / "c")
     handle.staged(180)
     with pytest.raises(StorageError, match="disk is gone"):
@@ -411,9 +411,9 @@ def test_a_save_that_is_pending_at_exit_is_awaited_by_its_own_process(ending, sa
 
 
 def test_warming_up_touches_memory_for_the_first_save():
-    keeping._memory.clear()
+    staging_backend._memory.clear()
     ray_dcp.warm_up({"w": torch.zeros(3 << 20), "n": 1}, no_dist=True).result(180)
-    assert keeping._memory.idle_bytes >= 12 << 20
+    assert staging_backend._memory.idle_bytes >= 12 << 20
     with pytest.raises(InvalidRequestError, match="mapping"):
         ray_dcp.warm_up([torch.zeros(3)])
 

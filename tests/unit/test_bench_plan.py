@@ -24,7 +24,7 @@ def test_the_second_save_is_warm(layout):
 
 
 def test_of_many_ranks_that_hold_the_same_one_sends_it(monkeypatch):
-    monkeypatch.setattr("ray_dcp.runtime.rank_join.ROWS_AT_ONCE", 0)
+    monkeypatch.setattr("ray_dcp.runtime.rank_save.ROWS_AT_ONCE", 0)
     same = next(plan.slabs(1, 4, regular=True))
     monkeypatch.setattr(plan, "slabs", lambda world, tensors, regular: [same] * world)
     found = plan.measure(5, 4, "regular", 2)

@@ -16,13 +16,12 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli import output, places
-from ray_dcp.cli.looking import changes
+from ray_dcp.cli.listing import changes
 from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.view.run_view import open_run
-from ray_dcp.view.usage import usage_of
+from ray_dcp.view.run_view import open_run, usage_of
 from tests import checkpoints
 
 
@@ -181,7 +180,7 @@ def test_a_traceback_comes_with_debug_alone(run: Path, monkeypatch: pytest.Monke
         assert found.exit_code == 2
         assert "Traceback" in found.stderr
         assert "CheckpointNotFoundError" in found.stderr
-    monkeypatch.setattr("ray_dcp.cli.reading.checkpoint_at", lambda text: 1 / 0)
+    monkeypatch.setattr("ray_dcp.cli.showing.checkpoint_at", lambda text: 1 / 0)
     said = refused("show", run / "step-10")
     assert "ZeroDivisionError" in said
     assert "--debug" in said

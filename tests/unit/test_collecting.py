@@ -22,6 +22,8 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import DeleteRecord, Manifest, Verdict, decode_record, record_key
+from ray_dcp.io.checkpoint import find_checkpoint, newest_record
+from ray_dcp.io.records import read_slots
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     CollectReplaced,
@@ -34,20 +36,16 @@ from ray_dcp.protocol.commands import (
     RecordCreated,
 )
 from ray_dcp.protocol.messages import Target
-from ray_dcp.protocol.save_errors import REPLACED_SINCE
+from ray_dcp.protocol.save import REPLACED_SINCE
 from ray_dcp.protocol.vote import Fenced, Lost, Won
-from ray_dcp.runtime.collecting import collect
-from ray_dcp.runtime.deleting import delete
+from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.outcome import outcome, settle
-from ray_dcp.runtime.perform import perform
-from ray_dcp.store.faults import Fault, FaultyStorage
+from ray_dcp.runtime.tasks import outcome, perform, settle
+from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
-from ray_dcp.transfer.opening import find_checkpoint, newest_record
-from ray_dcp.transfer.slots import read_slots
 from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.listing import list_checkpoints
 from tests.numpy_ranks import (

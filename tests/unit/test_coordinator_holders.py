@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_dcp.protocol.messages import Noted, OpKey, PartsHeld, SaveStaged
-from ray_dcp.protocol.together import Together
+from ray_dcp.protocol.aggregation import MessageBatch
+from ray_dcp.protocol.messages import Ack, OpKey, PartsHeld, SaveStaged
 from ray_dcp.runtime.coordinator import Coordinator
 
 KEY = OpKey("run", 3)
@@ -36,7 +36,7 @@ class Actor(Coordinator):
     def _receive(self, request: object, beats_s: float | None = None) -> tuple[()]:
         for futures in self._waiting.values():
             for future in futures:
-                future.set_result(Noted())
+                future.set_result(Ack())
         return ()
 
     def _carry_out(self, commands: object) -> None:
@@ -50,7 +50,7 @@ class Actor(Coordinator):
         self.kept += 1
 
     async def _told(self, message: object, beats_s: float | None) -> object:
-        return Noted()
+        return Ack()
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -58,7 +58,9 @@ def test_they_are_noted_and_kept(together):
     async def story() -> Actor:
         actor = Actor()
         if together:
-            message = Together(KEY, "SaveStaged", (0, 1), (*STAGED, SaveStaged(KEY, 2, "a1", 1)))
+            message = MessageBatch(
+                KEY, "SaveStaged", (0, 1), (*STAGED, SaveStaged(KEY, 2, "a1", 1))
+            )
             await actor.call_together(message, ())
         else:
             for request in (*STAGED, SaveStaged(KEY, 2, "a1", 1)):

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import ray_dcp
 from ray_dcp.errors import CoverageError, InvalidRequestError
-from ray_dcp.format.safetensors_frame import ALL_CODES
-from ray_dcp.seam.tensors import dtype_of
+from ray_dcp.format.safetensors import ALL_CODES
+from ray_dcp.io.consolidation import consolidate
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.consolidation import consolidate
+from ray_dcp.torch_adapter.tensors import dtype_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),

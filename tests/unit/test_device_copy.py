@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ray_dcp.errors import InternalError
-from ray_dcp.runtime import keeping
-from ray_dcp.seam import device_copy
-from ray_dcp.seam.capture import TensorBytes
-from ray_dcp.seam.device_copy import Cuda, DeviceFiller, device_bytes, filler_for, pin_for
-from ray_dcp.seam.tensors import host_bytes
-from ray_dcp.stage.arena import Arena
-from ray_dcp.stage.filling import HostFiller, fill_rows
+from ray_dcp.runtime import staging_backend
+from ray_dcp.stage.copying import HostFiller, fill_rows
+from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter.capture import TensorBytes
+from ray_dcp.torch_adapter.device_copy import Cuda, DeviceFiller, device_bytes, filler_for, pin_for
+from ray_dcp.torch_adapter.tensors import host_bytes
 
 KIB = 1 << 10
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -170,7 +170,7 @@ def test_bytes_on_a_device_are_those_on_the_host(dtype):
 
 def test_a_slot_is_pinned_once_when_it_is_used_and_given_back():
     driver = Late(torch.randn(1))
-    arena = Arena.create(3, 4 * KIB)
+    arena = StagingMemory.create(3, 4 * KIB)
     arena.slot_array(0)
     assert not driver.pinned
     arena.pin_with(driver.pin)
@@ -184,7 +184,7 @@ def test_a_slot_is_pinned_once_when_it_is_used_and_given_back():
 
 def test_a_slot_that_can_not_be_pinned_is_used_all_the_same():
     tried = []
-    arena = Arena.create(1, 4 * KIB)
+    arena = StagingMemory.create(1, 4 * KIB)
     arena.pin_with(lambda memory: tried.append(len(memory)))
     arena.slot_array(0)[:] = 1
     arena.slot_array(0)
@@ -210,13 +210,13 @@ def test_a_process_that_is_alone_stages_what_is_on_a_device(monkeypatch, tmp_pat
     found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert keeping.device_filler_of(lambda row: memoryview(b"")) is None
+    assert staging_backend.device_filler_of(lambda row: memoryview(b"")) is None
 
 
 @NEEDS_GPU
 def test_a_real_gpu_fills_pinned_memory():
     tensors = [tensor.cuda() for tensor in many_tensors()]
-    arena = Arena.create(1, 4 << 20)
+    arena = StagingMemory.create(1, 4 << 20)
     filler = filler_for(tensors, HostFiller(TensorBytes(tensors)))
     assert isinstance(filler, DeviceFiller)
     arena.pin_with(filler.pin)
@@ -244,7 +244,7 @@ def test_work_that_a_gpu_was_given_before_is_in_the_copy():
 
 def test_pages_are_given_back_with_an_arena_that_nobody_closes():
     driver = Late(torch.zeros(1))
-    arena = Arena.create(2, 4096)
+    arena = StagingMemory.create(2, 4096)
     arena.pin_with(driver.pin)
     arena.slot_array(0)
     arena.slot_array(1)

@@ -10,27 +10,24 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
+from ray_dcp.core.checksums import digest, end_checks, length_with_checks
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     DamagedCheckpointError,
     InternalError,
 )
-from ray_dcp.format.checksums import digest
-from ray_dcp.format.end_checks import end_checks, length_with_checks
 from ray_dcp.format.manifest import decode_record
+from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
+from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan.finish import checked_receipts, finish_table
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.protocol.messages import SaveReceipt
-from ray_dcp.protocol.receipts import join_receipts, pack_receipts
+from ray_dcp.planning.finish import checked_receipts, finish_table
+from ray_dcp.planning.global_plan import make_plan, rank_plan
+from ray_dcp.protocol.messages import SaveReceipt, join_receipts, pack_receipts
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
-from ray_dcp.transfer.writer import write_part
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state, save_ranks, save_state
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp import errors
-from ray_dcp.seam.decision import MissingTargetError
+from ray_dcp.torch_adapter.dispatch import MissingTargetError
 
 
 def state(value: float = 1.0) -> dict[str, Any]:

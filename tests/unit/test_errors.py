@@ -139,8 +139,8 @@ def test_the_facade_offers_the_errors():
     assert all(getattr(ray_dcp, name) is getattr(errors, name) for name in exported)
 
 
-TORCH_FIRST = "import torch.distributed.checkpoint, ray_dcp.seam"
-TORCH_LATER = "import pickle; pickle.loads(data); import ray_dcp.seam"
+TORCH_FIRST = "import torch.distributed.checkpoint, ray_dcp.torch_adapter"
+TORCH_LATER = "import pickle; pickle.loads(data); import ray_dcp.torch_adapter"
 
 
 @pytest.mark.parametrize("imports", ["", TORCH_FIRST, TORCH_LATER])

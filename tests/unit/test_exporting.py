@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from ray_dcp import extraction
+from ray_dcp import conversion
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,9 +22,9 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.exporting import plan_export
-from ray_dcp.store import watching
+from ray_dcp.io.copying import copy_checkpoint, plan_copy
+from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.transfer.copying import copy_checkpoint, plan_copy
 from tests import checkpoints
 
 
@@ -136,7 +136,7 @@ def test_an_export_that_does_not_fit_the_disk_is_said_before_it_begins(
 def test_an_interrupted_export_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    from ray_dcp.transfer import reader
+    from ray_dcp.io import reader
 
     source = checkpoints.save(tmp_path / "source", container="safetensors")
     before = [p.name for p in tmp_path.iterdir()]
@@ -168,7 +168,7 @@ class Told(list):
 def test_a_bar_is_told_how_far_an_export_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    monkeypatch.setattr(extraction, "_PART_BYTES", 1)
+    monkeypatch.setattr(conversion, "_PART_BYTES", 1)
     source = checkpoints.save(tmp_path / "source")
     told = Told()
     ray_dcp.export(source, tmp_path / "out", kind, include=["model.[wl]*"], told=told)
@@ -186,7 +186,7 @@ def test_a_bar_is_told_how_far_an_import_is(tmp_path: Path):
 
 
 def test_what_is_watched_is_told_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(watching, "LOOKS_S", 0.001)
+    monkeypatch.setattr(opening, "LOOKS_S", 0.001)
     seen = threading.Event()
     found = []
 
@@ -194,7 +194,7 @@ def test_what_is_watched_is_told_while_it_grows(tmp_path: Path, monkeypatch: pyt
         found.append((done, total))
         seen.set() if done == 110 else None
 
-    with watching.watched(tmp_path, told, 10, 150):
+    with opening.watched(tmp_path, told, 10, 150):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "file").write_bytes(bytes(100))
         assert seen.wait(180)
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_never_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
     """Each part is a load, which opens the checkpoint anew."""
-    monkeypatch.setattr(extraction, "_PART_BYTES", 1)
+    monkeypatch.setattr(conversion, "_PART_BYTES", 1)
     source = checkpoints.save(tmp_path / "source")
 
     def replace(done: int, total: int) -> None:

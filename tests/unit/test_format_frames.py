@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ray_dcp.errors import InvalidRequestError, UnsupportedValueError
-from ray_dcp.format import frames
+from ray_dcp.format import torch_items
 
 SIZES = [(), (0,), (3,), (2, 3), (0, 4), (4, 0), (2, 0, 3), (1, 2, 3, 4, 5), (300, 233)]
 
@@ -34,19 +34,19 @@ def savable_dtypes():
 
 
 def framed(dtype, size):
-    num_bytes = math.prod(size) * frames.ITEMSIZE[dtype]
+    num_bytes = math.prod(size) * torch_items.ITEMSIZE[dtype]
     payload = np.random.default_rng(0).integers(0, 2, num_bytes, dtype=np.uint8).tobytes()
-    frame = frames.torch_save_frame(dtype, size)
+    frame = torch_items.torch_save_frame(dtype, size)
     return frame.header + payload + frame.footer, payload
 
 
 def test_every_dtype_that_torch_saves_raw_has_a_frame_and_torch_s_itemsize():
-    assert savable_dtypes() == set(frames.ITEMSIZE)
-    for name, itemsize in frames.ITEMSIZE.items():
+    assert savable_dtypes() == set(torch_items.ITEMSIZE)
+    for name, itemsize in torch_items.ITEMSIZE.items():
         assert getattr(torch, name).itemsize == itemsize
 
 
-@pytest.mark.parametrize("dtype", frames.ITEMSIZE)
+@pytest.mark.parametrize("dtype", torch_items.ITEMSIZE)
 def test_torch_loads_a_framed_tensor_as_if_it_had_saved_it(dtype):
     for size in SIZES:
         item, payload = framed(dtype, size)
@@ -83,8 +83,8 @@ def test_torch_loads_a_framed_tensor_with_calculated_storage_offsets(tmp_path):
 def test_the_header_keeps_the_payload_aligned_and_the_small_records_carry_their_crc():
     for dtype, size in [("float32", (3,)), ("uint16", (1, 2, 3, 4, 5)), ("bool", ())]:
         item, _ = framed(dtype, size)
-        frame = frames.torch_save_frame(dtype, size)
-        assert len(frame.header) % frames.FRAME_ALIGNMENT == 0
+        frame = torch_items.torch_save_frame(dtype, size)
+        assert len(frame.header) % torch_items.FRAME_ALIGNMENT == 0
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
             names = [info.filename for info in archive.infolist()]
             assert names[-1] == "archive/data/0"
@@ -103,7 +103,7 @@ LARGE = [
 
 @pytest.mark.parametrize("size", LARGE)
 def test_frames_beyond_4_gib_are_valid_zips(size, tmp_path):
-    frame = frames.torch_save_frame("uint8", size)
+    frame = torch_items.torch_save_frame("uint8", size)
     payload_bytes = math.prod(size)
     path = tmp_path / "sparse"
     with path.open("wb") as file:
@@ -118,7 +118,7 @@ def test_frames_beyond_4_gib_are_valid_zips(size, tmp_path):
             assert record._orig_compress_size == payload_bytes
             assert archive.fp is not None
         assert archive.read("archive/version") == b"3\n"
-    found = frames.parse_torch_save(frame.header, path.stat().st_size)
+    found = torch_items.parse_torch_save(frame.header, path.stat().st_size)
     assert (found.size, found.payload_offset) == (size, len(frame.header))
     assert found.payload_bytes == payload_bytes
     os.unlink(path)
@@ -126,7 +126,7 @@ def test_frames_beyond_4_gib_are_valid_zips(size, tmp_path):
 
 @pytest.mark.parametrize("size", [(FOUR_GIB + 3,), (2, FOUR_GIB // 2), (FOUR_GIB - 200,)])
 def test_torch_maps_a_sparse_item_beyond_4_gib(size, tmp_path):
-    frame = frames.torch_save_frame("uint8", size)
+    frame = torch_items.torch_save_frame("uint8", size)
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         file.write(frame.header)
@@ -149,25 +149,25 @@ def test_lengths_of_many_frames_equal_those_of_each():
     padded = np.ones((len(rows), 5), dtype=np.int64)
     for row, (_, size) in enumerate(rows):
         padded[row, : len(size)] = size
-    headers, footers = frames.frame_bytes_many(
+    headers, footers = torch_items.frame_bytes_many(
         names,
         np.array([dtype for dtype, _ in rows], dtype=np.int8),
         np.array([len(size) for _, size in rows], dtype=np.int8),
         padded,
     )
-    expected = [frames.frame_bytes(names[dtype], size) for dtype, size in rows]
+    expected = [torch_items.frame_bytes(names[dtype], size) for dtype, size in rows]
     assert list(zip(headers.tolist(), footers.tolist(), strict=True)) == expected
 
 
 def test_tensors_that_can_t_be_framed_are_refused():
     with pytest.raises(UnsupportedValueError, match="found 'qint8'"):
-        frames.torch_save_frame("qint8", (3,))
+        torch_items.torch_save_frame("qint8", (3,))
     for size in [(-1,), (1 << 40, 1 << 40), (0, 1 << 60, 1 << 60)]:
         with pytest.raises(InvalidRequestError):
-            frames.torch_save_frame("float32", size)
+            torch_items.torch_save_frame("float32", size)
         rows = np.array([[*size, 1, 1][:3]], dtype=np.int64)
         with pytest.raises(InvalidRequestError):
-            frames.frame_bytes_many(["float32"], np.zeros(1, int), np.full(1, len(size)), rows)
+            torch_items.frame_bytes_many(["float32"], np.zeros(1, int), np.full(1, len(size)), rows)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -181,7 +181,7 @@ def test_stock_dcp_reads_frames_that_lie_anywhere_in_a_file(tmp_path):
     names, places, position = {}, {}, 0
     with (tmp_path / "x.distcp").open("wb") as file:
         for gap, (name, value) in enumerate(values.items()):
-            frame = frames.torch_save_frame(str(value.dtype)[6:], tuple(value.shape))
+            frame = torch_items.torch_save_frame(str(value.dtype)[6:], tuple(value.shape))
             item = frame.header + value.numpy().tobytes() + frame.footer
             file.write(b"#" * (gap * 11 + 3) + item)
             position += gap * 11 + 3

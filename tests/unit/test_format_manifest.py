@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -10,7 +11,6 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
 )
 from ray_dcp.format import manifest as mf
-from ray_dcp.format.checksums import digest_bytes
 
 ENTRY = mf.FileEntry("__0_0.a1.distcp", 4096, "00" * 16)
 MANIFEST = mf.Manifest(

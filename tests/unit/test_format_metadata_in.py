@@ -13,10 +13,9 @@ from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.metadata_in import decode_metadata
-from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.plan.values import Kind
+from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from tests.format_cases import difference, many_table, mixed_table
 
 

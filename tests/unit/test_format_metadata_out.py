@@ -12,11 +12,11 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import InternalError
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.format.frames import torch_save_frame
-from ray_dcp.format.metadata_out import encode_metadata
-from ray_dcp.plan.values import Kind
+from ray_dcp.format.metadata import encode_metadata
+from ray_dcp.format.torch_items import torch_save_frame
 from tests.format_cases import many_table, mixed_table, table_of
 
 
@@ -168,9 +168,9 @@ def test_it_is_protocol_4_and_names_only_dcp_s_own_classes():
 def test_it_is_written_without_importing_torch():
     code = (
         "import sys; from tests.format_cases import mixed_table\n"
-        "from ray_dcp.format import metadata_in, metadata_out, manifest, table, safetensors_frame\n"
-        "data = metadata_out.encode_metadata(mixed_table(), checkpoint_id='x', attempt='a')\n"
-        "assert metadata_in.decode_metadata(data).attempt == 'a'\n"
+        "from ray_dcp.format import metadata, manifest, table, safetensors\n"
+        "data = metadata.encode_metadata(mixed_table(), checkpoint_id='x', attempt='a')\n"
+        "assert metadata.decode_metadata(data).attempt == 'a'\n"
         "assert not {'torch', 'ray'} & set(sys.modules), 'torch or ray was imported'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)

@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.format.parquet_footer import ColumnClaim, page_bytes, read_footer
 from ray_dcp.format.table import encode_table
+from ray_dcp.format.table_file import ColumnClaim, page_bytes, read_footer
 from tests.format_cases import many_table, mixed_table
 
 

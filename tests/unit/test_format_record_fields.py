@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_dcp.errors import DamagedCheckpointError
-from ray_dcp.format.record_fields import text
+from ray_dcp.format.manifest import text
 
 
 @pytest.mark.parametrize("value", ["a\ud800", "\udfff", "é\udc00"])

@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ray_dcp.core.checksums import digest
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format import table as tb
-from ray_dcp.format import table_parquet as parquet
-from ray_dcp.format.checksums import digest
-from ray_dcp.format.parquet_footer import read_footer
+from ray_dcp.format import table_file as parquet
 from ray_dcp.format.table_check import check_table
-from ray_dcp.plan.values import Kind
+from ray_dcp.format.table_file import read_footer
 from tests import big_views
 from tests.format_cases import difference, many_table, mixed_table, table_of
 

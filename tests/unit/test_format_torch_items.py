@@ -5,8 +5,8 @@ import zipfile
 import pytest
 import torch
 
+from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.dtypes import ITEMSIZE
 from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, parse_torch_save
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from ray_dcp.core.checksums import digest
 from ray_dcp.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -16,17 +17,21 @@ from ray_dcp.errors import (
     PlanConflictError,
     RankDisagreementError,
 )
-from ray_dcp.format.checksums import digest
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol import operation
-from ray_dcp.protocol.commands import Answer
-from ray_dcp.protocol.gathering import (
+from ray_dcp.protocol.aggregation import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
-    Gathering,
+    BatchedJoins,
+    BatchedReceipts,
+    BatchedReplies,
+    Batches,
+    BatchWindow,
     group_of,
     is_gathered,
+    together,
 )
+from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.messages import (
     DeferredPlace,
     Exchange,
@@ -39,11 +44,11 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     SendItems,
     Target,
+    join_receipts,
+    pack_receipts,
 )
-from ray_dcp.protocol.receipts import join_receipts, pack_receipts
-from ray_dcp.protocol.together import Batches, JoinedTogether, Told, WrittenTogether, together
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.rank import save_rank
+from ray_dcp.runtime.rank_load import save_rank
+from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_ranks, load_state
@@ -99,7 +104,7 @@ def test_a_warm_save_is_one_message_of_each_group_in_each_phase():
     assert world.messages == {"SaveJoin": 3, "SaveReceipt": 3}
     assert not world.direct
     kinds = [type(message.said) for message in world.together]
-    assert kinds == [JoinedTogether] * 3 + [WrittenTogether] * 3
+    assert kinds == [BatchedJoins] * 3 + [BatchedReceipts] * 3
     assert job.holds(sample_state(1))
 
 
@@ -226,7 +231,7 @@ def receipt_of(file, key=None, places=()):
 def test_joins_together_mean_the_same():
     joins = [join(rank, node=f"node {rank // 2}") for rank in (2, 0, 1)]
     message = together(joins)
-    assert isinstance(message.said, JoinedTogether)
+    assert isinstance(message.said, BatchedJoins)
     assert message.requests() == sorted(joins, key=lambda one: one.rank)
     assert message.only({1}).requests() == [join(1, node="node 0")]
 
@@ -270,7 +275,7 @@ def test_receipts_together_mean_the_same():
         SaveReceipt(OpKey("run", 0), 0, "a1", 1, ()),
     ]
     message = together(receipts)
-    assert isinstance(message.said, WrittenTogether)
+    assert isinstance(message.said, BatchedReceipts)
     empty, full = message.requests()
     assert empty == receipts[1]
     assert replace(full, files=()) == replace(receipts[0], files=())
@@ -316,7 +321,7 @@ def test_receipts_are_joined_by_file():
 
 def test_what_is_incomplete_goes_late_and_ever_later():
     now = [0.0]
-    gathering = Gathering(range(3), lambda: now[0])
+    gathering = BatchWindow(range(3), lambda: now[0])
     assert gathering.take(join(0)) == []
     assert gathering.next_s == FIRST_WAIT_S
     assert gathering.due() == []
@@ -335,7 +340,7 @@ def test_what_is_incomplete_goes_late_and_ever_later():
 
 def test_the_wait_is_that_of_the_first_who_came_and_has_an_end():
     now = [0.0]
-    gathering = Gathering(range(64), lambda: now[0])
+    gathering = BatchWindow(range(64), lambda: now[0])
     waits = []
     for rank in range(0, 20, 2):
         gathering.take(join(rank))
@@ -351,7 +356,7 @@ def test_the_wait_is_that_of_the_first_who_came_and_has_an_end():
 
 def test_what_is_due_first_is_sent_first():
     now = [0.0]
-    gathering = Gathering(range(3), lambda: now[0])
+    gathering = BatchWindow(range(3), lambda: now[0])
     gathering.take(join(0))
     now[0] = 0.1
     gathering.take(join(0, key=OpKey("run", 1)))
@@ -362,13 +367,13 @@ def test_what_is_due_first_is_sent_first():
 
 
 def test_steps_that_were_sent_are_forgotten_and_no_others():
-    gathering = Gathering(range(2), lambda: 0.0)
+    gathering = BatchWindow(range(2), lambda: 0.0)
     for seq in range(1000):
         key = OpKey("run", seq)
         gathering.take(join(0, key=key))
         if seq:
             (message,) = gathering.take(join(1, key=key))
-            gathering.told(message, Told((((0,), SendItems(rows=True)),)))
+            gathering.told(message, BatchedReplies((((0,), SendItems(rows=True)),)))
     # What waits is sent however long ago it came.
     assert [m.ranks for m in gathering.take(join(1, key=OpKey("run", 0)))] == [(0, 1)]
     assert len(gathering._steps) <= 300
@@ -376,32 +381,32 @@ def test_steps_that_were_sent_are_forgotten_and_no_others():
 
 
 def test_who_is_asked_twice_is_waited_for_each_time():
-    gathering = Gathering(range(4), lambda: 0.0)
+    gathering = BatchWindow(range(4), lambda: 0.0)
     (first,) = [m for rank in range(4) for m in gathering.take(join(rank))]
-    gathering.told(first, Told((((1, 3), SendItems(rows=False)),)))
+    gathering.told(first, BatchedReplies((((1, 3), SendItems(rows=False)),)))
     rows = {"columns": b"rows", "contents": b"c"}
     assert gathering.take(join(1, asked=1, **rows)) == []
     (second,) = gathering.take(join(3, asked=1, **rows))
-    gathering.told(second, Told((((3,), SendItems(rows=True)),)))
+    gathering.told(second, BatchedReplies((((3,), SendItems(rows=True)),)))
     # The second time only one was asked.
     (third,) = gathering.take(join(3, asked=2, **rows))
     assert (third.ranks, third.step) == ((3,), "SaveJoin 2")
 
 
 def test_who_is_asked_for_more_is_waited_for_and_no_others():
-    gathering = Gathering(range(4), lambda: 0.0)
+    gathering = BatchWindow(range(4), lambda: 0.0)
     messages = [message for rank in range(4) for message in gathering.take(join(rank))]
     (first,) = messages
-    gathering.told(first, Told((((1, 3), SendItems(rows=True)),)))
+    gathering.told(first, BatchedReplies((((1, 3), SendItems(rows=True)),)))
     assert gathering.take(join(3, asked=1)) == []
     assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
 
 
 def test_those_who_are_told_one_after_another_to_send_more_are_waited_for_together():
-    gathering = Gathering(range(4), lambda: 0.0)
+    gathering = BatchWindow(range(4), lambda: 0.0)
     (first,) = [message for rank in range(4) for message in gathering.take(join(rank))]
     for rank in (1, 3):
-        gathering.told(first, Told((((rank,), SendItems(rows=True)),)))
+        gathering.told(first, BatchedReplies((((rank,), SendItems(rows=True)),)))
     assert gathering.take(join(3, asked=1)) == []
     assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
 

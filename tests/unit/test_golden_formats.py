@@ -20,10 +20,10 @@ import ray_dcp
 from ray_dcp.format import table as table_format
 from ray_dcp.format.manifest import FORMAT_VERSION, decode_record
 from ray_dcp.format.table import decode_table
+from ray_dcp.io.checkpoint import newest_record
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan import structural
+from ray_dcp.planning import structural
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import newest_record
 from tests import warm_ranks
 from tests.crash.array_states import ArrayCapture, State, same_state
 from tests.crash.ranks import load_state

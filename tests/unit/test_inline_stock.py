@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointExistsError
-from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.manifest import decode_record
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.tasks import perform
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 from tests.scripted_storage import ChangeScript
 

@@ -23,14 +23,14 @@ LAYERS = {
     "options": 1,
     "events": 1,
     "clock": 1,
-    "collector": 1,
-    "plan": 2,
+    "core": 1,
+    "planning": 2,
     "format": 2,
     "store": 2,
     "protocol": 2,
-    "seam": 3,
+    "torch_adapter": 3,
     "stage": 3,
-    "transfer": 3,
+    "io": 3,
     "view": 3,
     "runtime": 4,
     "testing": 4,
@@ -39,7 +39,6 @@ LAYERS = {
     "data": 5,
     "entrypoints": 5,
     "exporting": 5,
-    "extraction": 5,
     "handle": 5,
     "loading": 5,
     "warming": 5,
@@ -60,18 +59,15 @@ HOMES = {
         {"runtime", "integrations"},
         {
             "runtime.inline",
-            "runtime.rank",
+            "runtime.rank_load",
             "runtime.rank_save",
-            "runtime.rank_join",
-            "runtime.commit_files",
-            "runtime.plan_memory",
-            "runtime.keeping",
-            "runtime.perform",
+            "runtime.staging_backend",
+            "runtime.tasks",
         },
     ),
     "torch": (
         {
-            "seam",
+            "torch_adapter",
             "runtime",
             "operations",
             "loading",
@@ -79,7 +75,6 @@ HOMES = {
             "warming",
             "conversion",
             "data",
-            "extraction",
             "handle",
             "entrypoints",
             "manager",
@@ -92,10 +87,10 @@ HOMES = {
     "matplotlib": ({"view"}, set()),
     "click": ({"cli"}, set()),
     "rich": ({"cli"}, set()),
-    "xxhash": ({"format"}, set()),
+    "xxhash": ({"core"}, set()),
     "fsspec": ({"store"}, set()),
     "obstore": ({"store"}, set()),
-    "pyarrow": ({"plan", "format", "store"}, set()),
+    "pyarrow": ({"core", "format", "store"}, set()),
 }
 
 # Modules outside torch's homes that import it inside a call which returns or compares tensors.
@@ -157,7 +152,7 @@ def imported_by(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        # Why both: `from ray_dcp import plan` imports a module, `from ray_dcp.plan import X` too.
+        # Why both: `from ray_dcp import core` imports a module, as `from ray_dcp.core import X`.
         return [f"{node.module}.{alias.name}" for alias in node.names]
     return []
 

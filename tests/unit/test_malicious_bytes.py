@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.safe_names import allowed_global
+from ray_dcp.format.metadata import allowed_global
 from ray_dcp.format.safe_pickle import read_pickle
-from ray_dcp.seam.objects import dump_object, load_object, load_problem
+from ray_dcp.torch_adapter.objects import dump_object, load_object, load_problem
 from tests import hostile
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,8 @@ def test_what_the_user_allowed_is_not_held_against_these_rules():
 def test_values_nested_deep_are_made_and_freed(begin: bytes, end: bytes):
     """Python frees what is nested by recursion; where that has no bound the process ends."""
     program = (
-        "import sys\nfrom ray_dcp.seam.objects import load_object\nfrom tests import hostile\n"
+        "import sys\nfrom tests import hostile\n"
+        "from ray_dcp.torch_adapter.objects import load_object\n"
         f"data = hostile.item(hostile.nested(100_000, b'N', {begin!r}, {end!r}))\n"
         "value = load_object(data, fqn='a')\nassert value is not None\ndel value\nprint('freed')"
     )

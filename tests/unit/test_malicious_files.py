@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 import ray_dcp
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -26,9 +28,7 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.format import manifest as records
-from ray_dcp.format.checksums import digest_bytes
 from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.plan.values import ChunkTable
 from tests import checkpoints, hostile
 
 ESCAPES = (

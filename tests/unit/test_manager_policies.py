@@ -23,8 +23,8 @@ from ray_dcp.manager import (
     SaveFacts,
     StepFacts,
 )
-from ray_dcp.protocol.retention import best_of, check_metrics, check_retention, superfluous
-from ray_dcp.protocol.save_policy import (
+from ray_dcp.manager.retention import best_of, check_metrics, check_retention, superfluous
+from ray_dcp.manager.save_policy import (
     asks_only_the_step,
     check_save_policy,
     listens_for_preemption,

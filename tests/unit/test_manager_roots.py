@@ -25,6 +25,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
+from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import (
     CatalogueRow,
     StepInfo,
@@ -33,20 +34,17 @@ from ray_dcp.format.step_info import (
     encode_catalogue,
     encode_info,
 )
-from ray_dcp.format.step_names import StepNames
-from ray_dcp.manager import CheckpointManager, LatestN, removal
-from ray_dcp.manager.catalogue import look, publish
-from ray_dcp.manager.places import CATALOGUE, FOLDER
-from ray_dcp.manager.processes import Unchanged, this_process
-from ray_dcp.manager.reading import Lease, Readers
-from ray_dcp.manager.writing import Right
-from ray_dcp.runtime.deleting import delete
-from ray_dcp.store.faults import Fault, Script
+from ray_dcp.io.records import Announced
+from ray_dcp.manager import CheckpointManager, LatestN
+from ray_dcp.manager import writer as removal
+from ray_dcp.manager.catalogue import CATALOGUE, FOLDER, look, publish
+from ray_dcp.manager.leases import Lease, Readers, Unchanged, WriterLease, this_process
+from ray_dcp.runtime.garbage_collection import delete
+from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError
-from ray_dcp.transfer.announcements import Announced
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.manager_places import (
     HERE,
@@ -71,9 +69,9 @@ def storage(request):
     return found
 
 
-def right(storage, holder=HERE, **given) -> Right:
+def right(storage, holder=HERE, **given) -> WriterLease:
     given.setdefault("wait", lambda _: None)
-    return Right(root_of(storage), opener_of(storage), holder=holder, beats=False, **given)
+    return WriterLease(root_of(storage), opener_of(storage), holder=holder, beats=False, **given)
 
 
 def manager_of(path, **given) -> CheckpointManager:

@@ -9,11 +9,11 @@ import torch
 
 from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
 from ray_dcp.manager import CheckpointManager, Item
-from ray_dcp.manager.agreeing import agree
+from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Exchange
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.outcome import settle
+from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.local import LocalStorage
 from tests.thread_ranks import DeadRankError, run_as_ranks
 
@@ -77,7 +77,7 @@ def test_a_step_that_is_told_as_failed_never_appears(tmp_path):
 def test_an_attempt_that_was_ended_before_its_save_began_is_not_committed(tmp_path, monkeypatch):
     from ray_dcp.operations import run_save
     from ray_dcp.protocol.messages import Target
-    from ray_dcp.seam.paths import decide_save
+    from ray_dcp.torch_adapter.dispatch import decide_save
 
     target, attempt = Target(str(tmp_path)), "0123456789abcdef"
     settle(target, attempt, reason="nobody waits for it", rank=1)

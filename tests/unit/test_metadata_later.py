@@ -13,7 +13,7 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
 from ray_dcp.protocol.commands import Failed, MakeMetadata
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime.tasks import perform
 from tests.crash.array_states import sample_state
 from tests.crash.ranks import save_ranks
 

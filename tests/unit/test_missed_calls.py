@@ -6,16 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ray_dcp.errors import CheckpointError, DeadlineError, RankDisagreementError
-from ray_dcp.manager.agreeing import agree
+from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, SaveOutcome, Target
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.plan_memory import PlanMemory
-from ray_dcp.runtime.rank import drive, save_rank
-from ray_dcp.runtime.shell import Shell
+from ray_dcp.runtime.inline import Shell
+from ray_dcp.runtime.rank_load import drive, save_rank
+from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.tasks import new_attempt, perform
 from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
 
 LIMIT_S = 120.0

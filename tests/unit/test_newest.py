@@ -34,14 +34,13 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import LoadDone, OpKey, Target
-from ray_dcp.runtime import newest
+from ray_dcp.runtime import rank_load
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.newest import StepRange, falls_back, load_newest_rank
-from ray_dcp.runtime.rank import load_rank
-from ray_dcp.store.faults import Fault, FaultyStorage
+from ray_dcp.runtime.rank_load import StepRange, falls_back, load_newest_rank, load_rank
+from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.view.runs import StepFolder, list_run
+from ray_dcp.view.listing import StepFolder, list_run
 from tests import checkpoints
 from tests.numpy_ranks import NumpyWork, save, state_of
 
@@ -273,7 +272,7 @@ def test_a_deleted_step_is_no_candidate(run):
 
 
 def test_a_step_that_is_gone_by_the_time_it_is_tried_is_passed_over(run, monkeypatch):
-    real = newest.list_run
+    real = rank_load.list_run
 
     def list_and_lose(target):
         listed = real(target)
@@ -281,7 +280,7 @@ def test_a_step_that_is_gone_by_the_time_it_is_tried_is_passed_over(run, monkeyp
         lost.delete([entry.key for entry in lost.list()])
         return listed
 
-    monkeypatch.setattr(newest, "list_run", list_and_lose)
+    monkeypatch.setattr(rank_load, "list_run", list_and_lose)
     found = load(run.url)
     assert found.step == 9
     assert type(found.skipped[0][1]) is CheckpointNotFoundError
@@ -290,8 +289,8 @@ def test_a_step_that_is_gone_by_the_time_it_is_tried_is_passed_over(run, monkeyp
 def test_only_rank_0_lists_and_only_once(run, monkeypatch):
     spoil(run, 10, "data is gone")
     seen = []
-    real = newest.list_run
-    monkeypatch.setattr(newest, "list_run", lambda target: seen.append(target) or real(target))
+    real = rank_load.list_run
+    monkeypatch.setattr(rank_load, "list_run", lambda target: seen.append(target) or real(target))
     assert load(run.url, 4).step == 9
     assert len(seen) == 1
 
@@ -461,10 +460,10 @@ def test_a_run_that_can_not_be_listed_fails_on_all_ranks(run, monkeypatch):
     def refuse(_):
         raise StorageError("no access")
 
-    monkeypatch.setattr(newest, "list_run", refuse)
+    monkeypatch.setattr(rank_load, "list_run", refuse)
     error = error_of(run.url, 3)
     assert type(error) is StorageError
-    monkeypatch.setattr(newest, "list_run", lambda _: 1 / 0)
+    monkeypatch.setattr(rank_load, "list_run", lambda _: 1 / 0)
     assert "ZeroDivisionError" in str(error_of(run.url, 3))
 
 

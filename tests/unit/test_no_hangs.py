@@ -15,16 +15,15 @@ from ray_dcp.errors import (
     SaveCancelledError,
     StorageError,
 )
+from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import BuildCommit, CreateRecord
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
 from ray_dcp.runtime.inline import InlineSession, run_ranks
-from ray_dcp.runtime.outcome import outcome
-from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.rank import drive, load_rank, save_rank
-from ray_dcp.runtime.vitals import Vitals, WatchedStorage
+from ray_dcp.runtime.rank_load import drive, load_rank, save_rank
+from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
+from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer.threads import Stop, run_within
 from tests.gated_storage import Gate
 from tests.numpy_ranks import (
     NumpyCapture,
@@ -250,7 +249,7 @@ def test_a_rank_without_coordinator_does_not_wait_for_a_storage_that_hangs(url, 
 
 
 def test_a_rank_whose_coordinator_is_given_up_while_it_writes_asks_the_storage_at_once(url, gate):
-    held, vitals, session = gate(), Vitals(), InlineSession()
+    held, vitals, session = gate(), RankProgress(), InlineSession()
     asked = []
 
     def call(request):
@@ -274,7 +273,7 @@ def test_a_rank_whose_coordinator_is_given_up_while_it_writes_asks_the_storage_a
 
 def test_a_load_whose_coordinator_is_given_up_while_it_reads_says_so(url, gate):
     save(state_of(1), 1, url)
-    held, vitals = gate(), Vitals()
+    held, vitals = gate(), RankProgress()
     ranks, _ = load_ranks(state_of(1), 1, url, opener=held.opener, vitals=vitals)
 
     def give_up():
@@ -396,7 +395,7 @@ def test_overdue_work_is_left_and_asked_to_stop():
 
 
 def test_a_watched_storage_tells_what_is_moved_and_where_it_is(url, gate):
-    held, vitals = gate("x"), Vitals()
+    held, vitals = gate("x"), RankProgress()
     vitals.enter("writing", 10)
     storage = WatchedStorage(held.opener(Target(url)), vitals)
     storage.write("y", b"12345")
@@ -411,7 +410,7 @@ def test_a_watched_storage_tells_what_is_moved_and_where_it_is(url, gate):
 
 
 def test_a_watched_storage_begins_nothing_after_the_stop(url):
-    vitals = Vitals()
+    vitals = RankProgress()
     storage = WatchedStorage(MemoryStorage(url.removeprefix("memory://")), vitals)
     writer = storage.open_writer("z")
     writer.write(b"1")
@@ -428,7 +427,7 @@ def test_a_watched_storage_begins_nothing_after_the_stop(url):
 
 
 def test_what_a_watched_storage_reads_after_the_stop_is_not_handed_on(url, gate):
-    held, vitals = gate("x"), Vitals()
+    held, vitals = gate("x"), RankProgress()
     MemoryStorage(url.removeprefix("memory://")).write("x", b"1")
     storage = WatchedStorage(held.opener(Target(url)), vitals)
 
@@ -443,7 +442,7 @@ def test_what_a_watched_storage_reads_after_the_stop_is_not_handed_on(url, gate)
 
 
 def test_the_next_save_of_one_call_is_not_stopped_by_the_one_before():
-    vitals = Vitals()
+    vitals = RankProgress()
     vitals.begin(OpKey("run", 3))
     vitals.abandon(ParticipantError("gone"))
     vitals.begin(OpKey("run", 5))

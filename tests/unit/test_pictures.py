@@ -38,9 +38,8 @@ from ray_dcp.view.pictures import (
     tensor_tree,
     timeline,
 )
-from ray_dcp.view.pictures.boxes import flatten, raster
 from ray_dcp.view.pictures.drawing import nice_ticks, rank_colour
-from ray_dcp.view.pictures.layout import overlaps
+from ray_dcp.view.pictures.layout import flatten, overlaps, raster
 
 NASTY = "</title><script>alert(1)</script>&\"'\x00\ud800"
 

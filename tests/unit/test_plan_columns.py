@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
+from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
-from ray_dcp.plan.columns import ColumnsBuilder, check, decode, encode
-from ray_dcp.plan.values import Columns, Kind
 
 
 def some() -> Columns:

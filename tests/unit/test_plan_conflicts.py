@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import ray_dcp
+from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CoverageError, PlanConflictError
-from ray_dcp.plan import structural
-from ray_dcp.plan.columns import ColumnsBuilder, encode
-from ray_dcp.plan.contents import contents_of, without_contents
-from ray_dcp.plan.fingerprint import fingerprint
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.structural_plan import StructuralPlan
+from ray_dcp.planning import structural
+from ray_dcp.planning.fingerprint import fingerprint
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.merge import contents_of, without_contents
+from ray_dcp.planning.structural import StructuralPlan
 from ray_dcp.protocol.commands import MakePlan
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.planning_task import plan_of
-from ray_dcp.seam.capture import capture
+from ray_dcp.runtime.tasks import plan_of
+from ray_dcp.torch_adapter.capture import capture
 from tests.conflicts import ALL, CONFLICTS, Boxes, Conflict
 from tests.crash.ranks import save_ranks
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ray_dcp.core.checksums import digest
+from ray_dcp.core.values import GlobalPlan, Kind
 from ray_dcp.errors import DamagedCheckpointError, InternalError
-from ray_dcp.format.checksums import digest
-from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.values import GlobalPlan, Kind
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.protocol.messages import FileReceipt
 from tests.plan_cases import Case, Piece, Tensor, write
 

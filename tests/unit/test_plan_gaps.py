@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_dcp.plan.extents import affordable_gap, coalesce
+from ray_dcp.planning.reads import affordable_gap, coalesce
 
 RANGES = st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 500)), min_size=1, max_size=30)
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 from safetensors.numpy import load as load_safetensors
 
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.values import Columns, GlobalPlan, Kind
 from ray_dcp.errors import (
     CoverageError,
     InvalidRequestError,
     PlanConflictError,
     UnsupportedValueError,
 )
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.finish import finish_table
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.rank_plan import rank_plan
-from ray_dcp.plan.values import Columns, GlobalPlan, Kind
+from ray_dcp.planning.finish import finish_table
+from ray_dcp.planning.global_plan import make_plan, rank_plan
 from tests.plan_cases import Case, Piece, Tensor, truth, write
 
 MIB = 1 << 20

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ray_dcp.core.columns import ColumnsBuilder
+from ray_dcp.core.grouping import group_rows, running_max
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.plan.columns import ColumnsBuilder
-from ray_dcp.plan.coverage import _separable, problems
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.grouping import group_rows, running_max
-from ray_dcp.plan.reading import Wanted, block_ranges, coalesce, pair_bytes, plan_reads, slabs
-from ray_dcp.plan.values import ChunkTable
+from ray_dcp.planning.coverage import _separable, problems
+from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.reads import Wanted, block_ranges, coalesce, pair_bytes, plan_reads, slabs
 
 
 def table_of(
@@ -174,7 +174,7 @@ def test_huge_offsets_in_many_files_do_not_overflow() -> None:
 
 
 def test_rows_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_dcp.plan.grouping._MIX", 0)
+    monkeypatch.setattr("ray_dcp.core.grouping._MIX", 0)
     first, group = group_rows([np.array([3, 4, 3, 5]), np.array([1, 1, 1, 1])])
     assert (first.tolist(), group.tolist()) == ([0, 1, 3], [0, 1, 0, 2])
 

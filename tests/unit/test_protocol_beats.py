@@ -12,8 +12,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol.attendance import Attendance
-from ray_dcp.protocol.beats import AwakeClock, Beat, Doing, beat_interval_s
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
@@ -21,6 +19,7 @@ from ray_dcp.protocol.commands import (
     ReadRecords,
     RecordCreated,
 )
+from ray_dcp.protocol.liveness import AwakeClock, Doing, Heartbeat, Liveness, beat_interval_s
 from ray_dcp.protocol.messages import (
     Exchange,
     LoadJoin,
@@ -62,7 +61,7 @@ class Beating(Play):
 
     def beat(self, rank, *doings):
         """Returns for whom the rank is told to log long waits."""
-        return self.coordination.hear(Beat(KEY.session, rank, TIMEOUT_S, doings))
+        return self.coordination.hear(Heartbeat(KEY.session, rank, TIMEOUT_S, doings))
 
     def listen(self, now_s):
         self.clock.now_s = now_s
@@ -356,10 +355,10 @@ def test_ranks_that_write_for_long_are_no_reason_for_a_warning():
 
 
 def test_what_is_told_of_ranks_outside_an_operation_is_not_mixed_up_with_its_own():
-    attendance = Attendance(Now())
+    attendance = Liveness(Now())
     join = LoadJoin(OpKey("run", 3), 1, 2, Target("memory://x"), LoadOptions())
     attendance.came(join, None)
-    attendance.hear(Beat("run", 1, 60.0, (Doing(9, 12, "reading", done_bytes=10**6),)))
+    attendance.hear(Heartbeat("run", 1, 60.0, (Doing(9, 12, "reading", done_bytes=10**6),)))
     assert "last read 1.0 MB" in attendance.tell(OpKey("run", 10), 1)
     assert "never called" in attendance.tell(OpKey("run", 8), 1)
     assert attendance.due_s(OpKey("run", 8)) == {}
@@ -367,7 +366,7 @@ def test_what_is_told_of_ranks_outside_an_operation_is_not_mixed_up_with_its_own
 
 
 def test_of_an_operation_that_is_over_nobody_can_be_silent():
-    attendance = Attendance(Now())
+    attendance = Liveness(Now())
     join = LoadJoin(OpKey("run", 3), 1, 2, Target("memory://x"), LoadOptions())
     attendance.came(join, 60.0)
     assert attendance.due_s(join.key) == {1: 60.0}
@@ -376,7 +375,7 @@ def test_of_an_operation_that_is_over_nobody_can_be_silent():
 
 
 def test_beats_are_values():
-    beat = Beat("run", 1, 60.0, (writing(1, 2),))
+    beat = Heartbeat("run", 1, 60.0, (writing(1, 2),))
     assert pickle.loads(pickle.dumps(beat)) == beat
 
 

@@ -48,7 +48,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.operation import GRACE_S
-from ray_dcp.protocol.save_errors import REPLACED_SINCE
+from ray_dcp.protocol.save import REPLACED_SINCE
 from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, Play, planned, receipt_file
 
 REPLACED = RecordsRead(4, "attempt a0 committed in slot 3", None, ("__0_0.a0.distcp",))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ray_dcp.core.values import FilePlan, RankPlan
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -20,8 +21,6 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.values import FilePlan, RankPlan
-from ray_dcp.protocol.beats import Beat
 from ray_dcp.protocol.commands import (
     Answer,
     BuildCommit,
@@ -36,9 +35,10 @@ from ray_dcp.protocol.commands import (
     step_of,
 )
 from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.liveness import Heartbeat
 from ray_dcp.protocol.messages import (
+    Ack,
     FileReceipt,
-    Noted,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -139,14 +139,14 @@ class StagedPlay(Play):
         self.to_writing(**changed)
         key = changed.get("key", KEY)
         for rank in range(self.world_size):
-            assert self.held(rank, key=key) == Noted()
+            assert self.held(rank, key=key) == Ack()
             assert self.staged(rank, key=key) is None
 
     def write_all(self, *, ranks=None, key=KEY, incarnation=0, attempt="a1"):
         for rank in range(self.world_size) if ranks is None else ranks:
             for file in (2 * rank, 2 * rank + 1):
                 noted = self.written(rank, file, key=key, incarnation=incarnation, attempt=attempt)
-                assert noted == Noted()
+                assert noted == Ack()
 
 
 def of_file(file, digest=bytes(16)):
@@ -229,7 +229,7 @@ def test_a_rank_that_dies_before_its_bytes_are_held_fails_the_save(play):
 def test_a_file_told_of_twice_counts_once(play):
     play.to_staged()
     play.write_all()
-    assert play.written(0, 0, incarnation=1) == Noted()
+    assert play.written(0, 0, incarnation=1) == Ack()
     task = commit(play)
     assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
 
@@ -244,7 +244,7 @@ def test_two_writers_of_one_file_with_other_bytes_fail_the_save(play):
 
 def test_an_error_of_a_stager_fails_the_save_on_all_ranks_with_its_rank(play):
     play.to_staged()
-    assert play.written(1, error=StorageError("the disk is full", key="__2")) == Noted()
+    assert play.written(1, error=StorageError("the disk is full", key="__2")) == Ack()
     play.end_abort(expire=True)
     for rank in range(2):
         error = play.reply(rank, "SaveStaged 0").error
@@ -274,7 +274,7 @@ def test_a_lost_stager_makes_its_living_rank_hand_its_unwritten_files_over(play)
     play.lose_stager("s0")
     asked = play.reply(0, "SaveStaged 0")
     assert asked == TakeOver(1, (0,), "it died", lost=True)
-    assert play.held(0, incarnation=1, stager="t0") == Noted()
+    assert play.held(0, incarnation=1, stager="t0") == Ack()
     assert play.staged(0, incarnation=1) is None
     play.written(0, 0, incarnation=1)
     play.write_all(ranks=[1])
@@ -347,7 +347,7 @@ def test_an_error_of_a_stager_that_was_overtaken_does_not_matter(play):
     play.lag(0)
     play.held(0, incarnation=1, stager="s1")
     play.staged(0, incarnation=1)
-    assert play.written(0, error=StorageError("late")) == Noted()
+    assert play.written(0, error=StorageError("late")) == Ack()
     play.write_all(incarnation=1)
     commit(play)
 
@@ -469,7 +469,7 @@ def test_a_save_that_is_queued_for_long_says_behind_which_one(play):
     join_second(play)
     told = []
     for now[0] in range(0, 50, 5):
-        told += play.coordination.hear(Beat("run", 0, 60.0))
+        told += play.coordination.hear(Heartbeat("run", 0, 60.0))
         play.coordination.listen()
     (wait,) = told
     assert "Operation 1 of session 'run' (save to memory://other) has been queued for 30 s" in wait
@@ -591,7 +591,7 @@ def test_a_save_that_fails_is_not_left_to_another_coordinator(play):
 
 def test_a_save_is_taken_up_and_committed_under_the_new_epoch(resumed):
     for rank in range(resumed.world_size):
-        assert resumed.held(rank) == Noted()
+        assert resumed.held(rank) == Ack()
         resumed.staged(rank)
     resumed.write_all()
     task = commit(resumed)

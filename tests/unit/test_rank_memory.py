@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ray_dcp.runtime.rank_memory import MemorySource
+from ray_dcp.runtime.rank_load import MemorySource
 from ray_dcp.store.memory import MemoryStorage
 
 STORAGE = MemoryStorage("rank-memory")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from ray_dcp.errors import ParticipantError, SaveCancelledError, StorageError
-from ray_dcp.plan.read_once import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
+from ray_dcp.io import shared_read
+from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.protocol.commands import ShareReads
-from ray_dcp.protocol.handover import Decline, Enter, Handover, Leave, Listen, Offer, Use
+from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, SharedReads, Use
 from ray_dcp.protocol.messages import LoadDone, LoadOutcome, LoadProceed, LoadReady, OpKey
-from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.switchboard import Switchboard
+from ray_dcp.runtime.coordinator import SharedReadDispatch
+from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer import relay
-from ray_dcp.transfer.relay import Relay
 from tests.protocol_play import KEY, Play
 from tests.thread_peers import Board, ThreadExchange
 from tests.unit.test_protocol_load import to_planning
@@ -140,7 +140,7 @@ def test_the_outcome_tells_what_came_from_others_and_what_was_read_instead():
 
 
 def words(*said):
-    handover = Handover()
+    handover = SharedReads()
     for word in said:
         handover.take(word)
     return handover
@@ -223,7 +223,7 @@ def test_who_listens_is_answered_as_soon_as_something_is_new():
     over: set[OpKey] = set()
 
     async def play():
-        board = Switchboard(lambda key: key in over)
+        board = SharedReadDispatch(lambda key: key in over)
         await board.hear(enter(1))
         waiting = asyncio.ensure_future(board.hear(Listen(KEY, 1, 0, 60.0)))
         await asyncio.sleep(0)
@@ -256,16 +256,16 @@ def one_share(reader: int, ranks: int, units: int = 3) -> RankShare:
     )  # fmt: skip
 
 
-def a_relay(exchange, reader: int, **more) -> Relay:
+def a_relay(exchange, reader: int, **more) -> SharedReadStorage:
     storage = MemoryStorage("a-relay")
     storage.write("f", bytes(range(30)))
     reads = (np.zeros(1, np.int32), np.zeros(1, np.int64), np.full(1, 30))
     share = one_share(reader, ranks=2)
-    return Relay(storage, ("f",), share, 0, reads, exchange, num_threads=1, **more)
+    return SharedReadStorage(storage, ("f",), share, 0, reads, exchange, num_threads=1, **more)
 
 
 def test_a_reader_whose_units_nobody_takes_leaves_the_rest_to_the_others(monkeypatch):
-    monkeypatch.setattr(relay, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(shared_read, "PATIENCE_S", 0.3)
     board = Board()
     mine = a_relay(ThreadExchange(board, 0), 0, budget_bytes=10)
     board.handover.take(Enter(KEY, 1, (0, 1, 2), (0, 0, 0)))

@@ -120,8 +120,8 @@ class NoWrites(LocalStorage):
 
 @pytest.mark.parametrize("kind", ["torch_save", "safetensors", "stock", "damaged"])
 def test_readers_ask_for_no_write(tmp_path, monkeypatch, kind):
-    from ray_dcp.runtime import perform, rank
-    from ray_dcp.view import checkpoint_view, listing, runs, verify
+    from ray_dcp.runtime import rank_load, tasks
+    from ray_dcp.view import checkpoint_view, listing, verify
 
     path = tmp_path / "step-2"
     if kind == "stock":
@@ -137,12 +137,12 @@ def test_readers_ask_for_no_write(tmp_path, monkeypatch, kind):
         opened.append(target)
         return NoWrites(getattr(target, "url", target))
 
-    for module in (perform, rank, checkpoint_view, listing, runs, verify):
+    for module in (tasks, rank_load, checkpoint_view, listing, listing, verify):
         if hasattr(module, "open_storage"):
             monkeypatch.setattr(module, "open_storage", open_without_writes)
     # The defaults of arguments were taken when the functions were made.
-    monkeypatch.setattr(perform.perform, "__defaults__", (open_without_writes,))
-    monkeypatch.setitem(rank.load_rank.__kwdefaults__, "opener", open_without_writes)
+    monkeypatch.setattr(tasks.perform, "__defaults__", (open_without_writes,))
+    monkeypatch.setitem(rank_load.load_rank.__kwdefaults__, "opener", open_without_writes)
     state = checkpoints.state()
     if kind == "damaged":
         with pytest.raises(ray_dcp.DamagedCheckpointError):

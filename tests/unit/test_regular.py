@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
-from ray_dcp.format.metadata_in import decode_metadata
+from ray_dcp.core.columns import ColumnsBuilder, encode
+from ray_dcp.format.metadata import decode_metadata
+from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan import structural
-from ray_dcp.plan.columns import ColumnsBuilder, encode
-from ray_dcp.plan.contents import contents_of, without_contents
-from ray_dcp.plan.fingerprint import Fingerprints, fingerprint
-from ray_dcp.plan.global_plan import MIN_WRITER_BYTES, make_plan
-from ray_dcp.plan.regular import infer, probes
+from ray_dcp.planning import structural
+from ray_dcp.planning.fingerprint import Fingerprints, fingerprint
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
+from ray_dcp.planning.merge import contents_of, without_contents
+from ray_dcp.planning.regular import infer, probes
 from ray_dcp.protocol import planning
 from ray_dcp.protocol.commands import MakePlan, Planned, RowsMissing
 from ray_dcp.protocol.messages import SaveAgain, SendItems, Target
-from ray_dcp.runtime import rank_join
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime import rank_save
+from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import read_checkpoint
 from tests.crash.array_states import ArrayCapture, same_state
 from tests.crash.ranks import load_state
 from tests.warm_ranks import Warm
@@ -190,7 +190,7 @@ def test_a_rank_s_own_names_count_in_the_second_half_of_its_fingerprint():
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "MANY_UNKNOWN", 2)
-    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 0)
+    monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 0)
     return Warm(12, str(tmp_path / "ckpt"))
 
 

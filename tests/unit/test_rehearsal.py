@@ -8,20 +8,20 @@ import sys
 import pytest
 
 from ray_dcp.errors import StorageError
-from ray_dcp.runtime import rehearsal
+from ray_dcp.runtime import inline
 from ray_dcp.store.memory import MemoryStorage
 
 
 def test_nothing_stays_in_memory_and_it_can_be_repeated():
     for _ in range(2):
-        rehearsal.rehearse()
+        inline.rehearse()
     assert [e.key for e in MemoryStorage("").list() if "rehearsal" in e.key] == []
 
 
 def test_a_save_after_it_imports_nothing_and_torch_is_not_needed():
     script = """
 import sys
-from ray_dcp.runtime.rehearsal import rehearse
+from ray_dcp.runtime.inline import rehearse
 rehearse()
 assert "torch" not in sys.modules
 known = set(sys.modules)
@@ -38,7 +38,7 @@ def test_one_that_fails_is_told_in_the_log_and_leaves_nothing(caplog):
     def capture():
         raise StorageError("the disk is on fire")
 
-    thread = rehearsal.begin_rehearsal(capture)
+    thread = inline.begin_rehearsal(capture)
     thread.join(180)
     assert not thread.is_alive()
     assert "the disk is on fire" in caplog.text
@@ -46,7 +46,7 @@ def test_one_that_fails_is_told_in_the_log_and_leaves_nothing(caplog):
 
 
 def test_a_module_that_is_not_there_is_told_in_the_log(caplog):
-    rehearsal.begin_rehearsal(modules=["ray_dcp.no_such_module"]).join(180)
+    inline.begin_rehearsal(modules=["ray_dcp.no_such_module"]).join(180)
     assert "no_such_module" in caplog.text
 
 
@@ -54,7 +54,7 @@ def test_what_is_captured_is_saved(monkeypatch):
     """Else it would rehearse nothing."""
     kept = []
     monkeypatch.setattr(MemoryStorage, "delete", lambda self, keys: kept.extend(keys))
-    rehearsal.rehearse()
+    inline.rehearse()
     assert any(key.endswith(".metadata") for key in kept)
     assert len(kept) >= 3
     monkeypatch.undo()

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ray_dcp
 from ray_dcp.errors import PlanConflictError
 from ray_dcp.options import SaveOptions
-from ray_dcp.seam.capture import Capture, capture
-from ray_dcp.seam.replica_digests import (
+from ray_dcp.torch_adapter.capture import Capture, capture
+from ray_dcp.torch_adapter.replica_digests import (
     SEGMENT_BYTES,
     content_digest,
     content_digests,

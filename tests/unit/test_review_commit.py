@@ -16,6 +16,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.format.manifest import decode_record, encode_record
+from ray_dcp.io.checkpoint import find_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import (
     CollectReplaced,
@@ -23,8 +24,7 @@ from ray_dcp.protocol.commands import (
     Published,
     PublishMetadata,
 )
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.forgotten import LAST, Forgotten
+from ray_dcp.protocol.coordination import LAST, Coordination, Forgotten
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadJoin,
@@ -35,16 +35,14 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.runtime.inline import InlineSession, run_ranks
-from ray_dcp.runtime.outcome import outcome
-from ray_dcp.runtime.patience import Patience
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.runtime.publishing import republish
-from ray_dcp.runtime.rank import drive
-from ray_dcp.store import durable, local_writer
+from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.records import republish
+from ray_dcp.runtime.session import CallTimeouts
+from ray_dcp.runtime.tasks import new_attempt, outcome, perform
+from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
-from ray_dcp.transfer.opening import find_checkpoint
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -74,7 +72,7 @@ def failing(monkeypatch, name, error, when=lambda *_: True):
             raise OSError(error, os.strerror(error))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(durable.os, name, call)
+    monkeypatch.setattr(local.os, name, call)
     return hit
 
 
@@ -112,8 +110,8 @@ def test_who_learns_that_a_key_is_taken_knows_that_its_name_is_durable(tmp_path,
     storage = LocalStorage(tmp_path)
     storage.write("a", b"1", create=True)
     synced = []
-    real = durable.sync_directory
-    monkeypatch.setattr(durable, "sync_directory", lambda path: (synced.append(path), real(path)))
+    real = local.sync_directory
+    monkeypatch.setattr(local, "sync_directory", lambda path: (synced.append(path), real(path)))
     with pytest.raises(KeyExistsError):
         storage.write("a", b"2", create=True)
     assert synced == [str(tmp_path)]
@@ -123,7 +121,7 @@ def test_a_commit_whose_name_could_not_be_made_durable_is_not_reported_as_commit
     tmp_path, monkeypatch
 ):
     (rank,) = save_ranks(state_of(), 1, str(tmp_path))
-    real = durable.sync_directory
+    real = local.sync_directory
     broken = []
 
     def sync(path):
@@ -132,7 +130,7 @@ def test_a_commit_whose_name_could_not_be_made_durable_is_not_reported_as_commit
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(durable, "sync_directory", sync)
+    monkeypatch.setattr(local, "sync_directory", sync)
     (result,) = run_ranks([rank])
     assert broken
     assert isinstance(result.error, CommitUnknownError)
@@ -166,7 +164,7 @@ def test_what_a_filesystem_refuses_only_when_a_file_is_closed_fails_the_write(
         real(fd)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(local_writer.os, "close", close)
+    monkeypatch.setattr(local.os, "close", close)
     with pytest.raises(StorageError, match="EDQUOT"):
         writer.commit()
     monkeypatch.undo()
@@ -389,7 +387,7 @@ def test_what_is_remembered_of_operations_that_ended_is_bounded():
 
 
 def patience(*requests):
-    kept = Patience()
+    kept = CallTimeouts()
     return [kept.of(request) for request in requests][-1]
 
 

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
-from ray_dcp.runtime import company, hooks
-from ray_dcp.runtime.company import announced, connects, leaves_connect, meet
+from ray_dcp.runtime import ray_private, registry
+from ray_dcp.runtime.registry import announced, connects, leaves_connect, meet
 from tests.polling import eventually
 
 QUICK_S = 0.05
@@ -62,7 +62,7 @@ def test_a_rank_that_has_closed_its_session_comes_by_the_group(store):
 
 
 def test_a_connect_that_fails_is_taken_back(store, monkeypatch):
-    monkeypatch.setattr(hooks, "job_place", lambda: (store, 0))
+    monkeypatch.setattr(ray_private, "job_place", lambda: (store, 0))
     seen = []
 
     def connect():
@@ -92,7 +92,7 @@ def test_without_a_store_nobody_is_asked():
 
 
 def test_a_rank_that_waits_for_long_says_who_did_not_come(store, caplog, monkeypatch):
-    monkeypatch.setattr(company, "LONG_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(registry, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
         waits = [pool.submit(meet, store, [0, 1, 2], 1, QUICK_S)]
         assert eventually(lambda: caplog.messages)

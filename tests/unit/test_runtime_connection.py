@@ -19,15 +19,15 @@ import ray
 from ray.exceptions import RaySystemError
 
 from ray_dcp.errors import CommitUnknownError, DeadlineError, ParticipantError
-from ray_dcp.runtime import attach, call, hooks, own_ray, ray_calls
-from ray_dcp.runtime.call import call_actor
-from ray_dcp.runtime.connection import (
+from ray_dcp.runtime import attach, coordinator_call, private_ray, ray_calls, ray_private
+from ray_dcp.runtime.coordinator_call import call_actor
+from ray_dcp.runtime.session import (
     Connection,
     Disconnected,
+    connect,
     shut_down_meanwhile,
     until_disconnected,
 )
-from ray_dcp.runtime.session import connect
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def connected(monkeypatch):
     """Sets which connection this process has; the first one at the start."""
 
     def set_to(value: tuple[str, str] | None) -> None:
-        monkeypatch.setattr(hooks, "this_connection", lambda: now[0])
+        monkeypatch.setattr(ray_private, "this_connection", lambda: now[0])
         now[0] = value
 
     now: list[tuple[str, str] | None] = [None]
@@ -65,7 +65,7 @@ def test_what_was_made_without_ray_is_never_connected(connected):
 
 def test_without_ray_this_process_has_no_connection():
     assert not ray.is_initialized()
-    assert hooks.this_connection() is None
+    assert ray_private.this_connection() is None
 
 
 def failing(error: BaseException):
@@ -101,9 +101,9 @@ def test_an_answer_is_an_answer(connected):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """A Ray of our own that this process is in, as long as its keeper holds the folder."""
-    own = own_ray.OwnRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
+    own = private_ray.OwnRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
     Path(own.directory).mkdir()
-    monkeypatch.setattr(own_ray, "joined", lambda: own)
+    monkeypatch.setattr(private_ray, "joined", lambda: own)
     return own
 
 
@@ -198,14 +198,14 @@ def test_no_call_reaches_a_ray_that_is_not_up():
 
 def test_an_answer_is_not_awaited_of_a_ray_that_is_not_up(monkeypatch):
     up = iter([True, False])
-    monkeypatch.setattr(call.ray, "is_initialized", lambda: next(up))
+    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: next(up))
     monkeypatch.setattr(ray_calls, "wait", lambda *_, **__: pytest.fail("it waits"))
     with pytest.raises(ParticipantError, match="shut down"):
         call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
 
 
 def test_a_ray_that_goes_between_the_look_and_the_call_is_not_started_anew(monkeypatch):
-    monkeypatch.setattr(call, "check_ray", lambda who, rank: None)
+    monkeypatch.setattr(coordinator_call, "check_ray", lambda who, rank: None)
     with pytest.raises(ParticipantError, match="has not been started"):
         call_actor("the coordinator", lambda fresh: "actor", lambda actor: "ref", timeout_s=5.0)
     assert not ray.is_initialized()
@@ -220,7 +220,7 @@ def test_no_call_starts_a_ray(name):
 
 
 def test_a_handle_of_another_cluster_is_out_of_reach(monkeypatch):
-    monkeypatch.setattr(call.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
 
     def send(actor):
         raise Exception("Failed to submit task to actor")
@@ -230,7 +230,7 @@ def test_a_handle_of_another_cluster_is_out_of_reach(monkeypatch):
 
 
 def test_a_mistake_in_a_call_is_not_taken_for_a_cluster_that_is_gone(monkeypatch):
-    monkeypatch.setattr(call.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(coordinator_call.ray, "is_initialized", lambda: True)
     with pytest.raises(TypeError, match="pickle"):
         call_actor("x", lambda fresh: object(), failing(TypeError("no pickle")), timeout_s=5.0)
 
@@ -266,22 +266,24 @@ def test_a_cluster_at_whose_address_nobody_listens_is_given_up(monkeypatch):
 def test_a_ray_of_our_own_that_a_busy_machine_starts_too_slowly_is_started_again(monkeypatch, says):
     made = []
 
-    def keeper(directory: Path, token: Path, order: own_ray.KeeperOrder) -> subprocess.Popen[bytes]:
+    def keeper(
+        directory: Path, token: Path, order: private_ray.SupervisorOrder
+    ) -> subprocess.Popen[bytes]:
         made.append(directory)
         if len(made) == 2:
-            found = own_ray.OwnRay("127.0.0.1:7", str(directory), str(token), 7)
-            (directory / own_ray.READY).write_text(found.encode())
-        (directory / own_ray.LOG).write_text(says)
+            found = private_ray.OwnRay("127.0.0.1:7", str(directory), str(token), 7)
+            (directory / private_ray.READY).write_text(found.encode())
+        (directory / private_ray.LOG).write_text(says)
         process = subprocess.Popen([sys.executable, "-c", ""])
         process.wait()
         return process
 
-    monkeypatch.setattr(own_ray, "_start_keeper", keeper)
+    monkeypatch.setattr(private_ray, "_start_keeper", keeper)
     if says == "no such file":
         with pytest.raises(ParticipantError, match="no such file"):
-            own_ray.start_own_ray()
+            private_ray.start_own_ray()
         assert len(made) == 1
     else:
-        assert own_ray.start_own_ray().directory == str(made[1])
+        assert private_ray.start_own_ray().directory == str(made[1])
         shutil.rmtree(made[1])
     assert not made[0].exists()

@@ -19,12 +19,11 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
 from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.aggregation import FINGERPRINT_BYTES, together
 from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
-from ray_dcp.protocol.together import FINGERPRINT_BYTES, together
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.rank import save_rank
-from ray_dcp.seam.capture import capture
-from ray_dcp.seam.measuring import measured, part_stats
+from ray_dcp.runtime.rank_load import save_rank
+from ray_dcp.torch_adapter.capture import capture, measured, part_stats
 
 STATS = SaveOptions(stats=True)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.save_trace import (
     MAX_TRACE_BYTES,
@@ -25,7 +26,6 @@ from ray_dcp.format.save_trace import (
     trace_key,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.values import RankPlan
 from ray_dcp.protocol.commands import Answer, MakePlan, Perform, PublishMetadata
 from ray_dcp.protocol.messages import (
     FileReceipt,
@@ -39,7 +39,7 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.save_recorder import SaveRecorder
-from ray_dcp.runtime.tracing import Tracing
+from ray_dcp.runtime.inline import Tracing
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from tests import numpy_ranks
@@ -157,7 +157,7 @@ def test_what_is_no_trace_is_refused(change):
     told = json.loads(encode_trace(many(2)))
     del told["xxh3_128"]
     change(told)
-    from ray_dcp.format.checksums import digest_bytes
+    from ray_dcp.core.checksums import digest_bytes
 
     body = json.dumps(told).encode()[:-1]
     ending = f',\n "xxh3_128": "{digest_bytes(body).hex()}"}}\n'.encode()
@@ -277,7 +277,7 @@ def test_a_storage_that_refuses_the_trace_changes_nothing(caplog: pytest.LogCapt
 
     tracing = Tracing(opener=refuses)
     command = noted(tracing)
-    with caplog.at_level(logging.DEBUG, logger="ray_dcp.runtime.tracing"):
+    with caplog.at_level(logging.DEBUG, logger="ray_dcp.runtime.inline"):
         assert tracing.perform(command, lambda task: task) is command.task
     assert "no space left" in caplog.text
 

@@ -7,13 +7,13 @@ import torch
 
 import ray_dcp
 from ray_dcp.format.manifest import Manifest, decode_record
-from ray_dcp.format.metadata_out import encode_metadata, fill_metadata, metadata_template
+from ray_dcp.format.metadata import encode_metadata, fill_metadata, metadata_template
 from ray_dcp.format.table import encode_table
+from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime import commit_files
+from ray_dcp.runtime import tasks
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import read_checkpoint
 from tests.crash.array_states import same_state, sample_state
 from tests.crash.ranks import load_state
 from tests.format_cases import mixed_table
@@ -36,7 +36,7 @@ def test_it_loads_verifies_and_is_encoded_once(container, tmp_path, monkeypatch)
         made.append(table)
         return encode_table(table)
 
-    monkeypatch.setattr(commit_files, "encode_table", counted)
+    monkeypatch.setattr(tasks, "encode_table", counted)
     warm = Warm(2, str(tmp_path / "ckpt"))
     tables = []
     for step in range(3):
@@ -65,7 +65,7 @@ def test_the_metadata_of_stock_dcp_is_encoded_once(tmp_path, monkeypatch):
         made.append(table)
         return metadata_template(table)
 
-    monkeypatch.setattr(commit_files, "metadata_template", counted)
+    monkeypatch.setattr(tasks, "metadata_template", counted)
     warm = Warm(2, "")
     for step in range(4):
         # Into another folder each time, as jobs do; in the last an object is longer.

@@ -18,67 +18,67 @@ import numpy as np
 import pytest
 
 from ray_dcp.errors import InvalidRequestError, LimitError
-from ray_dcp.stage.arena import Arena, free_memory_bytes
-from ray_dcp.stage.kept import Part
-from ray_dcp.stage.priority import step_behind
+from ray_dcp.stage.memory import StagingMemory, free_memory_bytes
+from ray_dcp.stage.memory_tier import Part
 from ray_dcp.stage.values import Slot, StagerOptions
+from ray_dcp.stage.write_queue import step_behind
 from tests.polling import eventually
 
 PAGE = 4096
 
 
 def test_what_one_writes_the_other_reads_and_slots_do_not_overlap():
-    arena = Arena.create(3, 2 * PAGE)
-    other = Arena.open(arena.address)
+    memory = StagingMemory.create(3, 2 * PAGE)
+    other = StagingMemory.open(memory.address)
     for index in range(3):
-        arena.slot(index)[:] = bytes([index + 1]) * 2 * PAGE
-        arena.mark(Slot(index, 7 + index))
+        memory.slot(index)[:] = bytes([index + 1]) * 2 * PAGE
+        memory.mark(Slot(index, 7 + index))
     for index in range(3):
         assert bytes(other.slot(index)) == bytes([index + 1]) * 2 * PAGE
         assert other.holds(Slot(index, 7 + index))
         assert not other.holds(Slot(index, 8 + index))
         assert other.slot_array(index).__array_interface__["data"][0] % PAGE == 0
     other.slot_array(1)[5] = 99
-    assert arena.slot(1)[5] == 99
+    assert memory.slot(1)[5] == 99
 
 
 def test_generations_have_room_for_any_number_of_slots():
-    arena = Arena.create(1000, PAGE)
-    arena.slot(0)[:] = b"x" * PAGE
-    arena.mark(Slot(999, 3))
-    assert bytes(arena.slot(0)) == b"x" * PAGE
-    assert arena.holds(Slot(999, 3))
+    memory = StagingMemory.create(1000, PAGE)
+    memory.slot(0)[:] = b"x" * PAGE
+    memory.mark(Slot(999, 3))
+    assert bytes(memory.slot(0)) == b"x" * PAGE
+    assert memory.holds(Slot(999, 3))
 
 
 def test_touching_makes_pages_present_and_changes_nothing():
-    arena = Arena.create(2, 16 * PAGE)
-    arena.slot(0)[:] = b"y" * 16 * PAGE
-    before = os.fstat(arena.address.fd).st_blocks * 512
-    arena.touch(0)
-    arena.touch(1)
-    assert bytes(arena.slot(0)) == b"y" * 16 * PAGE
-    assert os.fstat(arena.address.fd).st_blocks * 512 >= before + 16 * PAGE
-    assert not any(arena.slot(1))
+    memory = StagingMemory.create(2, 16 * PAGE)
+    memory.slot(0)[:] = b"y" * 16 * PAGE
+    before = os.fstat(memory.address.fd).st_blocks * 512
+    memory.touch(0)
+    memory.touch(1)
+    assert bytes(memory.slot(0)) == b"y" * 16 * PAGE
+    assert os.fstat(memory.address.fd).st_blocks * 512 >= before + 16 * PAGE
+    assert not any(memory.slot(1))
 
 
 def test_what_was_touched_is_written_without_page_faults():
-    arena = Arena.create(1, 512 * PAGE)
-    arena.slot_array(0)[:] = 1
-    other = Arena.open(arena.address)
+    memory = StagingMemory.create(1, 512 * PAGE)
+    memory.slot_array(0)[:] = 1
+    other = StagingMemory.open(memory.address)
     other.touch(0)
     target = other.slot_array(0)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     target[:] = 2
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 50
-    assert set(arena.slot(0)[:: 64 * PAGE]) == {2}
+    assert set(memory.slot(0)[:: 64 * PAGE]) == {2}
 
 
 @pytest.mark.parametrize("present", [False, True])
 def test_reads_see_the_bytes_whether_pages_are_present_or_not_until_the_slot_is_anothers(present):
-    arena = Arena.create(2, 4 * PAGE)
-    arena.slot(1)[:] = bytes(range(256)) * 64
-    arena.mark(Slot(1, 5))
-    other = Arena.open(arena.address)
+    memory = StagingMemory.create(2, 4 * PAGE)
+    memory.slot(1)[:] = bytes(range(256)) * 64
+    memory.mark(Slot(1, 5))
+    other = StagingMemory.open(memory.address)
     if present:
         other.touch(1)
     target = bytearray(300)
@@ -86,25 +86,25 @@ def test_reads_see_the_bytes_whether_pages_are_present_or_not_until_the_slot_is_
     assert other.read_into(parts, memoryview(target))
     expected = bytes(range(256))
     assert bytes(target) == expected[7:107] + bytes(50) + expected[:150]
-    arena.mark(Slot(1, 6))
+    memory.mark(Slot(1, 6))
     assert not other.read_into(parts, memoryview(target))
-    arena.mark(Slot(1, 5))
+    memory.mark(Slot(1, 5))
     other.close()
     assert not other.read_into(parts, memoryview(target))
 
 
 @pytest.mark.parametrize("present", [False, True])
 def test_a_slot_that_becomes_anothers_while_it_is_read_gives_nothing(monkeypatch, present):
-    arena = Arena.create(1, PAGE)
-    arena.mark(Slot(0, 1))
-    other = Arena.open(arena.address)
+    memory = StagingMemory.create(1, PAGE)
+    memory.mark(Slot(0, 1))
+    other = StagingMemory.open(memory.address)
     if present:
         other.touch(0)
 
     def taken(real):
         def copy(*given):
             done = real(*given)
-            arena.mark(Slot(0, 2))
+            memory.mark(Slot(0, 2))
             return done
 
         return copy
@@ -114,34 +114,34 @@ def test_a_slot_that_becomes_anothers_while_it_is_read_gives_nothing(monkeypatch
 
 
 def test_a_process_finds_what_it_has_open_already():
-    arena = Arena.create(1, PAGE)
-    assert Arena.mapped_here(arena.address) is arena
-    other = Arena.open(arena.address)
-    arena.close()
-    assert Arena.mapped_here(other.address) is None
-    again = Arena.open(other.address)
-    assert Arena.mapped_here(other.address) is again
+    memory = StagingMemory.create(1, PAGE)
+    assert StagingMemory.mapped_here(memory.address) is memory
+    other = StagingMemory.open(memory.address)
+    memory.close()
+    assert StagingMemory.mapped_here(other.address) is None
+    again = StagingMemory.open(other.address)
+    assert StagingMemory.mapped_here(other.address) is again
     del again
     gc.collect()
-    assert Arena.mapped_here(other.address) is None
+    assert StagingMemory.mapped_here(other.address) is None
 
 
 def test_another_file_under_that_descriptor_is_refused(tmp_path: Path):
-    arena = Arena.create(1, PAGE)
+    memory = StagingMemory.create(1, PAGE)
     with (tmp_path / "file").open("wb") as file:
-        wrong = replace(arena.address, fd=file.fileno())
+        wrong = replace(memory.address, fd=file.fileno())
         with pytest.raises(LimitError, match="another file"):
-            Arena.open(wrong)
+            StagingMemory.open(wrong)
     with pytest.raises(LimitError, match="can't be opened"):
-        Arena.open(replace(arena.address, fd=9999))
+        StagingMemory.open(replace(memory.address, fd=9999))
     with pytest.raises(LimitError, match="can't be opened"):
-        Arena.open(replace(arena.address, pid=2**22 - 3))
+        StagingMemory.open(replace(memory.address, pid=2**22 - 3))
 
 
 @pytest.mark.parametrize(("slots", "length"), [(0, PAGE), (1, 0), (1, 100)])
 def test_odd_sizes_are_refused(slots, length):
     with pytest.raises(InvalidRequestError):
-        Arena.create(slots, length)
+        StagingMemory.create(slots, length)
 
 
 def test_an_address_space_that_is_too_small_says_what_to_do(monkeypatch):
@@ -152,18 +152,18 @@ def test_an_address_space_that_is_too_small_says_what_to_do(monkeypatch):
     fds = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(LimitError, match="limit_bytes"):
-        Arena.create(2, PAGE)
+        StagingMemory.create(2, PAGE)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_views_stay_good_after_it_is_closed():
-    arena = Arena.create(1, PAGE)
-    view = arena.slot(0)
+    memory = StagingMemory.create(1, PAGE)
+    view = memory.slot(0)
     view[:3] = b"abc"
-    fd = arena.address.fd
-    arena.close()
-    arena.close()
+    fd = memory.address.fd
+    memory.close()
+    memory.close()
     assert bytes(view[:3]) == b"abc"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
@@ -171,7 +171,7 @@ def test_views_stay_good_after_it_is_closed():
 
 CHILD = """
 import sys
-from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.memory import Arena
 from ray_dcp.stage.values import Slot
 arena = Arena.create(2, 1 << 20)
 arena.slot(1)[:5] = b"hello"
@@ -181,23 +181,23 @@ sys.stdin.read()
 
 
 def test_it_survives_the_one_who_made_it_and_not_the_last_one():
-    from ray_dcp.stage.values import ArenaAddress
+    from ray_dcp.stage.values import MemoryAddress
 
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     pid, fd, device, inode = map(int, child.stdout.readline().split())
     before = set(os.listdir("/dev/shm"))
-    arena = Arena.open(ArenaAddress(pid, fd, (device, inode), 2, 1 << 20))
+    memory = StagingMemory.open(MemoryAddress(pid, fd, (device, inode), 2, 1 << 20))
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     child.stdin.close()
     child.stdout.close()
-    assert bytes(arena.slot(1)[:5]) == b"hello"
-    again = Arena.open(arena.address)
+    assert bytes(memory.slot(1)[:5]) == b"hello"
+    again = StagingMemory.open(memory.address)
     assert bytes(again.slot(1)[:5]) == b"hello"
     assert set(os.listdir("/dev/shm")) <= before
-    arena.close()
+    memory.close()
     again.close()
     gc.collect()
     open_files = set()
@@ -214,11 +214,11 @@ def test_what_is_free_is_between_nothing_and_the_machine():
 
 
 def test_a_container_with_less_memory_counts(monkeypatch, tmp_path):
-    from ray_dcp.stage import arena
+    from ray_dcp.stage import memory
 
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    monkeypatch.setattr(arena, "_cgroup", lambda: str(tmp_path))
+    monkeypatch.setattr(memory, "_cgroup", lambda: str(tmp_path))
     assert free_memory_bytes() == 600_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory_bytes() > 600_000
@@ -257,6 +257,6 @@ def test_options_that_can_not_be_are_refused(wrong):
 
 
 def test_numpy_sees_the_same_bytes():
-    arena = Arena.create(1, PAGE)
-    arena.slot_array(0)[:] = np.arange(PAGE, dtype=np.uint8)
-    assert eventually(lambda: arena.slot(0)[255] == 255)
+    memory = StagingMemory.create(1, PAGE)
+    memory.slot_array(0)[:] = np.arange(PAGE, dtype=np.uint8)
+    assert eventually(lambda: memory.slot(0)[255] == 255)

@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from ray_dcp.errors import InternalError
+from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.global_plan import make_plan
-from ray_dcp.plan.rank_plan import rank_plan
+from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.protocol.messages import Target
-from ray_dcp.seam.capture import capture
-from ray_dcp.stage.arena import Arena
-from ray_dcp.stage.filling import HostFiller, fill_window
+from ray_dcp.stage.allocator import SlotAllocator
+from ray_dcp.stage.copying import HostFiller, fill_window
 from ray_dcp.stage.jobs import Channel
-from ray_dcp.stage.layout import lay_out_windows
-from ray_dcp.stage.slots import SlotLedger
-from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import StageKey, StagerOptions
+from ray_dcp.stage.windows import lay_out_windows
+from ray_dcp.stage.write_queue import WriteQueue
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.writer import write_part
+from ray_dcp.torch_adapter.capture import capture
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, share
 
@@ -66,10 +65,12 @@ def test_every_kind_of_tensor_is_staged_as_it_is_written(container, tmp_path: Pa
         open_storage(places[1]), what.plan, "a1",
         source=captured.source, deferred=captured.deferred, options=SaveOptions(),
     )  # fmt: skip
-    arena = Arena.create(6, SLOT)
-    channel = Channel(SLOT, SlotLedger(6), arena)
+    arena = StagingMemory.create(6, SLOT)
+    channel = Channel(SLOT, SlotAllocator(6), arena)
     reports = []
-    spool = Spool({"arena": channel}, StagerOptions(), lambda _, report: reports.append(report))
+    spool = WriteQueue(
+        {"arena": channel}, StagerOptions(), lambda _, report: reports.append(report)
+    )
     rank = Rank(spool, channel, what, what.order(StageKey("s", 0, "a1"), places[0], SLOT))
     rank.stage()
     for value in tensors.values():
@@ -176,7 +177,7 @@ def test_not_all_of_very_many_items_are_asked_for_at_once():
 
 
 def test_not_all_large_items_wait_for_the_end_of_a_window(monkeypatch):
-    monkeypatch.setattr("ray_dcp.stage.filling._MOST_BEGUN_BYTES", 2 * MIB)
+    monkeypatch.setattr("ray_dcp.stage.copying._MOST_BEGUN_BYTES", 2 * MIB)
     filler = HostFiller(lambda row: memoryview(bytes([row]) * MIB))
     into = np.zeros((3, MIB), np.uint8)
     for place, row in enumerate((7, 1, 2)):

@@ -7,7 +7,7 @@ import pytest
 
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.stage.kept import KeptFile, cut, too_many
+from ray_dcp.stage.memory_tier import TierFile, cut, too_many
 from ray_dcp.stage.values import Slot
 from tests.polling import eventually
 from tests.staged import MIB, share
@@ -133,7 +133,7 @@ def test_a_cut_of_nothing_is_empty():
 
 def test_a_read_that_begins_between_two_runs_is_not_served():
     runs = np.array([[100, 170], [64, 36], [0, 64]])
-    file = KeptFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
+    file = TierFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
     for start, length in ((164, 1), (164, 10), (165, 5), (206, 1), (99, 2)):
         assert file.find(start, length) is None
     assert [part.num_bytes for part in file.find(163, 8)] == [1, 6, 1]

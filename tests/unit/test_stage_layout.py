@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import InternalError
 from ray_dcp.protocol.messages import Target
-from ray_dcp.stage.layout import lay_out_windows, plan_digest
+from ray_dcp.stage.windows import lay_out_windows, plan_digest
 from tests.staged import MIB, share
 
 SIZES = st.lists(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ray_dcp.errors import InternalError
-from ray_dcp.stage.slots import SlotLedger
+from ray_dcp.stage.allocator import SlotAllocator
 
 NUM_SLOTS = 3
 
@@ -20,7 +20,7 @@ class Ledger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = SlotLedger(NUM_SLOTS)
+        self.ledger = SlotAllocator(NUM_SLOTS)
         self.number = 0
         self.windows: dict[str, list[set[int]]] = {}
         self.slots: dict[tuple[str, int], object] = {}
@@ -117,7 +117,7 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 
 def test_a_slot_that_a_rank_still_fills_is_not_given_away_when_its_file_has_failed():
-    ledger = SlotLedger(1)
+    ledger = SlotAllocator(1)
     ledger.begin("a", "x", [{0}])
     ledger.grants()
     ledger.begin("b", "y", [{0}])
@@ -128,7 +128,7 @@ def test_a_slot_that_a_rank_still_fills_is_not_given_away_when_its_file_has_fail
 
 
 def test_jobs_that_wait_take_turns():
-    ledger = SlotLedger(3)
+    ledger = SlotAllocator(3)
     ledger.begin("a", "x", [{0}] * 5)
     ledger.grants()
     ledger.begin("b", "y", [{0}] * 5)
@@ -139,7 +139,7 @@ def test_jobs_that_wait_take_turns():
 
 
 def test_a_sealed_job_keeps_its_slots_and_one_that_is_not_gives_what_was_read():
-    ledger = SlotLedger(2)
+    ledger = SlotAllocator(2)
     ledger.begin("a", "x", [{0}])
     ledger.begin("b", "y", [{0}])
     ledger.grants()
@@ -165,7 +165,7 @@ def finish(ledger, job, windows):
 
 
 def test_a_kept_job_has_its_slots_until_others_need_them_the_oldest_first():
-    ledger = SlotLedger(4)
+    ledger = SlotAllocator(4)
     for job in "ab":
         ledger.begin(job, "x", [{0}, {0}], keep=True)
         ledger.grants()
@@ -182,7 +182,7 @@ def test_a_kept_job_has_its_slots_until_others_need_them_the_oldest_first():
 
 
 def test_a_job_that_is_to_be_kept_and_not_finished_is_not_pushed_out():
-    ledger = SlotLedger(1)
+    ledger = SlotAllocator(1)
     ledger.begin("a", "x", [{0}], keep=True)
     ledger.grants()
     ledger.delivered("a", 0)
@@ -194,7 +194,7 @@ def test_a_job_that_is_to_be_kept_and_not_finished_is_not_pushed_out():
 
 
 def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():
-    ledger = SlotLedger(6)
+    ledger = SlotAllocator(6)
     assert ledger.expect("x", 2) == [0, 1]
     assert ledger.expect("y", 2) == [2, 3]
     assert ledger.expect("x", 3) == [0, 1, 4]
@@ -212,7 +212,7 @@ def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():
 
 
 def test_a_window_that_nobody_wants_gives_its_slot_back_when_it_is_delivered():
-    ledger = SlotLedger(1)
+    ledger = SlotAllocator(1)
     ledger.begin("a", "x", [set(), {0}])
     ledger.grants()
     ledger.delivered("a", 0)
@@ -220,7 +220,7 @@ def test_a_window_that_nobody_wants_gives_its_slot_back_when_it_is_delivered():
 
 
 def test_the_same_job_twice_is_a_bug():
-    ledger = SlotLedger(1)
+    ledger = SlotAllocator(1)
     ledger.begin("a", "x", [])
     with pytest.raises(InternalError):
         ledger.begin("a", "x", [])

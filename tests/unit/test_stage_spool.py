@@ -11,11 +11,11 @@ import pytest
 from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, StorageError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.stage.arena import Arena
+from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.jobs import Channel
-from ray_dcp.stage.slots import SlotLedger
-from ray_dcp.stage.spool import Spool
+from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import StageKey, StagerOptions, Unknown
+from ray_dcp.stage.write_queue import WriteQueue
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
 
@@ -26,13 +26,13 @@ class Node:
     """A spool with an arena of a few slots, and what it reported."""
 
     def __init__(self, num_slots: int, opener=None) -> None:
-        self.arena = Arena.create(num_slots, SLOT)
-        self.channel = Channel(SLOT, SlotLedger(num_slots), self.arena)
+        self.arena = StagingMemory.create(num_slots, SLOT)
+        self.channel = Channel(SLOT, SlotAllocator(num_slots), self.arena)
         self.reports = []
         self.may_report = threading.Event()
         self.may_report.set()
         more = {} if opener is None else {"opener": opener}
-        self.spool = Spool({"arena": self.channel}, StagerOptions(), self.take, **more)
+        self.spool = WriteQueue({"arena": self.channel}, StagerOptions(), self.take, **more)
 
     def take(self, reporter, report) -> None:
         self.may_report.wait(180)
@@ -237,7 +237,7 @@ def test_what_a_dead_stager_held_is_written_by_the_next_one(places):
     rank = dead.rank(what, places[0])
     rank.stage()
     scribbled(what)()
-    mine = Arena.open(dead.arena.address)
+    mine = StagingMemory.open(dead.arena.address)
     node = Node(4)
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
     assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
@@ -327,13 +327,15 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     what = share([3 * MIB] * 4)
     what.written(places[1])
     reports = []
-    ledger = SlotLedger(2)
-    spool = Spool({"store": Channel(SLOT, ledger)}, StagerOptions(), lambda _, r: reports.append(r))
+    ledger = SlotAllocator(2)
+    spool = WriteQueue(
+        {"store": Channel(SLOT, ledger)}, StagerOptions(), lambda _, r: reports.append(r)
+    )
     order = what.order(StageKey("s", 0, "a1"), places[0], SLOT, channel="store")
     grant = spool.begin(order, None)
     slots, held, most = list(grant.slots), {}, 0
-    from ray_dcp.stage.filling import HostFiller, fill_window
-    from ray_dcp.stage.layout import lay_out_windows
+    from ray_dcp.stage.copying import HostFiller, fill_window
+    from ray_dcp.stage.windows import lay_out_windows
 
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
     for window in range(layout.num_windows):
@@ -424,7 +426,7 @@ def test_every_file_is_reported_whatever_goes_wrong_beside_the_writing(places, m
     def refuse(*_):
         raise OSError("no such niceness")
 
-    monkeypatch.setattr("ray_dcp.stage.spool.step_behind", refuse)
+    monkeypatch.setattr("ray_dcp.stage.write_queue.step_behind", refuse)
     node = Node(8)
     node.rank(what, places[0]).stage()
     assert node.idle()

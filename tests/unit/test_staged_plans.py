@@ -16,14 +16,12 @@ import pytest
 import ray_dcp
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Noted, PartsHeld, SaveJoin, SaveStaged, Target
-from ray_dcp.runtime import hooks, ray_calls
+from ray_dcp.protocol.messages import Ack, PartsHeld, SaveJoin, SaveStaged, Target
+from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
-from ray_dcp.runtime.outcome import settle
-from ray_dcp.runtime.perform import perform
-from ray_dcp.runtime.resuming import StagedPlans
-from ray_dcp.runtime.shell import Shell
-from ray_dcp.runtime.stager_watch import StagerWatch
+from ray_dcp.runtime.inline import Shell
+from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
+from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.stage.values import StageKey, StageProgress
 from tests.protocol_play import KEY
 from tests.unit.test_protocol_staged import SECOND, StagedPlay
@@ -64,10 +62,12 @@ class Cluster:
         self.stagers = {}
         self.store = {}
         monkeypatch.setattr(ray_calls, "get_actor", self._get_actor)
-        monkeypatch.setattr(hooks, "remember", self._remember)
-        monkeypatch.setattr(hooks, "recall", lambda name: self.store.get(name, ""))
+        monkeypatch.setattr(ray_private, "remember", self._remember)
+        monkeypatch.setattr(ray_private, "recall", lambda name: self.store.get(name, ""))
         monkeypatch.setattr(
-            hooks, "names_from", lambda prefix: [n for n in self.store if n.startswith(prefix)]
+            ray_private,
+            "names_from",
+            lambda prefix: [n for n in self.store if n.startswith(prefix)],
         )
 
     def add(self, number, gate=None):
@@ -150,7 +150,7 @@ def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
         assert not call.done()
         assert not again.done()
         gate.set()
-        assert await call == await again == Noted()
+        assert await call == await again == Ack()
         return dict(cluster.store)
 
     # As it was when the rank was told: everybody may die now.
@@ -165,7 +165,7 @@ def test_a_rank_is_told_only_when_its_own_stager_would_be_asked(cluster):
         actor = Actor(play)
         for rank in range(2):
             cluster.add(rank).sealed = [rank]
-            assert await actor.call(held(rank)) == Noted()
+            assert await actor.call(held(rank)) == Ack()
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())
@@ -180,7 +180,7 @@ def test_the_plan_is_held_also_where_all_files_are_written_before_a_rank_says_so
 
     async def story():
         cluster.add(0)
-        assert await Actor(play).call(held(0)) == Noted()
+        assert await Actor(play).call(held(0)) == Ack()
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())
@@ -196,7 +196,7 @@ def test_where_no_stager_takes_the_plan_the_rank_is_told_all_the_same_with_a_war
         return await Actor(play).call(held(0))  # its stager has died since
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(story()) == Noted()
+        assert asyncio.run(story()) == Ack()
     assert "s0#0 did not take the plan of operation 0" in caplog.text
 
 
@@ -214,7 +214,7 @@ def test_a_stager_that_is_lost_has_its_plan_kept_by_another(cluster):
             del cluster.stagers[f"s{number}"]
             actor._plans.lost(f"s{number}#0")
         taken = PartsHeld(KEY, 0, "a1", 1, "s2#0", incarnation=1)
-        assert await actor.call(taken) == Noted()
+        assert await actor.call(taken) == Ack()
         return dict(cluster.store)
 
     cluster.store = asyncio.run(story())

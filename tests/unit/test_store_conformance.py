@@ -11,14 +11,14 @@ import obstore.store
 import pytest
 from pyarrow import fs as arrow
 
-from ray_dcp.store import durable
+from ray_dcp.store import local
 from ray_dcp.store.arrow_storage import ArrowStorage
-from ray_dcp.store.faults import FaultyStorage
+from ray_dcp.store.fault_injection import FaultyStorage
 from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.object_options import ObjectOptions
 from ray_dcp.store.object_storage import ObjectStorage
+from ray_dcp.store.object_stores import ObjectOptions
 from ray_dcp.testing.storage_conformance import StorageConformance
 
 
@@ -47,7 +47,7 @@ class TestLocalWithoutHardLinks(StorageConformance):
         def refuse(*_):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-        monkeypatch.setattr(durable.os, "link", refuse)
+        monkeypatch.setattr(local.os, "link", refuse)
         return LocalStorage(tmp_path / "root")
 
 

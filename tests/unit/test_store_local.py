@@ -14,14 +14,12 @@ import pytest
 
 from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store import durable, local_writer
-from ray_dcp.store.faults import Fault, FaultyStorage
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store import local
+from ray_dcp.store.fault_injection import Fault, FaultyStorage
+from ray_dcp.store.local import LocalStorage, OpenFiles
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.open_files import OpenFiles
 from ray_dcp.store.opening import open_storage
-from ray_dcp.store.paths import check_key
-from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError
+from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, check_key
 
 
 def open_descriptors() -> int:
@@ -45,7 +43,7 @@ def recorded(monkeypatch, module, *names):
 
 def test_a_value_is_synced_before_it_is_linked_and_its_folder_after(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
-    calls = recorded(monkeypatch, durable, "fsync", "link", "rename")
+    calls = recorded(monkeypatch, local, "fsync", "link", "rename")
     storage.write("a", b"1", create=True)
     assert calls == ["fsync", "link", "fsync"]
     calls.clear()
@@ -61,8 +59,8 @@ def test_a_value_is_synced_before_it_is_linked_and_its_folder_after(tmp_path, mo
 
 def test_new_folders_are_synced_into_their_parents(tmp_path, monkeypatch):
     synced = []
-    real = durable.sync_directory
-    monkeypatch.setattr(durable, "sync_directory", lambda path: (synced.append(path), real(path)))
+    real = local.sync_directory
+    monkeypatch.setattr(local, "sync_directory", lambda path: (synced.append(path), real(path)))
     LocalStorage(tmp_path / "x" / "y").write("z/a", b"1")
     parents = [tmp_path, tmp_path / "x", tmp_path / "x" / "y"]
     assert synced == [*map(str, parents), str(tmp_path / "x" / "y" / "z")]
@@ -85,12 +83,12 @@ def test_large_writes_of_any_alignment_arrive_whole(tmp_path, shift, lead):
 
 
 def test_memory_as_aligned_as_the_file_is_written_without_a_copy(tmp_path, monkeypatch):
-    if not local_writer.os.O_DIRECT:
+    if not local.os.O_DIRECT:
         pytest.skip("no direct I/O here")
     lengths = []
-    real = local_writer._pwrite
+    real = local._pwrite
     monkeypatch.setattr(
-        local_writer, "_pwrite",
+        local, "_pwrite",
         lambda fd, views, o: (lengths.append([len(v) for v in views]), real(fd, views, o))[1],
     )  # fmt: skip
     writer = LocalStorage(tmp_path).open_writer("part")
@@ -113,7 +111,7 @@ def test_a_filesystem_that_refuses_direct_io_gets_buffered_io(tmp_path, monkeypa
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, *args, **kwargs)
 
-    monkeypatch.setattr(durable.os, "open", refusing_open)
+    monkeypatch.setattr(local.os, "open", refusing_open)
     writer = LocalStorage(tmp_path).open_writer("part")
     writer.write(b"x" * 5_000_001)
     writer.commit()
@@ -131,7 +129,7 @@ def test_a_filesystem_that_refuses_direct_io_gets_buffered_io(tmp_path, monkeypa
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_pwritev(fd, views, offset)
 
-    monkeypatch.setattr(local_writer.os, "pwritev", refusing_pwritev)
+    monkeypatch.setattr(local.os, "pwritev", refusing_pwritev)
     writer = LocalStorage(tmp_path).open_writer("late")
     writer.write(b"y" * 5_000_001)
     writer.commit()
@@ -146,7 +144,7 @@ def test_what_the_system_writes_only_in_part_is_gone_on_with(tmp_path, monkeypat
         half = max(4096, len(views[0]) // 8192 * 4096)
         return real(fd, [memoryview(views[0])[:half]], offset)
 
-    monkeypatch.setattr(local_writer.os, "pwritev", a_part)
+    monkeypatch.setattr(local.os, "pwritev", a_part)
     data = os.urandom(3_000_000)
     room = mmap.mmap(-1, 3_000_000)
     room[:] = data
@@ -187,7 +185,7 @@ def test_a_full_disk_is_told_with_the_way_out(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     storage = LocalStorage(tmp_path)
-    monkeypatch.setattr(durable.os, "write", full)
+    monkeypatch.setattr(local.os, "write", full)
     with pytest.raises(StorageError, match=r"ENOSPC.*No space left on device; free space"):
         storage.write("a", b"1")
     assert os.listdir(tmp_path) == []

@@ -18,14 +18,19 @@ from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDenie
 from ray_dcp.errors import StorageError, StorageRefusedError
 from ray_dcp.store.create_probe import creates_if_absent_in, forget_probes
 from ray_dcp.store.fsspec_storage import FsspecStorage
-from ray_dcp.store.object_errors import is_past_the_end, object_failure, worth_s
-from ray_dcp.store.object_options import ObjectOptions
-from ray_dcp.store.object_storage import ObjectStorage
-from ray_dcp.store.object_stores import name_of_store
-from ray_dcp.store.object_writer import UploadBudget, _Own, _Pieces
-from ray_dcp.store.retrying import Retrying, pauses
-from ray_dcp.store.secrets_kept import redacted
+from ray_dcp.store.object_storage import (
+    ObjectStorage,
+    UploadBudget,
+    _Own,
+    _Pieces,
+    is_past_the_end,
+    object_failure,
+    worth_s,
+)
+from ray_dcp.store.object_stores import ObjectOptions, name_of_store
+from ray_dcp.store.retry import Retrying, pauses
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
+from ray_dcp.store.storage_adapter import redacted
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
 

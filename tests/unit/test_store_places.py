@@ -20,9 +20,8 @@ from ray_dcp.store.fsspec_storage import FsspecStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import Location, url_below
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.object_options import ObjectOptions, split_options
 from ray_dcp.store.object_storage import ObjectStorage
-from ray_dcp.store.object_stores import make_store
+from ray_dcp.store.object_stores import ObjectOptions, make_store, split_options
 from ray_dcp.store.opening import absolute_target, as_target, open_storage, place_below
 
 SECRET = "hush-hush-secret"

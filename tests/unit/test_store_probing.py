@@ -9,15 +9,14 @@ import subprocess
 import pytest
 
 from ray_dcp.errors import StorageError
-from ray_dcp.store import durable, mounts, probing
-from ray_dcp.store.durable import publish
-from ray_dcp.store.local import LocalStorage
+from ray_dcp.store import local
+from ray_dcp.store.local import LocalStorage, publish
 from ray_dcp.testing.storage_conformance import StorageConformance
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(probing, "_KNOWN", {})
+    monkeypatch.setattr(local, "_KNOWN", {})
 
 
 def refuse(number):
@@ -34,7 +33,7 @@ def no_links(monkeypatch):
 
 @pytest.fixture
 def no_flags(monkeypatch):
-    monkeypatch.setattr(durable, "_rename_noreplace", refuse(errno.EINVAL))
+    monkeypatch.setattr(local, "_rename_noreplace", refuse(errno.EINVAL))
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def mounted_as(tmp_path_factory, monkeypatch):
             "22 1 0:5 / /proc rw - proc proc rw\n"
             f"36 22 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {kind} x:y rw\n"
         )
-        monkeypatch.setattr(mounts, "_MOUNTS", str(table))
+        monkeypatch.setattr(local, "_MOUNTS", str(table))
 
     return say
 
@@ -59,8 +58,8 @@ def creates(directory):
 
 def test_a_directory_is_tried_once_and_nothing_stays_behind(tmp_path, monkeypatch):
     tried = []
-    real = probing._tried
-    monkeypatch.setattr(probing, "_tried", lambda *at: tried.append(at[0]) or real(*at))
+    real = local._tried
+    monkeypatch.setattr(local, "_tried", lambda *at: tried.append(at[0]) or real(*at))
     assert creates(tmp_path / "not" / "yet")
     assert creates(tmp_path)
     assert creates(tmp_path / "other")
@@ -95,13 +94,13 @@ def test_without_hard_links_and_flags_nothing_is_created_only_if_absent(
 
 
 def test_a_system_without_the_call_creates_nothing_only_if_absent(tmp_path, no_links, monkeypatch):
-    monkeypatch.setattr(durable.ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(local.ctypes, "CDLL", lambda *_, **__: object())
     assert not creates(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
 def test_what_a_filesystem_refuses_for_another_reason_is_told(tmp_path, no_links, monkeypatch):
-    monkeypatch.setattr(durable, "_rename_noreplace", refuse(errno.ENOSPC))
+    monkeypatch.setattr(local, "_rename_noreplace", refuse(errno.ENOSPC))
     (tmp_path / "a").write_bytes(b"1")
     with pytest.raises(OSError, match="space") as told:
         publish(str(tmp_path / "a"), str(tmp_path / "b"), create=True, sync=False)
@@ -124,7 +123,7 @@ def test_a_bridge_is_not_believed_with_and_without_hard_links(
 ):
     mounted_as(tmp_path, kind)
     assert not creates(tmp_path)
-    probing._KNOWN.clear()
+    local._KNOWN.clear()
     monkeypatch.setattr(os, "link", refuse(errno.EPERM))
     assert not creates(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -147,9 +146,9 @@ def test_a_file_with_another_device_number_than_its_mount_is_found_by_its_path(
     table.write_text(
         f"22 1 0:0 / / rw - ext4 x rw\n36 22 0:0 / {point} rw shared:1 - fuse.rclone x:y rw\n"
     )
-    monkeypatch.setattr(mounts, "_MOUNTS", str(table))
+    monkeypatch.setattr(local, "_MOUNTS", str(table))
     assert not creates(folder)
-    probing._KNOWN.clear()
+    local._KNOWN.clear()
     assert creates(tmp_path)
 
 
@@ -158,7 +157,7 @@ def test_an_unknown_filesystem_is_not_believed(tmp_path, tmp_path_factory, monke
     path = tmp_path_factory.mktemp("mounts") / "mountinfo"
     if table is not None:
         path.write_text(table)
-    monkeypatch.setattr(mounts, "_MOUNTS", str(path))
+    monkeypatch.setattr(local, "_MOUNTS", str(path))
     assert not creates(tmp_path)
 
 

@@ -34,9 +34,8 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import SaveReceipt, Target
 from ray_dcp.protocol.vote import Fenced, Open, Won
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.outcome import outcome, settle
-from ray_dcp.runtime.perform import new_attempt, perform
-from ray_dcp.store.faults import CrashError
+from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
+from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage

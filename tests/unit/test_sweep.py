@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_dcp.format.manifest import AbortRecord, FileEntry, Manifest, Verdict, record_key, slot_of
-from ray_dcp.protocol.sweep import (
+from ray_dcp.protocol.garbage import (
     MOST_DECIDED,
     Owned,
     attempts_of,
@@ -19,7 +19,7 @@ from ray_dcp.protocol.sweep import (
     verdicts,
     was_committed,
 )
-from ray_dcp.store.paths import check_key
+from ray_dcp.store.storage import check_key
 
 A, B, C = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb", "0123456789abcdef"
 TEMP = ".tmp-0123456789ab-"

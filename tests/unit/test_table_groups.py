@@ -18,23 +18,31 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ray_dcp
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, DeadlineError
 from ray_dcp.format import table as table_format
-from ray_dcp.format import table_groups, table_index, table_parquet, table_rows
-from ray_dcp.format.checksums import digest_bytes
+from ray_dcp.format import table as table_groups
+from ray_dcp.format import table as table_index
+from ray_dcp.format import table_file
 from ray_dcp.format.manifest import decode_record, encode_record
-from ray_dcp.format.table import decode_table, encode_table
-from ray_dcp.format.table_groups import GroupedTable, end_of
-from ray_dcp.format.table_index import boxes_of_groups, decode_index, encode_index
+from ray_dcp.format.table import (
+    GroupedTable,
+    boxes_of_groups,
+    decode_index,
+    decode_table,
+    encode_index,
+    encode_table,
+    end_of,
+)
+from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.plan import structural
-from ray_dcp.plan.reading import Wanted, plan_reads
-from ray_dcp.plan.values import Kind
+from ray_dcp.planning import structural
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.seam.targets import plan_targets
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import checkpoint_from, read_checkpoint
+from ray_dcp.torch_adapter.targets import plan_targets
 from tests.crash.array_states import same_state, sample_state
 from tests.crash.ranks import load_ranks, load_state, save_state
 from tests.format_cases import difference, slabs, table_of
@@ -152,9 +160,9 @@ def test_other_tools_see_a_row_a_chunk_and_one_of_each_tensor():
 
 def test_a_group_costs_as_much_as_its_own_tensors(monkeypatch):
     paths = []
-    real = table_rows.paths_to_arrow
+    real = table_file.paths_to_arrow
     monkeypatch.setattr(
-        table_rows, "paths_to_arrow", lambda found: paths.extend(found) or real(found)
+        table_file, "paths_to_arrow", lambda found: paths.extend(found) or real(found)
     )
     table = slabs(20, [(20, 1)], objects=range(20))
     data = encode_table(table)
@@ -167,13 +175,13 @@ def test_a_group_costs_as_much_as_its_own_tensors(monkeypatch):
 
 
 def test_an_end_has_no_more_values_than_fit_its_own_bytes(monkeypatch):
-    monkeypatch.setattr(table_parquet, "FREE_VALUES", 0)
-    monkeypatch.setattr(table_parquet, "VALUES_A_BYTE", 4)
+    monkeypatch.setattr(table_file, "FREE_VALUES", 0)
+    monkeypatch.setattr(table_file, "VALUES_A_BYTE", 4)
     table = slabs(2, [(4, 2)] * 2000)
     data = encode_table(table)
     end = data[end_of(data) :]
     assert GroupedTable.from_end(end, len(data)).num_chunks == 4000
-    monkeypatch.setattr(table_parquet, "VALUES_A_BYTE", 1)
+    monkeypatch.setattr(table_file, "VALUES_A_BYTE", 1)
     # A sparse file may be as long as it likes.
     with pytest.raises(DamagedCheckpointError, match=f"values that fit {len(end)} bytes"):
         GroupedTable.from_end(end, 1 << 32)
@@ -181,9 +189,9 @@ def test_an_end_has_no_more_values_than_fit_its_own_bytes(monkeypatch):
 
 def test_where_the_index_would_be_too_long_there_are_no_groups(monkeypatch):
     table = slabs(8, [(64, 4)] * 5, objects=[0])
-    monkeypatch.setattr(table_index, "MOST_BYTES", 2500)
+    monkeypatch.setattr(table_index, "MOST_INDEX_BYTES", 2500)
     assert end_of(encode_table(table)) is not None
-    monkeypatch.setattr(table_index, "MOST_BYTES", 2000)
+    monkeypatch.setattr(table_index, "MOST_INDEX_BYTES", 2000)
     data = encode_table(table)
     assert end_of(data) is None
     assert difference(decode_table(data), table) == []
@@ -658,7 +666,7 @@ def test_an_index_is_of_its_own_table():
 def test_rows_in_another_order_have_no_groups():
     table = slabs(3, [(9, 2)] * 4)
     assert end_of(encode_table(table)) is not None
-    turned = table_rows.with_rows(table, lambda name: getattr(table, name)[::-1])
+    turned = table_file.with_rows(table, lambda name: getattr(table, name)[::-1])
     assert end_of(encode_table(turned)) is None
     assert difference(decode_table(encode_table(turned)), turned) == []
 

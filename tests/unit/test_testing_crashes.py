@@ -13,9 +13,9 @@ import pytest
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError, StorageError
 from ray_dcp.format.manifest import record_key
+from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.transfer.opening import read_checkpoint
 from tests.crash import invariants as inv
 from tests.crash.crashes import check_crashes
 from tests.crash.interruptions import CRASHES
@@ -380,7 +380,7 @@ def test_a_system_call_that_fails_is_told_to_the_caller_and_its_effect_is_there(
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_a_torn_write_leaves_whole_pages_or_half(tmp_path, parts):
-    from ray_dcp.store.faults import CrashError
+    from ray_dcp.store.fault_injection import CrashError
 
     fd = os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT)
     with interrupted_system(LocalStorage(tmp_path), 0, "torn") as (_, system):

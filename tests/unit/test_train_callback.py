@@ -12,9 +12,9 @@ import pytest
 import ray.cloudpickle
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.integrations.train import asking, callback
-from ray_dcp.integrations.train.board import Asked, Board
+from ray_dcp.integrations.train import callback, save_requests
 from ray_dcp.integrations.train.callback import SaveBeforeResize
+from ray_dcp.integrations.train.save_requests import Asked, SaveRequests
 from tests.polling import eventually
 
 
@@ -22,12 +22,12 @@ class Group:
     """A worker group of one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.board = Board()
+        self.board = SaveRequests()
         self.board.open(4)
         self._patch = monkeypatch
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        self._patch.setattr(asking, "BOARD", self.board)
+        self._patch.setattr(save_requests, "BOARD", self.board)
         return [function(*arguments)]
 
     def save(self, step: int) -> Asked:

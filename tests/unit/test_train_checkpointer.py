@@ -13,18 +13,15 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.integrations.train import telling
-from ray_dcp.integrations.train.board import BOARD, Asked
+from ray_dcp.integrations.train import reports as telling
 from ray_dcp.integrations.train.checkpointer import Checkpointer
-from ray_dcp.integrations.train.context import RunFacts
-from ray_dcp.integrations.train.joining import Group
-from ray_dcp.integrations.train.keeping import Keeper
-from ray_dcp.integrations.train.names import parse
-from ray_dcp.manager.places import Root
+from ray_dcp.integrations.train.joining import Group, Retention, RunFacts, parse
+from ray_dcp.integrations.train.save_requests import BOARD, Asked
+from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.view.runs import list_run
+from ray_dcp.view.listing import list_run
 from tests.polling import eventually
 
 Make = Callable[..., Checkpointer]
@@ -76,7 +73,7 @@ def make(told: Any, tmp_path: Path) -> Iterator[Make]:
         listed = list_run(tmp_path).steps
         earlier = [folder for one in listed if (folder := parse(one.name))]
         owner = "ray_dcp" if max_to_keep else "nobody"
-        keeper = Keeper(root, owner, max_to_keep, earlier, ())
+        keeper = Retention(root, owner, max_to_keep, earlier, ())
         session: Any = Alone()
         group = Group(root, groups[-1], "0a1b2c", session, False, bool(listed), keeper=keeper)
         facts = Facts(0, 1, "run", "id", None, 0.0, None, str(tmp_path))

@@ -28,24 +28,44 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.step_info import info_key
-from ray_dcp.integrations.train import asking, board, telling
-from ray_dcp.integrations.train.asking import ask_all, follow, tier_that_fits
-from ray_dcp.integrations.train.board import Asked, Board
-from ray_dcp.integrations.train.context import RunFacts, target_of_run
-from ray_dcp.integrations.train.joining import take_right
-from ray_dcp.integrations.train.keeping import Keeper, Known, owner_of, superfluous
-from ray_dcp.integrations.train.names import StepFolder, check_folder, check_step, next_group, parse
-from ray_dcp.integrations.train.pacing import Committed, Pace
-from ray_dcp.integrations.train.rounds import next_round_s
-from ray_dcp.integrations.train.underway import Save, UnderWay, is_misuse
-from ray_dcp.integrations.train.warning import Warned
-from ray_dcp.manager.places import Root
-from ray_dcp.manager.processes import Holder, this_process
+from ray_dcp.integrations.train import reports, save_requests
+from ray_dcp.integrations.train.checkpointer import (
+    Committed,
+    Pace,
+    Save,
+    UnderWay,
+    Warned,
+    is_misuse,
+)
+from ray_dcp.integrations.train.joining import (
+    Known,
+    Retention,
+    RunFacts,
+    StepFolder,
+    check_folder,
+    check_step,
+    next_group,
+    owner_of,
+    parse,
+    superfluous,
+    take_right,
+    target_of_run,
+)
+from ray_dcp.integrations.train.save_requests import (
+    Asked,
+    SaveRequests,
+    ask_all,
+    follow,
+    next_round_s,
+    tier_that_fits,
+)
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.leases import LeaseHolder, this_process
 from ray_dcp.protocol.messages import Target
-from ray_dcp.seam.report import LoadReport
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.view.runs import list_run
+from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.view.listing import list_run
 from tests.polling import eventually
 
 REPOSITORY = Path(__file__).parents[2]
@@ -165,13 +185,13 @@ def test_without_an_owner_only_what_killed_groups_left_goes():
 def save(root: Path, *folders: StepFolder) -> None:
     for one in folders:
         ray_dcp.save({"w": torch.ones(3)}, checkpoint_id=root / one.name)
-        (root / one.name / info_key(0)).write_bytes(telling.encoded_metrics(one.step, {}))
+        (root / one.name / info_key(0)).write_bytes(reports.encoded_metrics(one.step, {}))
 
 
 def test_of_what_was_reported_the_record_stays_and_of_the_rest_nothing(tmp_path: Path):
     steps = [folder(n) for n in (1, 2, 3)]
     save(tmp_path, *steps)
-    keeper = Keeper(Root(Target(str(tmp_path))), "ray_dcp", 1, steps, [steps[0].name])
+    keeper = Retention(Root(Target(str(tmp_path))), "ray_dcp", 1, steps, [steps[0].name])
     keeper.told(steps[2])
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [steps[0].name, steps[2].name]
@@ -186,7 +206,7 @@ def test_what_a_killed_group_has_committed_after_all_is_not_taken_for_rubbish(tm
     (tmp_path / old.name).mkdir()
     (tmp_path / old.name / "__0_0.0123456789abcdef.distcp").write_bytes(b"x")
     save(tmp_path, new)
-    keeper = Keeper(Root(Target(str(tmp_path))), "nobody", 0, [old], [])
+    keeper = Retention(Root(Target(str(tmp_path))), "nobody", 0, [old], [])
     keeper._look()
     save(tmp_path, old)
     keeper.told(new)
@@ -201,7 +221,7 @@ def test_a_run_that_lost_its_right_deletes_nothing(tmp_path: Path, caplog: Any):
         raise CheckpointExistsError("another one")
 
     root = Root(Target(str(tmp_path)))
-    Keeper(root, "ray_dcp", 1, steps, [], check=lost).told(steps[1])
+    Retention(root, "ray_dcp", 1, steps, [], check=lost).told(steps[1])
     assert len(list(tmp_path.iterdir())) == 2
     assert "another one" in caplog.text
 
@@ -211,7 +231,7 @@ def test_a_run_that_lost_its_right_deletes_nothing(tmp_path: Path, caplog: Any):
 
 def test_a_second_run_of_one_name_is_refused_while_the_first_lives(tmp_path: Path):
     root = Root(Target(str(tmp_path)))
-    elsewhere = Holder("other machine", 1, "1", "far", "run-1")
+    elsewhere = LeaseHolder("other machine", 1, "1", "far", "run-1")
     beats = iter(range(100))
     storage = open_storage(root.shared)
     storage.write("writer-00000001.json", elsewhere.encode())
@@ -227,7 +247,7 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_lives(tmp_path: Pat
 
 def test_a_later_group_of_the_same_run_takes_over_at_once(tmp_path: Path):
     root = Root(Target(str(tmp_path)))
-    elsewhere = Holder("other machine", 1, "1", "far", "run-1")
+    elsewhere = LeaseHolder("other machine", 1, "1", "far", "run-1")
     open_storage(root.shared).write("writer-00000001.json", elsewhere.encode())
     waited: list[float] = []
     right = take_right(root, "run-1", "run", beats=False, wait=waited.append)
@@ -304,30 +324,30 @@ def test_what_has_no_time_is_reported():
 
 
 def test_metrics_become_numbers_and_what_can_not_is_named():
-    assert telling.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
-    assert telling.check_metrics(None) == {}
+    assert reports.check_metrics({"loss": torch.tensor(2.0), "n": 1}) == {"loss": 2.0, "n": 1}
+    assert reports.check_metrics(None) == {}
     with pytest.raises(InvalidRequestError, match="'grad' is a tensor of"):
-        telling.check_metrics({"grad": torch.ones(2)})
+        reports.check_metrics({"grad": torch.ones(2)})
     with pytest.raises(InvalidRequestError, match="dict"):
-        telling.check_metrics([1])
+        reports.check_metrics([1])
 
 
 def test_metrics_come_back_from_beside_the_checkpoint():
     storage = MemoryStorage("train-metrics")
-    assert telling.read_metrics(storage) == {}
-    storage.write(info_key(0), telling.encoded_metrics(3, {"loss": 0.5, "word": "x", "ok": True}))
-    assert telling.read_metrics(storage) == {"loss": 0.5}
+    assert reports.read_metrics(storage) == {}
+    storage.write(info_key(0), reports.encoded_metrics(3, {"loss": 0.5, "word": "x", "ok": True}))
+    assert reports.read_metrics(storage) == {"loss": 0.5}
     storage.write(info_key(0), b"rubbish")
-    assert telling.read_metrics(storage) == {}
+    assert reports.read_metrics(storage) == {}
 
 
 def test_what_ray_train_registered_and_nobody_finds_is_never_a_fresh_start():
     nothing = CheckpointNotFoundError("nothing")
-    telling.refuse_fresh_start(None, "/run/checkpoints", nothing)
+    reports.refuse_fresh_start(None, "/run/checkpoints", nothing)
     ours = f"/run/checkpoints/{folder(5).name}"
     for path, way_out in ((ours, "Bring them back"), ("/run/checkpoint_1", "ray_dcp.load")):
         with pytest.raises(CheckpointNotFoundError, match=way_out) as caught:
-            telling.refuse_fresh_start(path, "/run/checkpoints", nothing)
+            reports.refuse_fresh_start(path, "/run/checkpoints", nothing)
         assert caught.value.checkpoint_id == path
 
 
@@ -435,7 +455,7 @@ class Boards:
     """Ranks that are asked in this process, each on a board of its own."""
 
     def __init__(self, *last_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.boards = [Board() for _ in last_steps]
+        self.boards = [SaveRequests() for _ in last_steps]
         for one, last in zip(self.boards, last_steps, strict=True):
             one.open(last)
         self._patch = monkeypatch
@@ -443,7 +463,7 @@ class Boards:
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         found = []
         for one in self.boards:
-            self._patch.setattr(asking, "BOARD", one)
+            self._patch.setattr(save_requests, "BOARD", one)
             found.append(function(*arguments))
         return found
 
@@ -488,8 +508,8 @@ def test_only_the_checkpointer_that_was_made_last_is_asked(monkeypatch: Any):
 
 
 def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
-    monkeypatch.setattr(board, "HOLD_S", 0.01)
-    one = Board()
+    monkeypatch.setattr(save_requests, "HOLD_S", 0.01)
+    one = SaveRequests()
     one.open(4)
     assert one.hold("a") is not None
     assert one.at(5, 1) is None
@@ -516,7 +536,7 @@ def test_a_worker_that_does_not_answer_leaves_the_others_free(monkeypatch: Any):
     good = ranks.call
 
     def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if function is asking.tell:
+        if function is save_requests.tell:
             raise TimeoutError
         return good(function, *arguments)
 
@@ -597,15 +617,15 @@ def test_without_the_callback_ray_train_is_asked_at_the_same_calls_and_once_a_no
     notices = [None, Notice(None), Notice(None), Notice(time.time() * 1000)]
     said: list[Any] = []
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: notices.pop(0))
-    monkeypatch.setattr(telling, "broadcast", lambda value: said.append(value) or value)
-    preemption = telling.Preemption(2, 0)
+    monkeypatch.setattr(reports, "broadcast", lambda value: said.append(value) or value)
+    preemption = reports.Preemption(2, 0)
     asked = [preemption.asks(step) for step in range(1, 9)]
     assert [one and (one.reason, one.after_step) for one in asked] == [
         None, None, None, ("preemption", 3), None, None, None, None,
     ]  # fmt: skip
     assert said == [True, False], "the second leaves no time, on rank 0's word"
     assert notices == []
-    assert telling.Preemption(0, 0).asks(1) is None
+    assert reports.Preemption(0, 0).asks(1) is None
 
 
 def test_the_last_round_before_a_node_goes_is_as_late_as_a_save_fits():

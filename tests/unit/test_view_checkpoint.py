@@ -23,7 +23,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.file_names import rank_of_file
+from ray_dcp.view.listing import rank_of_file
 from tests import checkpoints, numpy_ranks
 
 TENSORS = checkpoints.tensors()

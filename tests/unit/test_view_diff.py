@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ray_dcp
+from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, MissingKeyError
-from ray_dcp.format.numbers import READABLE, as_numbers, raw_dtype
-from ray_dcp.transfer.checkpoint import Checkpoint
+from ray_dcp.io.checkpoint import Checkpoint
 from ray_dcp.view.checkpoint_view import CheckpointView
-from ray_dcp.view.diffing import Change, diff_tables
+from ray_dcp.view.difference import Change, diff_tables
 from tests import big_views, checkpoints, numpy_ranks
 from tests.counting_storage import Counting, counted_view
 

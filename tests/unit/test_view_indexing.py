@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.view.indexing import select
+from ray_dcp.view.tensor_handle import select
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

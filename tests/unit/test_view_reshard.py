@@ -10,9 +10,9 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
-from ray_dcp.plan.reading import Wanted, plan_reads
-from ray_dcp.transfer.reader import read_chunks
+from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.view.resharding import Layout, parse_layout, preview_reshard
 from tests import checkpoints
 from tests.counting_storage import counted_view

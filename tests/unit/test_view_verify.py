@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import ray_dcp
 from ray_dcp.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
-from ray_dcp.store.faults import Fault, FaultyStorage
+from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.opening import open_storage
-from ray_dcp.transfer.opening import read_checkpoint
 from ray_dcp.view.verify import Problem, verify_checkpoint
 from tests import checkpoints, numpy_ranks
 

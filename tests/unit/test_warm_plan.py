@@ -7,14 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import InvalidRequestError, PlanConflictError, RankDisagreementError
 from ray_dcp.options import SaveOptions
-from ray_dcp.plan.columns import ColumnsBuilder, encode
-from ray_dcp.protocol import shelf as shelf_module
+from ray_dcp.protocol import planning as shelf_module
 from ray_dcp.protocol.commands import Failed, MakePlan
 from ray_dcp.protocol.messages import Refused, SaveAgain, SaveJoin, SendItems, Target
-from ray_dcp.runtime import rank_join
-from ray_dcp.runtime.perform import perform
+from ray_dcp.runtime import rank_save
+from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state
@@ -84,7 +84,7 @@ def test_a_rank_whose_plan_is_as_before_hears_whether_a_record_has_one_winner(tm
         committed(alone.save(sample_state(number)))
     (again,) = alone.replies
     assert type(again) is SaveAgain
-    steps = rank_join.join_save(
+    steps = rank_save.join_save(
         KEY, rank=0, world_size=1, target=Target(alone.url), options=SaveOptions(num_threads=1),
         capture=partial(ArrayCapture, sample_state(2), 0, 1), memory=alone.memories[0],
     )  # fmt: skip
@@ -253,7 +253,7 @@ def test_conflicts_of_a_rank_that_changed_are_told_for_all(warm):
 
 
 def test_many_ranks_that_hold_the_same_send_it_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 1)
     warm = Warm(5, str(tmp_path / "ckpt"))
     state = {"rep.w": np.arange(5000.0), "rep.b": np.arange(3), "step": 3}
     committed(warm.save(state))
@@ -308,7 +308,7 @@ def test_a_restart_while_ranks_are_asked_asks_again():
         builder = ColumnsBuilder()
         builder.tensor("w", "float32", (4,), offset=(2 * rank,), size=(2,))
         columns = builder.build()
-        steps = rank_join.join_save(
+        steps = rank_save.join_save(
             KEY, rank=rank, world_size=2, target=Target("memory://x"),
             options=SaveOptions(), capture=partial(Holding, columns),
         )  # fmt: skip
@@ -348,7 +348,7 @@ def test_a_rank_that_is_asked_for_rows_and_sends_none_is_not_asked_for_ever():
 
 def test_a_rank_that_can_not_say_what_it_holds_fails_the_save_for_all(tmp_path, monkeypatch):
     """Its items are only looked at when it is asked for them, after the others have joined."""
-    monkeypatch.setattr(rank_join, "ROWS_AT_ONCE", 0)
+    monkeypatch.setattr(rank_save, "ROWS_AT_ONCE", 0)
     warm = Warm(3, str(tmp_path / "ckpt"))
 
     def capture(state, rank, world_size):

@@ -10,9 +10,9 @@ from typing import Any
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.rank import load_rank, save_rank
-from ray_dcp.seam.capture import capture
-from ray_dcp.seam.targets import Targets, plan_targets
+from ray_dcp.runtime.rank_load import load_rank, save_rank
+from ray_dcp.torch_adapter.capture import capture
+from ray_dcp.torch_adapter.targets import Targets, plan_targets
 
 Path = str | os.PathLike[str]
 

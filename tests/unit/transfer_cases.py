@@ -1,4 +1,4 @@
-"""Plans and tables made by hand for the tests of `ray_dcp.transfer`."""
+"""Plans and tables made by hand for the tests of `ray_dcp.io`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_dcp.format.checksums import block_bytes_for
-from ray_dcp.format.frames import ITEMSIZE, frame_bytes
-from ray_dcp.plan.values import ChunkTable, FilePlan, RankPlan
+from ray_dcp.core.checksums import block_bytes_for
+from ray_dcp.core.values import ChunkTable, FilePlan, RankPlan
+from ray_dcp.format.torch_items import ITEMSIZE, frame_bytes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.integrations.train import asking
-from ray_dcp.integrations.train.rounds import next_round_s
+from ray_dcp.integrations.train import save_requests
+from ray_dcp.integrations.train.save_requests import next_round_s
 from ray_dcp.runtime import ray_calls
 
 __all__ = ["SaveBeforeResize"]
@@ -109,11 +109,11 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
 
     def _save_before_the_end(self, workers: _Workers) -> None:
         seq, begun_s = secrets.token_hex(8), time.monotonic()
-        result = asking.ask_all(workers, seq, "resize", linger_s=self._limit_s + END_S)
+        result = save_requests.ask_all(workers, seq, "resize", linger_s=self._limit_s + END_S)
         if not result.asked:
             logger.warning("No save before the resize: %s", result.why)
             return
-        how = asking.follow(workers, seq, self._limit_s)
+        how = save_requests.follow(workers, seq, self._limit_s)
         took_s = time.monotonic() - begun_s
         if how == "committed":
             logger.info("Saved before the resize, in %.1f s", took_s)
@@ -146,14 +146,14 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         """Returns how long the save took that was asked for; None when none was."""
         seq, begun_s = secrets.token_hex(8), time.time()
         left_s = None if deadline_s is None else deadline_s - begun_s
-        result = asking.ask_all(
+        result = save_requests.ask_all(
             workers, seq, "preemption", left_s=left_s, took_s=took_s,
             linger_s=0.0 if left_s is None else max(0.0, left_s) + END_S,
         )  # fmt: skip
         if not result.asked:
             logger.warning("Preemption: no save: %s", result.why)
             return None
-        how = asking.follow(workers, seq, self._limit_s if left_s is None else left_s)
+        how = save_requests.follow(workers, seq, self._limit_s if left_s is None else left_s)
         took_s = time.time() - begun_s
         logger.warning(
             "Preemption of %s: a save was asked for, and is %s after %.1f s",

@@ -1,49 +1,321 @@
-"""`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with, on every rank.
+"""`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with.
+
+The saves of a checkpointer that are under way on this rank, and how they ended.
+
+All ranks make the same saves in the same order, and a save has one outcome on all of them. So
+each rank finds by itself which ones have ended, at the same call as the others: one that was begun
+has waited until no more than `max_pending` others were left.
+
+What an operator of a Ray Train run has to know: falls back, failed saves, steps left aside.
+
+Which committed saves are told to Ray Train, and when: decided alike by every rank, alone.
+
+Ray Train registers one report each time that its controller looks, and `report` waits while one is
+not taken. So saves that follow each other faster are not all reported: the newest counts. What the
+ranks decide by is the same on all: the steps, their outcomes, and when each was planned, as its
+manifest tells.
+
+`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with, on every rank.
 
 How it is made is in `making`; names, reports and deletions are decided in the modules beside.
+
+`checkpointer`: makes the `Checkpointer` of a worker of Ray Train; checks what all ranks give.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ray_dcp.asynchronous import run_async_save
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CommitUnknownError,
     InvalidRequestError,
+    RankDisagreementError,
     SaveCancelledError,
+    SaveSkippedError,
 )
 from ray_dcp.format.step_info import info_key
-from ray_dcp.integrations.train import telling
-from ray_dcp.integrations.train.board import BOARD, Asked
-from ray_dcp.integrations.train.context import RunFacts
-from ray_dcp.integrations.train.joining import Group
-from ray_dcp.integrations.train.names import StepFolder, check_step, parse
-from ray_dcp.integrations.train.pacing import Committed, Pace
-from ray_dcp.integrations.train.underway import Ended, Save, UnderWay, is_misuse
-from ray_dcp.integrations.train.warning import Warned
+from ray_dcp.handle import SaveHandle
+from ray_dcp.integrations.train import reports
+from ray_dcp.integrations.train.joining import (
+    Group,
+    RunFacts,
+    StepFolder,
+    check_step,
+    join,
+    parse,
+    run_facts,
+)
+from ray_dcp.integrations.train.save_requests import BOARD, Asked
 from ray_dcp.loading import run_load_newest
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.runtime.newest import StepRange
-from ray_dcp.seam.paths import decide_save
-from ray_dcp.seam.report import LoadReport
-from ray_dcp.seam.state import check_mapping, stateful_to_state_dict
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.rank_load import StepRange
+from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.opening import open_storage
+from ray_dcp.torch_adapter.dispatch import decide_save
+from ray_dcp.torch_adapter.load_report import LoadReport
+from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.warming import warm_staging
 
-__all__ = ["Checkpointer", "OnError"]
+__all__ = [
+    "Checkpointer",
+    "Committed",
+    "Ended",
+    "OnError",
+    "Pace",
+    "Save",
+    "UnderWay",
+    "Warned",
+    "checkpointer",
+    "is_misuse",
+]
 
-OnError = Literal["warn", "raise"]
+ASK_AGAIN_S = (0.0, 0.5, 2.0)
+"""When a storage is asked for an outcome that nobody told, in seconds after one another."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Save:
+    """One that was begun."""
+
+    folder: StepFolder
+    target: Target
+    metrics: Mapping[str, Any]
+    handle: SaveHandle
+    begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether it ended at once, as enough others were under way."""
+        return self.handle.done() and isinstance(self.handle.exception(), SaveSkippedError)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one ended."""
+
+    save: Save
+    error: CheckpointError | None = None
+    """Why it is not committed; the same on all ranks."""
+    created_s: float | None = None
+    """When it was planned, by the coordinator's clock."""
+
+
+class UnderWay:
+    """The saves that have not been looked at since they were begun.
+
+    Args:
+        max_pending: How many may be under way at a time.
+        ask: Returns the outcome of an attempt, by its place.
+        wait: Lets seconds pass.
+    """
+
+    def __init__(
+        self,
+        max_pending: int,
+        *,
+        ask: Callable[[Target, str], str] | None = None,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._max_pending = max_pending
+        self._ask = ask or outcome
+        self._wait = wait
+        self._saves: list[Save] = []
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    @property
+    def newest(self) -> Save | None:
+        """The one that was begun last; None when it has ended."""
+        return self._saves[-1] if self._saves else None
+
+    def add(self, save: Save) -> None:
+        """Notes a save that was begun."""
+        self._saves.append(save)
+
+    def ended(self, *, all_of_them: bool = False) -> list[Ended]:
+        """Returns those that have ended, on all ranks the same, in the order of their calls.
+
+        Args:
+            all_of_them: Wait for the others as well.
+
+        Raises:
+            CommitUnknownError: Nobody can say how one ended: what other ranks know of it may be
+                something else.
+        """
+        newest = self._saves[-1:]
+        if newest and newest[0].was_skipped:
+            self._saves.pop()
+            skipped = [self._end_of(newest[0])]
+            return [*(self.ended(all_of_them=True) if all_of_them else []), *skipped]
+        count = len(self._saves) if all_of_them else max(0, len(self._saves) - self._max_pending)
+        found = []
+        for _ in range(count):
+            found.append(self._end_of(self._saves[0]))
+            self._saves.pop(0)
+        return found
+
+    def _end_of(self, save: Save) -> Ended:
+        error = save.handle.exception()
+        if isinstance(error, CommitUnknownError):
+            error = self._settle(save, error)
+        if error is None:
+            return Ended(save, created_s=_created_s(save.handle))
+        if isinstance(error, CheckpointError):
+            return Ended(save, error)
+        raise error
+
+    def _settle(self, save: Save, error: CommitUnknownError) -> CheckpointError | None:
+        """Returns why a save is not committed whose outcome this rank was not told."""
+        for pause_s in ASK_AGAIN_S:
+            self._wait(pause_s)
+            try:
+                found = self._ask(save.target, error.attempt)
+            except CheckpointError:
+                continue
+            if found == "committed":
+                return None
+            if found == "aborted":
+                return CheckpointError(f"It was aborted: {error.message}",
+                                       checkpoint_id=save.target.url)  # fmt: skip
+        # Why raised whatever on_error says: ranks that know more would wait for this one.
+        raise error
+
+
+def is_misuse(error: CheckpointError) -> bool:
+    """Tells whether an error says that the ranks do not make the same calls."""
+    causes = [error, *(cause for cause, _ in error.failures.values())]
+    return any(isinstance(cause, RankDisagreementError) for cause in causes)
+
+
+def _created_s(handle: SaveHandle) -> float | None:
+    return getattr(handle.result(), "created_s", None)
+
+
+@dataclass
+class Warned:
+    """What was said so far; only rank 0 says anything.
+
+    Args:
+        rank: This rank.
+    """
+
+    rank: int
+    num_failed: int = 0
+    """Saves that failed since one was committed."""
+    _of_steps: bool = False
+
+    def fell_back(self, report: LoadReport, registered: StepFolder | None) -> None:
+        """Tells of newer steps than the one that was restored."""
+        if self.rank:
+            return
+        for path, error in report.damaged:
+            self._say(
+                f"Restored step {report.step} ({report.checkpoint_id}) instead of the newer "
+                f"{path}, which is damaged: {error}. Look at it with `ray-dcp verify {path}`"
+            )
+        if registered is not None and registered.step > (report.step or 0):
+            self._say(
+                f"Restored step {report.step}, although Ray Train has registered the newer step "
+                f"{registered.step} ({registered.name}), which is no longer there or damaged"
+            )
+
+    def failed(self, step: int, error: CheckpointError) -> None:
+        """Tells of a save that failed."""
+        self.num_failed += 1
+        if self.rank == 0:
+            self._say(
+                f"Step {step} is not saved ({self.num_failed} in a row now): "
+                f"{type(error).__name__}: {error}"
+            )
+
+    def ignored_steps(self, has_steps: bool, restored: LoadReport | None, url: str) -> None:
+        """Tells, once, that a run is saved anew that was not restored though it could be."""
+        if has_steps and restored is None and not self._of_steps and self.rank == 0:
+            self._say(
+                f"{url} has steps of earlier workers of this run, but restore() was not called or "
+                f"found none committed: training began anew. Call restore(state) before the first "
+                f"save, or give the run another name"
+            )
+        self._of_steps = True
+
+    def _say(self, text: str) -> None:
+        logger.warning(text)
+        # Why both: a run shows the one in its log, and a test or a notebook the other.
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
+_SLACK = 1.5
+"""Times the interval of the controller: what it needs to look is on top of it."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A save that is committed."""
+
+    step: int
+    created_s: float | None
+    """By the coordinator's clock; None when its manifest does not travel."""
+
+
+@dataclass
+class Pace:
+    """What was reported last.
+
+    Args:
+        interval_s: How often Ray Train's controller looks, in seconds.
+    """
+
+    interval_s: float
+    last_s: float | None = None
+    """When what was reported last was planned."""
+
+    def due(self, found: Sequence[Committed], *, final: bool = False) -> Committed | None:
+        """Returns what to report now, if anything, and takes it as reported.
+
+        Args:
+            found: Committed and not reported, in the order of their steps.
+            final: No later call will come.
+
+        Example:
+            >>> pace = Pace(2.0)
+            >>> pace.due([Committed(1, 100.0)])
+            Committed(step=1, created_s=100.0)
+            >>> pace.due([Committed(2, 101.0)])
+            >>> pace.due([Committed(2, 101.0), Committed(3, 104.0)])
+            Committed(step=3, created_s=104.0)
+        """
+        if not found:
+            return None
+        newest = found[-1]
+        known = newest.created_s is not None and self.last_s is not None
+        # Why above zero: a clock that was set back must not keep a run from being reported.
+        too_soon = 0 <= _since(newest, self.last_s) < self.interval_s * _SLACK
+        if known and not final and too_soon:
+            return None
+        self.last_s = newest.created_s
+        return newest
+
+
+def _since(one: Committed, last_s: float | None) -> float:
+    return (one.created_s or 0.0) - (last_s or 0.0)
+
+
+OnError = Literal["warn", "raise"]
 
 
 class Checkpointer:
@@ -82,7 +354,7 @@ class Checkpointer:
         self._on_error = on_error
         self._options = options
         self._load_options = load_options
-        self._preemption = telling.Preemption(check_preemption_every, facts.rank)
+        self._preemption = reports.Preemption(check_preemption_every, facts.rank)
         self._under_way = UnderWay(options.max_pending)
         self._pace = Pace(facts.poll_s)
         self._untold: list[Ended] = []
@@ -128,7 +400,7 @@ class Checkpointer:
         """
         self._check_open()
         self._take(self._under_way.ended(all_of_them=True))
-        registered = telling.registered()
+        registered = reports.registered()
         try:
             self._group.check_has_steps()
             report = run_load_newest(
@@ -136,7 +408,7 @@ class Checkpointer:
                 StepRange(),
             )  # fmt: skip
         except CheckpointNotFoundError as error:
-            telling.refuse_fresh_start(registered, self._group.root.url, error)
+            reports.refuse_fresh_start(registered, self._group.root.url, error)
             logger.info("Nothing is committed in %s: the run begins", self._group.root.url)
             self._warm(state)
             return None
@@ -203,7 +475,7 @@ class Checkpointer:
             CheckpointError: With `on_error="raise"`: a save failed, this one or one before.
         """
         self._check_new(step)
-        told = telling.check_metrics(metrics)
+        told = reports.check_metrics(metrics)
         due = self.should_save(step)
         asked = self._decided[2]
         if not due and not force:
@@ -303,7 +575,7 @@ class Checkpointer:
         self._report(newest.folder, newest.metrics)
 
     def _report(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
-        telling.report(self._facts.checkpoint(f"{self._folder}/{folder.name}"), metrics)
+        reports.report(self._facts.checkpoint(f"{self._folder}/{folder.name}"), metrics)
         keeper = self._group.keeper
         if keeper is not None:
             self._later(lambda: keeper.told(folder))
@@ -330,7 +602,7 @@ class Checkpointer:
             self._report(folder, {**metrics, "step": folder.step})
 
     def _metrics_of(self, folder: StepFolder) -> dict[str, Any]:
-        return telling.read_metrics(open_storage(self._group.root.below(folder.name)))
+        return reports.read_metrics(open_storage(self._group.root.below(folder.name)))
 
     # Aside of training, on rank 0
 
@@ -338,7 +610,7 @@ class Checkpointer:
         return None if self._aside is None else self._aside.submit(_logged, do)
 
     def _note(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
-        data = telling.encoded_metrics(folder.step, metrics)
+        data = reports.encoded_metrics(folder.step, metrics)
         open_storage(self._group.root.below(folder.name)).write(info_key(0), data)
 
     def _keeper_notes(self, one: Ended) -> None:
@@ -391,3 +663,90 @@ def _logged(do: Callable[[], object]) -> None:
         do()
     except Exception as error:  # noqa: BLE001 - nobody waits for it, and no save depends on it
         logger.warning("Beside training: %s: %s", type(error).__name__, error)
+
+
+def checkpointer(
+    *,
+    folder: str = "checkpoints",
+    max_to_keep: int = 0,
+    save_interval: int = 1,
+    on_error: OnError = "warn",
+    options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    check_preemption_every: int = 0,
+) -> Checkpointer:
+    """Returns what saves and restores the state of the Ray Train run that this worker belongs to.
+
+    Every rank calls it once, inside `train_fn`, with the same arguments; and then the methods of
+    what it returns, in the same order. Checkpoints go into `folder` of the run's own storage
+    (`RunConfig`), straight from the workers' nodes.
+
+    Args:
+        folder: Name of a folder in the run's storage.
+        max_to_keep: Newest committed steps that ray_dcp keeps, 0 for all. Leave it out where Ray
+            Train keeps `CheckpointConfig(num_to_keep=...)`.
+        save_interval: `save` saves the steps that this divides.
+        on_error: What happens when a save fails: `"warn"` and go on, or `"raise"` on every rank,
+            which ends the worker group. A call that differs between ranks is raised in any case.
+        options: How to save; `keep_in_memory` makes restarts quick.
+        load_options: How to restore.
+        storage_options: Credentials and options of an `s3://`, `gs://` or `az://` storage path;
+            by default those of its URL, and of the environment.
+        check_preemption_every: Ask `ray.train.get_preemption_info()` at every so manieth `save`,
+            which is a barrier of all ranks. 0 leaves that to `SaveBeforeResize` in
+            `RunConfig(callbacks=[...])`, which costs nothing while nobody is preempted.
+
+    Raises:
+        InvalidRequestError: This is no Ray Train worker, or an argument is wrong.
+        CheckpointExistsError: Another run of this name lives and writes here.
+        CheckpointError: The storage can't be listed, or the ranks do not find each other.
+
+    Example:
+        ::
+
+            def train_fn(config):
+                model = ray.train.torch.prepare_model(Model())
+                optimizer = torch.optim.AdamW(model.parameters())
+                state = {"model": model, "optimizer": optimizer}
+                with ray_dcp.train.checkpointer(save_interval=100, max_to_keep=3) as ckpt:
+                    done = ckpt.restore(state)
+                    for step in range(0 if done is None else done + 1, 10_000):
+                        loss = train_one_step(model, optimizer, step)
+                        ckpt.save(step, state, metrics={"loss": loss})
+    """
+    settings = _checked(save_interval, on_error, options, load_options, check_preemption_every)
+    facts = run_facts()
+    group = join(facts, folder, max_to_keep, storage_options, reports.broadcast)
+    return Checkpointer(facts, group, folder, save_interval, on_error, *settings)
+
+
+def _checked(
+    save_interval: object,
+    on_error: object,
+    options: SaveOptions | None,
+    load_options: LoadOptions | None,
+    check_preemption_every: object,
+) -> tuple[SaveOptions, LoadOptions, int]:
+    """Returns the options, after checking what all ranks must give alike.
+
+    Raises:
+        InvalidRequestError: An argument has a value that it can't have.
+    """
+    for name, number, least in (
+        ("save_interval", save_interval, 1), ("check_preemption_every", check_preemption_every, 0),
+    ):  # fmt: skip
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise InvalidRequestError(
+                f"{name} must be a whole number from {least}, but is {number!r}", key=name
+            )
+    if on_error not in get_args(OnError):
+        raise InvalidRequestError(
+            f"on_error must be 'warn' or 'raise', but is {on_error!r}", key="on_error"
+        )
+    for name, given, kind in (
+        ("options", options, SaveOptions), ("load_options", load_options, LoadOptions),
+    ):  # fmt: skip
+        if given is not None and not isinstance(given, kind):
+            raise InvalidRequestError(f"{name} must be {kind.__name__}, but is {given!r}", key=name)
+    return options or SaveOptions(), load_options or LoadOptions(), int(str(check_preemption_every))

@@ -1,32 +1,492 @@
-"""How the workers of a group come together for one run: who writes, under which number, with whom.
+"""How the workers of a run come together, and which of its checkpoints are kept.
+
+Names of the folders in which the checkpoints of a Ray Train run lie.
+
+One is never used twice: Ray Train deletes by name, and a worker group that was killed may still
+have a save under way. The number of the worker group comes first, so that of two checkpoints of
+one step the later sorts last; the step comes last, where all of ray_dcp looks for it.
+
+Which checkpoints of a run are kept, where ray_dcp is the one that deletes; on rank 0.
+
+Ray Train refuses to go on with a run when a folder is gone that it has registered. So of a
+checkpoint that was reported the record stays that says it was deleted; of others nothing does.
+
+What Ray Train's context says of the run that this worker belongs to.
+
+The one module of the integration, beside the callback, that touches what Ray keeps private: how
+checkpoints are kept, the run's id, and how often its controller looks.
+
+How the workers of a group come together for one run: who writes, under which number, with whom.
 
 Rank 0 looks at the storage once and tells the others, through Ray Train, or why it can't.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import parse_qsl
 
-from ray_dcp.errors import CheckpointExistsError, CheckpointNotFoundError, ParticipantError
-from ray_dcp.integrations.train.context import RunFacts, target_of_run
-from ray_dcp.integrations.train.keeping import Keeper, Owner, owner_of
-from ray_dcp.integrations.train.names import StepFolder, check_folder, next_group, parse
-from ray_dcp.manager.places import Root
-from ray_dcp.manager.processes import this_process
-from ray_dcp.manager.writing import Right
+import ray
+
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InternalError,
+    InvalidRequestError,
+    ParticipantError,
+)
+from ray_dcp.format.manifest import Manifest, record_key, slot_of
+from ray_dcp.io.records import read_slots
+from ray_dcp.io.threads import Stop
+from ray_dcp.manager.catalogue import Root
+from ray_dcp.manager.leases import WriterLease, this_process
 from ray_dcp.operations import session_for
 from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.inline import InlineSession
-from ray_dcp.runtime.kept import NodeMemory
+from ray_dcp.runtime.memory_tier import NodeMemory
+from ray_dcp.runtime.ray_private import TESTED
 from ray_dcp.runtime.session import Session
-from ray_dcp.store.opening import absolute_target, open_storage
-from ray_dcp.transfer.threads import Stop
-from ray_dcp.view.runs import list_run
+from ray_dcp.store.location import split_url
+from ray_dcp.store.opening import absolute_target, as_target, open_storage
+from ray_dcp.store.storage import Storage
+from ray_dcp.view.listing import list_run
 
-__all__ = ["Group", "join", "take_right"]
+__all__ = [
+    "Group",
+    "Owner",
+    "Retention",
+    "RunFacts",
+    "StepFolder",
+    "check_folder",
+    "check_step",
+    "join",
+    "next_group",
+    "owner_of",
+    "parse",
+    "run_facts",
+    "superfluous",
+    "take_right",
+    "target_of_run",
+]
+
+_NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_STEP = 10**18
+
+
+@dataclass(frozen=True, order=True)
+class StepFolder:
+    """The folder of one step, as one worker group saved it; sorted by age.
+
+    Example:
+        >>> folder = StepFolder(120, 3, "7f3c21")
+        >>> folder.name, parse(folder.name) == folder
+        ('g0003-7f3c21-step-00000120', True)
+    """
+
+    step: int
+    group: int
+    """Number of the worker group in the run, from 1."""
+    word: str
+    """Tells two groups of one number."""
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return f"g{self.group:04d}-{self.word}-step-{self.step:08d}"
+
+
+def parse(name: str) -> StepFolder | None:
+    """Returns the step folder of a name; None for any other name.
+
+    Args:
+        name: Of a folder; only what follows the last slash counts.
+    """
+    found = _NAME.fullmatch(name.rstrip("/").rpartition("/")[2])
+    return StepFolder(int(found[3]), int(found[1]), found[2]) if found else None
+
+
+def next_group(names: Iterable[str]) -> int:
+    """Returns the number of a new worker group, above all that have left folders.
+
+    Example:
+        >>> next_group(["g0002-7f3c21-step-00000120", "others"]), next_group([])
+        (3, 1)
+    """
+    found = (parse(name) for name in names)
+    return max((folder.group for folder in found if folder is not None), default=0) + 1
+
+
+def check_folder(folder: object) -> str:
+    """Returns a folder of the run after checking that it stays inside of it.
+
+    Raises:
+        InvalidRequestError: It is no name.
+
+    Example:
+        >>> check_folder("checkpoints")
+        'checkpoints'
+    """
+    if not isinstance(folder, str) or _PART.fullmatch(folder) is None:
+        raise InvalidRequestError(
+            f"folder must be the name of a folder in the run's own storage (1 to 64 letters, "
+            f"digits, '.', '_' or '-'), but is {folder!r}. Ray Train registers checkpoints inside "
+            f"RunConfig(storage_path, name) only: choose the place there; for any other one use "
+            f"ray_dcp.CheckpointManager",
+            key="folder",
+        )
+    return folder
+
+
+def check_step(step: object) -> int:
+    """Returns a step after checking that it is one.
+
+    Raises:
+        InvalidRequestError: It is no whole number from 0.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
+        raise InvalidRequestError(
+            f"a step must be a whole number from 0 to {MAX_STEP - 1}, but is {step!r}", key="step"
+        )
+    return step
+
+
+Owner = Literal["ray_dcp", "ray", "nobody"]
+Standing = Literal["committed", "deleted", "nothing"]
+
+logger = logging.getLogger(__name__)
+
+
+def owner_of(max_to_keep: int, num_to_keep: int | None) -> Owner:
+    """Returns who deletes old checkpoints.
+
+    Args:
+        max_to_keep: Of the checkpointer; 0 for all.
+        num_to_keep: Of Ray Train's `CheckpointConfig`.
+
+    Raises:
+        InvalidRequestError: Both would, or `max_to_keep` is no number.
+
+    Example:
+        >>> owner_of(3, None), owner_of(0, 3), owner_of(0, None)
+        ('ray_dcp', 'ray', 'nobody')
+    """
+    if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 0:
+        raise InvalidRequestError(
+            f"max_to_keep must be a whole number from 0, but is {max_to_keep!r}", key="max_to_keep"
+        )
+    if max_to_keep and num_to_keep is not None:
+        raise InvalidRequestError(
+            f"max_to_keep={max_to_keep} and CheckpointConfig(num_to_keep={num_to_keep}) both say "
+            f"what to delete, and each would delete what the other counts on. Leave one of them "
+            f"out: Ray Train's keeps by score too, ray_dcp's counts saves that Ray Train was not "
+            f"told of as well",
+            key="max_to_keep",
+        )
+    if max_to_keep:
+        return "ray_dcp"
+    return "nobody" if num_to_keep is None else "ray"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run."""
+
+    committed: frozenset[StepFolder]
+    uncommitted: frozenset[StepFolder]
+    """Of worker groups before this one."""
+    registered: frozenset[str]
+    """Names of folders that Ray Train was told of."""
+
+
+def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[tuple[StepFolder, bool]]:
+    """Returns the folders that may go, oldest first, each with whether nothing of it need stay.
+
+    What stays in any case: the newest that is committed, the newest that Ray Train was told of, and
+    what is newer.
+
+    Args:
+        known: Of the run.
+        owner: Who deletes.
+        max_to_keep: How many ray_dcp keeps.
+
+    Example:
+        >>> folders = [StepFolder(step, 1, "7f3c21") for step in (10, 20, 30)]
+        >>> known = Known(frozenset(folders), frozenset(), frozenset({folders[0].name}))
+        >>> [(one.step, purge) for one, purge in superfluous(known, "ray_dcp", 1)]
+        [(20, True)]
+    """
+    committed = sorted(known.committed)
+    if not committed:
+        return []
+    told = [folder for folder in committed if folder.name in known.registered]
+    stays = {committed[-1], *told[-1:]}
+    gone: set[StepFolder] = set()
+    if owner == "ray_dcp":
+        gone.update(committed[:-max_to_keep])
+    elif owner == "ray" and told:
+        # Why: Ray Train never hears of these, as a newer one was registered instead.
+        gone.update(one for one in committed if one < told[-1] and one not in told)
+    gone.update(one for one in known.uncommitted if one < committed[-1])
+    return [
+        (one, one in known.committed and one.name not in known.registered)
+        for one in sorted(gone - stays)
+    ]
+
+
+class Retention:
+    """Deletes what is superfluous. Its methods are called from one thread.
+
+    Args:
+        root: The folder of the run in which the steps lie.
+        owner: Who deletes.
+        max_to_keep: How many ray_dcp keeps.
+        earlier: Folders that worker groups before this one left.
+        registered: Names that Ray Train knows.
+        check: Raises when this run has lost the right to write.
+        opener: What opens storages.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        owner: Owner,
+        max_to_keep: int,
+        earlier: Collection[StepFolder],
+        registered: Iterable[str],
+        *,
+        check: Callable[[], object] = lambda: None,
+        opener: Callable[[Target], Storage] = open_storage,
+    ) -> None:
+        self._root = root
+        self._owner: Owner = owner
+        self._max_to_keep = max_to_keep
+        self._unseen = set(earlier)
+        self._committed: set[StepFolder] = set()
+        self._uncommitted: set[StepFolder] = set()
+        self._registered = set(registered)
+        self._check = check
+        self._opener = opener
+
+    def committed(self, folder: StepFolder) -> None:
+        """Notes that a step is committed."""
+        self._committed.add(folder)
+
+    def told(self, folder: StepFolder) -> None:
+        """Notes that Ray Train was told of one, and deletes what is superfluous now."""
+        self._committed.add(folder)
+        self._registered.add(folder.name)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Deletes what is superfluous; what fails is told in the log, and left for the next."""
+        try:
+            self._check()
+            self._look()
+            known = Known(
+                frozenset(self._committed), frozenset(self._uncommitted),
+                frozenset(self._registered),
+            )  # fmt: skip
+            for folder, purge in superfluous(known, self._owner, self._max_to_keep):
+                self._remove(folder, purge=purge)
+        except CheckpointError as error:
+            logger.warning("Old checkpoints in %s were not deleted: %s", self._root.url, error)
+
+    def _look(self) -> None:
+        for folder in sorted(self._unseen):
+            standing = self._standing(folder.name)
+            if standing == "committed":
+                self._committed.add(folder)
+            elif standing == "nothing":
+                self._uncommitted.add(folder)
+            self._unseen.discard(folder)
+
+    def _standing(self, name: str) -> Standing:
+        decides = read_slots(self._opener(self._root.below(name)), tolerant=True).decides
+        if decides is None:
+            return "nothing"
+        return "committed" if isinstance(decides.record, Manifest) else "deleted"
+
+    def _remove(self, folder: StepFolder, *, purge: bool) -> None:
+        name = folder.name
+        if folder in self._uncommitted and self._standing(name) == "committed":
+            # A stager of the group before has committed it since.
+            self._uncommitted.discard(folder)
+            self._committed.add(folder)
+            return
+        try:
+            report = delete(self._root.below(name), opener=self._opener)
+        except CheckpointNotFoundError:
+            report = None
+        if report is not None and report.warnings:
+            logger.warning("%s/%s: %s", self._root.url, name, "; ".join(report.warnings))
+            return
+        self._committed.discard(folder)
+        self._uncommitted.discard(folder)
+        if purge:
+            self._purge(name)
+
+    def _purge(self, name: str) -> None:
+        """Removes what is left, records last and the one that says so at the very end."""
+        # Why from the root: a folder that becomes empty is removed by the storage it lies in.
+        whole = self._opener(self._root.target)
+        keys = [entry.key for entry in self._opener(self._root.below(name)).list()]
+        slots = sorted(slot for key in keys if (slot := slot_of(key)) is not None)
+        others = [key for key in keys if slot_of(key) is None]
+        whole.delete([f"{name}/{key}" for key in others])
+        for slot in slots:
+            whole.delete([f"{name}/{record_key(slot)}"])
+
+
+POLL_S = 2.0
+"""How often Ray Train's controller looks unless it is told otherwise, in seconds."""
+
+_ENDPOINTS = {"endpoint_override": "endpoint", "region": "region"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The run of this worker."""
+
+    rank: int
+    world_size: int
+    name: str
+    """`RunConfig.name`."""
+    run_id: str
+    """Of this `fit()`."""
+    num_to_keep: int | None
+    """`CheckpointConfig.num_to_keep`."""
+    poll_s: float
+    """How often the controller looks, in seconds."""
+    storage: Any
+    """Ray Train's `StorageContext`."""
+    storage_path: str
+    """`RunConfig.storage_path`."""
+
+    def checkpoint(self, name: str) -> Any:
+        """Returns Ray Train's `Checkpoint` of a folder below the run."""
+        from ray.train import Checkpoint
+
+        path = self.storage.build_checkpoint_path_from_name(name)
+        return Checkpoint(path, filesystem=self.storage.storage_filesystem)
+
+
+def run_facts() -> RunFacts:
+    """Returns the run of this worker.
+
+    Raises:
+        InvalidRequestError: This is no worker of Ray Train, or one in local mode.
+        InternalError: This Ray keeps these facts elsewhere.
+    """
+    outside = InvalidRequestError(
+        "ray_dcp.train.checkpointer must be called inside the train_fn of a Ray Train (V2) run "
+        "with num_workers of 1 or more, on every rank. Elsewhere use ray_dcp.CheckpointManager"
+    )
+    try:
+        from ray.train.v2._internal.execution.context import get_train_context
+    except ImportError as error:
+        raise _other_ray(error) from error
+    try:
+        context = get_train_context()
+    except RuntimeError as error:
+        raise outside from error
+    try:
+        config: Any = context.train_run_context.run_config
+        storage: Any = context.storage_context
+        return RunFacts(
+            rank=context.get_world_rank(),
+            world_size=context.get_world_size(),
+            name=str(config.name),
+            run_id=context.train_run_context.run_id,
+            num_to_keep=config.checkpoint_config.num_to_keep,
+            poll_s=float(os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S") or POLL_S),
+            storage=storage,
+            storage_path=str(config.storage_path),
+        )
+    except (AttributeError, TypeError) as error:
+        raise _other_ray(error) from error
+
+
+def target_of_run(
+    facts: RunFacts, folder: str, storage_options: Mapping[str, object] | None
+) -> Target:
+    """Returns where the checkpoints of a run go.
+
+    Object stores are reached by ray_dcp's own client where the URL in `RunConfig.storage_path`
+    says which, or options are given; else through the filesystem that Ray Train uses.
+
+    Args:
+        facts: Of the run.
+        folder: Of the run.
+        storage_options: For the object store.
+
+    Raises:
+        InvalidRequestError: There is no URL that the options would be for.
+    """
+    path = facts.storage.build_checkpoint_path_from_name(folder)
+    target = as_target_of(facts.storage.storage_filesystem, path)
+    if target.filesystem is None:
+        if storage_options:
+            raise InvalidRequestError(
+                f"storage_options are for object stores, but the run lies in {path}; leave them "
+                f"out",
+                key="storage_options",
+            )
+        return target
+    scheme, rest = split_url(facts.storage_path)
+    is_known = scheme in ("s3", "gs", "az") and not facts.storage.custom_fs_provided
+    if storage_options is None and (not is_known or not _has_client()):
+        return target
+    if not is_known:
+        raise InvalidRequestError(
+            f"storage_options are for a RunConfig(storage_path) of s3://, gs:// or az:// without "
+            f"storage_filesystem, but it is {facts.storage_path!r}; leave them out",
+            key="storage_options",
+        )
+    options = dict(storage_options) if storage_options else _options_in(rest.partition("?")[2])
+    return absolute_target(Target(f"{scheme}://{path}", options))
+
+
+def as_target_of(filesystem: Any, path: str) -> Target:
+    """Returns the target of a path in one of Ray Train's filesystems."""
+    from ray_dcp.store.location import Location
+
+    return as_target(Location(path, filesystem=filesystem))
+
+
+def _options_in(query: str) -> dict[str, object]:
+    """Returns the options of our client for those in a URL of pyarrow's."""
+    given = dict(parse_qsl(query))
+    options: dict[str, object] = {
+        ours: given[theirs] for theirs, ours in _ENDPOINTS.items() if theirs in given
+    }
+    endpoint = str(options.get("endpoint", ""))
+    if endpoint and "://" not in endpoint:
+        options["endpoint"] = f"{given.get('scheme', 'https')}://{endpoint}"
+    return options
+
+
+def _has_client() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("obstore") is not None
+
+
+def _other_ray(error: Exception) -> InternalError:
+    return InternalError(
+        f"Expected a Ray whose Train (V2) works as in {', '.join(TESTED)}.x, but Ray "
+        f"{ray.__version__} says {type(error).__name__}: {error}. Install a tested Ray, or leave "
+        f"RAY_TRAIN_V2_ENABLED at 1"
+    )
+
 
 STAGED_S = 60.0
 """How long to wait for saves of earlier groups that are staged on this node, in seconds."""
@@ -47,9 +507,9 @@ class Group:
     owns_session: bool
     has_steps: bool
     """There are folders of steps: of groups before this one, or of whoever saved there."""
-    right: Right | None = None
+    right: WriterLease | None = None
     """On rank 0."""
-    keeper: Keeper | None = None
+    keeper: Retention | None = None
     """On rank 0."""
 
     def folder_of(self, step: int) -> StepFolder:
@@ -127,8 +587,8 @@ class _First:
     """What rank 0 finds."""
 
     number: int
-    right: Right
-    keeper: Keeper
+    right: WriterLease
+    keeper: Retention
     has_steps: bool
     word: str = field(default_factory=lambda: secrets.token_hex(3))
 
@@ -140,7 +600,7 @@ class _First:
         listed = list_run(root.target)
         names = [*(one.name for one in listed.steps), *listed.others]
         earlier = [folder for name in names if (folder := parse(name)) is not None]
-        keeper = Keeper(
+        keeper = Retention(
             root, owner, max_to_keep, earlier, _registered(), check=right.check
         )  # fmt: skip
         return cls(next_group(names), right, keeper, bool(listed.steps))
@@ -151,7 +611,7 @@ class _First:
 
 def take_right(
     root: Root, run_id: str, name: str, opener: Callable[[Target], Any] = open_storage, **how: Any
-) -> Right:
+) -> WriterLease:
     """Returns the right to write to a run, taken: at once from an earlier group of the same run.
 
     Args:
@@ -159,14 +619,14 @@ def take_right(
         run_id: Of this `fit()`.
         name: Of the run.
         opener: What opens storages.
-        **how: As for `Right`.
+        **how: As for `WriterLease`.
 
     Raises:
         CheckpointExistsError: Another run of this name lives.
         StorageError: The storage failed.
     """
     holder = replace(this_process(), nonce=run_id)
-    right = Right(root, opener, holder=holder, **how)
+    right = WriterLease(root, opener, holder=holder, **how)
     before = right.holder()
     try:
         right.take(even_if_held=before is not None and before.nonce == run_id)

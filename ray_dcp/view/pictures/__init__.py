@@ -4,9 +4,8 @@ They work offline, also in exported notebooks, on light pages and on dark ones, 
 however large the checkpoint is. The same as matplotlib figures are in `figures`.
 """
 
-from ray_dcp.view.pictures.boxes import Boxes, even_boxes
 from ray_dcp.view.pictures.drawing import Picture
-from ray_dcp.view.pictures.layout import reshard, shard_layout
+from ray_dcp.view.pictures.layout import Boxes, even_boxes, reshard, shard_layout
 from ray_dcp.view.pictures.lines import line_chart
 from ray_dcp.view.pictures.of_runs import (
     picture_diff,

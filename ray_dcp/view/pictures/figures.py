@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.save_trace import SaveTrace
-from ray_dcp.view.pictures.boxes import Boxes, Flat, check_one_tensor, flatten, raster
 from ray_dcp.view.pictures.drawing import GREY, RED, rank_colour
+from ray_dcp.view.pictures.layout import Boxes, Flat, check_one_tensor, flatten, raster
 from ray_dcp.view.pictures.lines import MOST_NAMED, Series, by_change
 from ray_dcp.view.pictures.tables import CHANGES, Changed, Step
 from ray_dcp.view.pictures.timeline import COLOURS, COORDINATOR

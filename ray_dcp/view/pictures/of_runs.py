@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ray_dcp.core.dtypes import READABLE, as_numbers
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.numbers import READABLE, as_numbers
 from ray_dcp.view.pictures.drawing import WIDTH, Picture, div, rank_colour, rect, safe, svg, text
 from ray_dcp.view.pictures.lines import line_chart
 from ray_dcp.view.pictures.tables import Changed, Step, diff_chart, step_table

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
-from ray_dcp.format.dtypes import ITEMSIZE
-from ray_dcp.view.pictures.boxes import Boxes, even_boxes, stored_boxes
 from ray_dcp.view.pictures.drawing import Picture
-from ray_dcp.view.pictures.layout import reshard, shard_layout
+from ray_dcp.view.pictures.layout import Boxes, even_boxes, reshard, shard_layout, stored_boxes
 from ray_dcp.view.pictures.timeline import timeline
 from ray_dcp.view.pictures.tree import Leaf, tensor_tree
 from ray_dcp.view.resharding import Layout, parse_layout

@@ -1,0 +1,266 @@
+"""The commands `rm`, `gc`, `tag` and `metadata`.
+
+The commands that delete: `rm` and `gc`. They load neither torch nor ray.
+
+The commands that write beside a checkpoint: `tag` and `metadata`. No torch, no ray.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from ray_dcp.cli.output import agree, dry_run, yes
+from ray_dcp.cli.places import place_of, run_at, step_at, step_in_run
+from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.format.names import (
+    SHARED_FOLDER,
+    TAGS,
+    check_note,
+    check_tag,
+    note_key,
+    tag_key,
+    tag_of,
+)
+from ray_dcp.format.step_info import info_slot
+from ray_dcp.io.records import Announced, fence
+from ray_dcp.store.opening import absolute_target, open_storage, place_below
+from ray_dcp.view.listing import FOREIGN, step_of
+from ray_dcp.view.run_view import StepView
+from ray_dcp.view.wording import count_text, size_text
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.records import CollectReport
+
+__all__ = ["gc", "metadata", "rm", "tag"]
+
+_MOST_SHOWN = 20
+
+
+@click.command()
+@click.argument("steps", nargs=-1, required=True)
+@click.option("--force", is_flag=True, help="Also steps that have a tag.")
+@click.option("--quiet", is_flag=True, help="Name no files.")
+@yes
+@dry_run
+def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
+    """Delete the checkpoints at STEPS: paths, or RUN@STEP.
+
+    Each at one moment: whoever loads finds it whole, or deleted. What others wrote there stays.
+    """
+    from ray_dcp.runtime.garbage_collection import delete
+
+    found = [step_at(step) for step in steps]
+    marks = [_Marks(step) for step in found]
+    for step, mark in zip(found, marks, strict=True):
+        _check_deletable(step, mark, force=force)
+    total = sum(step.num_bytes for step in found)
+    names = ", ".join(step.path.url for step in found)
+    if not dry_run:
+        agree(f"delete {names} ({size_text(total)})", yes=yes)
+    for step, mark in zip(found, marks, strict=True):
+        reports = [mark.delete(force=force, dry_run=dry_run)]
+        reports += [
+            delete(place_below(step.path, folder), dry_run=dry_run)
+            for folder in step.listed.items.values()
+        ]
+        if not dry_run and not any(report.warnings for report in reports):
+            mark.forget()
+        for report in reports:
+            _tell(report, report.path, quiet=quiet)
+
+
+def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
+    if step.state in FOREIGN:
+        raise InvalidRequestError(
+            f"{step.path.url} was written by another program, and ray-dcp deletes only its own "
+            f"files; remove the directory if you want it gone"
+        )
+    if marks.tags and not force:
+        raise InvalidRequestError(
+            f"{step.path.url} has the {'tag' if len(marks.tags) == 1 else 'tags'} "
+            f"{', '.join(marks.tags)}: take it away with ray-dcp tag --remove, or say --force"
+        )
+
+
+class _Marks:
+    """A step, with its tags and note in the run that its folder lies in."""
+
+    def __init__(self, step: StepView) -> None:
+        run, _, name = step.path.url.rstrip("/").rpartition("/")
+        self._view = step
+        self._name = name
+        self._step = step_of(name)
+        self._run = replace(step.path, url=run)
+        self._shared = None
+        self.tags: tuple[str, ...] = ()
+        if self._step is not None and run and not run.endswith("/"):
+            self._shared = open_storage(place_below(self._run, SHARED_FOLDER))
+            self._look()
+
+    def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
+        """Deletes the step that was looked at, unless it was given a tag or replaced since."""
+        from ray_dcp.runtime.garbage_collection import delete
+        from ray_dcp.runtime.tasks import new_attempt
+
+        manifest = self._view.listed.manifest
+        expected = None if manifest is None else manifest.attempt
+        if dry_run or self._shared is None or self._step is None:
+            return delete(self._view.path, expected=expected, dry_run=dry_run)
+        # Why: who gives it a tag from here on ends the deletion, or is told that it came too late.
+        mark = Announced(self._step, new_attempt(), self._name)
+        self._shared.write(mark.key, b"")
+        try:
+            self._look()
+            _check_deletable(self._view, self, force=force)
+            return delete(self._view.path, expected=expected, attempt=mark.attempt)
+        finally:
+            # Why all: a manager may have decided to remove another step because this one stood.
+            fence(
+                self._shared, lambda name: open_storage(place_below(self._run, name)),
+                f"step {self._step} was removed",
+            )  # fmt: skip
+
+    def forget(self) -> None:
+        """Takes away what is told about a step that is gone: its number may come again."""
+        storage = open_storage(self._view.path)
+        storage.delete([e.key for e in storage.list("step-info-") if info_slot(e.key) is not None])
+        if self._shared is not None and self._step is not None:
+            keys = [tag_key(self._step, tag) for tag in self.tags]
+            self._shared.delete([*keys, note_key(self._step)])
+
+    def _look(self) -> None:
+        if self._shared is not None:
+            found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
+            self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+
+
+@click.command()
+@click.argument("root")
+@click.option(
+    "--abort-unfinished", is_flag=True,
+    help="End saves that may still be committed, too: right when their jobs are gone.",
+)  # fmt: skip
+@click.option("--quiet", is_flag=True, help="Name no files.")
+@yes
+@dry_run
+def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool) -> None:
+    """Delete what crashed and aborted saves left at and below ROOT; checkpoints stay."""
+    run = run_at(root)
+    ours = [step for step in run if step.state not in FOREIGN]
+    planned = _collect(ours, abort_unfinished=abort_unfinished, dry_run=True)
+    total = sum(report.num_bytes for _, report in planned)
+    count = sum(len(report.deleted) for _, report in planned)
+    reports = planned
+    if not dry_run and (count or abort_unfinished):
+        agree(
+            f"delete {count_text(count, 'file')} ({size_text(total)}) at and below {root}", yes=yes
+        )
+        reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
+    open_saves = 0
+    for name, report in reports:
+        open_saves += any(info_slot(k.key) is None for k in report.kept)
+        if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
+            _tell(report, name, quiet=quiet)
+    freed = sum(report.num_bytes for _, report in reports)
+    click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
+    if open_saves and not abort_unfinished:
+        click.echo("if no job saves there any more: --abort-unfinished ends and deletes those, too")
+
+
+def _collect(
+    steps: Sequence[StepView], *, abort_unfinished: bool, dry_run: bool
+) -> list[tuple[str, CollectReport]]:
+    from ray_dcp.runtime.garbage_collection import collect
+
+    reports = []
+    for step in steps:
+        try:
+            found = collect(step.path, abort_unfinished=abort_unfinished, dry_run=dry_run)
+            reports.append((step.name, found))
+        except CheckpointError as error:
+            # Why on: one damaged folder keeps the others from being cleaned otherwise.
+            print(f"{step.name}: left alone: {error}", file=sys.stderr)
+    return reports
+
+
+def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
+    verb = "would delete" if report.dry_run else "deleted"
+    count = count_text(len(report.deleted), "file")
+    told = (
+        f"{verb} {count}, {size_text(report.num_bytes)}" if report.deleted else "nothing to delete"
+    )
+    click.echo(f"{name}: {told}")
+    if not quiet:
+        for key in report.deleted[:_MOST_SHOWN]:
+            click.echo(f"  {key}")
+        if len(report.deleted) > _MOST_SHOWN:
+            click.echo(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
+        # Why not those: they are told about a step by its manager, which takes them away itself.
+        others = [kept for kept in report.kept if info_slot(kept.key) is None]
+        for kept in others[:_MOST_SHOWN]:
+            click.echo(f"  kept {kept.key}: {kept.reason}")
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
+@click.command()
+@click.argument("step")
+@click.argument("tags", nargs=-1)
+@click.option("--remove", is_flag=True, help="Take these tags away.")
+@click.option("--note", metavar="TEXT", help="Put a note on the step; '' removes it.")
+@dry_run
+def tag(step: str, tags: tuple[str, ...], remove: bool, note: str | None, dry_run: bool) -> None:
+    """Give STEP, as RUN@500, tags or a note; without any, print what it has.
+
+    A CheckpointManager keeps the steps that have a tag.
+    """
+    run, found = step_in_run(step)
+    for one in tags:
+        check_tag(one)
+    if note is not None:
+        check_note(note)
+    if remove and not tags:
+        raise InvalidRequestError("which tags are to be removed? Name them behind the step")
+    if not tags and note is None:
+        for one in found.tags:
+            click.echo(one)
+        if found.note:
+            click.echo(f"note: {found.note}")
+        return
+    run.check_step(found.name)
+    if not dry_run:
+        run = run.tag(found.name, *tags, remove=remove) if tags else run
+        run = run if note is None else run.annotate(found.name, note)
+    verb = "would have" if dry_run else "has"
+    if tags:
+        click.echo(f"{found.name} {verb} {'no longer ' if remove else ''}{' '.join(tags)}")
+    if note is not None:
+        click.echo(f"{found.name} {verb} the note {note!r}")
+
+
+@click.command()
+@click.argument("path")
+@dry_run
+def metadata(path: str, dry_run: bool) -> None:
+    """Write the .metadata of the checkpoint at PATH, so that stock DCP can read it.
+
+    For a checkpoint that was saved with SaveOptions(stock_metadata=False), or was copied without
+    its dot file.
+    """
+    from ray_dcp.runtime.records import write_metadata
+    from ray_dcp.view.checkpoint_view import open as open_checkpoint
+
+    place = place_of(path)
+    if dry_run:
+        view = open_checkpoint(place)
+        click.echo(f"would write {view.url}/.metadata of {len(view)} tensors and objects")
+    elif write_metadata(absolute_target(place)):
+        click.echo(f"stock DCP can read {path}")
+    else:
+        click.echo(f"{path} was replaced meanwhile by a save that leaves .metadata out")
+        raise SystemExit(2)

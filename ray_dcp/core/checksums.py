@@ -1,0 +1,277 @@
+"""Block checksums, and where they lie in a file.
+
+Block checksums of raw bytes, and the digest that stands for a list of them.
+
+Pure arithmetic over buffers; which blocks a read has to verify is decided in `plan.reading`.
+
+Block checksums at the end of the file whose bytes they are of.
+
+A checkpoint of many chunks has many checksums: 8 bytes for each block. Whoever writes a file writes
+them behind its last item, from the next multiple of 64 bytes on, little-endian, so that they pass
+through nobody else's hands: the manifest has their digest, and how many they are follows from the
+chunk table. DCP looks only at the items that `.metadata` names, and never at what is behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+import xxhash
+
+from ray_dcp.core.values import Int64Array, UInt64Array
+from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
+
+__all__ = [
+    "ALIGNMENT",
+    "CHECK_BYTES",
+    "DIGEST_BYTES",
+    "MAX_BLOCK_BYTES",
+    "MIN_BLOCK_BYTES",
+    "block_bytes_for",
+    "block_bytes_for_many",
+    "block_check",
+    "block_checks",
+    "digest",
+    "digest_bytes",
+    "digest_many",
+    "digest_parts",
+    "end_checks",
+    "first_bad_block",
+    "length_with_checks",
+    "num_blocks",
+    "num_blocks_many",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+block_check: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest
+"""Returns the checksum of one block; a name of its own, since a call more would double the cost."""
+
+MIN_BLOCK_BYTES = 1 << 10
+"""Shortest block. 8 bytes of checksum for 1 KiB is 0.8 % of the data, in chunks below 256 KiB
+only; with 4 KiB, eight ranks that share such a chunk would read 1.3 times what they need."""
+MAX_BLOCK_BYTES = 1 << 20
+"""Longest block: what a partial read has to take in to verify one byte."""
+DIGEST_BYTES = 16
+"""Length of a digest (xxh3-128)."""
+
+_BLOCKS_AIMED = 256
+
+
+def block_bytes_for(num_bytes: int) -> int:
+    """Returns the length of the checksum blocks of a chunk.
+
+    The smallest power of two that cuts the chunk into at most 256 blocks, but at least 1 KiB and
+    at most 1 MiB.
+
+    Args:
+        num_bytes: Length of the chunk's raw bytes.
+
+    Raises:
+        InvalidRequestError: `num_bytes` is negative.
+
+    Example:
+        >>> block_bytes_for(0), block_bytes_for(3 << 20), block_bytes_for(1 << 40)
+        (1024, 16384, 1048576)
+    """
+    if num_bytes < 0:
+        raise InvalidRequestError(f"A length must be 0 or more bytes, but is {num_bytes}")
+    aimed = -(-num_bytes // _BLOCKS_AIMED)
+    if aimed <= MIN_BLOCK_BYTES:
+        return MIN_BLOCK_BYTES
+    if aimed >= MAX_BLOCK_BYTES:
+        return MAX_BLOCK_BYTES
+    return 1 << (aimed - 1).bit_length()
+
+
+def block_bytes_for_many(num_bytes: Int64Array) -> Int64Array:
+    """Returns `block_bytes_for` of each length.
+
+    Args:
+        num_bytes: int64[n].
+
+    Returns:
+        int64[n].
+
+    Raises:
+        InvalidRequestError: A length is negative.
+    """
+    lengths = np.asarray(num_bytes, dtype=np.int64)
+    if lengths.size and int(lengths.min()) < 0:
+        raise InvalidRequestError(
+            f"A length must be 0 or more bytes, but the shortest of them is {int(lengths.min())}"
+        )
+    low, high = MIN_BLOCK_BYTES.bit_length(), MAX_BLOCK_BYTES.bit_length()
+    steps = [1 << bit for bit in range(low - 1, high)]
+    bounds = np.array([_BLOCKS_AIMED * step for step in steps[:-1]], dtype=np.int64)
+    choice = np.searchsorted(bounds, lengths, side="left")
+    return np.array(steps, dtype=np.int64)[choice]
+
+
+def num_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Returns how many blocks a chunk has; none when it is empty or has no checksums.
+
+    Args:
+        num_bytes: Length of the chunk's raw bytes.
+        block_bytes: Length of a block; 0 for a chunk without checksums.
+    """
+    return -(-num_bytes // block_bytes) if block_bytes > 0 else 0
+
+
+def num_blocks_many(num_bytes: Int64Array, block_bytes: Int64Array) -> Int64Array:
+    """Returns `num_blocks` of each chunk.
+
+    Args:
+        num_bytes: int64[n].
+        block_bytes: int64[n].
+
+    Returns:
+        int64[n].
+    """
+    blocks = np.asarray(block_bytes, dtype=np.int64)
+    lengths = np.asarray(num_bytes, dtype=np.int64)
+    counts = lengths // np.maximum(blocks, 1)
+    counts += lengths > counts * blocks
+    return np.where(blocks > 0, counts, 0)
+
+
+def block_checks(buf: Buffer, block_bytes: int) -> UInt64Array:
+    """Returns the xxh3-64 (seed 0) of every block of a buffer.
+
+    Args:
+        buf: Raw bytes of one chunk, one-dimensional, one byte an element.
+        block_bytes: Length of a block; the last may be shorter.
+
+    Returns:
+        uint64[k], k = `num_blocks(len(buf), block_bytes)`.
+
+    Raises:
+        InvalidRequestError: `block_bytes` is not positive.
+
+    Complexity:
+        O(bytes); 10 to 20 GB/s a core, and about 1 us for a small buffer.
+    """
+    return np.array(_block_checks(buf, block_bytes), dtype=np.uint64)
+
+
+def _block_checks(buf: Buffer, block_bytes: int) -> list[int]:
+    if block_bytes <= 0:
+        raise InvalidRequestError(f"A block must have 1 or more bytes, but has {block_bytes}")
+    length = len(buf)
+    if length <= block_bytes:
+        return [block_check(buf)] if length else []
+    view, check = memoryview(buf), block_check
+    return [check(view[start : start + block_bytes]) for start in range(0, length, block_bytes)]
+
+
+def digest(checks: UInt64Array) -> bytes:
+    """Returns the 16 bytes that stand for block checksums: xxh3-128 of them, little-endian.
+
+    Args:
+        checks: uint64[k].
+    """
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").data)
+
+
+def digest_many(checks: UInt64Array, starts: Int64Array) -> list[bytes]:
+    """Returns `digest` of many runs of block checksums.
+
+    Args:
+        checks: uint64[k].
+        starts: int64[n + 1], where each run starts in `checks`.
+    """
+    data = np.ascontiguousarray(checks, dtype="<u8").tobytes()
+    cuts = (np.asarray(starts, dtype=np.int64) * 8).tolist()
+    return [xxhash.xxh3_128_digest(data[low:high]) for low, high in pairwise(cuts)]
+
+
+def digest_bytes(buf: Buffer) -> bytes:
+    """Returns the 16 bytes that stand for a whole small file: its xxh3-128.
+
+    Args:
+        buf: The file.
+    """
+    return xxhash.xxh3_128_digest(buf)
+
+
+def digest_parts(parts: Iterable[Buffer]) -> bytes:
+    """Returns `digest_bytes` of a file that is there in parts.
+
+    Example:
+        >>> digest_parts([b"a", b"bc"]) == digest_bytes(b"abc")
+        True
+    """
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def first_bad_block(buf: Buffer, block_bytes: int, checks: UInt64Array) -> int | None:
+    """Returns the index of the first block that does not match, or None when all do.
+
+    Args:
+        buf: Raw bytes from a block boundary on; the last block may be shorter.
+        block_bytes: Length of a block.
+        checks: uint64[k], the checksums expected of `buf`'s blocks.
+
+    Raises:
+        DamagedCheckpointError: The number of checksums does not fit the length of `buf`.
+        InvalidRequestError: `block_bytes` is not positive.
+    """
+    found, expected = _block_checks(buf, block_bytes), checks.tolist()
+    if found == expected:
+        return None
+    if len(found) != len(expected):
+        raise DamagedCheckpointError(
+            f"Expected {len(expected)} checksum blocks of {block_bytes} bytes, found {len(found)} "
+            f"in {len(buf)} bytes; the chunk table does not fit the data, load an earlier step"
+        )
+    pairs = zip(found, expected, strict=True)
+    return next(index for index, (one, other) in enumerate(pairs) if one != other)
+
+
+ALIGNMENT = 64
+CHECK_BYTES = 8
+
+
+def end_checks(end: int, checks: UInt64Array) -> bytes:
+    """Returns what follows the last item of a file; nothing where it has no checksums.
+
+    Args:
+        end: Where that item ends.
+        checks: uint64[k], of all blocks of the file, in the order of its chunks.
+
+    Example:
+        >>> list(end_checks(62, np.array([1], np.uint64)))
+        [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    """
+    if not len(checks):
+        return b""
+    return bytes(-end % ALIGNMENT) + np.ascontiguousarray(checks, dtype="<u8").tobytes()
+
+
+@overload
+def length_with_checks(end: int, num_checks: int) -> int: ...
+
+
+@overload
+def length_with_checks(end: Int64Array, num_checks: Int64Array) -> Int64Array: ...
+
+
+def length_with_checks(end: Any, num_checks: Any) -> Any:
+    """Returns how long a file is with its checksums, or each of many files.
+
+    Args:
+        end: Where its last item ends.
+        num_checks: How many checksums follow.
+
+    Example:
+        >>> length_with_checks(60, 2), length_with_checks(60, 0)
+        (80, 60)
+    """
+    lengths = end + (-end % ALIGNMENT) * (num_checks > 0) + CHECK_BYTES * num_checks
+    return int(lengths) if isinstance(end, int) else lengths

@@ -1,0 +1,466 @@
+"""The values that planning works on, and arithmetic on boxes.
+
+The values that planning works on: columns of items, chunk tables, plans.
+
+All tables are structs of arrays, so that a plan of ten million rows is a few numpy arrays and not
+ten million objects. Boxes of different rank share one array: a box of `ndim` dimensions is padded
+to the table's width `D` with offset 0 and size (and global shape) 1, which changes neither its
+volume nor any intersection. A 0-d tensor is `ndim` 0 and all padding; its volume is 1.
+
+No functions that decide anything live here; those are in the other modules of `plan`.
+
+Arithmetic on boxes: volumes, intersections, strides, and how a box is written in messages.
+
+A box is an offset and a size in every dimension, as two int64 rows of width `D` (padding as told
+in `ray_dcp.core.values`). Everything works on all rows at once. Whether boxes together cover
+something is decided in `coverage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "NO_GROUPS",
+    "BoolArray",
+    "ChunkTable",
+    "Columns",
+    "FilePlan",
+    "GlobalPlan",
+    "Int8Array",
+    "Int32Array",
+    "Int64Array",
+    "IntKey",
+    "Kind",
+    "NamePath",
+    "RankPlan",
+    "UInt64Array",
+    "ValueGroups",
+    "box_text",
+    "contains",
+    "intersect",
+    "pad",
+    "strides",
+    "volume",
+    "widen",
+]
+
+BoolArray = npt.NDArray[np.bool_]
+Int8Array = npt.NDArray[np.int8]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+
+NamePath = tuple["str | int", ...]
+"""Where a value sits in the nested state dict: str for mapping keys (an `IntKey` where the key is a
+number), int for list indices."""
+
+
+class IntKey(str):
+    """The text of a mapping key that is a number: for DCP a text like any other.
+
+    Example:
+        >>> IntKey(7) == "7", IntKey("7").key
+        (True, 7)
+    """
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> int:
+        """The key itself."""
+        return int(self)
+
+
+class Kind(IntEnum):
+    """How an item's bytes come about."""
+
+    TENSOR = 0
+    """*Fixed*: the raw C-order bytes of a box; size and place are known when planning."""
+    OBJECT = 1
+    """*Deferred*: a Python object as `torch.save` writes it; size known after serialising."""
+    OPAQUE = 2
+    """*Deferred*: a tensor box whose bytes only `torch.load` understands (a tensor subclass that
+    pickles as itself, a stream transform)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The items that one rank holds, one row an item (a DCP `WriteItem`).
+
+    Attributes:
+        names: Vocabulary of FQNs, each once.
+        paths: Where each name sits in the nested state dict, aligned with `names`; None when the
+            state dict was not flattened.
+        dtypes: Vocabulary of torch dtype names without prefix (`"bfloat16"`).
+        name: int32[n], index into `names`.
+        kind: int8[n], a `Kind`.
+        dtype: int8[n], index into `dtypes`; -1 for objects.
+        ndim: int8[n]; 0 for objects.
+        shape: int64[n, D], global shape, padded with 1.
+        offset: int64[n, D], where the box starts in the global tensor, padded with 0.
+        size: int64[n, D], lengths of the box, padded with 1.
+        requires_grad: bool[n].
+        splittable: bool[n]. The same box on several ranks may be cut over its holders: DTensor
+            replicas, and plain floating tensors of at least 4 MiB.
+        value: uint64[n], a digest of all bytes of an item that several ranks may hold with
+            different content (plain tensors, boxes of DTensor replicas, objects); 0 where none was
+            taken.
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[NamePath | None, ...]
+    dtypes: tuple[str, ...]
+    name: Int32Array
+    kind: Int8Array
+    dtype: Int8Array
+    ndim: Int8Array
+    shape: Int64Array
+    offset: Int64Array
+    size: Int64Array
+    requires_grad: BoolArray
+    splittable: BoolArray
+    value: UInt64Array
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """Where every chunk of a checkpoint lies: the columns of the chunk table on storage.
+
+    Tensor arrays have `t` entries in order of first appearance over the ranks, chunk arrays have
+    `c` entries. A planned table has no checksums yet and -1 as the place of deferred chunks.
+
+    Attributes:
+        names: FQN of each tensor or object.
+        paths: Aligned with `names`; see `Columns.paths`.
+        dtypes: Vocabulary of dtype names.
+        files: Keys of the files, relative to the checkpoint.
+        kind: int8[t], a `Kind`.
+        dtype: int8[t], index into `dtypes`; -1 for objects.
+        ndim: int8[t].
+        shape: int64[t, D], global shape.
+        requires_grad: bool[t].
+        tensor: int32[c], the tensor that the chunk belongs to.
+        offset: int64[c, D], where the chunk's box starts in the global tensor.
+        size: int64[c, D], lengths of the box. A chunk of volume 0 is legal.
+        file: int32[c], index into `files`.
+        item_offset: int64[c], first byte of the framed item in its file (a `torch.save` zip, or
+            for safetensors the payload itself).
+        item_bytes: int64[c], length of the framed item.
+        payload_offset: int64[c], first raw byte in the file; -1 when only the item's own header
+            tells (checkpoints written by stock DCP).
+        payload_bytes: int64[c], length of the raw bytes.
+        block_bytes: int64[c], length of a checksum block of this chunk; 0 when it has none.
+        check_start: int64[c + 1], where the chunk's block checksums start in `checks`.
+        checks: uint64[k], xxh3-64 of every block, the last of a chunk possibly shorter.
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[NamePath | None, ...]
+    dtypes: tuple[str, ...]
+    files: tuple[str, ...]
+    kind: Int8Array
+    dtype: Int8Array
+    ndim: Int8Array
+    shape: Int64Array
+    requires_grad: BoolArray
+    tensor: Int32Array
+    offset: Int64Array
+    size: Int64Array
+    file: Int32Array
+    item_offset: Int64Array
+    item_bytes: Int64Array
+    payload_offset: Int64Array
+    payload_bytes: Int64Array
+    block_bytes: Int64Array
+    check_start: Int64Array
+    checks: UInt64Array
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors and objects, `t`."""
+        return len(self.names)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks, `c`."""
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """One part file that one rank writes: pieces in file order, then the deferred items.
+
+    Attributes:
+        file: Index into the global plan's `files`.
+        key: Key with `{attempt}` where the attempt id goes.
+        header: Bytes at the start of the file (the safetensors header; empty for `torch_save`).
+        num_bytes: Where the fixed items end, and the first deferred item may start.
+        dtypes: Vocabulary of dtype names.
+        row: int32[m], row of the rank's `Columns` that the piece comes from.
+        source_start: int64[m], first byte of the piece in that item's C-order bytes.
+        dtype: int8[m], index into `dtypes`.
+        ndim: int8[m].
+        size: int64[m, D], shape of the piece (for its frame).
+        requires_grad: bool[m].
+        item_offset: int64[m], where the piece's frame starts in the file.
+        item_bytes: int64[m].
+        payload_offset: int64[m], where its raw bytes start in the file.
+        payload_bytes: int64[m].
+        block_bytes: int64[m], length of its checksum blocks.
+        deferred: int32[k], rows of the rank's `Columns` that follow, in this order.
+        checks_at_end: See `GlobalPlan`.
+    """
+
+    file: int
+    key: str
+    header: bytes
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    row: Int32Array
+    source_start: Int64Array
+    dtype: Int8Array
+    ndim: Int8Array
+    size: Int64Array
+    requires_grad: BoolArray
+    item_offset: Int64Array
+    item_bytes: Int64Array
+    payload_offset: Int64Array
+    payload_bytes: Int64Array
+    block_bytes: Int64Array
+    deferred: Int32Array
+    checks_at_end: bool = False
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one rank writes: its part of a global plan."""
+
+    rank: int
+    container: str
+    files: tuple[FilePlan, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ValueGroups:
+    """Which contents have to be equal on which ranks; see `agreement`.
+
+    Attributes:
+        rank: int32[m], ascending.
+        place: int32[m], which of that rank's digests that are not 0 (`contents.contents_of`).
+        group: int32[m], ascending within a rank. All ranks of a group hold the same items of it, in
+            the same order.
+        told: `(group, fqn)` of the items, a group each, that differed when the plan was made.
+    """
+
+    rank: Int32Array
+    place: Int32Array
+    group: Int32Array
+    told: tuple[tuple[int, str], ...]
+
+
+_NONE = np.zeros(0, dtype=np.int32)
+
+NO_GROUPS = ValueGroups(_NONE, _NONE, _NONE, ())
+"""Nothing that several ranks hold has a digest."""
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalPlan:
+    """Who writes what, and where, for one state on one world size. A value named by `digest`.
+
+    Attributes:
+        world_size: Number of ranks.
+        container: `SaveOptions.container`.
+        table: The planned chunk table; `files` hold `{attempt}` where the attempt id goes. Its
+            chunks are sorted by (file, payload_offset), with a file's deferred chunks after its
+            fixed ones.
+        source_rank: int32[c], the rank that writes the chunk.
+        source_row: int32[c], the row of that rank's `Columns`.
+        source_start: int64[c], first byte of the chunk in that item's C-order bytes.
+        file_rank: int32[f], the rank that writes the file; ascending.
+        file_bytes: int64[f], length of the fixed area of the file.
+        file_headers: Bytes at the start of each file.
+        disagreements: `(fqn, ranks)` for items whose content differed between ranks; the lowest
+            rank's copy is planned, whole.
+        digest: 32 bytes that name the plan.
+        groups: Which contents have to be equal for the plan to be used again.
+    """
+
+    world_size: int
+    container: str
+    table: ChunkTable
+    source_rank: Int32Array
+    source_row: Int32Array
+    source_start: Int64Array
+    file_rank: Int32Array
+    file_bytes: Int64Array
+    file_headers: tuple[bytes, ...]
+    disagreements: tuple[tuple[str, tuple[int, ...]], ...]
+    digest: bytes
+    groups: ValueGroups = NO_GROUPS
+
+    @property
+    def checks_at_end(self) -> bool:
+        """Each file ends with its own block checksums (`format.end_checks`).
+
+        They then are in no receipt. A safetensors file must end with its last tensor.
+        """
+        return self.container == "torch_save"
+
+    def part_of(self, rank: int) -> RankPlan | None:
+        """Returns what one rank writes; None where `rank_plan` has to look for it."""
+        return None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Keys of all files."""
+        return self.table.files
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self.table.num_chunks
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors and objects."""
+        return self.table.num_tensors
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Raw bytes of all chunks that are not deferred."""
+        fixed = self.table.payload_bytes
+        return int(fixed[fixed > 0].sum())
+
+
+def volume(size: Int64Array) -> Int64Array:
+    """Returns the number of elements of each box.
+
+    Args:
+        size: int64[n, D], lengths; padding counts 1.
+
+    Returns:
+        int64[n].
+
+    Example:
+        >>> volume(np.array([[2, 3], [4, 0], [1, 1]]))
+        array([6, 0, 1])
+    """
+    # Why column by column: along rows of two or three numbers numpy takes five times as long.
+    result = np.ones(len(size), dtype=np.int64)
+    for dim in range(size.shape[1]):
+        result *= size[:, dim]
+    return result
+
+
+def intersect(
+    offset_a: Int64Array, size_a: Int64Array, offset_b: Int64Array, size_b: Int64Array
+) -> tuple[Int64Array, Int64Array, BoolArray]:
+    """Returns what box `a[i]` and box `b[i]` have in common, for every row.
+
+    Args:
+        offset_a: int64[n, D].
+        size_a: int64[n, D].
+        offset_b: int64[n, D], or anything that broadcasts to it.
+        size_b: As `offset_b`.
+
+    Returns:
+        `(offset int64[n, D], size int64[n, D], nonempty bool[n])`; size is 0 in a dimension where
+        the boxes do not meet.
+
+    Example:
+        >>> o, s, full = intersect(*(np.array([[v]]) for v in (0, 4, 2, 4)))
+        >>> o.item(), s.item(), full.item()
+        (2, 2, True)
+    """
+    low = np.maximum(offset_a, offset_b)
+    size = np.minimum(offset_a + size_a, offset_b + size_b) - low
+    np.maximum(size, 0, out=size)
+    return low, size, np.asarray((size > 0).all(axis=1))
+
+
+def contains(
+    outer_offset: Int64Array, outer_size: Int64Array, offset: Int64Array, size: Int64Array
+) -> BoolArray:
+    """Tells for every row whether the box lies within the outer box.
+
+    Args:
+        outer_offset: int64[n, D].
+        outer_size: int64[n, D].
+        offset: int64[n, D].
+        size: int64[n, D]; negative lengths lie nowhere.
+
+    Returns:
+        bool[n]. A box of volume 0 must be within the bounds as well, its end included.
+    """
+    found = np.ones(len(size), dtype=bool)
+    for dim in range(size.shape[1]):
+        low, length = offset[:, dim], size[:, dim]
+        end = outer_offset[:, dim] + outer_size[:, dim]
+        found &= (low >= outer_offset[:, dim]) & (length >= 0) & (low + length <= end)
+    return found
+
+
+def strides(size: Int64Array) -> Int64Array:
+    """Returns the C-order strides of boxes, in elements.
+
+    Args:
+        size: int64[n, D].
+
+    Returns:
+        int64[n, D]; the last column is 1.
+
+    Example:
+        >>> strides(np.array([[2, 3, 4]]))
+        array([[12,  4,  1]])
+    """
+    result = np.ones_like(size)
+    for dim in range(size.shape[1] - 2, -1, -1):
+        np.multiply(result[:, dim + 1], size[:, dim + 1], out=result[:, dim])
+    return result
+
+
+def pad(array: Int64Array, width: int, fill: int) -> Int64Array:
+    """Returns the rows widened to `width` columns.
+
+    Args:
+        array: int64[n, D] with `D <= width`. Returned itself when it is that wide already.
+        width: Columns of the result.
+        fill: 0 for offsets, 1 for sizes and shapes.
+    """
+    missing = width - array.shape[1]
+    if missing == 0:
+        return array
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def widen(offset: Int64Array, size: Int64Array, width: int) -> tuple[Int64Array, Int64Array]:
+    """Returns offsets and sizes padded to `width` columns."""
+    return pad(offset, width, 0), pad(size, width, 1)
+
+
+def box_text(
+    offset: Int64Array | Sequence[int], size: Int64Array | Sequence[int], ndim: int
+) -> str:
+    """Returns a box as it is written in messages, as slices of the global tensor.
+
+    Args:
+        offset: `D` numbers.
+        size: `D` numbers.
+        ndim: How many of them count.
+
+    Example:
+        >>> box_text([0, 4, 0], [2, 4, 1], 2)
+        '[0:2, 4:8]'
+    """
+    parts = (f"{int(o)}:{int(o) + int(s)}" for o, s in zip(offset[:ndim], size[:ndim], strict=True))
+    return f"[{', '.join(parts)}]"

@@ -1,0 +1,329 @@
+"""Names of files and folders: of a checkpoint, of a step, of a run.
+
+Which file names a checkpoint may hold: relative ones that stay in its own directory.
+
+Names of step folders: what a `CheckpointManager` writes, and what else it reads.
+
+What `load_newest` takes for a step (any number at the end of a name) is in `view.runs`.
+
+Names of what lies beside the steps of a run, in its folder `.manager`: tags and notes.
+
+A tag is an empty file; retention keeps the steps that have one. A note is a text for people.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, UnsafeCheckpointError
+
+__all__ = [
+    "CATALOGUE",
+    "MAX_NOTE_BYTES",
+    "NOTES",
+    "SHARED_FOLDER",
+    "STEP_NAME",
+    "TAGS",
+    "StepNames",
+    "check_attempt",
+    "check_file_key",
+    "check_file_keys",
+    "check_note",
+    "check_tag",
+    "note_key",
+    "noted_step",
+    "resolved_key",
+    "tag_key",
+    "tag_of",
+]
+
+_MAX_KEY_CHARS = 4096
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def check_file_key(key: str) -> str:
+    """Returns the name of a file that a checkpoint refers to, if it stays in its directory.
+
+    Args:
+        key: What the stored bytes say.
+
+    Raises:
+        UnsafeCheckpointError: It is empty, too long, absolute or a URL, has an empty, `.` or `..`
+            component, a backslash or a control character.
+
+    Example:
+        >>> check_file_key("a1/rank-00000-part-00000.safetensors")
+        'a1/rank-00000-part-00000.safetensors'
+    """
+    problem = _problem(key)
+    if problem is None and any(part in ("", ".", "..") for part in key.split("/")):
+        problem = "has an empty, '.' or '..' component"
+    if problem is not None:
+        raise _unsafe(key, problem)
+    return key
+
+
+def check_file_keys(keys: Sequence[str]) -> Sequence[str]:
+    """Returns the names of many files, if all stay in the checkpoint's directory.
+
+    Args:
+        keys: What the stored bytes say.
+
+    Raises:
+        UnsafeCheckpointError: As `check_file_key`, for the first that does not.
+
+    Complexity:
+        O(characters), in C, for keys without anything that may be wrong.
+    """
+    # Why so strict: what looks odd here is looked at more closely, key by key.
+    whole = "/".join(keys)
+    odd = (
+        not whole.isprintable()
+        or any(sign in whole for sign in (":", "\\", "//", "/./", "/../"))
+        or whole.startswith(("/", "./", "../"))
+        or whole.endswith(("/", "/.", "/.."))
+        or whole in ("", ".", "..")
+        or max(map(len, keys), default=0) > _MAX_KEY_CHARS
+    )
+    return [check_file_key(key) for key in keys] if odd else keys
+
+
+def resolved_key(path: str, *, allowed_parents: int = 0) -> str:
+    """Returns a path without its `.` and inner `..` components, if it may be read.
+
+    Stock checkpoints that share data with their predecessors refer to `../step-1/__0_0.distcp`.
+    A load refuses these: no caller in ray_dcp allows parents.
+
+    Args:
+        path: `relative_path` of a `.metadata`.
+        allowed_parents: How many directories above the checkpoint it may climb.
+
+    Raises:
+        UnsafeCheckpointError: It is absolute, or leaves what is allowed.
+
+    Example:
+        >>> resolved_key("./a/../__0_0.distcp")
+        '__0_0.distcp'
+        >>> resolved_key("../step-1/__0_0.distcp", allowed_parents=1)
+        '../step-1/__0_0.distcp'
+    """
+    problem = _problem(path)
+    if problem is not None:
+        raise _unsafe(path, problem)
+    normal = posixpath.normpath(path)
+    climbs = sum(part == ".." for part in normal.split("/"))
+    if climbs > allowed_parents or normal == ".":
+        raise _unsafe(
+            path,
+            "leaves it",
+            "one that shares files with another is loaded by torch.distributed.checkpoint itself",
+        )
+    return normal
+
+
+def check_attempt(attempt: str) -> str:
+    """Returns an attempt id, if it can be part of a file name.
+
+    Raises:
+        DamagedCheckpointError: It has other characters than letters, digits, `.`, `_` and `-`,
+            begins with a dot or dash, is empty or longer than 128 characters.
+    """
+    if _ATTEMPT.fullmatch(attempt) is None:
+        raise DamagedCheckpointError(
+            "Expected an attempt of 1 to 128 letters, digits, '.', '_' and '-', "
+            f"found {attempt[:200]!r}; load an earlier step"
+        )
+    return attempt
+
+
+def _problem(key: str) -> str | None:
+    if not key:
+        return "is empty"
+    if len(key) > _MAX_KEY_CHARS:
+        return f"has more than {_MAX_KEY_CHARS} characters"
+    if key.startswith("/") or _DRIVE.match(key):
+        return "is absolute"
+    if "\\" in key or not key.isprintable():
+        return "has a backslash, a control character or a lone surrogate"
+    return None
+
+
+def _unsafe(key: str, problem: str, more: str = "") -> UnsafeCheckpointError:
+    return UnsafeCheckpointError(
+        f"Expected the name of a file in the checkpoint's own directory, but {key[:200]!r} "
+        f"{problem}; do not load this checkpoint unless you wrote it" + (f": {more}" * bool(more)),
+        key=ascii(key[:200]),
+    )
+
+
+STEP_NAME = "step-{step:08d}"
+"""How a manager names the folder of a step, unless it is told otherwise."""
+
+_MAX_STEP = 10**18
+_PAD = re.compile(r"0?(\d{0,2})d?")
+
+
+@dataclass(frozen=True)
+class StepNames:
+    """How steps are named in a root.
+
+    Args:
+        pattern: Of the folders that are written, with one `{step}` or `{step:08d}`.
+        also: Further patterns of folders that are read.
+
+    Raises:
+        InvalidRequestError: A pattern is none, or two of them can't be told apart.
+
+    Example:
+        >>> names = StepNames(also=("{step}", "global_step{step}"))
+        >>> names.name_of(500), names.step_of("global_step70"), names.step_of("final")
+        ('step-00000500', 70, None)
+    """
+
+    pattern: str = STEP_NAME
+    """Of the folders that are written."""
+    also: tuple[str, ...] = ()
+    """Further ones that are read."""
+    _readers: tuple[re.Pattern[str], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        also: object = self.also
+        if not isinstance(also, tuple):
+            raise InvalidRequestError(
+                f"also_read must be a tuple of names, as ('{{step}}',), but is {also!r}",
+                key="also_read",
+            )
+        readers = tuple(_reader(pattern) for pattern in (self.pattern, *self.also))
+        object.__setattr__(self, "_readers", readers)
+
+    def name_of(self, step: int) -> str:
+        """Returns the folder name of a step.
+
+        Raises:
+            InvalidRequestError: The step is no whole number from 0.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _MAX_STEP:
+            raise InvalidRequestError(
+                f"a step must be a whole number from 0 to {_MAX_STEP - 1}, but is {step!r}",
+                key="step",
+            )
+        return self.pattern.format(step=step)
+
+    def step_of(self, name: str) -> int | None:
+        """Returns the step of a folder; None when its name is none of a step."""
+        for reader in self._readers:
+            found = reader.fullmatch(name)
+            if found is not None:
+                return int(found[1])
+        return None
+
+
+def _reader(pattern: object) -> re.Pattern[str]:
+    """Returns what matches the names that a pattern gives."""
+    said = InvalidRequestError(
+        f"a name of step folders must be a text without slashes that has {{step}} or "
+        f"{{step:08d}} once, as {STEP_NAME!r}, but is {pattern!r}",
+        key="step_name",
+    )
+    if not isinstance(pattern, str) or "/" in pattern or pattern.startswith("."):
+        raise said
+    try:
+        parts = list(string.Formatter().parse(pattern))
+    except ValueError as error:
+        raise said from error
+    fields = [part for part in parts if part[1] is not None]
+    if len(fields) != 1 or fields[0][1] != "step" or fields[0][3] is not None:
+        raise said
+    pad = _PAD.fullmatch(fields[0][2] or "")
+    if pad is None:
+        raise said
+    digits = rf"(\d{{{max(1, int(pad[1] or 1))},18}})"
+    before, after = (re.escape("".join(p[0] for p in parts[:1])), "")
+    after = re.escape("".join(p[0] for p in parts[1:]))
+    if after[:1].isdigit() or before[-1:].isdigit():
+        raise said
+    return re.compile(before + digits + after, re.DOTALL)
+
+
+SHARED_FOLDER = ".manager"
+"""Folder of a run that holds what is shared."""
+CATALOGUE = "catalogue.json"
+TAGS = "tags/"
+NOTES = "notes/"
+MAX_NOTE_BYTES = 64 << 10
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TAG_KEY = re.compile(r"tags/(\d{1,18})\.(.+)")
+_NOTE_KEY = re.compile(r"notes/(\d{1,18})\.txt")
+
+
+def check_tag(tag: object) -> str:
+    """Returns a tag after checking that it can be part of a file name.
+
+    Raises:
+        InvalidRequestError: It can't.
+
+    Example:
+        >>> check_tag("release-1.0")
+        'release-1.0'
+    """
+    if not isinstance(tag, str) or _TAG.fullmatch(tag) is None:
+        raise InvalidRequestError(
+            f"a tag must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or "
+            f"digit, but is {tag!r}",
+            key="tags",
+        )
+    return tag
+
+
+def check_note(text: object) -> bytes:
+    """Returns the bytes of a note.
+
+    Raises:
+        InvalidRequestError: It is no text, or longer than 64 KiB.
+    """
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else b""
+    if not isinstance(text, str) or len(data) > MAX_NOTE_BYTES:
+        raise InvalidRequestError(
+            f"a note must be a text of at most {MAX_NOTE_BYTES >> 10} KiB, but is "
+            f"{f'{len(data)} bytes long' if data else type(text).__name__}",
+            key="note",
+        )
+    return data
+
+
+def tag_key(step: int, tag: str) -> str:
+    """Returns the key, in the shared folder, that gives a tag to a step.
+
+    Example:
+        >>> tag_of(tag_key(500, "release-1.0"))
+        (500, 'release-1.0')
+    """
+    return f"{TAGS}{step}.{tag}"
+
+
+def tag_of(key: str) -> tuple[int, str] | None:
+    """Returns step and tag of such a key; None for other keys."""
+    found = _TAG_KEY.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+def note_key(step: int) -> str:
+    """Returns the key, in the shared folder, of the note on a step.
+
+    Example:
+        >>> noted_step(note_key(500))
+        500
+    """
+    return f"{NOTES}{step}.txt"
+
+
+def noted_step(key: str) -> int | None:
+    """Returns the step of such a key; None for other keys."""
+    found = _NOTE_KEY.fullmatch(key)
+    return int(found[1]) if found else None

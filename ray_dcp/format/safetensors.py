@@ -1,0 +1,332 @@
+"""The header of a safetensors file, with what DCP's Hugging Face reader needs in it.
+
+A file is 8 bytes of length, a JSON header and the raw bytes of its tensors, packed without gaps.
+Which tensors go where is planned elsewhere; the bytes are read by the chunk table.
+Source: https://huggingface.co/docs/safetensors/index#format and
+torch/distributed/checkpoint/_hf_utils.py.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
+from ray_dcp.format.torch_items import NeedMoreBytes
+
+__all__ = [
+    "ALL_CODES",
+    "DATA_ALIGNMENT",
+    "DTYPE_CODE",
+    "Entry",
+    "SafetensorsHeader",
+    "global_shapes",
+    "header",
+    "packed",
+    "parse_header",
+    "saved_offsets",
+    "sharding_metadata",
+]
+
+DATA_ALIGNMENT = 4096
+"""File offset of the first raw byte is a multiple of this."""
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header that the safetensors library accepts."""
+
+DTYPE_CODE = MappingProxyType(
+    {
+        "bfloat16": "BF16",
+        "float16": "F16",
+        "float32": "F32",
+        "float64": "F64",
+        "int16": "I16",
+        "int32": "I32",
+        "int64": "I64",
+        "int8": "I8",
+        "uint8": "U8",
+    }
+)
+"""Dtypes that both the safetensors library and DCP's reader know. DCP's reader takes any other
+code for the default dtype, so tensors of other dtypes go to the companion file.
+Source: torch/distributed/checkpoint/_hf_utils.py `DTYPE_MAP`."""
+
+_READABLE = {code: dtype for dtype, code in DTYPE_CODE.items()} | {
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+}
+ALL_CODES = MappingProxyType({dtype: code for code, dtype in _READABLE.items()})
+"""Every dtype of torch that the safetensors library knows."""
+_UNSUPPORTED = {
+    "F4": "4-bit floats, two a byte",
+    "F6_E2M3": "6-bit floats",
+    "F6_E3M2": "6-bit floats",
+}
+"""Codes of the safetensors library for elements that are not a whole number of bytes."""
+_MAX_NDIM = 64
+
+
+class Entry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """Name of the torch dtype, without prefix."""
+    size: tuple[int, ...]
+    begin: int
+    """First raw byte, from the start of the data."""
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """What the header of a safetensors file says."""
+
+    entries: tuple[Entry, ...]
+    """In the order of their bytes."""
+    metadata: Mapping[str, str]
+    data_offset: int
+    """File offset of the first raw byte."""
+
+
+def packed(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Entry]:
+    """Returns the entries of tensors that lie one after the other.
+
+    Args:
+        tensors: Name, name of the torch dtype, shape.
+
+    Example:
+        >>> packed([("a", "int8", (3,)), ("b", "float32", (2, 3))])[1].end
+        27
+    """
+    entries, end = [], 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * ITEMSIZE[dtype]
+        entries.append(Entry(name, dtype, tuple(shape), begin, end))
+    return entries
+
+
+def header(
+    entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    codes: Mapping[str, str] = DTYPE_CODE,
+) -> bytes:
+    """Returns the bytes before the data; their length is a multiple of 4,096.
+
+    Args:
+        entries: `(name, dtype, size, begin, end)` in the order of their bytes, without gaps.
+        metadata: The `__metadata__` of the file, for example `sharding_metadata(...)`.
+        codes: How dtypes are spelled, `DTYPE_CODE` or `ALL_CODES`.
+
+    Raises:
+        UnsupportedValueError: A dtype is not in `codes`, or the header would be longer than
+            other readers accept.
+        InternalError: The entries leave gaps, overlap, or one name comes twice.
+
+    Example:
+        >>> data = header([("w", "float32", (2, 3), 0, 24)])
+        >>> len(data), parse_header(data).entries[0].size
+        (4096, (2, 3))
+    """
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name, dtype, size, begin, end in entries:
+        code = codes.get(dtype)
+        if code is None:
+            raise UnsupportedValueError(
+                f"Expected one of the dtypes {', '.join(codes)} in a safetensors file, found "
+                f"{dtype}; it belongs into the companion file",
+                key=name,
+            )
+        if begin != position or end != begin + prod(size) * ITEMSIZE[dtype] or name in fields:
+            raise InternalError(
+                f"Expected tensors packed one after the other and each name once, found bytes "
+                f"{begin} to {end} after byte {position}",
+                key=name,
+            )
+        fields[name] = {"dtype": code, "shape": list(size), "data_offsets": [begin, end]}
+        position = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsupportedValueError(
+            f"Expected a safetensors header of at most {MAX_HEADER_BYTES} bytes, found {len(text)}"
+            "; lower part_bytes, or save with container='torch_save'"
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeader:
+    """Returns what the first bytes of a safetensors file say.
+
+    Args:
+        data: First bytes of the file.
+        file_bytes: Length of the whole file, to check that the data is complete.
+
+    Raises:
+        NeedMoreBytes: `data` ends within the header; `num_bytes` tells how much to read.
+        UnsupportedValueError: A tensor has a dtype of safetensors that can't be read here; `key`
+            is its name.
+        DamagedCheckpointError: It is no safetensors header, or contradicts itself.
+    """
+    if len(data) < 8:
+        raise NeedMoreBytes("A safetensors file begins with 8 bytes", num_bytes=8)
+    length = int.from_bytes(data[:8], "little")
+    if not 2 <= length <= MAX_HEADER_BYTES or (file_bytes is not None and length + 8 > file_bytes):
+        raise _damaged("the length of the header", f"{length} bytes")
+    if len(data) < 8 + length:
+        raise NeedMoreBytes(f"The header has {length} bytes", num_bytes=8 + length)
+    try:
+        fields = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_once)
+    except DamagedCheckpointError:
+        raise
+    except (ValueError, RecursionError) as exc:
+        raise _damaged("JSON", str(exc)[:200]) from exc
+    if not isinstance(fields, dict):
+        raise _damaged("a JSON object", type(fields).__name__)
+    metadata = _texts(fields.pop("__metadata__", {}))
+    entries = sorted((_entry(*item) for item in fields.items()), key=lambda e: (e.begin, e.end))
+    position = 0
+    for entry in entries:
+        if entry.begin != position:
+            raise _damaged(f"{entry.name!r} at byte {position}", f"byte {entry.begin}")
+        position = entry.end
+    if file_bytes is not None and 8 + length + position != file_bytes:
+        raise _damaged(f"a file of {8 + length + position} bytes", f"{file_bytes}")
+    return SafetensorsHeader(tuple(entries), metadata, 8 + length)
+
+
+def sharding_metadata(
+    offsets: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, str]:
+    """Returns the `__metadata__` by which DCP's reader finds each tensor's place.
+
+    Args:
+        offsets: Where the file's chunk starts in its global tensor, by FQN.
+        shapes: Global shapes by FQN. DCP's reader does not look at them; ours can tell by them
+            that a file is missing.
+    """
+    info = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    for name, shape in (shapes or {}).items():
+        info[name]["global_shape"] = list(shape)
+    return {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def saved_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
+    """Returns what `sharding_metadata` said, None for a file whose tensors are whole.
+
+    Raises:
+        DamagedCheckpointError: It is no sharding info.
+    """
+    info = _sharding_info(metadata)
+    if info is None:
+        return None
+    return {name: _lengths(name, _field(value, "saved_offsets")) for name, value in info.items()}
+
+
+def global_shapes(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Returns the global shapes that `sharding_metadata` was given; none for files of others.
+
+    Raises:
+        DamagedCheckpointError: It is no sharding info.
+    """
+    shapes = {
+        name: _field(value, "global_shape")
+        for name, value in (_sharding_info(metadata) or {}).items()
+    }
+    return {name: _lengths(name, shape) for name, shape in shapes.items() if shape is not None}
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _sharding_info(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    text = metadata.get("DCP_SHARDING_INFO")
+    if text is None:
+        return None
+    try:
+        info = json.loads(text, object_pairs_hook=_once)
+    except DamagedCheckpointError:
+        raise
+    except (ValueError, RecursionError) as exc:
+        raise _damaged("JSON in DCP_SHARDING_INFO", str(exc)[:200]) from exc
+    if not isinstance(info, dict):
+        raise _damaged("an object in DCP_SHARDING_INFO", type(info).__name__)
+    return info
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; of equal names, readers would take different ones."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise _damaged("each name once", "one twice")
+    return fields
+
+
+def _texts(fields: Any) -> dict[str, str]:
+    if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):
+        raise _damaged("texts in __metadata__", "something else")
+    return fields
+
+
+def _entry(name: str, fields: Any) -> Entry:
+    if not name.isascii() and not _is_unicode(name):
+        raise _damaged("names in Unicode", ascii(name[:200]))
+    if not isinstance(fields, dict):
+        raise _damaged(f"an object for {name[:200]!r}", type(fields).__name__)
+    code = fields.get("dtype")
+    dtype = _READABLE.get(code) if isinstance(code, str) else None
+    if isinstance(code, str) and code in _UNSUPPORTED:
+        raise UnsupportedValueError(
+            f"{name[:200]!r} has the safetensors dtype {code} ({_UNSUPPORTED[code]}), which "
+            f"ray_dcp does not read; the file is not damaged: read it with the safetensors library",
+            key=name[:200],
+        )
+    if dtype is None:
+        raise _damaged(f"a dtype for {name[:200]!r}", repr(code)[:100])
+    size = _lengths(name, fields.get("shape"))
+    place = _lengths(name, fields.get("data_offsets"))
+    if len(place) != 2 or place[1] - place[0] != prod(size) * ITEMSIZE[dtype]:
+        raise _damaged(f"{prod(size)} elements of {dtype} for {name[:200]!r}", f"bytes {place}")
+    return Entry(name, dtype, size, place[0], place[1])
+
+
+def _is_unicode(name: str) -> bool:
+    # Careful: JSON can spell half of a surrogate pair, which no file and no terminal takes.
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _lengths(name: str, values: Any) -> tuple[int, ...]:
+    if (
+        not isinstance(values, list)
+        or len(values) > _MAX_NDIM
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+    ):
+        raise _damaged(f"a list of lengths for {name[:200]!r}", "something else")
+    return tuple(values)
+
+
+def _damaged(expected: str, found: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"Expected {expected} in the safetensors header, found {found}; the file is damaged, load "
+        "an earlier step"
+    )

@@ -1,0 +1,625 @@
+"""Which checkpoint stands at a place, and where its chunks are.
+
+`Checkpoint`: one that stands, and where all its chunks are.
+
+Says what is at a place where no checkpoint stands, and where one might be instead.
+
+What a `.metadata` says that lies beside our records: whether it is ours, stale or foreign.
+
+Decides which checkpoint stands at a place, and reads its chunk table.
+
+Order of truth: the highest commit; where there is none or a delete came after it, the `.metadata`
+of stock DCP; where there is neither, plain safetensors files. What a place without any of them
+holds is told by `lookaround`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.values import ChunkTable
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InternalError,
+    UncommittedCheckpointError,
+)
+from ray_dcp.format.manifest import (
+    DeleteRecord,
+    Manifest,
+    Record,
+    decode_record,
+    record_key,
+    slot_of,
+)
+from ray_dcp.format.metadata import (
+    ATTEMPT_ATTRIBUTE,
+    ForeignMetadata,
+    decode_metadata,
+    encode_metadata,
+)
+from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
+from ray_dcp.format.table import decode_table
+from ray_dcp.format.table_places import with_places
+from ray_dcp.io.plain_files import plain_files, plain_table
+from ray_dcp.io.reader import Transforms
+from ray_dcp.io.records import Deciding, read_slots
+from ray_dcp.io.table_parts import CheckFile, TableParts, check_against, table_parts, verified_table
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.store.storage import KeyMissingError, Storage
+
+__all__ = [
+    "METADATA_KEY",
+    "Checkpoint",
+    "CheckpointKind",
+    "Committed",
+    "Found",
+    "checkpoint_from",
+    "decode_foreign",
+    "find_checkpoint",
+    "is_ours",
+    "is_stale",
+    "newest_record",
+    "not_found",
+    "projects",
+    "read_checkpoint",
+    "read_records",
+]
+
+CheckpointKind = Literal["native", "stock", "safetensors"]
+
+
+def _at_once(read: Callable[[], CheckFile]) -> CheckFile:
+    # Why no lambda: views are pickled, and Checkpoints with them.
+    return read()
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A checkpoint that stands, and where all its chunks are."""
+
+    kind: CheckpointKind
+    """`native`: ours. `stock`: DCP's `.metadata`. `safetensors`: plain files."""
+    checkpoint_id: str
+    """Path or URL, for messages."""
+    slot: int
+    """Slot of the manifest; 0 for a checkpoint that is not ours."""
+    record: bytes
+    """The manifest, or the foreign `.metadata`, as on storage; empty for plain files."""
+    chunks: ChunkTable | TableParts = field(repr=False)
+    """All of them, or of a large checkpoint what reads those that are needed."""
+    attempt: str | None = None
+    """The attempt that committed it; None for a checkpoint that is not ours."""
+    manifest: Manifest | None = None
+    """None for a checkpoint that is not ours."""
+    foreign: ForeignMetadata | None = None
+    """What the `.metadata` says; None for all but `stock`."""
+    metadata_is_stale: bool = False
+    """`.metadata` should project this manifest, but is missing or older: publish it again."""
+    check_file: CheckFile | None = None
+    """Where checksums that the table lacks are read from, file by file; None: it has them all."""
+    in_time: Callable[[Callable[[], CheckFile]], CheckFile] = field(default=_at_once, repr=False)
+    """Calls what reads chunks, under a deadline."""
+
+    @property
+    def tensors(self) -> ChunkTable:
+        """The tensors, maybe without the chunks: no chunk is read for it."""
+        return self.chunks.tensors if isinstance(self.chunks, TableParts) else self.chunks
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks: those that `narrow` left, else all, which are read now if they were not yet.
+
+        Raises:
+            DamagedCheckpointError: They are damaged or missing.
+            StorageError: They can't be read.
+        """
+        if isinstance(self.chunks, TableParts):
+            return self._take(self.chunks.whole)
+        return self.chunks
+
+    def narrow(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> ChunkTable:
+        """Leaves out chunks that are not needed, where that spares reading them; returns the rest.
+
+        Args:
+            wanted: Boxes that are needed.
+            tensors: Of which every chunk is needed.
+
+        Raises:
+            CheckpointError: As for `table`.
+        """
+        parts = self.chunks
+        if isinstance(parts, TableParts):
+            return self._take(lambda: parts.around(wanted, tensors))
+        return parts
+
+    @property
+    def transforms(self) -> Transforms:
+        """What its stored items went through, for `reader`."""
+        return None if self.foreign is None else self.foreign.transforms
+
+    def know_checks(self, chunks: Iterable[int] | None = None) -> None:
+        """Reads the checksums of some chunks, or of all, where the table lacks them still.
+
+        Raises:
+            DamagedCheckpointError: They are not those of which the manifest has the digest.
+            StorageError: They can't be read.
+        """
+        table = self.table
+        if self.check_file is None:
+            return
+        if chunks is None:
+            self.check_file.read(range(len(table.files)))
+        else:
+            self.check_file.read(table.file[[*chunks]].tolist())
+
+    def _take(self, read: Callable[[], CheckFile]) -> ChunkTable:
+        self.check_file = self.in_time(read)
+        self.chunks = self.check_file.table
+        return self.chunks
+
+
+_SHOWN = 6
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_DIGITS = re.compile(r"(\d+)")
+
+
+def not_found(storage: Storage, decides: Deciding | None = None) -> CheckpointNotFoundError:
+    """Returns the error for a place without manifest, `.metadata` and plain files.
+
+    Args:
+        storage: Where to look; everything below its root is listed.
+        decides: The record that decides what stands there.
+
+    Returns:
+        An `UncommittedCheckpointError` when there are files of a save.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    keys = [entry.key for entry in storage.list()]
+    here = [key for key in keys if "/" not in key]
+    if not keys:
+        return CheckpointNotFoundError(
+            f"expected a checkpoint in {storage.url}, but there is nothing; check the path"
+        )
+    if any(_RANK_METADATA.fullmatch(key) for key in here):
+        return CheckpointNotFoundError(
+            f"expected one .metadata in {storage.url}, found one for every rank: it was saved "
+            f"with use_collectives=False, which only the same ranks can load; save it again with "
+            f"collectives"
+        )
+    folders = _checkpoint_folders(keys)
+    if decides is not None and isinstance(decides.record, DeleteRecord):
+        return CheckpointNotFoundError(
+            f"expected a checkpoint in {storage.url}, but it was deleted"
+            f"{_moment(decides.record.created_s)} ({record_key(decides.slot)} says so: "
+            f"{decides.record.reason}); load another one" + _hint(folders)
+        )
+    if any(slot_of(key) is not None or key.endswith(".distcp") for key in here):
+        return UncommittedCheckpointError(
+            f"the save in {storage.url} never committed: there are {len(here)} files, but neither "
+            f"a committed manifest nor .metadata; load an earlier step" + _hint(folders)
+        )
+    return CheckpointNotFoundError(
+        f"expected a checkpoint in {storage.url}, found {_content(keys)}"
+        + (_hint(folders) or "; check the path")
+    )
+
+
+def _moment(created_s: float) -> str:
+    try:
+        return time.strftime(" on %Y-%m-%d at %H:%M:%S UTC", time.gmtime(created_s))
+    except (OverflowError, OSError, ValueError):
+        return ""  # what was stored is no time at all
+
+
+def _checkpoint_folders(keys: list[str]) -> list[str]:
+    folders = set()
+    for key in keys:
+        folder, _, name = key.rpartition("/")
+        if folder and (
+            name == ".metadata" or name.endswith(".safetensors") or slot_of(name) is not None
+        ):
+            folders.add(folder)
+    return sorted(folders, key=_natural)
+
+
+def _hint(folders: list[str]) -> str:
+    if not folders:
+        return ""
+    return f"; sub-folders that look like checkpoints: {_shortened(folders)}: load one of them"
+
+
+def _content(keys: list[str]) -> str:
+    entries = {key.partition("/")[0] + ("/" if "/" in key else "") for key in keys}
+    return _shortened(sorted(entries, key=_natural))
+
+
+def _shortened(names: list[str]) -> str:
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    half = _SHOWN // 2
+    return f"{', '.join(names[:half])}, … {', '.join(names[-half:])} ({len(names)} in all)"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `step-9` before `step-10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
+
+
+METADATA_KEY = ".metadata"
+
+
+def is_ours(metadata: bytes) -> bool:
+    """Tells whether ray_dcp wrote a `.metadata`; false for what can't be read.
+
+    Args:
+        metadata: Its bytes.
+    """
+    # Why first by a search: decoding costs 20 us a tensor.
+    if ATTEMPT_ATTRIBUTE.encode() not in metadata:
+        return False
+    try:
+        return decode_metadata(metadata).attempt is not None
+    except CheckpointError:
+        return False
+
+
+def decode_foreign(metadata: bytes) -> ForeignMetadata:
+    """Returns what a `.metadata` says where no commit of ours stands.
+
+    Args:
+        metadata: Its bytes.
+
+    Raises:
+        UncommittedCheckpointError: It is of a save of ours.
+        DamagedCheckpointError: It can't be read.
+    """
+    foreign = decode_metadata(metadata)
+    if foreign.attempt is not None:
+        raise UncommittedCheckpointError(
+            f"expected a manifest beside .metadata, found none: the save {foreign.attempt} never "
+            f"committed, or its manifest was deleted; load an earlier step",
+            key=METADATA_KEY,
+        )
+    return foreign
+
+
+def is_stale(slot: int, manifest: Manifest, metadata: bytes | None) -> bool:
+    """Tells whether `.metadata` does not project the manifest although it should.
+
+    Args:
+        slot: Of the manifest, for messages.
+        manifest: That stands.
+        metadata: Its bytes; None when there is none.
+
+    Raises:
+        DamagedCheckpointError: It is a foreign one, which the manifest does not replace.
+    """
+    expected = None if manifest.metadata is None else manifest.metadata.digest
+    if metadata is None:
+        return expected is not None
+    found = digest_bytes(metadata).hex()
+    if found == expected:
+        return False
+    if found != manifest.replaced_metadata:
+        _refuse_foreign(slot, manifest, metadata)
+    return expected is not None
+
+
+def projects(metadata: bytes, attempt: str, table: ChunkTable) -> bool:
+    """Tells whether a `.metadata` is that of a checkpoint, wherever that lay when it was made.
+
+    A `.metadata` names its place, so that one that is made of a copy has another digest than the
+    manifest says.
+
+    Args:
+        metadata: Its bytes.
+        attempt: That was committed.
+        table: Of the checkpoint.
+
+    Complexity:
+        That of `decode_metadata` and `encode_metadata`.
+    """
+    # Why first by a search: decoding costs 20 us a tensor.
+    if attempt.encode() not in metadata:
+        return False
+    try:
+        told = decode_metadata(metadata)
+    except CheckpointError:
+        return False
+    if told.attempt != attempt or told.checkpoint_id is None:
+        return False
+    return encode_metadata(table, checkpoint_id=told.checkpoint_id, attempt=attempt) == metadata
+
+
+def _refuse_foreign(slot: int, manifest: Manifest, metadata: bytes) -> None:
+    try:
+        if decode_metadata(metadata).attempt is not None:
+            return  # an earlier save of ours
+        what = "one of another program"
+    except DamagedCheckpointError as exc:
+        what = f"one that can't be read ({exc.message})"
+    key = record_key(slot)
+    raise DamagedCheckpointError(
+        f"two checkpoints claim this place: {key} of the save {manifest.attempt}, and "
+        f"a .metadata that does not belong to it, but is {what}. If stock DCP saved here last, "
+        f"move the manifest-*.json files away to load what it saved; if not, move .metadata away "
+        f"to load the save {manifest.attempt}",
+        key=METADATA_KEY,
+    )
+
+
+class Committed(NamedTuple):
+    """The record that decides what the checkpoint is."""
+
+    slot: int
+    data: bytes
+    """The record as on storage."""
+    manifest: Manifest
+
+
+class Found(NamedTuple):
+    """A checkpoint that stands, before its chunk table is looked into; see `Checkpoint`."""
+
+    kind: CheckpointKind
+    slot: int
+    record: bytes
+    manifest: Manifest | None = None
+    table: bytes = b""
+    """The chunk table as on storage, verified; empty for a checkpoint that is not ours."""
+    metadata_is_stale: bool = False
+
+    def decoded(self) -> ChunkTable:
+        """Returns the chunk table of a checkpoint that is ours.
+
+        Checksums that are at the ends of the data files are 0.
+
+        Raises:
+            DamagedCheckpointError: It contradicts itself.
+        """
+        with collector_paused():
+            table = decode_table(self.table)
+            return table if self.manifest is None else with_places(table, self.manifest)
+
+
+def read_checkpoint(
+    storage: Storage, *, checkpoint_id: str | None = None, checks_later: bool = False
+) -> Checkpoint:
+    """Returns the checkpoint that stands in a storage.
+
+    Args:
+        storage: Where to look.
+        checkpoint_id: Path or URL for messages; the storage's own by default.
+        checks_later: Leave checksums at the ends of data files to `Checkpoint.check_file`.
+
+    Raises:
+        CheckpointNotFoundError: There is none; the message says what is there instead.
+        UncommittedCheckpointError: There are files of a save that never committed.
+        DamagedCheckpointError: What decides, or the chunk table, is damaged or missing; or stock
+            DCP saved over our checkpoint.
+        StorageError: The storage can't be read.
+    """
+    found = find_checkpoint(storage, checkpoint_id=checkpoint_id)
+    name = storage.url if checkpoint_id is None else checkpoint_id
+    try:
+        return _opened(storage, name, found, checks_later)
+    except CheckpointError as exc:
+        exc.checkpoint_id = name
+        raise
+
+
+def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Found:
+    """Returns which checkpoint stands in a storage, without decoding what it holds.
+
+    For who decides and leaves the decoding to those who need it: a chunk table is only verified
+    against its manifest, and of a `.metadata` or of safetensors files it is only seen that they
+    are there.
+
+    Args:
+        storage: Where to look.
+        checkpoint_id: Path or URL for messages; the storage's own by default.
+
+    Raises:
+        CheckpointError: As `read_checkpoint`, but for what only decoding shows.
+    """
+    name = storage.url if checkpoint_id is None else checkpoint_id
+    try:
+        # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
+        metadata = _read_or_none(storage, METADATA_KEY)
+        decides = read_slots(storage).decides
+        while (committed := _committed(decides)) is not None:
+            try:
+                return _newest_native(storage, committed, metadata)
+            except DamagedCheckpointError:
+                # Why: after two commits meanwhile, a foreign one that both replaced looks new.
+                before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
+                decides = read_slots(storage).decides
+                if metadata == before and decides is not None and decides.slot <= committed.slot:
+                    raise
+        return _not_native(storage, metadata, decides)
+    except CheckpointError as exc:
+        exc.checkpoint_id = name
+        raise
+
+
+def checkpoint_from(
+    storage: Storage,
+    kind: str,
+    slot: int,
+    record: bytes,
+    *,
+    table: bytes = b"",
+    checkpoint_id: str | None = None,
+    checks_later: bool = False,
+) -> Checkpoint:
+    """Returns the checkpoint that somebody else decided on, without deciding again.
+
+    Args:
+        storage: Where it is.
+        kind: `Checkpoint.kind`.
+        slot: `Checkpoint.slot`.
+        record: `Checkpoint.record`.
+        table: The chunk table as on storage, if it was read already.
+        checkpoint_id: Path or URL for messages; the storage's own by default.
+        checks_later: Leave chunks and checksums of a large table for when they are needed.
+
+    Raises:
+        DamagedCheckpointError: The record, the chunk table or a header is damaged or missing.
+        InternalError: `kind` is none, or the record is no manifest.
+        StorageError: The storage can't be read.
+    """
+    name = storage.url if checkpoint_id is None else checkpoint_id
+    try:
+        match kind:
+            case "native":
+                manifest = decode_record(record, key=record_key(slot))
+                if not isinstance(manifest, Manifest):
+                    raise InternalError(f"expected a manifest in slot {slot}, found an abort")
+                committed = Committed(slot, record, manifest)
+                if checks_later:
+                    return _opened_in_part(storage, name, committed, table)
+                return _opened(storage, name, _native(storage, committed))
+            case "stock" | "safetensors":
+                return _opened(storage, name, Found(kind, slot, record))
+            case _:
+                raise InternalError(f"expected a kind of checkpoint, found {kind!r}")
+    except CheckpointError as exc:
+        exc.checkpoint_id = name
+        raise
+
+
+def newest_record(storage: Storage) -> Committed | None:
+    """Returns the manifest that stands, None when nothing was ever committed or it was deleted.
+
+    Reads only the newest records, as `read_slots` does.
+
+    Raises:
+        DamagedCheckpointError: A record is damaged; nothing is decided past it.
+        StorageError: The storage can't be read.
+    """
+    return _committed(read_slots(storage).decides)
+
+
+def read_records(storage: Storage) -> dict[int, Record]:
+    """Returns all records by slot that were written and not removed since.
+
+    Raises:
+        DamagedCheckpointError: One is damaged.
+        StorageError: The storage can't be read.
+    """
+    slots = read_slots(storage, whole=True)
+    return {**slots.older, **slots.records}
+
+
+def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES) -> bytes | None:
+    """Returns a file; of a longer one, a byte more than it may have, which nobody accepts."""
+    try:
+        return storage.read(key, 0, most_bytes + 1)
+    except KeyMissingError:
+        return None
+
+
+def _newest_native(storage: Storage, committed: Committed, metadata: bytes | None) -> Found:
+    """Reads what a manifest names; if that was collected meanwhile, what replaced it."""
+    while True:
+        stale = is_stale(committed.slot, committed.manifest, metadata)
+        try:
+            found = _native(storage, committed, metadata_is_stale=stale)
+            if stale and metadata is not None:
+                is_its = projects(metadata, committed.manifest.attempt, found.decoded())
+                return found._replace(metadata_is_stale=not is_its)
+            return found
+        except DamagedCheckpointError:
+            newer = newest_record(storage)
+            if newer is None or newer.slot <= committed.slot:
+                raise
+            committed = newer
+
+
+def _committed(decides: Deciding | None) -> Committed | None:
+    if decides is None or isinstance(decides.record, DeleteRecord):
+        return None
+    return Committed(decides.slot, decides.data, decides.record)
+
+
+def _not_native(storage: Storage, metadata: bytes | None, decides: Deciding | None) -> Found:
+    """Returns what stands where no commit of ours does."""
+    if decides is not None:
+        # Why again: what was read before a delete may be what that has removed since.
+        metadata = _metadata_after_delete(storage, decides.record)
+    if metadata is not None:
+        # Why only then: decoding costs 20 us a tensor, and a stock one does not say this.
+        if ATTEMPT_ATTRIBUTE.encode() in metadata:
+            decode_foreign(metadata)
+        return Found("stock", 0, metadata)
+    if plain_files(storage):
+        return Found("safetensors", 0, b"")
+    raise not_found(storage, decides)
+
+
+def _metadata_after_delete(storage: Storage, record: Manifest | DeleteRecord) -> bytes | None:
+    """Returns the `.metadata` that somebody else wrote after a delete; None for a left-over."""
+    data = _read_or_none(storage, METADATA_KEY)
+    if data is None or digest_bytes(data).hex() == record.replaced_metadata:
+        return None
+    return None if is_ours(data) else data
+
+
+def _native(storage: Storage, committed: Committed, *, metadata_is_stale: bool = False) -> Found:
+    slot, data, manifest = committed
+    table = verified_table(storage, manifest)
+    return Found("native", slot, data, manifest, table, metadata_is_stale)
+
+
+def _opened(storage: Storage, name: str, found: Found, checks_later: bool = False) -> Checkpoint:
+    """Decodes what was found."""
+    manifest, foreign, check_file = found.manifest, None, None
+    if manifest is not None:
+        with collector_paused():
+            check_file = CheckFile(storage, manifest, decode_table(found.table))
+        table = check_file.table
+        check_against(manifest, table.num_tensors, table.num_chunks, table.files)
+    elif found.kind == "stock":
+        foreign = decode_foreign(found.record)
+        table = foreign.table
+    else:
+        table = plain_table(storage)
+    checkpoint = Checkpoint(
+        kind=found.kind,
+        checkpoint_id=name,
+        slot=found.slot,
+        record=found.record,
+        chunks=table,
+        attempt=None if manifest is None else manifest.attempt,
+        manifest=manifest,
+        foreign=foreign,
+        metadata_is_stale=found.metadata_is_stale,
+        check_file=check_file,
+    )
+    if not checks_later:
+        checkpoint.know_checks()
+    return checkpoint
+
+
+def _opened_in_part(storage: Storage, name: str, committed: Committed, table: bytes) -> Checkpoint:
+    slot, data, manifest = committed
+    found = table_parts(storage, manifest, table)
+    return Checkpoint(
+        kind="native",
+        checkpoint_id=name,
+        slot=slot,
+        record=data,
+        chunks=found if isinstance(found, TableParts) else found.table,
+        attempt=manifest.attempt,
+        manifest=manifest,
+        check_file=None if isinstance(found, TableParts) else found,
+    )

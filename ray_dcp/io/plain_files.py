@@ -1,0 +1,161 @@
+"""Makes a chunk table of a folder of safetensors files, from their headers alone.
+
+Such a folder has no manifest and no `.metadata`: a model of the Hugging Face hub, or what DCP's
+`HuggingFaceStorageWriter` wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind
+from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
+from ray_dcp.format.safetensors import Entry as Tensor
+from ray_dcp.format.safetensors import SafetensorsHeader, global_shapes, parse_header, saved_offsets
+from ray_dcp.format.table_check import check_table
+from ray_dcp.format.torch_items import NeedMoreBytes
+from ray_dcp.store.storage import Entry, Storage
+
+__all__ = ["plain_files", "plain_table"]
+
+_HEAD_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One tensor of one file."""
+
+    file: int
+    tensor: Tensor
+    offset: tuple[int, ...]
+    payload_offset: int
+    shape: tuple[int, ...]
+    """Global shape as far as this file tells."""
+
+
+def plain_files(storage: Storage) -> list[Entry]:
+    """Returns the safetensors files that lie directly in a storage's root.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    return [e for e in storage.list() if e.key.endswith(".safetensors") and "/" not in e.key]
+
+
+def plain_table(storage: Storage) -> ChunkTable:
+    """Returns the chunk table of the safetensors files in a storage's root.
+
+    A tensor's global shape is what its chunks reach to, as for DCP's reader, unless the file says
+    it: those that `ray_dcp.save` wrote do.
+
+    Raises:
+        DamagedCheckpointError: A header is damaged, a file cut off, or one tensor has two dtypes
+            or numbers of dimensions.
+        UnsupportedValueError: A tensor has a dtype that is not read here.
+        StorageError: A file can't be read.
+    """
+    files = plain_files(storage)
+    found: list[_Found] = []
+    for index, file in enumerate(files):
+        try:
+            found += _tensors_of(index, _read_header(storage, file))
+        except UnsupportedValueError as exc:
+            exc.message = f"{file.key}: {exc.message}"
+            raise
+        except DamagedCheckpointError as exc:
+            exc.key = exc.key or file.key
+            raise
+    table = _table([file.key for file in files], found)
+    check_table(table, files=False)
+    return table
+
+
+def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:
+    num_bytes = min(_HEAD_BYTES, file.num_bytes)
+    while True:
+        data = storage.read(file.key, 0, num_bytes)
+        try:
+            return parse_header(data, file.num_bytes)
+        except NeedMoreBytes as exc:
+            if exc.num_bytes > file.num_bytes or len(data) < num_bytes:
+                raise DamagedCheckpointError(
+                    f"expected a safetensors header of {exc.num_bytes} bytes, found a file of "
+                    f"{len(data)}; load an earlier step",
+                    key=file.key,
+                ) from exc
+            num_bytes = exc.num_bytes
+
+
+def _tensors_of(file: int, header: SafetensorsHeader) -> list[_Found]:
+    offsets, shapes = saved_offsets(header.metadata), global_shapes(header.metadata)
+    found = []
+    for tensor in header.entries:
+        offset = (0,) * len(tensor.size) if offsets is None else offsets.get(tensor.name)
+        if offset is None or len(offset) != len(tensor.size):
+            raise DamagedCheckpointError(
+                f"expected an offset of {len(tensor.size)} dimensions for {tensor.name!r} in "
+                f"DCP_SHARDING_INFO, found {offset}; load an earlier step"
+            )
+        reach = tuple(o + n for o, n in zip(offset, tensor.size, strict=True))
+        shape = shapes.get(tensor.name, reach)
+        if len(shape) != len(reach) or any(n < r for n, r in zip(shape, reach, strict=True)):
+            raise DamagedCheckpointError(
+                f"expected {tensor.name!r} to lie within its global shape {shape}, but it reaches "
+                f"to {reach}; load an earlier step"
+            )
+        found.append(_Found(file, tensor, offset, header.data_offset + tensor.begin, shape))
+    return found
+
+
+def _table(files: list[str], found: list[_Found]) -> ChunkTable:
+    first: dict[str, _Found] = {}
+    for chunk in found:
+        known = first.setdefault(chunk.tensor.name, chunk)
+        if (known.tensor.dtype, len(known.offset)) != (chunk.tensor.dtype, len(chunk.offset)):
+            raise DamagedCheckpointError(
+                f"expected one dtype and number of dimensions for {chunk.tensor.name!r}, found "
+                f"{known.tensor.dtype} {known.tensor.size} in {files[known.file]} and "
+                f"{chunk.tensor.dtype} {chunk.tensor.size} in {files[chunk.file]}; load them "
+                f"separately",
+                key=files[chunk.file],
+            )
+    rows = {name: row for row, name in enumerate(first)}
+    dtypes = tuple(dict.fromkeys(chunk.tensor.dtype for chunk in first.values()))
+    ndim = [len(chunk.offset) for chunk in first.values()]
+    width = max(ndim, default=0)
+    tensor = np.array([rows[chunk.tensor.name] for chunk in found], np.int32)
+    offset = _padded([chunk.offset for chunk in found], width, 0)
+    size = _padded([chunk.tensor.size for chunk in found], width, 1)
+    shape = np.zeros((len(rows), width), np.int64)
+    np.maximum.at(shape, tensor, _padded([chunk.shape for chunk in found], width, 1))
+    place = np.array([chunk.payload_offset for chunk in found], np.int64)
+    length = np.array([chunk.tensor.end - chunk.tensor.begin for chunk in found], np.int64)
+    return ChunkTable(
+        names=tuple(rows),
+        paths=(None,) * len(rows),
+        dtypes=dtypes,
+        files=tuple(files),
+        kind=np.full(len(rows), Kind.TENSOR, np.int8),
+        dtype=np.array([dtypes.index(chunk.tensor.dtype) for chunk in first.values()], np.int8),
+        ndim=np.array(ndim, np.int8),
+        shape=shape,
+        requires_grad=np.zeros(len(rows), np.bool_),
+        tensor=tensor,
+        offset=offset,
+        size=size,
+        file=np.array([chunk.file for chunk in found], np.int32),
+        item_offset=place,
+        item_bytes=length,
+        payload_offset=place,
+        payload_bytes=length,
+        block_bytes=np.zeros(len(found), np.int64),
+        check_start=np.zeros(len(found) + 1, np.int64),
+        checks=np.zeros(0, np.uint64),
+    )
+
+
+def _padded(rows: list[tuple[int, ...]], width: int, blank: int) -> Int64Array:
+    full = [(*row, *[blank] * (width - len(row))) for row in rows]
+    return np.array(full, np.int64).reshape(len(rows), width)

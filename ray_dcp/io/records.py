@@ -1,0 +1,262 @@
+"""The records in the slots of a place, and deletions that are announced.
+
+Reads the records in the slots of a place, and tells which one decides what stands.
+
+A record may be removed while it is looked for: by a save or a delete that decides now, and whose
+own record a listing that began before need not show. So a record that is gone, and the finding
+that nothing decides, are held against another listing.
+
+Announced deletions: whoever protects a step can end them before they are committed.
+
+Who deletes a step announces it under the attempt of its delete record, then reads what protects
+the step, then commits that record. Who tags or reads the step, removes another one or takes over
+the right to write does that first and then *fences* the announced deletions: an abort record takes
+the attempt, so that it can't be committed any more. One of the two sees the other, whatever the
+order, and however long one of them lies still in between.
+
+An announcement is an empty file whose name tells all. One that was left by a crash ends the same
+way, so nobody has to know whether its process lives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ray_dcp.errors import DamagedCheckpointError, StorageError
+from ray_dcp.format.manifest import (
+    MAX_RECORD_BYTES,
+    AbortRecord,
+    DeleteRecord,
+    Manifest,
+    Record,
+    deciding,
+    decode_record,
+    encode_record,
+    record_key,
+    slot_of,
+)
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+
+__all__ = ["Announced", "Deciding", "Slots", "announced", "fence", "read_slots", "used_slots"]
+
+_MOST_TRIES = 20
+"""How often the slots are listed again; each time a save or delete came in between."""
+
+
+class Deciding(NamedTuple):
+    """The record that decides what stands."""
+
+    slot: int
+    data: bytes
+    """The record as on storage."""
+    record: Manifest | DeleteRecord
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The records of a place, as far down as is needed to know what stands."""
+
+    used: tuple[int, ...] = ()
+    """Slots in use, ascending; also those whose records were not read."""
+    records: dict[int, Record] = field(default_factory=dict)
+    data: dict[int, bytes] = field(default_factory=dict)
+    """The same as on storage."""
+    unreadable: dict[int, DamagedCheckpointError] = field(default_factory=dict)
+    older: dict[int, Record] = field(default_factory=dict)
+    """Records further down, if they were asked for: none of them decides anything any more."""
+
+    @property
+    def last_slot(self) -> int:
+        """Highest slot in use; 0 when there is none."""
+        return self.used[-1] if self.used else 0
+
+    @property
+    def decides(self) -> Deciding | None:
+        """The record that decides what stands; None when nothing was ever committed."""
+        # Why: most records above the one that decides are aborts, and there may be many.
+        if all(isinstance(record, AbortRecord) for record in self.records.values()):
+            return None
+        found = deciding(self.records)
+        return None if found is None else Deciding(found[0], self.data[found[0]], found[1])
+
+
+def used_slots(storage: Storage) -> tuple[int, ...]:
+    """Returns the slots that are in use, ascending.
+
+    Args:
+        storage: Of the place.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    found = (slot_of(entry.key) for entry in storage.list("manifest-"))
+    return tuple(sorted(slot for slot in found if slot is not None))
+
+
+def read_slots(storage: Storage, *, tolerant: bool = False, whole: bool = False) -> Slots:
+    """Returns the records that decide what stands at a place.
+
+    Reads downwards, and no further than the slot that the one which decides saw when it was
+    planned: no record below that one can name it, and none there was ever in force unless the
+    one that decides says so.
+
+    Args:
+        storage: Of the place.
+        tolerant: Pass records by that can't be read, instead of failing.
+        whole: Read the older records as well.
+
+    Raises:
+        DamagedCheckpointError: A record can't be read; nothing is decided past it.
+        CheckpointError: A newer ray_dcp wrote here.
+        StorageError: The storage can't be read, or the records change all the time.
+
+    Complexity:
+        O(records above that slot): one, but for aborted and overtaken attempts.
+    """
+    before: Slots | None = None
+    for _ in range(_MOST_TRIES):
+        found = _read(storage, tolerant, whole)
+        if found is not None and found.decides is not None:
+            return found
+        if found is not None and before is not None and found.used == before.used:
+            return found
+        before = found
+    raise StorageError(
+        f"The records in {storage.url} changed {_MOST_TRIES} times while they were read: who saves "
+        f"or deletes there all the time? Try again when that is over"
+    )
+
+
+def _read(storage: Storage, tolerant: bool, whole: bool) -> Slots | None:
+    """Returns what the slots hold; None when one that was listed is gone."""
+    found = Slots(used_slots(storage))
+    decides: Deciding | None = None
+    for slot in reversed(found.used):
+        is_older = decides is not None and slot <= decides.record.previous_slot
+        if is_older and not whole:
+            break
+        try:
+            # Why so many: of a longer file, no more is taken into memory than is refused.
+            data = storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
+        except KeyMissingError:
+            if not is_older:
+                return None
+            continue
+        if not is_older:
+            _decode(found, slot, data, tolerant)
+            decides = found.decides
+        else:
+            # Why suppressed: it has no say, and whoever can't read it can't be misled by it.
+            with suppress(DamagedCheckpointError):
+                found.older[slot] = decode_record(data, key=record_key(slot))
+    return found
+
+
+def _decode(into: Slots, slot: int, data: bytes, tolerant: bool) -> None:
+    key = record_key(slot)
+    try:
+        record = decode_record(data, key=key)
+        if not isinstance(record, AbortRecord) and record.previous_slot >= slot:
+            raise DamagedCheckpointError(
+                f"expected in slot {slot} a record that was planned before it, found the one of "
+                f"{record.attempt}, which saw slot {record.previous_slot}: files changed places",
+                key=key,
+            )
+        into.records[slot] = record
+        into.data[slot] = data
+    except DamagedCheckpointError as error:
+        if not tolerant:
+            error.message += (
+                f". Which checkpoint stands can't be told past it: move {key} away to fall back "
+                f"to the records before it"
+            )
+            raise
+        into.unreadable[slot] = error
+
+
+_PREFIX = "deleting/"
+_KEY = re.compile(
+    r"deleting/(?P<step>\d{1,18})\.(?P<attempt>[0-9a-f]{16})\.(?P<name>(?!\.\.?$)[^/]+)"
+)
+
+
+class Announced(NamedTuple):
+    """A deletion that is announced."""
+
+    step: int
+    attempt: str
+    """Of its delete record."""
+    name: str
+    """Folder of the step."""
+
+    @property
+    def key(self) -> str:
+        """Returns where it is announced, in the shared folder of the run.
+
+        Example:
+            >>> Announced(5, "0123456789abcdef", "step-5").key
+            'deleting/5.0123456789abcdef.step-5'
+        """
+        return f"{_PREFIX}{self.step}.{self.attempt}.{self.name}"
+
+
+def announced(shared: Storage, step: int | None = None) -> list[Announced]:
+    """Returns the deletions that are announced.
+
+    Args:
+        shared: What managers share.
+        step: Of which step; of all if None.
+
+    Raises:
+        StorageError: It can't be listed.
+    """
+    prefix = _PREFIX if step is None else f"{_PREFIX}{step}."
+    found = (_KEY.fullmatch(entry.key) for entry in shared.list(prefix))
+    return [Announced(int(one["step"]), one["attempt"], one["name"]) for one in found if one]
+
+
+def fence(
+    shared: Storage,
+    open_folder: Callable[[str], Storage],
+    reason: str,
+    step: int | None = None,
+) -> None:
+    """Ends the deletions that are announced: none of them is committed after this returns.
+
+    Call it after the change that they must not miss.
+
+    Args:
+        shared: What managers share.
+        open_folder: Opens a step folder of the run.
+        reason: Goes into the abort record.
+        step: Of which step; of all if None.
+
+    Raises:
+        StorageError: The storage failed; some may still be committed.
+    """
+    for one in announced(shared, step):
+        _abort(open_folder(one.name), one.attempt, reason)
+        shared.delete([one.key])
+
+
+def _abort(storage: Storage, attempt: str, reason: str) -> None:
+    record = encode_record(AbortRecord(attempt=attempt, reason=reason, rank=None))
+    for _ in range(_MOST_TRIES):
+        slots = read_slots(storage, tolerant=True)
+        if any(one.attempt == attempt for one in slots.records.values()):
+            return
+        # Why only looked at: there, an abort could replace the record of somebody else.
+        if not storage.traits.create_if_absent:
+            return
+        try:
+            storage.write(record_key(slots.last_slot + 1), record, create=True)
+        except KeyExistsError:
+            continue
+    raise StorageError(
+        f"The records in {storage.url} changed {_MOST_TRIES} times while a deletion was to be "
+        f"ended there. Who saves or deletes there all the time? Try again when that is over"
+    )

@@ -1,0 +1,428 @@
+"""The parts of a chunk table and of its checksums that a load needs.
+
+Small files of a checkpoint, read whole or in part, and compared with what the manifest says.
+
+Block checksums at the ends of data files, of which a rank reads only those that it needs.
+
+A large chunk table of which a load takes only the chunks that it needs.
+
+Of a table in groups these are read (`format.table_groups`); of one that has the rows of few ranks,
+those of the other ranks that are needed are made (`plan.structure_part`). Python's collector is
+paused where much is made, never while storage is waited for: that may hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+
+from ray_dcp.core.checksums import CHECK_BYTES, digest_bytes, end_checks
+from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.grouping import offsets_of, within
+from ray_dcp.core.values import ChunkTable, Int64Array
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.format.manifest import FileEntry, Manifest
+from ray_dcp.format.table import MAX_TABLE_BYTES, GroupedTable, decode_few, expanded
+from ray_dcp.format.table_places import (
+    DeferredRows,
+    checks_follow,
+    starts_of_files,
+    with_places,
+)
+from ray_dcp.io.threads import run_tasks
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.planning.structure import Structure, num_chunks_of, ranks_around
+from ray_dcp.store.storage import KeyMissingError, Storage
+
+__all__ = [
+    "CheckFile",
+    "TableParts",
+    "check_against",
+    "same_as",
+    "table_parts",
+    "verified",
+    "verified_bytes",
+    "verified_end",
+    "verified_table",
+]
+
+
+def verified(storage: Storage, entry: FileEntry) -> bytes:
+    """Returns a file that a manifest names.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or another one.
+        StorageError: It can't be read.
+    """
+    return same_as(entry, _read(storage, entry.key, 0, min(entry.num_bytes, MAX_TABLE_BYTES) + 1))
+
+
+def same_as(entry: FileEntry, data: bytes) -> bytes:
+    """Returns the bytes of a file that a manifest names.
+
+    Raises:
+        DamagedCheckpointError: They are other ones.
+    """
+    _check(data, entry.num_bytes, entry.digest, entry.key, "")
+    return data
+
+
+def verified_table(storage: Storage, manifest: Manifest) -> bytes:
+    """Returns the chunk table that a manifest names, all of it.
+
+    Raises:
+        DamagedCheckpointError: It is missing or another one, or ends otherwise than its end.
+        StorageError: It can't be read.
+    """
+    data, end = verified(storage, manifest.table), manifest.table_end
+    if end is not None:
+        _check(data[-end.num_bytes :], end.num_bytes, end.digest, manifest.table.key, "last ")
+    return data
+
+
+def verified_end(storage: Storage, manifest: Manifest) -> bytes:
+    """Returns the end of a chunk table in groups, which tells of them.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or another one.
+        StorageError: It can't be read.
+    """
+    entry, end = manifest.table, manifest.table_end
+    if end is None or end.num_bytes > min(entry.num_bytes, MAX_TABLE_BYTES):
+        raise DamagedCheckpointError(
+            f"expected a chunk table with an end as {entry.key}; load an earlier step",
+            key=entry.key,
+        )
+    start = entry.num_bytes - end.num_bytes
+    data = _read(storage, entry.key, start, end.num_bytes + 1)
+    _check(data, end.num_bytes, end.digest, entry.key, "last ")
+    return data
+
+
+def verified_bytes(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
+    """Returns bytes of a file that must have as many.
+
+    Raises:
+        DamagedCheckpointError: It is missing or shorter.
+        StorageError: It can't be read.
+    """
+    data = _read(storage, key, start, num_bytes) if num_bytes else b""
+    if len(data) != num_bytes:
+        raise DamagedCheckpointError(
+            f"expected bytes [{start}, {start + num_bytes}) in {key}, but it was cut "
+            f"off; load an earlier step",
+            key=key,
+        )
+    return data
+
+
+def _read(storage: Storage, key: str, start: int, num_bytes: int) -> bytes:
+    try:
+        return storage.read(key, start, num_bytes)
+    except KeyMissingError as exc:
+        raise DamagedCheckpointError(
+            f"the manifest names {key}, but there is no such file; load an earlier step", key=key
+        ) from exc
+
+
+def _check(data: bytes, num_bytes: int, digest: str, key: str, which: str) -> None:
+    if len(data) != num_bytes or digest_bytes(data).hex() != digest:
+        raise DamagedCheckpointError(
+            f"expected the {which}{num_bytes} bytes of digest {digest} that the manifest "
+            f"names, found {len(data)} bytes of digest {digest_bytes(data).hex()}; load an "
+            f"earlier step",
+            key=key,
+        )
+
+
+_THREADS = 16
+"""Most that read the ends of data files at a time; a file each, as it is another request."""
+_FILES_A_THREAD = 16
+
+
+class CheckFile:
+    """Checksums that are read file by file, each verified by what the manifest says of it.
+
+    Args:
+        storage: Where the files are.
+        manifest: Of the checkpoint.
+        table: What all saves of the plan share of the chunk table, or a part of it.
+        deferred: Of a part: which deferred chunks it has.
+
+    Attributes:
+        table: The chunk table; checksums that data files end with are 0 until `read` was called
+            for their file.
+        at_end: The data files end with their checksums; else the table has them.
+        bytes_read: Bytes that were read so far.
+
+    Raises:
+        DamagedCheckpointError: Table and manifest do not belong together.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        table: ChunkTable,
+        deferred: DeferredRows | None = None,
+    ) -> None:
+        self.bytes_read = 0
+        self.at_end = checks_follow(manifest)
+        self._storage = storage
+        self._entries = {entry.key: entry for entry in manifest.files}
+        with collector_paused():
+            self.table = with_places(table, manifest, deferred)
+        # Where those of each file are in `table.checks`.
+        self._place = self.table.check_start[starts_of_files(self.table)]
+        self._there = {*np.unique(self.table.file).tolist()} if self.at_end else set()
+        self._known: set[int] = set()
+
+    def read(self, files: Iterable[int]) -> None:
+        """Fills in the checksums of some files; those that are there already cost nothing.
+
+        Args:
+            files: Indices into the table's `files`; of a part, others than its own have none.
+
+        Raises:
+            DamagedCheckpointError: They are not those of which the manifest has the digest.
+            StorageError: They can't be read.
+        """
+        todo = sorted((self._there & {*files}) - self._known)
+        threads = min(_THREADS, max(1, len(todo) // _FILES_A_THREAD))
+        run_tasks(todo, self._read_end, threads)
+        self._known.update(todo)
+
+    def ends(self, sizes: Mapping[str, int]) -> list[bytes | str]:
+        """Returns with which checksums each data file ends, or what is wrong with them.
+
+        Args:
+            sizes: Lengths of the files that are there, by key. Why: a file that lost a byte may
+                end as it should, and where it is spoiled is told by these.
+
+        Raises:
+            StorageError: They can't be read.
+        """
+        found: list[bytes | str] = [b""] * len(self.table.files)
+
+        def look(number: int) -> None:
+            try:
+                self._read_end(number, sizes.get(self.table.files[number]))
+            except DamagedCheckpointError as error:
+                found[number] = error.message
+                return
+            self._known.add(number)
+            low, high = self._place[number : number + 2].tolist()
+            found[number] = end_checks(0, self.table.checks[low:high])
+
+        if self.at_end:
+            run_tasks(range(len(found)), look, _THREADS)
+        return found
+
+    def _read_end(self, number: int, file_bytes: int | None = None) -> None:
+        low, high = self._place[number : number + 2].tolist()
+        key, length = self.table.files[number], CHECK_BYTES * (high - low)
+        entry = self._entries.get(key)
+        if entry is None or entry.num_bytes < length:
+            raise DamagedCheckpointError(
+                f"expected a file with {high - low} checksums as {key}, but the manifest names "
+                f"none of this length; load an earlier step",
+                key=key,
+            )
+        end = entry.num_bytes if file_bytes is None else max(file_bytes, length)
+        data = self._bytes(key, end - length, length)
+        if digest_bytes(data).hex() != entry.digest:
+            raise DamagedCheckpointError(
+                f"the checksums of {key} at its end are not those that the manifest names; load an "
+                f"earlier step",
+                key=key,
+            )
+        self.table.checks[low:high] = np.frombuffer(data, "<u8")
+
+    def _bytes(self, key: str, start: int, num_bytes: int) -> bytes:
+        data = verified_bytes(self._storage, key, start, num_bytes)
+        self.bytes_read += num_bytes
+        return data
+
+
+def check_against(
+    manifest: Manifest, num_tensors: int, num_chunks: int, files: Iterable[str]
+) -> None:
+    """Checks that a chunk table is the one that a manifest speaks of.
+
+    Args:
+        manifest: Of the checkpoint.
+        num_tensors: Of the table.
+        num_chunks: Of the whole table.
+        files: Of the table.
+
+    Raises:
+        DamagedCheckpointError: It is not.
+    """
+    unknown = sorted(set(files) - {entry.key for entry in manifest.files})
+    found = (num_tensors, num_chunks)
+    if found != (manifest.num_tensors, manifest.num_chunks) or unknown:
+        raise DamagedCheckpointError(
+            f"expected {manifest.num_tensors} tensors in {manifest.num_chunks} chunks of the "
+            f"manifest's files, found {found[0]} in {found[1]}"
+            + (f" and files that it does not name: {', '.join(unknown[:4])}" if unknown else "")
+            + "; load an earlier step",
+            key=manifest.table.key,
+        )
+
+
+class _Rows(Protocol):
+    """The part of a chunk table that all saves of the plan share."""
+
+    tensors: ChunkTable
+    """Without chunks."""
+    num_chunks: int
+
+    def around(
+        self, wanted: Sequence[Wanted], tensors: Sequence[int]
+    ) -> tuple[ChunkTable, DeferredRows]:
+        """Returns the chunks of what is wanted, with all others of the same files."""
+        ...
+
+    def whole(self) -> ChunkTable:
+        """Returns all chunks."""
+        ...
+
+
+class TableParts:
+    """The chunk table of a checkpoint, in parts.
+
+    Args:
+        storage: Where it is.
+        manifest: Of the checkpoint.
+        rows: What all saves of its plan share.
+
+    Attributes:
+        tensors: The table without chunks.
+
+    Raises:
+        DamagedCheckpointError: They do not belong together.
+    """
+
+    def __init__(self, storage: Storage, manifest: Manifest, rows: _Rows) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._rows = rows
+        self.tensors = rows.tensors
+        files = [key.replace("{attempt}", manifest.attempt) for key in rows.tensors.files]
+        check_against(manifest, rows.tensors.num_tensors, rows.num_chunks, files)
+
+    def around(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> CheckFile:
+        """Returns the chunks of what is wanted, with more of the same files.
+
+        Args:
+            wanted: Boxes.
+            tensors: Of which every chunk is wanted.
+
+        Raises:
+            DamagedCheckpointError: They are damaged or missing.
+            StorageError: They can't be read.
+        """
+        return CheckFile(self._storage, self._manifest, *self._rows.around(wanted, tensors))
+
+    def whole(self) -> CheckFile:
+        """Returns all chunks.
+
+        Raises:
+            CheckpointError: As `around` does.
+        """
+        return CheckFile(self._storage, self._manifest, self._rows.whole())
+
+
+def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:
+    """Returns the chunk table of a checkpoint, in parts if it can.
+
+    Args:
+        storage: Where it is.
+        manifest: Of the checkpoint.
+        table: All of it, if it was read already.
+
+    Raises:
+        DamagedCheckpointError: It is damaged or missing.
+        StorageError: It can't be read.
+    """
+    if manifest.table_end is not None:
+        return TableParts(storage, manifest, _Grouped(storage, manifest))
+    data = same_as(manifest.table, table) if table else verified(storage, manifest.table)
+    with collector_paused():
+        rows, structure = decode_few(data)
+    if structure is not None:
+        return TableParts(storage, manifest, _Structured(rows, structure))
+    found = CheckFile(storage, manifest, rows)
+    check_against(manifest, rows.num_tensors, rows.num_chunks, found.table.files)
+    return found
+
+
+class _Grouped:
+    """Rows in groups that are read."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage = storage
+        self._key = manifest.table.key
+        end = verified_end(storage, manifest)
+        with collector_paused():
+            self._table = GroupedTable.from_end(end, manifest.table.num_bytes)
+        self.tensors = self._table.tensors
+        self.num_chunks = self._table.num_chunks
+
+    def around(
+        self, wanted: Sequence[Wanted], tensors: Sequence[int]
+    ) -> tuple[ChunkTable, DeferredRows]:
+        groups = self._table.index.around(wanted, tensors)
+        table = self._read(groups)
+        first = self._table.index.first_deferred
+        counts = np.diff(first)[groups]
+        return table, DeferredRows(
+            np.repeat(first[groups], counts) + within(counts), int(first[-1])
+        )
+
+    def whole(self) -> ChunkTable:
+        return self._read(np.arange(self._table.index.num_groups))
+
+    def _read(self, groups: Int64Array) -> ChunkTable:
+        # Groups that follow each other are read together.
+        for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
+            numbers = [number for _, number in run]
+            low, high = self._table.span(numbers[0])[0], self._table.span(numbers[-1])[1]
+            data = memoryview(verified_bytes(self._storage, self._key, low, high - low))
+            for number in numbers:
+                begin, end = self._table.span(number)
+                self._table.take(number, data[begin - low : end - low])
+        with collector_paused():
+            return self._table.chunks(groups.tolist())
+
+
+class _Structured:
+    """Rows that follow from those of few ranks."""
+
+    def __init__(self, table: ChunkTable, structure: Structure) -> None:
+        self._table = table
+        self._structure = structure
+        with collector_paused():
+            self.tensors = expanded(table, structure, np.zeros(0, dtype=np.int64))
+        self.num_chunks = num_chunks_of(table, structure)
+
+    def around(
+        self, wanted: Sequence[Wanted], tensors: Sequence[int]
+    ) -> tuple[ChunkTable, DeferredRows]:
+        structure = self._structure
+        ranks = ranks_around(self._table, structure, wanted, tensors)
+        late = structure.file_kind[self._table.file[self._table.payload_offset < 0]]
+        of_class = np.bincount(late, minlength=len(structure.leaders))
+        first = offsets_of(of_class[structure.kind])
+        counts = of_class[structure.kind[ranks]]
+        rows = np.repeat(first[ranks], counts) + within(counts)
+        with collector_paused():
+            table = expanded(self._table, structure, ranks)
+        return table, DeferredRows(rows, int(first[-1]))
+
+    def whole(self) -> ChunkTable:
+        with collector_paused():
+            return expanded(self._table, self._structure)

@@ -1,0 +1,757 @@
+"""Part files, written as a plan says, with checksums on the way.
+
+The fixed part of a file plan, piece by piece: frames, gaps, and which pieces are joined.
+
+Pure: a plan in, lists out. Lists, because a piece is looked at in Python, where an element of a
+numpy array costs ten times more.
+
+Tells whether a file that somebody else published is the one that we meant to publish.
+
+A writer that took over from another, or lost the answer to its commit, meets its own key.
+
+What a writer gets its bytes from: items that are whole in memory, or pieces as they were staged.
+
+Nothing here opens a file.
+
+One part file on its way to the storage: frames, payloads, deferred items, checksums.
+
+Who opens it and what becomes of the receipt is in `writer`.
+
+Writes part files as a plan says: frames, payloads and deferred items, checksums on the way.
+
+Small tensors are packed with their frames into a joined buffer; large ones are hashed and
+written slice by slice, while a slice is still in the processor's cache. Memory that others may
+write to is copied first (`sources`). Reading back is in `reader`.
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.core.checksums import (
+    block_bytes_for,
+    block_check,
+    block_checks,
+    digest,
+    end_checks,
+    num_blocks,
+)
+from ray_dcp.core.grouping import group_rows
+from ray_dcp.core.values import FilePlan, Int64Array, RankPlan, UInt64Array
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InternalError, SaveCancelledError
+from ray_dcp.format.torch_items import Frame, torch_save_frame
+from ray_dcp.io.threads import Stop, run_tasks
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
+from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
+
+__all__ = [
+    "BytesLike",
+    "Deferred",
+    "ItemPieces",
+    "ManySource",
+    "PartFile",
+    "PieceSource",
+    "Pieces",
+    "Region",
+    "Run",
+    "Source",
+    "contradiction",
+    "part_key",
+    "pieces_of",
+    "same_file_is_published",
+    "write_file",
+    "write_part",
+    "write_pieces",
+]
+
+_NO_FRAME = Frame(b"", b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive pieces; a large one is alone."""
+
+    first: int
+    stop: int
+    is_large: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What is written before the deferred items, in file order; all lists are aligned.
+
+    Attributes:
+        row: Row of the rank's `Columns`.
+        start: First byte of the piece in that item's bytes.
+        num_bytes: Length of the raw bytes.
+        block_bytes: Length of a checksum block.
+        gap: Zeros before the frame's header.
+        header: Frame before the raw bytes.
+        footer: Frame after them.
+        runs: All pieces, cut into runs.
+        last_gap: Zeros after the last piece.
+    """
+
+    row: list[int]
+    start: list[int]
+    num_bytes: list[int]
+    block_bytes: list[int]
+    gap: list[int]
+    header: list[bytes]
+    footer: list[bytes]
+    runs: list[Run]
+    last_gap: int
+
+
+def pieces_of(plan: FilePlan, key: str, *, small_bytes: int, pack_bytes: int) -> Pieces:
+    """Returns the pieces of a file plan.
+
+    Args:
+        plan: What to write.
+        key: Of the file, for messages.
+        small_bytes: Longer pieces are large.
+        pack_bytes: About how many bytes of small pieces make a run.
+
+    Raises:
+        InternalError: The plan leaves another room than the frames need.
+    """
+    frames, frame = _frames(plan)
+    header_bytes = np.array([len(one.header) for one in frames], dtype=np.int64)[frame]
+    footer_bytes = np.array([len(one.footer) for one in frames], dtype=np.int64)[frame]
+    item_bytes = header_bytes + plan.payload_bytes + footer_bytes
+    planned_header = plan.payload_offset - plan.item_offset
+    wrong = np.flatnonzero((header_bytes != planned_header) | (item_bytes != plan.item_bytes))
+    if len(wrong):
+        at = int(wrong[0])
+        raise contradiction(
+            f"an item of {plan.item_bytes[at]} bytes for row {plan.row[at]}",
+            f"{header_bytes[at]} + {plan.payload_bytes[at]} + {footer_bytes[at]}",
+            key,
+        )
+    ends = np.concatenate([[len(plan.header)], plan.item_offset + plan.item_bytes])
+    gaps = np.concatenate([plan.item_offset, [plan.num_bytes]]) - ends
+    if int(gaps.min()) < 0:
+        at = int(np.argmin(gaps))
+        raise contradiction(
+            f"room up to byte {ends[at] + gaps[at]}", f"bytes up to {ends[at]}", key
+        )
+    headers, footers = [one.header for one in frames], [one.footer for one in frames]
+    chosen = frame.tolist()
+    return Pieces(
+        row=plan.row.tolist(),
+        start=plan.source_start.tolist(),
+        num_bytes=plan.payload_bytes.tolist(),
+        block_bytes=plan.block_bytes.tolist(),
+        gap=gaps[:-1].tolist(),
+        header=[headers[one] for one in chosen],
+        footer=[footers[one] for one in chosen],
+        runs=_runs(plan, small_bytes, pack_bytes),
+        last_gap=int(gaps[-1]),
+    )
+
+
+def contradiction(expected: str, found: str, key: str) -> InternalError:
+    """Returns the error for a plan that does not fit what is to be written."""
+    return InternalError(
+        f"the plan of this file expected {expected}, found {found}; please report this", key=key
+    )
+
+
+def _frames(plan: FilePlan) -> tuple[list[Frame], Int64Array]:
+    """Returns the distinct frames, and which of them each piece has."""
+    if not len(plan.row):
+        return [], np.zeros(0, dtype=np.int64)
+    framed = plan.item_bytes != plan.payload_bytes
+    columns = [framed.astype(np.int8), plan.dtype, plan.ndim, *plan.size.T]
+    first, frame = group_rows(columns)
+    frames = [
+        torch_save_frame(plan.dtypes[dtype], tuple(size[:ndim])) if has_frame else _NO_FRAME
+        for has_frame, dtype, ndim, size in zip(
+            framed[first].tolist(),
+            plan.dtype[first].tolist(),
+            plan.ndim[first].tolist(),
+            plan.size[first].tolist(),
+            strict=True,
+        )
+    ]
+    return frames, frame
+
+
+def _runs(plan: FilePlan, small_bytes: int, pack_bytes: int) -> list[Run]:
+    if not len(plan.row):
+        return []
+    large = plan.payload_bytes > small_bytes
+    bucket = plan.item_offset // pack_bytes
+    cut = large[1:] | large[:-1] | (bucket[1:] != bucket[:-1])
+    firsts = np.concatenate([[0], np.flatnonzero(cut) + 1])
+    stops = [*firsts[1:].tolist(), len(large)]
+    return [
+        Run(first, stop, is_large)
+        for first, stop, is_large in zip(
+            firsts.tolist(), stops, large[firsts].tolist(), strict=True
+        )
+    ]
+
+
+_READ_BYTES = 8 << 20
+
+
+class Region(NamedTuple):
+    """Raw bytes in a file with checksums."""
+
+    offset: int
+    num_bytes: int
+    block_bytes: int
+
+
+def same_file_is_published(
+    storage: Storage,
+    receipt: FileReceipt,
+    regions: Sequence[Region],
+    *,
+    checks_at_end: bool = False,
+) -> bool:
+    """Tells whether the file under a receipt's key has its length and all its checksums.
+
+    Args:
+        storage: Where to look.
+        receipt: What was to be published.
+        regions: Where the receipt's checksums belong, in their order.
+        checks_at_end: The file has to end with them.
+
+    Raises:
+        StorageError: The file can't be read.
+    """
+    sizes = [e.num_bytes for e in storage.list(receipt.key) if e.key == receipt.key]
+    if sizes != [receipt.num_bytes]:
+        return False
+    if checks_at_end:
+        tail = end_checks(0, receipt.checks)
+        if storage.read(receipt.key, receipt.num_bytes - len(tail), len(tail)) != tail:
+            return False
+    done = 0
+    for region in regions:
+        # Why: a multiple of the block, as long as one block fits (none is longer than 1 MiB).
+        step = max(_READ_BYTES // region.block_bytes, 1) * region.block_bytes
+        for start in range(0, region.num_bytes, step):
+            length = min(step, region.num_bytes - start)
+            found = block_checks(
+                storage.read(receipt.key, region.offset + start, length), region.block_bytes
+            )
+            count = num_blocks(length, region.block_bytes)
+            if not np.array_equal(found, receipt.checks[done : done + count]):
+                return False
+            done += count
+    return True
+
+
+BytesLike = bytes | bytearray | memoryview
+
+_COPIED_BYTES = 4 << 20
+"""Whole checksum blocks; hashed and written while they are in the processor's cache."""
+
+
+@runtime_checkable
+class ManySource(Protocol):
+    """A source that gives the bytes of many small items for less than one by one."""
+
+    def __call__(self, row: int, /) -> memoryview:
+        """Returns the bytes of one item."""
+        ...
+
+    def many(self, rows: Sequence[int], /) -> Sequence[memoryview]:
+        """Returns the bytes of each item."""
+        ...
+
+
+Source = Callable[[int], memoryview] | ManySource
+"""Row of the rank's `Columns` → all C-order bytes of the item (uint8, one dimension)."""
+Deferred = Callable[[int], BytesLike]
+"""Row of the rank's `Columns` → what `torch.save` makes of the item."""
+
+
+class PieceSource(Protocol):
+    """The bytes of one file as they were staged: piece by piece, in the order of the file.
+
+    Pieces are numbered as in the `FilePlan`, deferred items after the fixed ones.
+    """
+
+    before_wait: Callable[[], None]
+    """Set by whoever takes the bytes; called before this waits for more of them, which may come
+    only when those that were given are written."""
+
+    def small(self, first: int, stop: int) -> Iterable[memoryview]:
+        """Returns the bytes of consecutive pieces of at most 128 KiB, whole.
+
+        Nobody changes them before `written` has passed them.
+        """
+        ...
+
+    def parts(self, piece: int) -> Iterable[memoryview]:
+        """Returns the bytes of a piece, in parts; each but the last is whole checksum blocks.
+
+        Each is used before the next one is asked for, and nobody changes it until then.
+        """
+        ...
+
+    def num_bytes(self, piece: int) -> int:
+        """Returns the length of a piece."""
+        ...
+
+    def written(self, end: int) -> None:
+        """Takes that the storage has all bytes before this place in the file."""
+        ...
+
+
+class ItemPieces:
+    """The `PieceSource` of items that are whole in memory, which others may go on writing to.
+
+    *Invariant*: what it gives is a copy, unless it is read-only. A tensor that another thread
+    changes between its checksum and its way to the storage would be committed, and never load.
+
+    Args:
+        plan: Of the file.
+        key: Of the file, for messages.
+        source: Gives the items.
+        deferred: Gives the deferred items.
+    """
+
+    def __init__(self, plan: FilePlan, key: str, source: Source, deferred: Deferred) -> None:
+        self.before_wait = _nothing
+        self._key = key
+        self._source = source
+        self._deferred = deferred
+        self._row = [*plan.row.tolist(), *plan.deferred.tolist()]
+        self._start = plan.source_start.tolist()
+        self._num_bytes = plan.payload_bytes.tolist()
+        self._place = plan.payload_offset.tolist()
+        self._buffer: npt.NDArray[np.uint8] | None = None
+        self._item_row = -1
+        self._item = memoryview(b"")
+        self._data: tuple[int, memoryview] | None = None
+
+    def small(self, first: int, stop: int) -> Iterator[memoryview]:
+        """See `PieceSource.small`."""
+        rows = self._row[first:stop]
+        for index, item in enumerate(self._items(rows), first):
+            num_bytes, start = self._num_bytes[index], self._start[index]
+            whole = len(item) == num_bytes and not start
+            part = item if whole else self._part_of(item, self._row[index], start, num_bytes)
+            yield part if part.readonly else memoryview(bytes(part))
+
+    def parts(self, piece: int) -> Iterable[memoryview]:
+        """See `PieceSource.parts`."""
+        if piece >= len(self._start):
+            (_, data), self._data = self._deferred_item(piece), None
+            return (data,)
+        row = self._row[piece]
+        part = self._part_of(self._item_of(row), row, self._start[piece], self._num_bytes[piece])
+        return (part,) if part.readonly else self._copied(part, self._place[piece])
+
+    def num_bytes(self, piece: int) -> int:
+        """See `PieceSource.num_bytes`."""
+        if piece >= len(self._start):
+            return len(self._deferred_item(piece)[1])
+        num_bytes: int = self._num_bytes[piece]
+        return num_bytes
+
+    def written(self, end: int) -> None:
+        """Does nothing: the items stay where they are."""
+
+    def _copied(self, data: memoryview, place: int) -> Iterator[memoryview]:
+        """Yields copies of the data, one after another in the same memory.
+
+        Args:
+            data: What to copy.
+            place: Where it begins in the file. Copies lie in a page of memory as in one of the
+                file, so that a file that is written past the page cache needs no other copy.
+        """
+        if self._buffer is None:
+            self._buffer = np.frombuffer(mmap.mmap(-1, _COPIED_BYTES + mmap.PAGESIZE), np.uint8)
+        source, first = np.frombuffer(data, np.uint8), place % mmap.PAGESIZE
+        for start in range(0, len(source), _COPIED_BYTES):
+            part = source[start : start + _COPIED_BYTES]
+            target = self._buffer[first : first + len(part)]
+            # Why not by memoryviews: they keep other threads from running meanwhile.
+            np.copyto(target, part)
+            yield target.data
+
+    def _items(self, rows: Sequence[int]) -> Iterator[memoryview]:
+        if isinstance(self._source, ManySource) and len(rows) > 1:
+            return map(self._checked, self._source.many(rows), rows)
+        return map(self._item_of, rows)
+
+    def _item_of(self, row: int) -> memoryview:
+        """Returns an item's bytes; pieces of one item mostly follow each other."""
+        if row != self._item_row:
+            self._item_row, self._item = row, self._checked(self._source(row), row)
+        return self._item
+
+    def _deferred_item(self, piece: int) -> tuple[int, memoryview]:
+        if self._data is None or self._data[0] != piece:
+            row = self._row[piece]
+            self._data = (piece, self._checked(self._deferred(row), row))
+        return self._data
+
+    def _part_of(self, item: memoryview, row: int, start: int, num_bytes: int) -> memoryview:
+        part = item[start : start + num_bytes]
+        if len(part) != num_bytes:
+            raise contradiction(
+                f"bytes [{start}, {start + num_bytes}) of row {row}",
+                f"an item of {len(item)} bytes",
+                self._key,
+            )
+        return part
+
+    def _checked(self, data: BytesLike, row: int) -> memoryview:
+        view = memoryview(data)
+        if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
+            raise contradiction(
+                f"flat bytes of row {row}",
+                f"{view.ndim} dimensions of {view.itemsize} bytes",
+                self._key,
+            )
+        return view
+
+
+def _nothing() -> None:
+    """Is called where nobody has to wait."""
+
+
+_PACK_BYTES = 2 << 20
+"""Small tensors are joined up to this length before they go to the storage."""
+_SMALL_BYTES = 128 << 10
+"""Payloads up to this length are joined with others."""
+_SLICE_BYTES = 8 << 20
+"""A large payload is hashed and written in slices of about this length, on block bounds."""
+_DEFERRED_ALIGNMENT = 64
+
+
+class PartFile:
+    """A part file while it is written: where it ends, what is still to go out, its checksums.
+
+    Args:
+        writer: Of the storage.
+        plan: What is written.
+        key: Of the file.
+        source: Gives the bytes.
+        stop: Tells that it is given up.
+    """
+
+    def __init__(
+        self,
+        writer: PartWriter,
+        plan: FilePlan,
+        key: str,
+        source: PieceSource,
+        stop: Stop,
+    ) -> None:
+        self._writer = writer
+        self._plan = plan
+        self._key = key
+        self._source = source
+        source.before_wait = self.flush
+        self._stop = stop
+        self._pack: list[BytesLike] = []
+        self._end = 0
+        self._flushed = 0
+        self._checks = array("Q")
+        self._deferred_regions: list[Region] = []
+
+    def write(self) -> FileReceipt:
+        """Writes all of the file; returns what is to be told of it."""
+        self._write_fixed()
+        places = [self._write_deferred(index) for index in range(len(self._plan.deferred))]
+        return self._finish(tuple(places))
+
+    def _write_fixed(self) -> None:
+        """Writes the header and all planned pieces."""
+        self._append(self._plan.header)
+        pieces = pieces_of(self._plan, self._key, small_bytes=_SMALL_BYTES, pack_bytes=_PACK_BYTES)
+        for run in pieces.runs:
+            if run.is_large:
+                self._write_large(pieces, run.first)
+            else:
+                self._pack_small(pieces, run)
+            if self._end - self._flushed >= _PACK_BYTES // 2:
+                self.flush()
+        self._append(bytes(pieces.last_gap))
+
+    def _write_deferred(self, index: int) -> DeferredPlace:
+        """Writes one deferred item at the next aligned place; returns that place."""
+        piece = len(self._plan.row) + index
+        num_bytes = self._source.num_bytes(piece)
+        self._append(bytes(-self._end % _DEFERRED_ALIGNMENT))
+        row = int(self._plan.deferred[index])
+        place = DeferredPlace(row, self._end, num_bytes, block_bytes_for(num_bytes))
+        self._deferred_regions.append(Region(self._end, num_bytes, place.block_bytes))
+        self._write_payload(self._source.parts(piece), num_bytes, place.block_bytes)
+        return place
+
+    def flush(self) -> None:
+        """Hands what is packed to the storage."""
+        if self._stop.asked:
+            raise SaveCancelledError(
+                "writing this file was given up, because another one failed", key=self._key
+            )
+        if self._pack:
+            # Why one part: a join would copy a deferred item once more.
+            whole = self._pack[0] if len(self._pack) == 1 else b"".join(self._pack)
+            self._pack.clear()
+            if len(whole):
+                self._writer.write(whole)
+        self._flushed = self._end
+        self._source.written(self._end)
+
+    def _finish(self, places: tuple[DeferredPlace, ...]) -> FileReceipt:
+        """Hands on all that is left of the file; returns what is to be told of it."""
+        checks = np.array(self._checks, dtype=np.uint64)
+        if self._plan.checks_at_end:
+            self._append(end_checks(self._end, checks))
+        self.flush()
+        return FileReceipt(
+            file=self._plan.file,
+            key=self._key,
+            num_bytes=self._end,
+            digest=digest(checks),
+            checks=checks,
+            deferred=places,
+        )
+
+    def commit(self, storage: Storage, receipt: FileReceipt) -> None:
+        """Publishes the file.
+
+        Raises:
+            CheckpointExistsError: Another file has its key.
+            StorageError: The storage refused.
+        """
+        try:
+            self._writer.commit()
+        except KeyExistsError as exc:
+            regions = [*self._fixed_regions(), *self._deferred_regions]
+            at_end = self._plan.checks_at_end
+            if not same_file_is_published(storage, receipt, regions, checks_at_end=at_end):
+                raise CheckpointExistsError(
+                    f"expected to publish {self._key} or to find the same bytes under it, but "
+                    f"other bytes are there: two writers use one attempt id",
+                    key=self._key,
+                ) from exc
+
+    def _pack_small(self, pieces: Pieces, run: Run) -> None:
+        """Packs pieces with their frames.
+
+        Why all in one loop: this is the path of small tensors, and a call costs as much as what
+        it would do.
+        """
+        which = slice(run.first, run.stop)
+        add, add_check = self._pack.append, self._checks.append
+        for payload, num_bytes, block_bytes, gap, header, footer in zip(
+            self._source.small(run.first, run.stop),
+            pieces.num_bytes[which],
+            pieces.block_bytes[which],
+            pieces.gap[which],
+            pieces.header[which],
+            pieces.footer[which],
+            strict=True,
+        ):
+            if 0 < num_bytes <= block_bytes:
+                add_check(block_check(payload))
+            else:
+                self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
+            if gap:
+                add(bytes(gap))
+            add(header)
+            add(payload)
+            add(footer)
+            self._end += gap + len(header) + num_bytes + len(footer)
+
+    def _write_large(self, pieces: Pieces, index: int) -> None:
+        self._append(bytes(pieces.gap[index]))
+        self._append(pieces.header[index])
+        parts = self._source.parts(index)
+        self._write_payload(parts, pieces.num_bytes[index], pieces.block_bytes[index])
+        self._append(pieces.footer[index])
+
+    def _write_payload(self, parts: Iterable[memoryview], num_bytes: int, block_bytes: int) -> None:
+        if num_bytes <= _SMALL_BYTES:
+            for payload in parts:
+                self._checks.frombytes(block_checks(payload, block_bytes).tobytes())
+                self._append(payload)
+            return
+        self.flush()
+        end = self._end + num_bytes
+        step = max(_SLICE_BYTES // block_bytes, 1) * block_bytes
+        for payload in parts:
+            for start in range(0, len(payload), step):
+                part = payload[start : start + step]
+                self._checks.frombytes(block_checks(part, block_bytes).tobytes())
+                self._writer.write(part)
+                self._end += len(part)
+                self.flush()
+        if self._end != end:
+            raise contradiction(f"a piece up to byte {end}", f"one up to {self._end}", self._key)
+
+    def _append(self, data: BytesLike) -> None:
+        self._pack.append(data)
+        self._end += len(data)
+
+    def _fixed_regions(self) -> list[Region]:
+        plan = self._plan
+        columns = (plan.payload_offset, plan.payload_bytes, plan.block_bytes)
+        return [Region(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+_NO_CHECKS: UInt64Array = np.zeros(0, dtype=np.uint64)
+
+
+def part_key(plan: FilePlan, attempt: str) -> str:
+    """Returns the key of a part file.
+
+    Args:
+        plan: Of the file.
+        attempt: Id of the attempt that writes it.
+    """
+    return plan.key.replace("{attempt}", attempt)
+
+
+def write_part(
+    storage: Storage,
+    rank_plan: RankPlan,
+    attempt: str,
+    *,
+    source: Source,
+    deferred: Deferred,
+    options: SaveOptions,
+) -> tuple[FileReceipt, ...]:
+    """Writes all files of one rank's plan and returns their receipts, in the plan's order.
+
+    Args:
+        storage: Where to.
+        rank_plan: What to write.
+        attempt: Id of the attempt, put into the keys.
+        source: Gives an item's bytes; called from several threads, possibly more than once a row.
+        deferred: Gives a deferred item's bytes; called once a row, from several threads.
+        options: `num_threads` and `sync_files` count.
+
+    Raises:
+        CheckpointError: The first error of a file; the others were given up and leave nothing
+            visible, but files that were complete by then stay, under keys of this attempt.
+        Exception: Whatever `source` or `deferred` raised.
+    """
+    receipts: dict[int, FileReceipt] = {}
+    stop = Stop()
+
+    def write(index: int) -> None:
+        receipts[index] = _write_file(
+            storage, rank_plan.files[index], attempt, source, deferred, options, stop
+        )
+
+    num_files = len(rank_plan.files)
+    run_tasks(range(num_files), write, min(options.num_threads, num_files), stop)
+    return tuple(receipts[index] for index in range(num_files))
+
+
+def write_file(
+    storage: Storage,
+    file_plan: FilePlan,
+    attempt: str,
+    *,
+    source: Source,
+    deferred: Deferred,
+    sync: bool = True,
+) -> FileReceipt:
+    """Writes one part file, publishes it, and returns its receipt.
+
+    A file of the same content that another writer of this attempt published first is fine.
+
+    Args:
+        storage: Where to.
+        file_plan: What to write.
+        attempt: Id of the attempt, put into the key.
+        source: Gives an item's bytes.
+        deferred: Gives a deferred item's bytes.
+        sync: Durable when the call returns.
+
+    Raises:
+        StorageError: The storage refused.
+        CheckpointExistsError: The key is taken by other bytes.
+        InternalError: Plan and items contradict each other.
+        Exception: Whatever `source` or `deferred` raised.
+
+    Complexity:
+        O(bytes); a small tensor costs about 2 us.
+    """
+    options = SaveOptions(sync_files=sync)
+    return _write_file(storage, file_plan, attempt, source, deferred, options, Stop())
+
+
+def write_pieces(
+    storage: Storage,
+    file_plan: FilePlan,
+    attempt: str,
+    source: PieceSource,
+    *,
+    options: SaveOptions,
+) -> FileReceipt:
+    """Writes one part file from staged pieces, publishes it, and returns its receipt.
+
+    Args:
+        storage: Where to.
+        file_plan: What to write.
+        attempt: Id of the attempt, put into the key.
+        source: Gives the bytes; may wait for them.
+        options: `sync_files` counts.
+
+    Raises:
+        CheckpointError: As `write_file`.
+        Exception: Whatever `source` raised.
+    """
+    return _write(storage, file_plan, attempt, lambda key: source, options, Stop())
+
+
+def _write_file(
+    storage: Storage,
+    plan: FilePlan,
+    attempt: str,
+    source: Source,
+    deferred: Deferred,
+    options: SaveOptions,
+    stop: Stop,
+) -> FileReceipt:
+    def pieces(key: str) -> PieceSource:
+        return ItemPieces(plan, key, source, deferred)
+
+    return _write(storage, plan, attempt, pieces, options, stop)
+
+
+def _write(
+    storage: Storage,
+    plan: FilePlan,
+    attempt: str,
+    pieces: Callable[[str], PieceSource],
+    options: SaveOptions,
+    stop: Stop,
+) -> FileReceipt:
+    key = part_key(plan, attempt)
+    writer: PartWriter | None = None
+    try:
+        writer = storage.open_writer(key, sync=options.sync_files)
+        file = PartFile(writer, plan, key, pieces(key), stop)
+        receipt = file.write()
+        file.commit(storage, receipt)
+    except BaseException as exc:
+        if writer is not None:
+            writer.abort()
+        if isinstance(exc, CheckpointError) and exc.key is None:
+            exc.key = key
+        raise
+    # Why not before: what somebody else published is compared with them.
+    return replace(receipt, checks=_NO_CHECKS) if plan.checks_at_end else receipt

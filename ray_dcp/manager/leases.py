@@ -1,0 +1,482 @@
+"""Leases: one process writes to a run, and what others read stays.
+
+Which process holds something of a root, and whether it still lives.
+
+On one machine the operating system tells. Of another machine only beats tell: a file that its
+holder keeps changing. Clocks of two machines are never compared.
+
+The right to write to a root: one process at a time has it, and whoever lost it is told.
+
+The right is a numbered file, made only if it is absent: the highest number has it. Whoever comes
+looks at its holder first. One that lives is left alone, and the newcomer refused. One that is gone
+is succeeded: and should it not be gone after all, it finds a higher number before its next save.
+
+Leases: a step that somebody reads is not deleted meanwhile.
+
+The reader writes its lease and then fences the deletions that are announced; who deletes announces
+it and then looks for leases. See `ray_dcp.io.records`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
+from ray_dcp.io.records import fence
+from ray_dcp.manager.catalogue import READING, Root
+from ray_dcp.protocol.messages import Target
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+
+__all__ = [
+    "LEASE_S",
+    "Lease",
+    "LeaseHolder",
+    "LeaseRenewal",
+    "Readers",
+    "Unchanged",
+    "WriterLease",
+    "this_process",
+]
+
+
+@dataclass(frozen=True)
+class LeaseHolder:
+    """A process, as it can be told from all others."""
+
+    machine: str
+    """Host, boot and process namespace."""
+    pid: int
+    started: str
+    """When the process began, in the kernel's words: a pid is used again."""
+    host: str = ""
+    nonce: str = ""
+    """Tells two holders of one process."""
+
+    def encode(self, beat: int = 0) -> bytes:
+        """Returns it as it is stored."""
+        return json.dumps({**asdict(self), "beat": beat}, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> LeaseHolder | None:
+        """Returns what is stored; None for anything else."""
+        try:
+            found = json.loads(data)
+            return cls(
+                str(found["machine"]), int(found["pid"]), str(found["started"]),
+                str(found["host"]), str(found["nonce"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def is_same_process(self, other: LeaseHolder) -> bool:
+        """Tells whether two holders are one process."""
+        return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
+
+    def lives_here(self, here: LeaseHolder) -> bool | None:
+        """Tells whether it lives, as this process sees it; None where another machine would know.
+
+        Args:
+            here: This process.
+        """
+        if self.machine != here.machine:
+            return None
+        return _started(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host or 'an unknown host'}"
+
+
+def this_process() -> LeaseHolder:
+    """Returns this process, with a nonce of its own."""
+    host = socket.gethostname()
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    pid = os.getpid()
+    return LeaseHolder(f"{host} {boot} {space}", pid, _started(pid), host, secrets.token_hex(6))
+
+
+def _started(pid: int) -> str:
+    """Returns when a process began; "" when there is none (any more)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+class LeaseRenewal:
+    """Does something again and again in a thread, until it is stopped.
+
+    Args:
+        beat: What; gets the number of the beat, from 1. Its errors are passed over: the next beat
+            comes soon.
+        every_s: How often, in seconds.
+    """
+
+    def __init__(self, beat: Callable[[int], object], every_s: float) -> None:
+        self._beat = beat
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray_dcp beat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it, and waits for a beat that is under way."""
+        self._over.set()
+        self._thread.join(self._every_s)
+
+    def _run(self) -> None:
+        number = 0
+        while not self._over.wait(self._every_s):
+            number += 1
+            with suppress(Exception):
+                self._beat(number)
+
+
+@dataclass
+class Unchanged:
+    """Tells for how long something has stayed as it is, by this process' own clock.
+
+    Args:
+        clock: Seconds that only go forward.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+
+    def since_s(self, key: str, data: bytes) -> float:
+        """Returns how long a key has had this content, in seconds; 0 when it is new.
+
+        Args:
+            key: Of what.
+            data: Its content now.
+        """
+        now_s = self.clock()
+        known = self._seen.get(key)
+        if known is None or known[0] != data:
+            self._seen[key] = (data, now_s)
+            return 0.0
+        return now_s - known[1]
+
+
+LEASE_S = 30.0
+"""Silence after which a holder on another machine counts as gone, in seconds."""
+
+_BEATS = 3
+"""Beats within that time."""
+_MOST_TRIES = 20
+_RIGHT = re.compile(r"writer-(\d{8,16})\.json")
+
+Opener = Callable[[Target], Storage]
+logger = logging.getLogger(__name__)
+
+
+class WriterLease:
+    """The right of this process to write to a root, once it is taken.
+
+    Args:
+        root: Where.
+        opener: What opens storages.
+        lease_s: Silence after which a holder on another machine counts as gone, in seconds.
+        holder: Who takes it; this process by default.
+        wait: Lets seconds pass.
+        beats: Let others see that this process lives, in a thread.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        opener: Opener,
+        *,
+        lease_s: float = LEASE_S,
+        holder: LeaseHolder | None = None,
+        wait: Callable[[float], object] | None = None,
+        beats: bool = True,
+    ) -> None:
+        self._root = root
+        self._opener = opener
+        self._lease_s = lease_s
+        self._holder = holder or this_process()
+        self._wait = wait or threading.Event().wait
+        self._beats = beats
+        self._beating: LeaseRenewal | None = None
+        self._number = 0
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process took it and did not give it back."""
+        return self._number > 0
+
+    def holder(self) -> LeaseHolder | None:
+        """Returns who has the right now, or had it last without giving it back; None for nobody.
+
+        Raises:
+            StorageError: The storage failed.
+        """
+        return self._held(self._opener(self._root.shared))[1]
+
+    def take(self, *, even_if_held: bool = False) -> None:
+        """Takes the right; does nothing when this process has it, as `check` tells.
+
+        Args:
+            even_if_held: Also from a holder that lives; it is refused from then on.
+
+        Raises:
+            CheckpointExistsError: Another process has it, and lives; or somebody else took it
+                from this one.
+            StorageError: The storage failed.
+        """
+        if self.is_taken:
+            self.check()
+            return
+        storage = self._opener(self._root.shared)
+        for _ in range(_MOST_TRIES):
+            number, holder = self._held(storage)
+            if holder is not None and not even_if_held and self._lives(storage, number, holder):
+                raise CheckpointExistsError(
+                    f"{self._root.url} is written by {holder}, which lives. Use one root a job; or "
+                    f"end that process, or close its manager; to read what it writes no right is "
+                    f"needed (restore, all_steps, follow). CheckpointManager(takeover=True) takes "
+                    f"it away",
+                    checkpoint_id=self._root.url,
+                )
+            try:
+                storage.write(_key(number + 1), self._holder.encode(), create=True)
+            except KeyExistsError:
+                continue
+            if holder is not None and not holder.is_same_process(self._holder):
+                logger.info("%s was written by %s, which is gone", self._root.url, holder)
+            self._number = number + 1
+            self._remove_older(storage)
+            if self._beats and storage.traits.shared:
+                self._beating = LeaseRenewal(self._beat, self._lease_s / _BEATS)
+            return
+        raise CheckpointExistsError(
+            f"{self._root.url} changed its writer {_MOST_TRIES} times meanwhile; which jobs write "
+            f"there? Use one root a job",
+            checkpoint_id=self._root.url,
+        )
+
+    def check(self) -> None:
+        """Checks that this process still has the right.
+
+        Raises:
+            CheckpointExistsError: Another one took it.
+            InvalidRequestError: It was never taken.
+            StorageError: The storage failed.
+        """
+        if not self.is_taken:
+            raise InvalidRequestError("the right to write was not taken; call take() first")
+        storage = self._opener(self._root.shared)
+        highest = max(_numbers(storage), default=0)
+        if highest == self._number:
+            return
+        other = self._holder_of(storage, highest)
+        raise CheckpointExistsError(
+            f"{self._root.url} is written by {other or 'another manager'} since this manager "
+            f"opened it; nothing is saved or deleted by this one any more. Use one root a job, or "
+            f"end the other one and make the manager anew",
+            checkpoint_id=self._root.url,
+        )
+
+    def give_back(self) -> None:
+        """Lets others take the right at once. Does nothing when another one has it.
+
+        Raises:
+            StorageError: The storage failed.
+        """
+        if self._beating is not None:
+            self._beating.stop()
+            self._beating = None
+        if not self.is_taken:
+            return
+        number, self._number = self._number, 0
+        storage = self._opener(self._root.shared)
+        if max(_numbers(storage), default=0) == number:
+            storage.write(_released(number), b"")
+
+    def _held(self, storage: Storage) -> tuple[int, LeaseHolder | None]:
+        """Returns the highest number, and its holder unless it was given back."""
+        number = max(_numbers(storage), default=0)
+        if not number or any(entry.key == _released(number) for entry in storage.list("writer-")):
+            return number, None
+        return number, self._holder_of(storage, number)
+
+    def _holder_of(self, storage: Storage, number: int) -> LeaseHolder | None:
+        try:
+            return LeaseHolder.decode(storage.read(_key(number)))
+        except KeyMissingError:
+            return None
+
+    def _lives(self, storage: Storage, number: int, holder: LeaseHolder) -> bool:
+        if holder.is_same_process(self._holder):
+            return False  # an earlier manager of this process: the later one counts
+        lives = holder.lives_here(self._holder)
+        if lives is not None:
+            return lives
+        logger.info(
+            "%s was written by %s; looking for %g s whether it still is",
+            self._root.url, holder, self._lease_s,
+        )  # fmt: skip
+        first = _content(storage, _beat(number))
+        for _ in range(_BEATS + 1):
+            self._wait(self._lease_s / _BEATS)
+            if _content(storage, _beat(number)) != first:
+                return True
+        return False
+
+    def _remove_older(self, storage: Storage) -> None:
+        names = [entry.key for entry in storage.list("writer-")]
+        storage.delete([name for name in names if _number_in(name) < self._number])
+
+    def _beat(self, number: int) -> None:
+        self._opener(self._root.shared).write(_beat(self._number), str(number).encode())
+
+
+def _key(number: int) -> str:
+    return f"writer-{number:08d}.json"
+
+
+def _beat(number: int) -> str:
+    return f"writer-{number:08d}.beat"
+
+
+def _released(number: int) -> str:
+    return f"writer-{number:08d}.released"
+
+
+def _number_in(key: str) -> int:
+    return int(key[len("writer-") :].partition(".")[0])
+
+
+def _numbers(storage: Storage) -> list[int]:
+    found = (_RIGHT.fullmatch(entry.key) for entry in storage.list("writer-"))
+    return [int(one[1]) for one in found if one is not None]
+
+
+def _content(storage: Storage, key: str) -> bytes | None:
+    try:
+        return storage.read(key)
+    except KeyMissingError:
+        return None
+
+
+class Lease:
+    """Keeps a step while it is entered. Look whether the step is there *after* that.
+
+    Args:
+        root: Where.
+        step: Which step.
+        opener: What opens storages.
+        lease_s: Silence after which a reader on another machine counts as gone, in seconds.
+        holder: Who reads; this process by default.
+        beats: Let others see that this process lives, in a thread.
+
+    Raises:
+        StorageError: When entered: the lease could not be written, or a deletion of the step that
+            is announced could not be ended.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        step: int,
+        opener: Opener,
+        *,
+        lease_s: float,
+        holder: LeaseHolder | None = None,
+        beats: bool = True,
+    ) -> None:
+        self._holder = holder or this_process()
+        self._root = root
+        self._step = step
+        self._opener = opener
+        self._lease_s = lease_s
+        self._beats = beats
+        self._beating: LeaseRenewal | None = None
+
+    @property
+    def _key(self) -> str:
+        return f"{READING}{self._step}.{self._holder.nonce}"
+
+    def __enter__(self) -> Lease:
+        storage = self._opener(self._root.shared)
+        storage.write(self._key, self._holder.encode())
+        fence(
+            storage,
+            lambda name: self._opener(self._root.below(name)),
+            f"step {self._step} is read by {self._holder}",
+            self._step,
+        )
+        if self._beats and storage.traits.shared:
+            self._beating = LeaseRenewal(self._beat, self._lease_s / 3)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._beating is not None:
+            self._beating.stop()
+            self._beating = None
+        # Why suppressed: the reader is done, and a lease of a process that is gone ends by itself.
+        with suppress(CheckpointError):
+            self._opener(self._root.shared).delete([self._key])
+
+    def _beat(self, number: int) -> None:
+        self._opener(self._root.shared).write(self._key, self._holder.encode(number))
+
+
+class Readers:
+    """Tells whether who reads a step still does.
+
+    Args:
+        lease_s: Silence after which a reader on another machine counts as gone, in seconds.
+        holder: Who asks; this process by default.
+        unchanged: Tells how long a lease has stayed as it is.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        holder: LeaseHolder | None = None,
+        unchanged: Unchanged | None = None,
+    ) -> None:
+        self._lease_s = lease_s
+        self._holder = holder or this_process()
+        self._unchanged = unchanged or Unchanged()
+
+    def is_live(self, shared: Storage, key: str) -> bool:
+        """Tells whether a lease is held; removes it where its holder is gone.
+
+        Args:
+            shared: What managers share.
+            key: Of the lease.
+
+        Raises:
+            StorageError: The storage failed.
+        """
+        try:
+            data = shared.read(key)
+        except KeyMissingError:
+            return False
+        holder = LeaseHolder.decode(data)
+        lives = None if holder is None else holder.lives_here(self._holder)
+        if lives is None:
+            lives = self._unchanged.since_s(key, data) < self._lease_s
+        if not lives:
+            shared.delete([key])
+        return lives

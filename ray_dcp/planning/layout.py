@@ -1,0 +1,259 @@
+"""Where every piece lies: its part file, its place in it, and the bytes around it.
+
+Who writes a piece was decided in `sharing`; nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.grouping import group_rows, offsets_of
+from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind
+from ray_dcp.format.safetensors import DTYPE_CODE, header, sharding_metadata
+from ray_dcp.format.torch_items import frame_bytes_many
+from ray_dcp.planning.merge import Held
+from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
+
+__all__ = ["LARGE_ALIGNMENT", "LARGE_BYTES", "SMALL_ALIGNMENT", "Layout", "lay_out"]
+
+LARGE_BYTES = 64 << 10
+"""From this length on, a payload starts on a page, for direct I/O and mmap."""
+LARGE_ALIGNMENT = 4096
+SMALL_ALIGNMENT = 64
+"""What `torch.save` aligns to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The place of every piece, in the order of the planned chunk table.
+
+    Attributes:
+        piece: int64[c], row of `Pieces`; by (file, place), a file's deferred pieces last.
+        file: int32[c].
+        item_offset: int64[c], -1 for deferred pieces, as in the following.
+        item_bytes: int64[c].
+        payload_offset: int64[c].
+        payload_bytes: int64[c].
+        files: Keys, with `{attempt}` where the attempt id goes.
+        file_rank: int32[f].
+        file_bytes: int64[f], where the last fixed item ends.
+        file_headers: Bytes at the start of each file.
+    """
+
+    piece: Int64Array
+    file: Int32Array
+    item_offset: Int64Array
+    item_bytes: Int64Array
+    payload_offset: Int64Array
+    payload_bytes: Int64Array
+    files: tuple[str, ...]
+    file_rank: Int32Array
+    file_bytes: Int64Array
+    file_headers: tuple[bytes, ...]
+
+
+def lay_out(
+    held: Held,
+    pieces: Pieces,
+    *,
+    container: str,
+    part_bytes: int,
+) -> Layout:
+    """Gives every piece a part file of its rank and a place in it.
+
+    In a `torch_save` file come the small payloads, each 64-aligned, so that one read takes in
+    many; then the large ones, each on a page; then the deferred ones. A safetensors file is
+    packed, dtypes with long elements first, holds each FQN once, and leaves the rest to a
+    companion `torch_save` file.
+
+    Args:
+        held: Items of all ranks.
+        pieces: What is written.
+        container: `"torch_save"` or `"safetensors"`.
+        part_bytes: Aimed length of a file; a rank's share is cut into near-equal parts.
+    """
+    kind = held.kind[pieces.held]
+    packed = np.zeros(len(pieces.held), dtype=bool)
+    if container == "safetensors":
+        safe = np.array([*(name in DTYPE_CODE for name in held.dtypes), False], dtype=bool)
+        packed = safe[held.dtype[pieces.held]] & (kind == Kind.TENSOR)
+    order = _in_file_order(held, pieces, packed)
+    order, file, part = _in_parts(held, pieces, packed, order, part_bytes)
+    first = np.flatnonzero(np.diff(file, prepend=-1))
+    file_rank = held.rank[pieces.held[order[first]]]
+    file_packed = packed[order[first]]
+    headers = _headers(held, pieces, order, file, file_packed)
+    keys = tuple(
+        f"{{attempt}}/rank-{rank:05d}-part-{index:05d}.safetensors"
+        if is_packed
+        else f"__{rank}_{index}.{{attempt}}.distcp"
+        for rank, index, is_packed in zip(
+            file_rank.tolist(), part.tolist(), file_packed.tolist(), strict=True
+        )
+    )
+    payload, head, foot, end = _places(held, pieces, order, file, packed, headers)
+    length = np.where(payload < 0, -1, pieces.num_bytes[order])
+    return Layout(
+        piece=order,
+        file=file.astype(np.int32),
+        item_offset=np.where(payload < 0, -1, payload - head),
+        item_bytes=np.where(payload < 0, -1, head + length + foot),
+        payload_offset=payload,
+        payload_bytes=length,
+        files=keys,
+        file_rank=file_rank,
+        file_bytes=end,
+        file_headers=headers,
+    )
+
+
+def _in_file_order(held: Held, pieces: Pieces, packed: BoolArray) -> Int64Array:
+    """Returns the pieces by rank, container, section of the file, row."""
+    itemsize = np.array([*(ITEMSIZE.get(name, 0) for name in held.dtypes), 0], dtype=np.int64)
+    section = np.where(pieces.num_bytes >= LARGE_BYTES, 1, 0)
+    section[held.kind[pieces.held] != Kind.TENSOR] = 2
+    section[packed] = 16 - itemsize[held.dtype[pieces.held[packed]]]
+    rank = held.rank[pieces.held].astype(np.int64)
+    code = ((rank * 2 + ~packed) * 32 + section) * len(held.rank) + pieces.held
+    # Why stable: pieces of one row stay in the order of their bytes.
+    return np.argsort(code, kind="stable")
+
+
+def _in_parts(
+    held: Held,
+    pieces: Pieces,
+    packed: BoolArray,
+    order: Int64Array,
+    part_bytes: int,
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Returns `(order, file of each piece, part number of each file)`."""
+    if len(order) == 0:
+        return order, order, order
+    share = held.rank[pieces.held].astype(np.int64) * 2 + ~packed
+    weight = pieces.num_bytes[order] + ITEM_COST_BYTES
+    first = np.flatnonzero(np.diff(share[order], prepend=-1))
+    starts = np.append(first, len(order))
+    total = np.add.reduceat(weight, first)
+    parts = np.maximum(-(-total // part_bytes), 1)
+    step = -(-total // parts)
+    line = np.cumsum(weight)
+    before = np.repeat(line[first] - weight[first], np.diff(starts))
+    part = (line - before - weight // 2) // np.repeat(step, np.diff(starts))
+    if packed.any():
+        order, part = _one_per_name(held, pieces, packed, order, part)
+    fresh = np.ones(len(order), dtype=bool)
+    fresh[1:] = (np.diff(share[order]) != 0) | (np.diff(part) != 0)
+    file = np.cumsum(fresh) - 1
+    owner = share[order[fresh]]
+    leaders = np.flatnonzero(np.diff(owner, prepend=-1))
+    number = np.arange(len(owner)) - np.repeat(leaders, np.diff(np.append(leaders, len(owner))))
+    return order, file, number
+
+
+def _one_per_name(
+    held: Held, pieces: Pieces, packed: BoolArray, order: Int64Array, part: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Moves further pieces of an FQN in a safetensors file to files of their own."""
+    rank = held.rank[pieces.held[order]].astype(np.int64)
+    tensor = np.where(packed[order], held.tensor[pieces.held[order]], -1)
+    _, group = group_rows([rank, part, tensor])
+    by_group = np.argsort(group, kind="stable")
+    starts = offsets_of(np.bincount(group))
+    turn = np.empty(len(order), dtype=np.int64)
+    turn[by_group] = np.arange(len(order)) - starts[group[by_group]]
+    turn[~packed[order]] = 0
+    part = part * (int(turn.max()) + 1) + turn
+    again = np.lexsort((part, ~packed[order], rank))
+    return order[again], part[again]
+
+
+def _headers(
+    held: Held, pieces: Pieces, order: Int64Array, file: Int64Array, packed: BoolArray
+) -> tuple[bytes, ...]:
+    """Returns the bytes at the start of each file."""
+    starts = offsets_of(np.bincount(file, minlength=len(packed)))
+    return tuple(
+        _header(held, pieces, order[starts[index] : starts[index + 1]]) if is_packed else b""
+        for index, is_packed in enumerate(packed.tolist())
+    )
+
+
+def _header(held: Held, pieces: Pieces, own: Int64Array) -> bytes:
+    rows = pieces.held[own]
+    ends = np.cumsum(pieces.num_bytes[own]).tolist()
+    begins = [0, *ends[:-1]]
+    entries, offsets = [], {}
+    for piece, row, begin, end in zip(own.tolist(), rows.tolist(), begins, ends, strict=True):
+        name, ndim = held.names[held.tensor[row]], int(held.ndim[row])
+        size = tuple(pieces.size[piece, :ndim].tolist())
+        entries.append((name, held.dtypes[held.dtype[row]], size, begin, end))
+        offsets[name] = pieces.offset[piece, :ndim].tolist()
+    return header(entries, sharding_metadata(offsets))
+
+
+def _places(
+    held: Held,
+    pieces: Pieces,
+    order: Int64Array,
+    file: Int64Array,
+    packed: BoolArray,
+    headers: tuple[bytes, ...],
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Returns `(payload offset, header bytes, footer bytes, end of each file's fixed area)`."""
+    rows = pieces.held[order]
+    length = pieces.num_bytes[order]
+    fixed = held.kind[rows] == Kind.TENSOR
+    framed = np.flatnonzero(fixed & ~packed[order])
+    head, foot = np.zeros((2, len(order)), dtype=np.int64)
+    head[framed], foot[framed] = _frames(held, rows[framed], pieces.size[order[framed]])
+    payload = np.full(len(order), -1, dtype=np.int64)
+    end = np.array([len(data) for data in headers], dtype=np.int64)
+    large = length >= LARGE_BYTES
+    for own, alignment in (
+        (fixed & packed[order], 1),
+        (fixed & ~packed[order] & ~large, SMALL_ALIGNMENT),
+        (fixed & ~packed[order] & large, LARGE_ALIGNMENT),
+    ):
+        at = np.flatnonzero(own)
+        tail = length[at] + foot[at]
+        payload[at] = _one_after_another(file[at], head[at], tail, end, alignment)
+        # Careful: of repeated indices, numpy keeps the last assignment, here the file's last item.
+        end[file[at]] = payload[at] + tail
+    return payload, head, foot, end
+
+
+def _frames(held: Held, rows: Int64Array, size: Int64Array) -> tuple[Int64Array, Int64Array]:
+    # Why: a vocabulary may name dtypes that only opaque tensors have, which have no frame.
+    used, code = np.unique(held.dtype[rows], return_inverse=True)
+    names = [held.dtypes[index] for index in used.tolist()]
+    return frame_bytes_many(names, code, held.ndim[rows], size)
+
+
+def _one_after_another(
+    file: Int64Array, head: Int64Array, tail: Int64Array, end: Int64Array, alignment: int
+) -> Int64Array:
+    """Returns the payload offsets of items that follow each other, file by file.
+
+    Once a payload is aligned, the next one is a multiple of the alignment further on: the steps
+    add up, so that no item has to wait for the one before.
+
+    Args:
+        file: int64[k], ascending.
+        head: int64[k], bytes before each payload.
+        tail: int64[k], bytes from each payload's start to its item's end.
+        end: int64[f], where each file's first item may start.
+        alignment: A power of two.
+    """
+    if len(file) == 0:
+        return file
+    before = np.append(0, tail[:-1])
+    leads = np.diff(file, prepend=-1) != 0
+    before[leads] = end[file[leads]]
+    step = -(-(before + head) // alignment) * alignment
+    line = np.cumsum(step)
+    first = np.flatnonzero(leads)
+    counts = np.diff(np.append(first, len(file)))
+    return line - np.repeat(line[first] - step[first], counts)

@@ -1,0 +1,489 @@
+"""All ranks' columns as one table, and what replicas in it differ in.
+
+All ranks' columns as one table, which of its rows are copies of each other, and conflicts.
+
+The plan proper starts from this: who writes is decided in `sharing`, where in `layout`.
+
+Do ranks still hold the same content where they should? Told by a few digests, not by rows.
+
+Plain tensors and objects that several ranks hold carry a digest of their content each. Those that
+the same ranks hold make a group, and each rank tells one digest for all of a group. Items that
+differed when the plan was made are a group each: the plan takes them whole from the lowest rank, so
+that it stays right whether they differ or not, and it can be told which do.
+
+A rank's items without the digests of their content, and these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import pairwise
+
+import numpy as np
+
+from ray_dcp.core.grouping import first_rows, group_rows, offsets_of, run_of
+from ray_dcp.core.values import (
+    BoolArray,
+    Columns,
+    Int8Array,
+    Int32Array,
+    Int64Array,
+    Kind,
+    NamePath,
+    UInt64Array,
+    ValueGroups,
+    box_text,
+    pad,
+)
+from ray_dcp.errors import CoverageError, InternalError, PlanConflictError
+from ray_dcp.planning.coverage import check_coverage
+
+__all__ = [
+    "Boxes",
+    "Held",
+    "check_held",
+    "contents_of",
+    "differing",
+    "digests_of",
+    "distinct_boxes",
+    "find_disagreements",
+    "group_values",
+    "groups_of",
+    "merge",
+    "ranks_text",
+    "with_contents",
+    "without_contents",
+]
+
+_TOLD = 1000
+"""Longest list of conflicts in one message; the rest is counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What all ranks hold, one row an item, ranks ascending; fields as in `Columns`.
+
+    Attributes:
+        names: FQNs in order of first appearance.
+        paths: Aligned with `names`.
+        dtypes: Vocabulary of dtype names.
+        first: int64[t], the first row of each tensor or object.
+        rank: int32[n].
+        row: int32[n], row of the rank's `Columns`.
+        tensor: int64[n], index into `names`.
+        kind: int8[n].
+        dtype: int8[n].
+        ndim: int8[n].
+        shape: int64[n, D], D at least 1.
+        offset: int64[n, D].
+        size: int64[n, D].
+        requires_grad: bool[n].
+        splittable: bool[n].
+        value: uint64[n].
+    """
+
+    names: tuple[str, ...]
+    paths: tuple[NamePath | None, ...]
+    dtypes: tuple[str, ...]
+    first: Int64Array
+    rank: Int32Array
+    row: Int32Array
+    tensor: Int64Array
+    kind: Int8Array
+    dtype: Int8Array
+    ndim: Int8Array
+    shape: Int64Array
+    offset: Int64Array
+    size: Int64Array
+    requires_grad: BoolArray
+    splittable: BoolArray
+    value: UInt64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """The distinct (FQN, box) of all ranks, in order of first appearance, and who holds them.
+
+    Attributes:
+        row: int64[g], the first row of `Held` that holds it.
+        start: int64[g + 1], where its holders start in `holder`.
+        holder: int64[m], rows of `Held`, ranks ascending within a box, each rank once.
+        again: int64[k], rows of `Held` that repeat a box with elements, or an object, of the same
+            rank: a conflict, told by `check_held`.
+    """
+
+    row: Int64Array
+    start: Int64Array
+    holder: Int64Array
+    again: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+def merge(columns: Sequence[Columns]) -> Held:
+    """Returns all ranks' items as one table.
+
+    Args:
+        columns: One rank each, at least one.
+    """
+    names: dict[str, int] = {}
+    paths: list[NamePath | None] = []
+    dtypes: dict[str, int] = {}
+    tensor, dtype = [], []
+    last: tuple[str, ...] | None = None
+    for own in columns:
+        if own.names != last:
+            # Why not always: most jobs name the same things on all ranks, in one order.
+            last = own.names
+            if not names:
+                names, paths = (
+                    dict(zip(own.names, range(len(own.names)), strict=True)),
+                    [*own.paths],
+                )
+            for name, path in zip(own.names, own.paths, strict=True):
+                if name not in names:
+                    names[name] = len(names)
+                    paths.append(path)
+            code = np.fromiter(map(names.__getitem__, own.names), np.int64, len(own.names))
+        tensor.append(code[own.name])
+        vocabulary = [dtypes.setdefault(name, len(dtypes)) for name in own.dtypes]
+        dtype.append(np.array([*vocabulary, -1], dtype=np.int8)[own.dtype])
+    tensors, order = _by_appearance(np.concatenate(tensor), len(names))
+    known = list(names)
+    width = max(1, *(own.shape.shape[1] for own in columns))
+    counts = [len(own) for own in columns]
+    return Held(
+        names=tuple(map(known.__getitem__, order)),
+        paths=tuple(map(paths.__getitem__, order)),
+        dtypes=tuple(dtypes),
+        first=first_rows(tensors, len(order)),
+        rank=np.repeat(np.arange(len(columns), dtype=np.int32), counts),
+        row=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        tensor=tensors,
+        kind=np.concatenate([own.kind for own in columns]),
+        dtype=np.concatenate(dtype),
+        ndim=np.concatenate([own.ndim for own in columns]),
+        shape=np.concatenate([pad(own.shape, width, 1) for own in columns]),
+        offset=np.concatenate([pad(own.offset, width, 0) for own in columns]),
+        size=np.concatenate([pad(own.size, width, 1) for own in columns]),
+        requires_grad=np.concatenate([own.requires_grad for own in columns]),
+        splittable=np.concatenate([own.splittable for own in columns]),
+        value=np.concatenate([own.value for own in columns]),
+    )
+
+
+def _by_appearance(tensor: Int64Array, count: int) -> tuple[Int64Array, list[int]]:
+    """Renumbers in order of first appearance; returns the old numbers in the new order too."""
+    first = first_rows(tensor, count)
+    used = np.flatnonzero(first >= 0)
+    order = used[np.argsort(first[used])]
+    new = np.full(count, -1, dtype=np.int64)
+    new[order] = np.arange(len(order))
+    return new[tensor], order.tolist()
+
+
+def distinct_boxes(held: Held) -> Boxes:
+    """Returns the distinct (FQN, box), each with all rows that hold it.
+
+    Of boxes without elements one is kept for each (FQN, offset), and none where a box with
+    elements starts at the same place: DCP's index of stored items knows an item by just those.
+    """
+    rows = np.arange(len(held.rank))
+    keys = [held.tensor, *held.offset.T, *held.size.T]
+    empty = (held.size == 0).any(axis=1)
+    if empty.any():
+        rows = _without_shadowed(held, empty)
+        keys = [key[rows] for key in keys]
+    first, group = group_rows(keys)
+    order = np.argsort(group, kind="stable")
+    # A rank may hold several boxes without elements at one place: count it once.
+    fresh = np.ones(len(order), dtype=bool)
+    ranks, groups = held.rank[rows[order]], group[order]
+    fresh[1:] = (ranks[1:] != ranks[:-1]) | (groups[1:] != groups[:-1])
+    counts = np.bincount(groups[fresh], minlength=len(first))
+    again = rows[order[~fresh]]
+    return Boxes(rows[first], offsets_of(counts), rows[order[fresh]], np.sort(again[~empty[again]]))
+
+
+def _without_shadowed(held: Held, empty: BoolArray) -> Int64Array:
+    """Returns the rows without those boxes of volume 0 that share their place with another."""
+    _, place = group_rows([held.tensor, *held.offset.T])
+    taken = np.zeros(int(place.max()) + 1, dtype=bool)
+    taken[place[~empty]] = True
+    keep = ~empty
+    rows = np.flatnonzero(empty & ~taken[place])
+    leader = rows[first_rows(place[rows], len(taken))[place[rows]]]
+    keep[rows[(held.size[rows] == held.size[leader]).all(axis=1)]] = True
+    return np.flatnonzero(keep)
+
+
+def check_held(held: Held, boxes: Boxes) -> None:
+    """Checks that the ranks' items make one checkpoint.
+
+    Raises:
+        PlanConflictError: They do not: other shape, dtype or kind under one FQN, boxes out of
+            bounds, overlapping, or listed twice by a rank. The message tells everything that is
+            wrong.
+        CoverageError: The only fault is that some elements are held by no rank.
+    """
+    differs = differing(held)
+    wrong = [_definitions_text(held, index) for index in np.flatnonzero(differs)]
+    usable = ~differs[held.tensor[boxes.row]] & (held.kind[boxes.row] != Kind.OBJECT)
+    rows = boxes.row[usable]
+    places = np.flatnonzero(usable)
+    shape = np.where((differs | (held.kind[held.first] == Kind.OBJECT))[:, None], 0, 1)
+    shape = held.shape[held.first] * shape
+    found = check_coverage(held.tensor[rows], held.offset[rows], held.size[rows], shape)
+
+    def text(box: int) -> str:
+        row = rows[box]
+        return box_text(held.offset[row], held.size[row], int(held.ndim[row]))
+
+    def ranks(box: int) -> str:
+        place = places[box]
+        holders = boxes.holder[boxes.start[place] : boxes.start[place + 1]]
+        return ranks_text(held.rank[holders].tolist())
+
+    def name(box: int) -> str:
+        return repr(held.names[held.tensor[rows[box]]])
+
+    wrong += [
+        f"{name(box)}: {text(box)} on {ranks(box)} reaches out of the shape "
+        f"{_shape_text(held, int(rows[box]))}"
+        for box in found.outside
+    ]
+    wrong += [
+        f"{name(a)}: {text(a)} on {ranks(a)} overlaps {text(b)} on {ranks(b)}"
+        for a, b in found.overlaps
+    ]
+    wrong += _repeated_texts(held, boxes)
+    gaps = [
+        f"{held.names[index]!r}: no rank holds {missing} of {int(np.prod(shape[index]))} elements, "
+        f"first {box_text(offset, size, int(held.ndim[held.first[index]]))}; the rest is on "
+        + ranks_text(held.rank[held.tensor == index].tolist())
+        for index, missing, offset, size in found.gaps
+    ]
+    if wrong or gaps:
+        raise (PlanConflictError if wrong else CoverageError)(
+            "the ranks' items do not make one checkpoint; expected one shape, dtype and kind for "
+            "each FQN, every element held by one box, and each item listed once by a rank:\n"
+            + _listed(wrong + gaps)
+        )
+
+
+def differing(held: Held) -> BoolArray:
+    """Tells which FQNs are not the same kind, dtype and shape in all their rows: bool[t]."""
+    reference = held.first[held.tensor]
+    same = held.kind == held.kind[reference]
+    for column in (held.dtype, held.ndim, *held.shape.T):
+        same &= column == column[reference]
+    result = np.zeros(len(held.names), dtype=bool)
+    result[held.tensor[~same]] = True
+    return result
+
+
+def _definitions_text(held: Held, index: np.int64) -> str:
+    rows = np.flatnonzero(held.tensor == index)
+    seen: dict[str, list[int]] = {}
+    for row in rows.tolist():
+        kind = Kind(held.kind[row])
+        what = "an object" if kind == Kind.OBJECT else f"{_shape_text(held, row)} of "
+        if kind != Kind.OBJECT:
+            what += held.dtypes[held.dtype[row]]
+        if kind == Kind.OPAQUE:
+            what += ", of a tensor subclass or transformed"
+        seen.setdefault(what, []).append(int(held.rank[row]))
+    told = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in seen.items())
+    return f"{held.names[index]!r}: {told}"
+
+
+def _repeated_texts(held: Held, boxes: Boxes) -> list[str]:
+    """Returns which items are listed again by a rank that has them already, item by item."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for row in boxes.again.tolist():
+        box = box_text(held.offset[row], held.size[row], int(held.ndim[row]))
+        bare = "the object" if held.kind[row] == Kind.OBJECT else "the scalar"
+        what = box if held.ndim[row] else bare
+        found.setdefault((int(held.tensor[row]), what), []).append(int(held.rank[row]))
+    return [
+        f"{held.names[name]!r}: {what} is listed more than once by {ranks_text(ranks)}"
+        for (name, what), ranks in found.items()
+    ]
+
+
+def _shape_text(held: Held, row: int) -> str:
+    return str(tuple(held.shape[row, : held.ndim[row]].tolist()))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Returns ranks as they are written in messages.
+
+    Example:
+        >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
+        ('ranks 0-2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    single = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if single else 'ranks'} {', '.join(parts)}"
+
+
+def _listed(wrong: list[str]) -> str:
+    more = len(wrong) - _TOLD
+    return "\n".join(f"  {line}" for line in wrong[:_TOLD]) + (
+        f"\n  … and {more} more" if more > 0 else ""
+    )
+
+
+DIGEST_BYTES = 8
+
+
+def group_values(held: Held, boxes: Boxes, differing: BoolArray) -> ValueGroups:
+    """Returns which contents have to be equal on which ranks.
+
+    Args:
+        held: Items of all ranks.
+        boxes: Their distinct boxes.
+        differing: Which boxes' contents differ now.
+    """
+    valued = held.value[boxes.holder] > 0
+    box = np.repeat(np.arange(len(boxes.row)), np.diff(boxes.start))[valued]
+    holder = boxes.holder[valued]
+    shared = np.bincount(box, minlength=len(boxes.row)) > 1
+    keep = shared[box]
+    box, holder = box[keep], holder[keep]
+    starts = np.append(np.flatnonzero(np.diff(box, prepend=-1)), len(box)).tolist()
+    classes: dict[tuple[int, bytes], int] = {}
+    told: dict[int, str] = {}
+    group = np.empty(len(box), dtype=np.int32)
+    for start, stop in pairwise(starts):
+        own = int(box[start])
+        alone = own if differing[own] else -1
+        code = classes.setdefault((alone, held.rank[holder[start:stop]].tobytes()), len(classes))
+        group[start:stop] = code
+        if alone >= 0:
+            told[code] = held.names[held.tensor[boxes.row[own]]]
+    rank = held.rank[holder]
+    order = np.lexsort((box, group, rank))
+    before = offsets_of((held.value > 0).astype(np.int64))
+    place = before[holder] - before[np.searchsorted(held.rank, rank)]
+    return ValueGroups(
+        rank=rank[order],
+        place=place[order].astype(np.int32),
+        group=group[order],
+        told=tuple(sorted(told.items())),
+    )
+
+
+def groups_of(groups: ValueGroups, rank: int) -> tuple[Int32Array, Int32Array]:
+    """Returns `(place, group)` of one rank, as `digests_of` takes them."""
+    start, stop = run_of(groups.rank, rank)
+    return groups.place[start:stop], groups.group[start:stop]
+
+
+def digests_of(place: Int32Array, group: Int32Array, contents: bytes) -> bytes:
+    """Returns what a rank tells of its content: 8 bytes for each of its groups, in their order.
+
+    Args:
+        place: int32[k], which of the rank's digests.
+        group: int32[k], ascending.
+        contents: `ray_dcp.planning.merge.contents_of` the rank.
+
+    Returns:
+        Nothing, which agrees with nobody, when there are fewer digests than that.
+    """
+    found = np.frombuffer(contents, dtype="<u8")
+    if len(place) == 0 or int(place.max()) >= len(found):
+        return b""
+    values = found[place]
+    starts = np.append(np.flatnonzero(np.diff(group, prepend=-1)), len(group)).tolist()
+    return b"".join(
+        blake2b(values[start:stop].tobytes(), digest_size=DIGEST_BYTES).digest()
+        for start, stop in pairwise(starts)
+    )
+
+
+def find_disagreements(
+    groups: ValueGroups, told: Sequence[bytes]
+) -> tuple[tuple[str, tuple[int, ...]], ...] | None:
+    """Returns which items differ between ranks, as `GlobalPlan.disagreements` tells them.
+
+    Args:
+        groups: Of the plan.
+        told: What each rank told (`digests_of`).
+
+    Returns:
+        None when that is not to be told from the digests: the plan has to be made again, from the
+        ranks' values.
+    """
+    rank, group = _members(groups)
+    data = b"".join(told)
+    if len(data) != len(rank) * DIGEST_BYTES or not _fits(rank, told):
+        return None
+    if len(rank) == 0:
+        return ()
+    found = np.frombuffer(data, dtype=np.uint64)
+    # Careful: of repeated indices, numpy keeps the last assignment, so go backwards.
+    lead = np.zeros(int(group.max()) + 1, dtype=np.uint64)
+    lead[group[::-1]] = found[::-1]
+    differs = found != lead[group]
+    names = dict(groups.told)
+    wrong: dict[int, list[int]] = {}
+    for member in np.flatnonzero(differs).tolist():
+        wrong.setdefault(int(group[member]), []).append(int(rank[member]))
+    if not wrong.keys() <= names.keys():
+        return None
+    return tuple((names[code], tuple(ranks)) for code, ranks in sorted(wrong.items()))
+
+
+def _members(groups: ValueGroups) -> tuple[Int32Array, Int32Array]:
+    """Returns `(rank, group)` of each digest that is told, by rank and then by group."""
+    fresh = np.ones(len(groups.rank), dtype=np.bool_)
+    fresh[1:] = (np.diff(groups.rank) != 0) | (np.diff(groups.group) != 0)
+    return groups.rank[fresh], groups.group[fresh]
+
+
+def _fits(rank: Int32Array, told: Sequence[bytes]) -> bool:
+    """Whether each rank told as many digests as it has groups."""
+    expected: Int64Array = np.bincount(rank, minlength=len(told)) * DIGEST_BYTES
+    lengths = np.fromiter(map(len, told), np.int64, len(told))
+    return np.array_equal(expected, lengths)
+
+
+def contents_of(columns: Columns) -> bytes:
+    """Returns the digests of content that are not 0, 8 bytes each, in the order of the rows."""
+    contents: bytes = columns.value[columns.value != 0].astype("<u8").tobytes()
+    return contents
+
+
+def without_contents(columns: Columns) -> Columns:
+    """Returns columns that only say which items have a digest of content."""
+    return replace(columns, value=(columns.value != 0).astype(np.uint64))
+
+
+def with_contents(columns: Columns, contents: bytes, rank: int) -> Columns:
+    """Returns what `without_contents` was made of.
+
+    Args:
+        columns: What came of `without_contents`.
+        contents: `contents_of` the same columns.
+        rank: Whose they are, for the message.
+
+    Raises:
+        InternalError: They do not belong together.
+    """
+    rows = np.flatnonzero(columns.value)
+    if len(contents) != 8 * len(rows):
+        raise InternalError(
+            f"expected {len(rows)} digests of content, but found {len(contents)} bytes. Please "
+            f"report this",
+            rank=rank,
+        )
+    value = np.zeros(len(columns), dtype=np.uint64)
+    value[rows] = np.frombuffer(contents, dtype="<u8")
+    return replace(columns, value=value)

@@ -1,0 +1,948 @@
+"""What a load reads: chunks, byte ranges, and which rank reads what several need.
+
+Which bytes of a stored chunk an intersection needs: extents, checksum blocks, slabs, reads.
+
+A chunk's bytes are the C-order bytes of its box, counted from 0 at the chunk's first raw byte
+("chunk-local"). Finding the intersections is `reading`'s part; nothing here opens a file.
+
+What to read: which stored chunks meet which wanted boxes, and whether that is everything.
+
+The byte side of a pair (extents, checksum blocks, slabs, coalesced reads) is in `extents`, and
+importable from here too. Reading, verifying and copying belong to `transfer`.
+
+Who reads what in a load, so that no byte that several ranks need is read by each of them.
+
+Pure: the ranges of files that every rank has to read in, what each reads and gets from others out.
+Moving the bytes is `transfer.relay`'s part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ray_dcp.core.grouping import offsets_of, running_max, within
+from ray_dcp.core.values import (
+    BoolArray,
+    ChunkTable,
+    Int32Array,
+    Int64Array,
+    intersect,
+    strides,
+    volume,
+    widen,
+)
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.planning.coverage import missing_volumes
+
+__all__ = [
+    "UNIT_BYTES",
+    "Boxes",
+    "PairBytes",
+    "Ranges",
+    "RankShare",
+    "ReadNeeds",
+    "ReadPlan",
+    "ReadShares",
+    "ShareCost",
+    "Slab",
+    "Wanted",
+    "affordable_gap",
+    "block_ranges",
+    "byte_runs",
+    "coalesce",
+    "may_pay",
+    "meetings",
+    "merged",
+    "needed_blocks",
+    "pair_bytes",
+    "plan_reads",
+    "share_reads",
+    "slabs",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """A part of an intersection that is read and copied at once.
+
+    Attributes:
+        offset: int64[D], where it starts in the global tensor.
+        size: int64[D], lengths.
+        low: First byte that it needs, chunk-local.
+        high: Behind the last byte that it needs.
+    """
+
+    offset: Int64Array
+    size: Int64Array
+    low: int
+    high: int
+
+
+def byte_runs(
+    box_offset: Int64Array,
+    box_size: Int64Array,
+    offset: Int64Array,
+    size: Int64Array,
+    itemsize: Int64Array,
+) -> tuple[Int64Array, Int64Array, BoolArray]:
+    """Returns the extent of each intersection in the C-order bytes of a box that holds it.
+
+    Works for both sides of a read: `box` is the chunk's box, or the wanted (target) box.
+
+    Args:
+        box_offset: int64[p, D], the box whose bytes are counted, in global coordinates.
+        box_size: int64[p, D].
+        offset: int64[p, D], the intersection, in global coordinates; within the box, not empty.
+        size: int64[p, D].
+        itemsize: int64[p], bytes of an element.
+
+    Returns:
+        `(low int64[p], high int64[p], contiguous bool[p])`: all bytes of the intersection lie in
+        `[low, high)` of the box's bytes, the first and the last byte of that range among them;
+        contiguous means that it needs every byte of the range.
+
+    Example:
+        A column block of a 4 x 8 box of 2-byte elements.
+
+        >>> a = lambda *v: np.array([v])
+        >>> byte_runs(a(0, 0), a(4, 8), a(1, 4), a(2, 4), np.array([2]))
+        (array([24]), array([48]), array([False]))
+    """
+    step = strides(box_size)
+    low = ((offset - box_offset) * step).sum(axis=1) * itemsize
+    last = ((size - 1) * step).sum(axis=1)
+    high = low + (last + 1) * itemsize
+    return low, high, (last + 1) == volume(size)
+
+
+def needed_blocks(
+    low: Int64Array, high: Int64Array, block_bytes: Int64Array, payload_bytes: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Returns byte ranges widened to whole checksum blocks, so that they can be verified.
+
+    Args:
+        low: int64[p], chunk-local.
+        high: int64[p], not below `low`.
+        block_bytes: int64[p], the chunk's block length; 0 for a chunk without checksums, whose
+            ranges stay as they are.
+        payload_bytes: int64[p], the chunk's length, at which the last block ends.
+
+    Returns:
+        `(low int64[p], high int64[p])`; the blocks are `low // block_bytes` up to
+        `ceil(high / block_bytes)`.
+
+    Example:
+        >>> one = lambda v: np.array([v])
+        >>> needed_blocks(one(5000), one(9000), one(4096), one(10000))
+        (array([4096]), array([10000]))
+    """
+    step = np.where(block_bytes > 0, block_bytes, 1)
+    return low // step * step, np.minimum(-(-high // step) * step, payload_bytes)
+
+
+def slabs(
+    box_offset: Int64Array,
+    box_size: Int64Array,
+    offset: Int64Array,
+    size: Int64Array,
+    itemsize: int,
+    limit_bytes: int,
+) -> list[Slab]:
+    """Splits one intersection along its outermost dimensions until each part's extent is small.
+
+    The slabs are disjoint, together the whole intersection, in the order of their bytes.
+
+    Args:
+        box_offset: int64[D], the chunk's box, in global coordinates.
+        box_size: int64[D].
+        offset: int64[D], the intersection, in global coordinates; within the box, not empty.
+        size: int64[D].
+        itemsize: Bytes of an element.
+        limit_bytes: Longest extent (`high - low`) of a slab.
+
+    Raises:
+        InvalidRequestError: The limit is below one element.
+
+    Complexity:
+        O(number of slabs x D), never more than about twice the necessary slabs.
+    """
+    if limit_bytes < itemsize:
+        raise InvalidRequestError(
+            f"a slab needs room for one element of {itemsize} bytes, but the limit is "
+            f"{limit_bytes} bytes: raise it"
+        )
+    step = strides(box_size[None])[0] * itemsize
+    found: list[Slab] = []
+    _split(offset, size, 0, (offset - box_offset) @ step, step, itemsize, limit_bytes, found)
+    return found
+
+
+def _split(
+    offset: Int64Array,
+    size: Int64Array,
+    dim: int,
+    low: int,
+    step: Int64Array,
+    itemsize: int,
+    limit_bytes: int,
+    found: list[Slab],
+) -> None:
+    extent = int((size - 1) @ step) + itemsize
+    if extent <= limit_bytes:
+        found.append(Slab(offset, size, int(low), int(low) + extent))
+        return
+    while size[dim] == 1:
+        dim += 1
+    stride, length = int(step[dim]), int(size[dim])
+    inner = extent - (length - 1) * stride
+    # Why: `count` rows reach over (count - 1) strides and the extent of one row.
+    count = (limit_bytes - inner) // stride + 1 if inner <= limit_bytes else 1
+    for start in range(0, length, count):
+        part_offset, part_size = offset.copy(), size.copy()
+        part_offset[dim] += start
+        part_size[dim] = min(count, length - start)
+        part_low = int(low) + start * stride
+        _split(part_offset, part_size, dim, part_low, step, itemsize, limit_bytes, found)
+
+
+def block_ranges(
+    box_offset: Int64Array,
+    box_size: Int64Array,
+    offset: Int64Array,
+    size: Int64Array,
+    itemsize: int,
+    *,
+    block_bytes: int,
+    payload_bytes: int,
+    max_gap_bytes: int = 0,
+) -> Int64Array:
+    """Returns the byte ranges to read for one intersection (or slab), on block bounds.
+
+    Args:
+        box_offset: int64[D], the chunk's box, in global coordinates.
+        box_size: int64[D].
+        offset: int64[D], the intersection, in global coordinates; within the box, not empty.
+        size: int64[D].
+        itemsize: Bytes of an element.
+        block_bytes: The chunk's block length; 0 when it has no checksums.
+        payload_bytes: The chunk's length.
+        max_gap_bytes: Read through gaps up to this long instead of reading twice.
+
+    Returns:
+        int64[r, 2], half-open, chunk-local, ascending, not touching; every byte of the
+        intersection lies in one of them. One row when the intersection is contiguous.
+
+    Complexity:
+        O(r) where the ranges are more than `max(block_bytes, max_gap_bytes)` apart.
+    """
+    step = strides(box_size[None])[0] * itemsize
+    length, outer = _merged_run(size, step, itemsize, max(max_gap_bytes, block_bytes - 1))
+    starts = np.array([(offset - box_offset) @ step], dtype=np.int64)
+    for dim in range(outer):
+        starts = (starts[:, None] + np.arange(size[dim], dtype=np.int64) * step[dim]).reshape(-1)
+    low, high = needed_blocks(
+        starts, starts + length, np.full(1, block_bytes), np.full(1, payload_bytes)
+    )
+    first = np.flatnonzero(np.append(True, low[1:] - high[:-1] > max_gap_bytes))
+    return np.stack([low[first], high[np.append(first[1:], len(high)) - 1]], axis=1)
+
+
+def _merged_run(
+    size: Int64Array, step: Int64Array, itemsize: int, max_gap_bytes: int
+) -> tuple[int, int]:
+    """Returns the length of the longest run without a large gap, and how many dims repeat it.
+
+    Why from the innermost dimension: gaps never shrink on the way out, since a dimension's
+    stride is at least the length of the wanted part plus the gap inside it.
+    """
+    length = itemsize
+    for dim in range(len(size) - 1, -1, -1):
+        if size[dim] > 1:
+            if step[dim] - length > max_gap_bytes:
+                return length, dim + 1
+            length += int((size[dim] - 1) * step[dim])
+    return length, 0
+
+
+def affordable_gap(
+    file: Int32Array,
+    low: Int64Array,
+    high: Int64Array,
+    *,
+    free_gap_bytes: int,
+    max_gap_bytes: int,
+    share: float,
+) -> int:
+    """Returns the longest gap that may be read through, so that little is read in vain.
+
+    Args:
+        file: int32[r], the file of each range.
+        low: int64[r], first byte in the file; ranges are sorted by (file, low).
+        high: int64[r], behind the last byte.
+        free_gap_bytes: Gaps up to this long always cost less than another request.
+        max_gap_bytes: Gaps above this never do.
+        share: Most bytes to read in vain in longer gaps, as a share of the ranges' own bytes.
+
+    Returns:
+        `max_gap_bytes` for `coalesce`, from `free_gap_bytes` to `max_gap_bytes`.
+
+    Example:
+        >>> low, high = np.array([0, 100, 1000]), np.array([90, 900, 1500])
+        >>> for share in (0.01, 0.1):
+        ...     affordable_gap(np.zeros(3, np.int32), low, high,
+        ...                    free_gap_bytes=8, max_gap_bytes=1000, share=share)
+        10
+        1000
+    """
+    if len(low) < 2:
+        return max_gap_bytes
+    same_file = file[1:] == file[:-1]
+    reach = running_max(high, np.cumsum(np.append(True, ~same_file)) - 1)
+    gaps = np.sort((low[1:] - reach[:-1])[same_file])
+    gaps = gaps[(gaps > free_gap_bytes) & (gaps <= max_gap_bytes)]
+    affordable = np.searchsorted(np.cumsum(gaps), share * float((high - low).sum()), side="right")
+    if affordable == len(gaps):
+        return max_gap_bytes
+    return int(gaps[affordable - 1]) if affordable else free_gap_bytes
+
+
+def coalesce(
+    file: Int32Array,
+    low: Int64Array,
+    high: Int64Array,
+    *,
+    max_gap_bytes: int,
+    max_bytes: int,
+) -> Int64Array:
+    """Returns which byte ranges of files are read together.
+
+    Args:
+        file: int32[r], the file of each range.
+        low: int64[r], first byte in the file; ranges are sorted by (file, low) and may overlap.
+        high: int64[r], behind the last byte.
+        max_gap_bytes: Read through gaps up to this long.
+        max_bytes: Longest read that joins several ranges; a single longer range stays whole.
+
+    Returns:
+        int64[g + 1]: read `i` serves the ranges `[bounds[i], bounds[i + 1])` and reaches from the
+        first one's `low` to their greatest `high`.
+
+    Example:
+        >>> bounds = coalesce(np.array([0, 0, 0, 1]), np.array([0, 10, 90, 0]),
+        ...                   np.array([8, 20, 95, 4]), max_gap_bytes=4, max_bytes=100)
+        >>> bounds.tolist()
+        [0, 2, 3, 4]
+    """
+    count = len(low)
+    if count == 0:
+        return np.zeros(1, dtype=np.int64)
+    # Careful: ranges may contain one another, so a range's end is the greatest one so far.
+    new_file = np.append(True, file[1:] != file[:-1])
+    reach = running_max(high, np.cumsum(new_file) - 1)
+    apart = new_file.copy()
+    apart[1:] |= low[1:] - reach[:-1] > max_gap_bytes
+    bounds: list[int] = []
+    starts = np.append(np.flatnonzero(apart), count)
+    too_long = reach[starts[1:] - 1] - low[starts[:-1]] > max_bytes
+    if not too_long.any():
+        return starts.astype(np.int64)
+    for start, stop, long in zip(starts[:-1], starts[1:], too_long, strict=True):
+        bounds.append(int(start))
+        while long:
+            limit = low[bounds[-1]] + max_bytes
+            cut = bounds[-1] + max(
+                1, int(np.searchsorted(reach[bounds[-1] : stop], limit, side="right"))
+            )
+            if cut >= stop:
+                break
+            bounds.append(cut)
+    return np.array([*bounds, count], dtype=np.int64)
+
+
+_BATCH_PAIRS = 2_000_000
+"""Candidate pairs looked at together: about 200 MB of temporaries in two dimensions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """The boxes that a caller wants filled, one row a target buffer.
+
+    Attributes:
+        tensor: int32[w], index into the chunk table's `names`; a tensor, never an object.
+        offset: int64[w, D], where the box starts in the global tensor, padded with 0.
+        size: int64[w, D], lengths of the box, padded with 1. Volume 0 needs nothing.
+        itemsize: int64[w], bytes of an element as stored.
+    """
+
+    tensor: Int32Array
+    offset: Int64Array
+    size: Int64Array
+    itemsize: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """Every (chunk, wanted) pair with a common part, sorted by (file, place in it).
+
+    The place is `payload_offset`, or `item_offset` where that is unknown. Pairs of one chunk are
+    adjacent, in the order of the wanted rows.
+
+    Attributes:
+        chunk: int32[p], row of the chunk table.
+        wanted: int32[p], row of the `Wanted`.
+        offset: int64[p, D], where the common part starts in the global tensor.
+        size: int64[p, D], its lengths, all above 0.
+        uncovered: `(wanted row, missing bytes)` for each wanted box that the chunks do not fill.
+        bytes_needed: Bytes of all wanted boxes together.
+    """
+
+    chunk: Int32Array
+    wanted: Int32Array
+    offset: Int64Array
+    size: Int64Array
+    uncovered: tuple[tuple[int, int], ...]
+    bytes_needed: int
+
+    def __len__(self) -> int:
+        return len(self.chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class PairBytes:
+    """The bytes of each pair of a read plan, in its chunk and in its target.
+
+    Both are counted from 0 at the first C-order byte of the chunk's box and of the wanted box.
+
+    Attributes:
+        num_bytes: int64[p], bytes of the common part.
+        chunk_low: int64[p], first byte needed of the chunk.
+        chunk_high: int64[p], behind the last byte needed of the chunk.
+        chunk_contiguous: bool[p], every byte of `[chunk_low, chunk_high)` is needed.
+        target_low: int64[p], first byte filled of the target.
+        target_high: int64[p], behind the last byte filled of the target.
+        target_contiguous: bool[p], every byte of `[target_low, target_high)` is filled.
+        read_low: int64[p], `chunk_low` moved down to a checksum block bound.
+        read_high: int64[p], `chunk_high` moved up to a block bound or the chunk's end.
+    """
+
+    num_bytes: Int64Array
+    chunk_low: Int64Array
+    chunk_high: Int64Array
+    chunk_contiguous: BoolArray
+    target_low: Int64Array
+    target_high: Int64Array
+    target_contiguous: BoolArray
+    read_low: Int64Array
+    read_high: Int64Array
+
+
+class Boxes(NamedTuple):
+    """Boxes of tensors, as those of chunks."""
+
+    tensor: Int32Array
+    """int32[n]."""
+    offset: Int64Array
+    """int64[n, D]."""
+    size: Int64Array
+    """int64[n, D]."""
+    num_tensors: int
+
+
+def plan_reads(table: ChunkTable, wanted: Wanted) -> ReadPlan:
+    """Returns which part of which chunk goes to which target.
+
+    Chunks may overlap (third-party checkpoints): then each of them is listed, and the last one
+    read fills the common part.
+
+    Args:
+        table: What is stored.
+        wanted: What is asked for. A box that reaches out of its tensor is uncovered there.
+
+    Raises:
+        InvalidRequestError: A wanted row names no tensor of the table, or has a negative offset
+            or length.
+
+    Complexity:
+        O(chunks) plus O(pairs of a wanted box and a chunk of its tensor), in numpy; memory for
+        two million pairs at a time.
+    """
+    _check(table, wanted)
+    width = max(1, table.offset.shape[1], wanted.offset.shape[1])
+    box = widen(wanted.offset, wanted.size, width)
+    chunk_box = widen(table.offset, table.size, width)
+    by_tensor = Boxes(table.tensor, *chunk_box, table.num_tensors)
+    chunk, row, offset, size = meetings(by_tensor, wanted.tensor, box)
+    elements = volume(box[1])
+    missing = missing_volumes(row, offset, size, *box)
+    place = np.where(table.payload_offset < 0, table.item_offset, table.payload_offset)
+    order = np.lexsort((row, chunk, place[chunk], table.file[chunk]))
+    lacking = np.flatnonzero(missing)
+    uncovered = zip(lacking.tolist(), (missing * wanted.itemsize)[lacking].tolist(), strict=True)
+    return ReadPlan(
+        chunk=chunk[order].astype(np.int32),
+        wanted=row[order].astype(np.int32),
+        offset=offset[order],
+        size=size[order],
+        uncovered=tuple(uncovered),
+        bytes_needed=int((elements * wanted.itemsize).sum()),
+    )
+
+
+def pair_bytes(table: ChunkTable, wanted: Wanted, plan: ReadPlan) -> PairBytes:
+    """Returns the byte geometry of every pair of a plan.
+
+    Args:
+        table: The table that was planned with.
+        wanted: The boxes that were planned for.
+        plan: `plan_reads(table, wanted)`.
+    """
+    width = plan.offset.shape[1]
+    chunk_box = widen(table.offset[plan.chunk], table.size[plan.chunk], width)
+    target_box = widen(wanted.offset[plan.wanted], wanted.size[plan.wanted], width)
+    itemsize = wanted.itemsize[plan.wanted]
+    num_bytes = volume(plan.size) * itemsize
+    low, high, contiguous = byte_runs(*chunk_box, plan.offset, plan.size, itemsize)
+    target_low, target_high, filled = byte_runs(*target_box, plan.offset, plan.size, itemsize)
+    length = volume(chunk_box[1]) * itemsize
+    read_low, read_high = needed_blocks(low, high, table.block_bytes[plan.chunk], length)
+    return PairBytes(
+        num_bytes=num_bytes,
+        chunk_low=low,
+        chunk_high=high,
+        chunk_contiguous=contiguous,
+        target_low=target_low,
+        target_high=target_high,
+        target_contiguous=filled,
+        read_low=read_low,
+        read_high=read_high,
+    )
+
+
+def _check(table: ChunkTable, wanted: Wanted) -> None:
+    bad = np.flatnonzero(
+        (wanted.tensor < 0)
+        | (wanted.tensor >= table.num_tensors)
+        | (wanted.offset < 0).any(axis=1)
+        | (wanted.size < 0).any(axis=1)
+    )
+    if len(bad):
+        row = bad[0]
+        raise InvalidRequestError(
+            f"expected boxes of the checkpoint's {table.num_tensors} tensors, but {len(bad)} "
+            f"wanted rows are none; the first, row {row}, asks for tensor {wanted.tensor[row]}, "
+            f"offset {tuple(wanted.offset[row].tolist())}, size {tuple(wanted.size[row].tolist())}"
+        )
+
+
+def meetings(
+    boxes: Boxes, tensor: Int32Array, wanted: tuple[Int64Array, Int64Array]
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Returns all pairs of a box and a wanted box of the same tensor that have a common part.
+
+    Args:
+        boxes: What there is.
+        tensor: int32[w], of the wanted boxes.
+        wanted: Their offsets and sizes, int64[w, D] as those of `boxes`.
+
+    Returns:
+        `(box, wanted row, offset, size)`, the last two of the common part.
+    """
+    order = np.argsort(boxes.tensor, kind="stable")
+    starts = offsets_of(np.bincount(boxes.tensor, minlength=boxes.num_tensors))
+    counts = (starts[1:] - starts[:-1])[tensor]
+    found = []
+    for low, high in _batches(counts):
+        rows = np.repeat(np.arange(low, high), counts[low:high])
+        box = order[starts[tensor[rows]] + within(counts[low:high])]
+        pair = (boxes.offset[box], boxes.size[box], wanted[0][rows], wanted[1][rows])
+        offset, size, meets = intersect(*pair)
+        found.append((box[meets], rows[meets], offset[meets], size[meets]))
+    box, rows, offset, size = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return box, rows, offset, size
+
+
+def _batches(counts: Int64Array) -> list[tuple[int, int]]:
+    """Returns runs of wanted rows with few enough candidate pairs each; at least one run."""
+    ends = np.cumsum(counts)
+    bounds = [0]
+    while bounds[-1] < len(counts):
+        done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        stop = int(np.searchsorted(ends, done + _BATCH_PAIRS, side="right"))
+        bounds.append(max(stop, bounds[-1] + 1))
+    return list(pairwise(bounds)) or [(0, 0)]
+
+
+UNIT_BYTES = 16 << 20
+"""What is read and handed on at once: long enough for the object store, which takes a
+millisecond each, short enough for several to be under way within the budget."""
+
+MIN_SAVED_BYTES = 64 << 10
+"""Fewer bytes than this are never worth handing on: a message costs as much as reading them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Byte ranges of files, sorted by (file, low).
+
+    Attributes:
+        file: int32[r], index into the chunk table's `files`.
+        low: int64[r], first byte.
+        high: int64[r], behind the last byte; above `low`.
+    """
+
+    file: Int32Array
+    low: Int64Array
+    high: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all ranges together."""
+        return int((self.high - self.low).sum())
+
+    def encode(self) -> bytes:
+        """Returns what `decode` turns back."""
+        parts = (self.file.astype("<i4"), self.low.astype("<i8"), self.high.astype("<i8"))
+        return b"".join(part.tobytes() for part in parts)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ranges:
+        """Returns the ranges that `encode` was called on."""
+        count = len(data) // 20
+        return cls(
+            np.frombuffer(data, "<i4", count).astype(np.int32),
+            np.frombuffer(data, "<i8", count, 4 * count).astype(np.int64),
+            np.frombuffer(data, "<i8", count, 12 * count).astype(np.int64),
+        )
+
+
+@dataclass(frozen=True)
+class ShareCost:
+    """What it takes a rank to read a unit like all others, and to get it from the one that does.
+
+    Example:
+        Eight ranks on one node need all 16 MiB of a unit: from an object store, and from a disk
+        whose pages all of them share.
+
+        >>> one = lambda v: np.array([v])
+        >>> unit = one(16 << 20), one(8 * 16 << 20), one(8), one(1)
+        >>> ShareCost(request_s=0.03, bytes_per_s=1e8, cached=False).pays(*unit).tolist()
+        [True]
+        >>> ShareCost(request_s=2e-5, bytes_per_s=3e9, cached=True).pays(*unit).tolist()
+        [False]
+    """
+
+    request_s: float
+    """What a request of the storage costs before its first byte."""
+    bytes_per_s: float
+    """What a rank reads by one request."""
+    cached: bool
+    """What one rank of a node has read costs the others there a copy only."""
+    message_s: float = 2e-3
+    """What it takes until another rank knows that a unit is there."""
+    copy_bytes_per_s: float = 2e9
+    """Into the object store, and out of it."""
+    network_bytes_per_s: float = 1e9
+    """To another node; each node gets a unit once."""
+
+    def pays(
+        self, unit_bytes: Int64Array, demand_bytes: Int64Array, ranks: Int64Array, nodes: Int64Array
+    ) -> BoolArray:
+        """Returns for each unit whether its ranks have it sooner when one of them reads it.
+
+        Args:
+            unit_bytes: int64[u], its length.
+            demand_bytes: int64[u], what its ranks need of it, summed.
+            ranks: int64[u], how many need some of it.
+            nodes: int64[u], on how many nodes.
+        """
+        own_bytes = demand_bytes / ranks
+        again_s = self.request_s + own_bytes / self.bytes_per_s
+        read_s = self.request_s + unit_bytes / self.bytes_per_s
+        put_s = unit_bytes / self.copy_bytes_per_s
+        share_s = (
+            (read_s + put_s) / ranks
+            + self.message_s
+            + own_bytes / self.copy_bytes_per_s
+            + (nodes > 1) * unit_bytes / self.network_bytes_per_s
+        )
+        return np.asarray((again_s > share_s) & ((nodes > 1) | (not self.cached)))
+
+
+@dataclass(frozen=True)
+class ReadNeeds:
+    """What a rank has to read, for it to be read once for all ranks that need it."""
+
+    ranges: bytes
+    """`Ranges.encode`."""
+    node: str
+    """Where the rank is; ranks of one node share its memory."""
+    cost: ShareCost | None
+    """What reading costs there; None: share all that saves bytes, whether it pays or not."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    """The units that one rank reads for others or gets from them, sorted by (file, low).
+
+    Attributes:
+        unit: int32[u], number of the unit in the load.
+        file: int32[u], index into the chunk table's `files`.
+        low: int64[u], first byte in the file.
+        high: int64[u], behind the last byte.
+        reader: int32[u], the rank that reads it.
+        ranks: int32[u], how many ranks need some of it, the reader among them.
+        here: How many ranks that read for others are on this rank's node, itself among them.
+    """
+
+    unit: Int32Array
+    file: Int32Array
+    low: Int64Array
+    high: Int64Array
+    reader: Int32Array
+    ranks: Int32Array
+    here: int = 1
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadShares:
+    """All units of a load; the columns of `RankShare`, and who needs what.
+
+    Attributes:
+        file: int32[u].
+        low: int64[u].
+        high: int64[u].
+        reader: int32[u].
+        start: int64[u + 1], unit `i` is needed by `group[start[i]:start[i + 1]]`.
+        group: int32[m], ranks with equal needs are one group.
+        groups: int32[world_size], the group of each rank; -1 for one that needs nothing.
+        node: int64[world_size], the node of each rank.
+    """
+
+    file: Int32Array
+    low: Int64Array
+    high: Int64Array
+    reader: Int32Array
+    start: Int64Array
+    group: Int32Array
+    groups: Int32Array
+    node: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def of_rank(self, rank: int) -> RankShare:
+        """Returns the part of one rank."""
+        sizes = np.bincount(self.groups[self.groups >= 0], minlength=1)
+        counts = np.add.reduceat(sizes[self.group], self.start[:-1]) if len(self) else self.low
+        owner = np.repeat(np.arange(len(self)), np.diff(self.start))
+        chosen = owner[self.group == self.groups[rank]] if self.groups[rank] >= 0 else owner[:0]
+        return RankShare(
+            unit=chosen.astype(np.int32),
+            file=self.file[chosen],
+            low=self.low[chosen],
+            high=self.high[chosen],
+            reader=self.reader[chosen],
+            ranks=counts[chosen].astype(np.int32),
+            here=int((self.node[np.unique(self.reader)] == self.node[rank]).sum()) or 1,
+        )
+
+
+def may_pay(needs: Collection[ReadNeeds]) -> bool:
+    """Returns whether it is of use to look what could be shared.
+
+    Not where fewer than two ranks take part, or all read through one cache and share only what
+    pays: then nothing does, and it need not be thought about for 10,000 ranks.
+
+    Args:
+        needs: Of the ranks that take part.
+    """
+    cached = all(each.cost is not None and each.cost.cached for each in needs)
+    return len(needs) > 1 and not (cached and len({each.node for each in needs}) == 1)
+
+
+def merged(file: Int32Array, low: Int64Array, high: Int64Array) -> Ranges:
+    """Returns the ranges that some ranges cover together: sorted, none touching another.
+
+    Args:
+        file: int32[r].
+        low: int64[r].
+        high: int64[r]; empty ranges count for nothing.
+
+    Example:
+        >>> found = merged(np.array([1, 0, 0]), np.array([5, 10, 0]), np.array([9, 20, 10]))
+        >>> found.file.tolist(), found.low.tolist(), found.high.tolist()
+        ([0, 1], [0, 5], [20, 9])
+    """
+    kept = high > low
+    file, low, high = file[kept], low[kept], high[kept]
+    order = np.lexsort((low, file))
+    file, low, high = file[order], low[order], high[order]
+    if not len(file):
+        return Ranges(file.astype(np.int32), low, high)
+    base = _bases(file, high)
+    line_low, reach = low + base[file], np.maximum.accumulate(high + base[file])
+    first = np.flatnonzero(np.append(True, line_low[1:] > reach[:-1]))
+    last = np.append(first[1:], len(file)) - 1
+    return Ranges(file[first].astype(np.int32), low[first], reach[last] - base[file[first]])
+
+
+def share_reads(
+    needs: Mapping[int, Ranges],
+    *,
+    world_size: int,
+    nodes: Sequence[str] = (),
+    cost: ShareCost | None = None,
+    unit_bytes: int = UNIT_BYTES,
+    min_saved_bytes: int = MIN_SAVED_BYTES,
+) -> ReadShares:
+    """Decides which bytes are read once for several ranks, and by which of them.
+
+    What the ranks need is cut into units; one that several ranks need, where that pays, is read by
+    the rank among them which has the least to read. All else everybody reads for himself.
+    Units follow each other in files as their numbers do: whoever reads and uses them in this order
+    never waits for someone who waits for him.
+
+    Args:
+        needs: What ranks read, as `merged` gives it; ranks that do not take part are left out.
+        world_size: Ranks are `0 … world_size - 1`.
+        nodes: The node of each rank; all on one when empty.
+        cost: None shares whatever saves `min_saved_bytes`, what it costs or not.
+        unit_bytes: Longest unit.
+        min_saved_bytes: Least that a unit must save, over all ranks.
+
+    Complexity:
+        O(ranges of ranks with distinct needs + units x groups that need them), in numpy, and
+        about 5 us a unit.
+    """
+    ranks = sorted(rank for rank in needs if len(needs[rank]))
+    groups = np.full(world_size, -1, np.int32)
+    by_content: dict[bytes, int] = {}
+    distinct: list[Ranges] = []
+    for rank in ranks:
+        content = needs[rank].encode()
+        if content not in by_content:
+            by_content[content] = len(distinct)
+            distinct.append(needs[rank])
+        groups[rank] = by_content[content]
+    node = _numbered(nodes, world_size)
+    if len(ranks) < 2:
+        return _shares_of([], groups, node)
+    whole = merged(*(np.concatenate([getattr(r, n) for r in distinct]) for n in _COLUMNS))
+    units = _cut(whole, unit_bytes)
+    incidences = _incidences(units, distinct)
+    return _chosen(units, incidences, groups, ranks, node, cost, min_saved_bytes, needs)
+
+
+_COLUMNS = ("file", "low", "high")
+
+
+def _bases(file: Int32Array, high: Int64Array) -> Int64Array:
+    """Returns where each file begins on one line on which no two files touch."""
+    length = np.zeros(int(file.max()) + 1, np.int64)
+    np.maximum.at(length, file, high + 1)
+    return offsets_of(length)[:-1]
+
+
+def _cut(whole: Ranges, unit_bytes: int) -> Ranges:
+    counts = -(-(whole.high - whole.low) // unit_bytes)
+    row, nth = np.repeat(np.arange(len(whole)), counts), within(counts)
+    low = whole.low[row] + nth * unit_bytes
+    return Ranges(whole.file[row], low, np.minimum(low + unit_bytes, whole.high[row]))
+
+
+def _incidences(
+    units: Ranges, distinct: Sequence[Ranges]
+) -> tuple[Int64Array, Int64Array, Int64Array]:  # fmt: skip
+    """Returns `(unit, group, bytes that it needs of it)` of all that meet, by unit."""
+    base = _bases(units.file, units.high)
+    unit_low, unit_high = units.low + base[units.file], units.high + base[units.file]
+    found = []
+    for group, ranges in enumerate(distinct):
+        low, high = ranges.low + base[ranges.file], ranges.high + base[ranges.file]
+        first = np.searchsorted(unit_high, low, side="right")
+        counts = np.searchsorted(unit_low, high, side="left") - first
+        row = np.repeat(np.arange(len(ranges)), counts)
+        unit = first[row] + within(counts)
+        num_bytes = np.minimum(high[row], unit_high[unit]) - np.maximum(low[row], unit_low[unit])
+        starts = np.flatnonzero(np.append(True, unit[1:] != unit[:-1]))
+        found.append(
+            (unit[starts], np.full(len(starts), group), np.add.reduceat(num_bytes, starts))
+        )
+    unit, member, demand = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.argsort(unit, kind="stable")
+    return unit[order], member[order], demand[order]
+
+
+def _chosen(
+    units: Ranges,
+    incidences: tuple[Int64Array, Int64Array, Int64Array],
+    groups: Int32Array,
+    ranks: Sequence[int],
+    node: Int64Array,
+    cost: ShareCost | None,
+    min_saved_bytes: int,
+    needs: Mapping[int, Ranges],
+) -> ReadShares:
+    unit, group, demand = incidences
+    members = [np.flatnonzero(groups == one) for one in range(int(groups.max()) + 1)]
+    sizes = np.array([len(one) for one in members])
+    num_nodes = np.array([len(set(node[one].tolist())) for one in members])
+    starts = offsets_of(np.bincount(unit, minlength=len(units)))
+    length = units.high - units.low
+    total = np.add.reduceat(demand * sizes[group], starts[:-1])
+    num_ranks = np.add.reduceat(sizes[group], starts[:-1])
+    # Careful: an upper bound where groups have nodes in common.
+    on_nodes = np.minimum(np.add.reduceat(num_nodes[group], starts[:-1]), len(set(node.tolist())))
+    shared = (num_ranks > 1) & (total - length >= min_saved_bytes)
+    if cost is not None:
+        shared &= cost.pays(length, total, num_ranks, on_nodes)
+    load = np.zeros(len(groups), np.int64)
+    for rank in ranks:
+        load[rank] = needs[rank].num_bytes
+    for row in np.flatnonzero(shared[unit]).tolist():
+        load[members[group[row]]] -= demand[row]
+    found = []
+    for index in np.flatnonzero(shared).tolist():
+        own = group[starts[index] : starts[index + 1]]
+        able = np.concatenate([members[one] for one in own.tolist()])
+        reader = int(able[np.argmin(load[able])])
+        load[reader] += length[index]
+        found.append((units.file[index], units.low[index], units.high[index], reader, own))
+    return _shares_of(found, groups, node)
+
+
+def _numbered(nodes: Sequence[str], world_size: int) -> Int64Array:
+    if not nodes:
+        return np.zeros(world_size, np.int64)
+    known = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
+    return np.array([known[name] for name in nodes], np.int64)
+
+
+def _shares_of(
+    found: Sequence[tuple[int, int, int, int, Int64Array]], groups: Int32Array, node: Int64Array
+) -> ReadShares:
+    own = [row[4] for row in found]
+    return ReadShares(
+        file=np.array([row[0] for row in found], np.int32),
+        low=np.array([row[1] for row in found], np.int64),
+        high=np.array([row[2] for row in found], np.int64),
+        reader=np.array([row[3] for row in found], np.int32),
+        start=offsets_of(np.array([len(one) for one in own], np.int64)),
+        group=np.concatenate([*own, np.zeros(0)]).astype(np.int32),
+        groups=groups,
+        node=node,
+    )

@@ -1,0 +1,535 @@
+"""Who writes what, balanced over nodes and their ranks.
+
+How much each holder of the same bytes is to write, so that nodes and their ranks end level.
+
+The ranks of a node write by way of one disk or network card, so nodes are brought to a common
+level first, and then the ranks of each. What is cut where is decided in `sharing`.
+
+Who writes what: replicated boxes are cut or handed to one of their holders, balanced by bytes.
+
+Where the pieces go in which file is decided in `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.grouping import group_rows, offsets_of, within
+from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind, volume
+from ray_dcp.errors import UnsupportedValueError
+from ray_dcp.planning.merge import Boxes, Held, ranks_text
+
+__all__ = [
+    "ITEM_COST_BYTES",
+    "Cuts",
+    "Loads",
+    "Pieces",
+    "cut_boxes",
+    "itemsizes",
+    "lead_lengths",
+    "leads_of",
+    "level_shares",
+    "node_numbers",
+    "share_alike",
+    "share_out",
+]
+
+Ranks = npt.NDArray[np.integer]
+
+
+def node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
+    """Returns which ranks share a node, as numbers in order of first appearance.
+
+    So the same partition has the same numbers, whatever its nodes are called.
+
+    Args:
+        nodes: Of each rank; one without a name is a node of its own.
+
+    Example:
+        >>> node_numbers(["b", "b", "a", "", "", "b"])
+        (0, 0, 1, 2, 3, 0)
+    """
+    known: dict[object, int] = {}
+    return tuple(
+        [known.setdefault(name or rank, len(known)) for rank, name in enumerate(nodes)]
+    )  # fmt: skip
+
+
+class Loads:
+    """What each rank writes so far, as far as that is decided.
+
+    Args:
+        rank_bytes: int64[w], what each rank writes anyway; taken over, and grows.
+        nodes: Number of each rank's node; by default each rank is on a node of its own.
+    """
+
+    def __init__(self, rank_bytes: Int64Array, nodes: Sequence[int] | None = None) -> None:
+        self._bytes = rank_bytes
+        if not nodes:
+            nodes = range(len(rank_bytes))
+        self._node = np.array(nodes, dtype=np.int64)
+        self._node_bytes = np.zeros(int(self._node.max(initial=-1)) + 1, dtype=np.int64)
+        np.add.at(self._node_bytes, self._node, rank_bytes)
+
+    def add(self, ranks: Ranks, num_bytes: Int64Array) -> None:
+        """Takes that ranks write more; a rank may come several times."""
+        np.add.at(self._bytes, ranks, num_bytes)
+        np.add.at(self._node_bytes, self._node[ranks], num_bytes)
+
+    def bytes_of(self, ranks: Ranks) -> Int64Array:
+        """Returns what each of some ranks writes so far."""
+        return np.asarray(self._bytes[ranks])
+
+    def by_node(self, ranks: Ranks) -> npt.NDArray[np.intp]:
+        """Returns the positions of ranks in an order in which those of a node are adjacent.
+
+        Example:
+            >>> Loads(np.zeros(4, dtype=np.int64), (0, 1, 0, 1)).by_node(np.arange(4)).tolist()
+            [0, 2, 1, 3]
+        """
+        return np.argsort(self._node[ranks], kind="stable")
+
+    def of(self, ranks: Ranks) -> bytes:
+        """Returns what names all that decides how some ranks share what they hold.
+
+        Example:
+            >>> loads = Loads(np.array([0, 3, 0, 3, 1, 3]), (0, 0, 1, 1, 2, 3))
+            >>> loads.of(np.arange(2)) == loads.of(np.arange(2, 4))
+            True
+            >>> loads.of(np.arange(2)) == loads.of(np.arange(4, 6))
+            False
+        """
+        names, node = np.unique(self._node[ranks], return_inverse=True)
+        return b"".join(x.tobytes() for x in (self._bytes[ranks], self._node_bytes[names], node))
+
+    def writers(self, holders: Ranks, total: int, min_bytes: int) -> Int64Array:
+        """Returns which holders are to write: their positions, ascending.
+
+        Nodes first, then ranks of each: as many as leave every one of them with `min_bytes` at
+        least, among them what it writes anyway. Where that is not all, those come first who have
+        as much at the lowest level, then those who have a file, and of equal ones those at equal
+        distances.
+
+        Args:
+            holders: int[k], ranks, ascending.
+            total: What they have to share, in bytes.
+            min_bytes: What a writer should have at least; all write where it is 0.
+
+        Example:
+            Four ranks on two nodes share 40 bytes: two of them, as each is to have 20.
+
+            >>> loads = Loads(np.zeros(4, dtype=np.int64), (0, 0, 1, 1))
+            >>> loads.writers(np.arange(4), 40, 20).tolist()
+            [0, 2]
+        """
+        if min_bytes <= 0:
+            return np.arange(len(holders))
+        load = self._bytes[holders]
+        names, node = np.unique(self._node[holders], return_inverse=True)
+        node_load, most = self._node_bytes[names], np.zeros(len(names), dtype=np.int64)
+        np.maximum.at(most, node, load)
+        # Why not node_load alone: what others on the node write is in files of theirs.
+        chosen = _chosen(node_load, most, total, min_bytes)
+        share = np.zeros(len(names), dtype=np.int64)
+        share[chosen] = level_shares(node_load[chosen], total)
+        low = load + _within(node, load, share)
+        lowest = np.full(len(names), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, node, low)
+        writes = (share > 0)[node]
+        for index in np.flatnonzero((share > 0) & (lowest < min_bytes)).tolist():
+            own = np.flatnonzero(node == index)
+            writes[own] = _chosen(load[own], load[own], int(share[index]), min_bytes)
+        return np.flatnonzero(writes)
+
+    def shares(self, ranks: Ranks, total: int) -> Int64Array:
+        """Returns how much each of some ranks is to get of `total` bytes.
+
+        Example:
+            The second node writes 6 bytes anyway.
+
+            >>> loads = Loads(np.array([0, 0, 6, 0]), (0, 0, 1, 1))
+            >>> loads.shares(np.arange(4), 10).tolist()
+            [4, 4, 0, 2]
+        """
+        names, node = np.unique(self._node[ranks], return_inverse=True)
+        share = level_shares(self._node_bytes[names], total)
+        return _within(node, self._bytes[ranks], share)
+
+
+def level_shares(load: Int64Array, total: int) -> Int64Array:
+    """Returns how much each gets so that all come to one level, as far as `total` reaches.
+
+    Example:
+        >>> level_shares(np.array([5, 0, 9]), 9).tolist()
+        [2, 7, 0]
+    """
+    return _within(np.zeros(len(load), dtype=np.int64), load, np.array([total]))
+
+
+def _within(group: Int64Array, load: Int64Array, share: Int64Array) -> Int64Array:
+    """Returns the same for several groups at once, of which each has its own total.
+
+    Args:
+        group: int64[k], from 0; none without members.
+        load: int64[k].
+        share: int64[groups], what each has to share.
+    """
+    order = np.lexsort((load, group))
+    of, ordered = group[order], load[order]
+    first = np.flatnonzero(np.diff(of, prepend=-1))
+    line = np.cumsum(ordered)
+    below = line - np.repeat(line[first] - ordered[first], np.diff(np.append(first, len(of))))
+    number = np.arange(len(of)) - first[of] + 1
+    levels = (share[of] + below) // number
+    # Who is above the level of those below him is above all levels that follow.
+    reached = np.bincount(of, weights=levels >= ordered).astype(np.int64)
+    level = levels[first + reached - 1]
+    return np.asarray(np.maximum(level[group] - load, 0))
+
+
+def _chosen(load: Int64Array, most: Int64Array, total: int, min_bytes: int) -> BoolArray:
+    """Returns which of several nodes (or ranks) share `total`; at least one.
+
+    Args:
+        load: int64[k], what each writes anyway.
+        most: int64[k], how much of that is in one file of a holder; 0 where there is none.
+        total: What they share.
+        min_bytes: What one file of each should have at least.
+    """
+    # The level at which a file of each has enough, and more than it had.
+    enough = load + np.maximum(min_bytes - most, 1)
+    has_file = most > 0
+    rank = np.where(has_file, np.maximum(load + 1, min_bytes), enough)
+    order = np.lexsort((-load, enough, ~has_file, rank))
+    count = _most(load, enough, order[:0], order, total)
+    if count == 0:
+        # Too little for the first: one takes it, whose file lacks least.
+        order, count = np.lexsort((load, enough - load)), 1
+    keys = np.stack([rank, has_file, enough, load])
+    alike = (keys == keys[:, order[count - 1, None]]).all(axis=0)
+    taken, equal = order[:count][~alike[order[:count]]], np.flatnonzero(alike)
+    num_equal = count - len(taken)
+    taken = np.append(taken, equal[np.arange(num_equal) * len(equal) // num_equal])
+    chosen = np.zeros(len(load), dtype=bool)
+    chosen[taken] = True
+    # To those who have files already, no further file is made.
+    more = order[has_file[order] & ~chosen[order]]
+    chosen[more[: _most(load, enough, taken, more, total)]] = True
+    return chosen
+
+
+def _most(
+    load: Int64Array, enough: Int64Array, taken: Int64Array, more: Int64Array, total: int
+) -> int:
+    """Returns how many more, the first ones, may share so that each comes to its `enough`."""
+    low, high = 0, len(more)
+    while low < high:
+        middle = (low + high + 1) // 2
+        those = np.append(taken, more[:middle])
+        level = int((load[those] + level_shares(load[those], total)).min())
+        if level >= enough[those].max():
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+ITEM_COST_BYTES = 1024
+"""What an item weighs beside its bytes when ranks are balanced: its frame and its handling, so
+that a thousand scalars do not count as nothing."""
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What is written, one row a future chunk.
+
+    Attributes:
+        held: int64[p], the row of `Held` that it comes from; its rank writes it.
+        offset: int64[p, D], where the piece starts in the global tensor.
+        size: int64[p, D].
+        start: int64[p], its first byte in the C-order bytes of the held item.
+        num_bytes: int64[p], its raw bytes; 0 for objects, a guess for opaque tensors.
+        disagreements: `(fqn, ranks whose content is not that of the planned copy)`.
+        differing: bool[g], the boxes that these are about.
+    """
+
+    held: Int64Array
+    offset: Int64Array
+    size: Int64Array
+    start: Int64Array
+    num_bytes: Int64Array
+    disagreements: tuple[tuple[str, tuple[int, ...]], ...]
+    differing: BoolArray
+
+
+def share_out(
+    held: Held,
+    boxes: Boxes,
+    *,
+    world_size: int,
+    min_piece_bytes: int,
+    min_writer_bytes: int = 0,
+    to_lowest_rank: bool = False,
+    nodes: Sequence[int] | None = None,
+) -> Pieces:
+    """Decides which holder writes which piece of which box.
+
+    Boxes with the same holders are laid on a line, which is cut where each holder has its share:
+    as much as lifts it to the common level. What its holders may share is cut there along its
+    first dimension longer than 1, so that each piece is one range of the item's bytes; everything
+    else stays whole and goes to whose share its middle is in. Content that differs between the
+    ranks is taken whole from the lowest.
+
+    Args:
+        held: Items of all ranks.
+        boxes: Their distinct boxes.
+        world_size: Number of ranks.
+        min_piece_bytes: Don't cut into smaller pieces than this.
+        min_writer_bytes: Rather than let ranks write less than this each, let fewer of them share.
+        to_lowest_rank: The lowest holder writes every box, whole.
+        nodes: Number of each rank's node; None where nothing is known of it.
+
+    Raises:
+        UnsupportedValueError: A dtype is unknown; all FQNs concerned are named.
+    """
+    itemsize = itemsizes(held, boxes)
+    num_bytes = volume(held.size[boxes.row]) * itemsize
+    differing, disagreements = _disagreements(held, boxes)
+    free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
+    cuttable = free & _splittable(held, boxes) & (num_bytes >= 2 * min_piece_bytes)
+    loads = Loads(np.zeros(world_size, dtype=np.int64), nodes)
+    fixed = np.flatnonzero(~free)
+    writer = boxes.holder[boxes.start[:-1][fixed]]
+    loads.add(held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
+    parts = [Cuts(fixed, np.zeros_like(fixed), lead_lengths(held, boxes, fixed), writer)]
+    for members in _by_holders(held, boxes, np.flatnonzero(free)):
+        start, stop = boxes.start[members[0] : members[0] + 2].tolist()
+        shared = share_alike(
+            members, num_bytes[members], lead_lengths(held, boxes, members), cuttable[members],
+            held.rank[boxes.holder[start:stop]], loads, min_piece_bytes, min_writer_bytes,
+        )  # fmt: skip
+        parts += [cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared]
+    box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
+    offset, size, begin = cut_boxes(held, boxes, itemsize, box, first, count)
+    length = volume(size) * itemsize[box]
+    return Pieces(row, offset, size, begin, length, disagreements, differing)
+
+
+def share_alike(
+    members: Int64Array,
+    num_bytes: Int64Array,
+    rows: Int64Array,
+    cuttable: BoolArray,
+    holders: Int32Array,
+    loads: Loads,
+    min_piece_bytes: int,
+    min_writer_bytes: int,
+) -> list[Cuts]:
+    """Decides which holder writes which part of boxes that the same ranks hold.
+
+    Args:
+        members: int64[k], numbers of the boxes.
+        num_bytes: int64[k].
+        rows: int64[k], how many leading rows each has.
+        cuttable: bool[k].
+        holders: Their ranks, ascending.
+        loads: What each rank writes anyway; grows.
+        min_piece_bytes: As for `share_out`.
+        min_writer_bytes: As there.
+
+    Returns:
+        Pieces, with the position of the holder as `row`.
+    """
+    total = int((num_bytes + ITEM_COST_BYTES).sum())
+    chosen = loads.writers(holders, total, min_writer_bytes)
+    ranks, parts = holders[chosen], []
+    whole, line = np.flatnonzero(~cuttable), np.flatnonzero(cuttable)
+    if len(whole):
+        place = _whole(num_bytes[whole] + ITEM_COST_BYTES, ranks, loads)
+        parts.append(Cuts(members[whole], np.zeros_like(whole), rows[whole], chosen[place]))
+    if len(line):
+        index, first, count, place = _cut_line(
+            num_bytes[line], rows[line], ranks, loads, min_piece_bytes
+        )
+        parts.append(Cuts(members[line[index]], first, count, chosen[place]))
+    return parts
+
+
+class Cuts(NamedTuple):
+    """Pieces: `rows` of a box's leading rows from `first` on, written by the row of `Held`."""
+
+    box: Int64Array
+    first: Int64Array
+    rows: Int64Array
+    row: Int64Array
+
+
+def itemsizes(held: Held, boxes: Boxes) -> Int64Array:
+    """Returns bytes of an element of each box, 0 for objects."""
+    known = [ITEMSIZE.get(name, 0) for name in held.dtypes]
+    kind, dtype = held.kind[boxes.row], held.dtype[boxes.row]
+    itemsize = np.array([*known, 0], dtype=np.int64)[dtype]
+    bad = boxes.row[(kind == Kind.TENSOR) & (itemsize == 0)]
+    if len(bad):
+        told = sorted(
+            {f"{held.names[held.tensor[row]]!r} of {held.dtypes[held.dtype[row]]}" for row in bad}
+        )
+        raise UnsupportedValueError(
+            "expected tensors of a dtype whose raw bytes can be stored, but found "
+            + ", ".join(told)
+            + f" on {ranks_text(held.rank[bad].tolist())}: dequantise or convert them"
+        )
+    itemsize[(kind == Kind.OPAQUE) & (itemsize == 0)] = 1
+    return itemsize
+
+
+def _disagreements(
+    held: Held, boxes: Boxes
+) -> tuple[BoolArray, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Tells which boxes' holders took different digests of their content, and names them."""
+    value = held.value[boxes.holder]
+    most = np.iinfo(np.uint64).max
+    highest = np.maximum.reduceat(value, boxes.start[:-1]) if len(value) else value
+    taken = np.where(value == 0, most, value)
+    lowest = np.minimum.reduceat(taken, boxes.start[:-1]) if len(value) else value
+    differing = (highest > 0) & (lowest != highest)
+    told = []
+    for box in np.flatnonzero(differing):
+        rows = boxes.holder[boxes.start[box] : boxes.start[box + 1]]
+        rows = rows[held.value[rows] > 0]
+        other = rows[held.value[rows] != held.value[rows[0]]]
+        ranks = tuple(sorted(held.rank[other].tolist()))
+        told.append((held.names[held.tensor[boxes.row[box]]], ranks))
+    return differing, tuple(told)
+
+
+def _splittable(held: Held, boxes: Boxes) -> BoolArray:
+    """Tells which boxes all their holders let be cut."""
+    if len(boxes.row) == 0:
+        return np.zeros(0, dtype=bool)
+    shared = np.logical_and.reduceat(held.splittable[boxes.holder], boxes.start[:-1])
+    return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
+
+
+def lead_lengths(held: Held, boxes: Boxes, box: Int64Array) -> Int64Array:
+    """Returns how long the first dimension longer than 1 is."""
+    return leads_of(held.size[boxes.row[box]])
+
+
+def leads_of(size: Int64Array) -> Int64Array:
+    """Returns how long the first dimension longer than 1 of each box is."""
+    return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
+
+
+def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
+    """Returns each box's first dimension longer than 1 (0 where there is none)."""
+    return np.asarray(np.argmax(size > 1, axis=1))
+
+
+def cut_boxes(
+    held: Held,
+    boxes: Boxes,
+    itemsize: Int64Array,
+    box: Int64Array,
+    first: Int64Array,
+    count: Int64Array,
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Returns `(offset, size, first byte)` of `count` leading rows of each box from `first` on."""
+    row = boxes.row[box]
+    offset, size = held.offset[row], held.size[row]
+    start = np.zeros(len(box), dtype=np.int64)
+    cut = np.flatnonzero(count != lead_lengths(held, boxes, box))
+    lead = _lead(size[cut])
+    start[cut] = first[cut] * (volume(size[cut]) // size[cut, lead]) * itemsize[box[cut]]
+    offset[cut, lead] += first[cut]
+    size[cut, lead] = count[cut]
+    return offset, size, start
+
+
+def _by_holders(held: Held, boxes: Boxes, free: Int64Array) -> Iterator[Int64Array]:
+    """Yields the boxes that have the same holders."""
+    if len(free) == 0:
+        return
+    group = _holder_classes(held, boxes)[free]
+    order = np.argsort(group, kind="stable")
+    yield from np.split(free[order], np.flatnonzero(np.diff(group[order])) + 1)
+
+
+def _whole(weight: Int64Array, ranks: Int32Array, loads: Loads) -> Int64Array:
+    """Returns which of the ranks gets each box, off by at most a box at each cut.
+
+    Args:
+        weight: int64[k], above 0.
+        ranks: Who shares the boxes.
+        loads: What each rank writes anyway; grows.
+    """
+    line = np.cumsum(weight)
+    shares = np.cumsum(loads.shares(ranks, int(line[-1])))
+    chosen = np.searchsorted(shares, line - weight // 2, side="left")
+    chosen = np.minimum(chosen, len(ranks) - 1)
+    loads.add(ranks[chosen], weight)
+    return np.asarray(chosen)
+
+
+def _cut_line(
+    num_bytes: Int64Array,
+    rows: Int64Array,
+    ranks: Int32Array,
+    loads: Loads,
+    min_piece_bytes: int,
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Cuts boxes that lie on a line where each rank has its share, at the nearest whole row.
+
+    Args:
+        num_bytes: int64[k], at least two pieces each.
+        rows: int64[k], how many leading rows each box has.
+        ranks: Who shares the boxes.
+        loads: What each rank writes anyway; grows.
+        min_piece_bytes: A cut that would leave less than this at an end of a box goes to that end.
+
+    Returns:
+        `(box, first row, rows, which of the ranks)` of each piece.
+    """
+    # Why node by node: a node is then off by a row at most, however many of its ranks share.
+    order = loads.by_node(ranks)
+    ranks = ranks[order]
+    ends = np.cumsum(num_bytes)
+    cuts = np.cumsum(loads.shares(ranks, int(ends[-1])))[:-1]
+    box = np.minimum(np.searchsorted(ends, cuts, side="right"), len(ends) - 1)
+    height = num_bytes[box] // rows[box]
+    row = (cuts - (ends - num_bytes)[box] + height // 2) // height
+    row[row * height < min_piece_bytes] = 0
+    at_end = (rows[box] - row) * height < min_piece_bytes
+    row[at_end] = rows[box[at_end]]
+    # Where each piece begins: at every box, and at every cut within one.
+    before = offsets_of(rows)
+    cut = before[box] + row
+    begin = np.unique(np.concatenate([before[:-1], cut[cut < before[-1]]]))
+    owner = np.searchsorted(cut, begin, side="right")
+    piece_box = np.searchsorted(before, begin, side="right") - 1
+    count = np.diff(np.append(begin, before[-1]))
+    loads.add(ranks[owner], count * (num_bytes // rows)[piece_box] + ITEM_COST_BYTES)
+    return piece_box, begin - before[piece_box], count, order[owner]
+
+
+def _holder_classes(held: Held, boxes: Boxes) -> Int64Array:
+    """Numbers the boxes so that those of one number have the same holders."""
+    ranks = held.rank[boxes.holder].astype(np.uint64)
+    mixed = (ranks + np.uint64(1)) * _MIX
+    mixed ^= mixed >> np.uint64(31)
+    counts = np.diff(boxes.start)
+    sums = [np.add.reduceat(code, boxes.start[:-1]).view(np.int64) for code in (mixed, mixed**2)]
+    first, group = group_rows([*sums, counts])
+    leader = np.repeat(boxes.start[first[group]], counts) + within(counts)
+    if np.array_equal(ranks, ranks[leader]):
+        return group
+    # The sums of different ranks were equal: balance each box by itself.
+    return np.arange(len(counts), dtype=np.int64)

@@ -1,0 +1,425 @@
+"""What several ranks say in one message, and when it is sent.
+
+What several ranks say in one message, and what they are told in one.
+
+A rank of a large job hands its requests to the gatherer of its group of ranks (`gathering`), so
+that the coordinator hears a few messages with much in them, and not one of every rank. What is the
+same for all ranks is said once. A message means exactly what its requests would mean one by one.
+
+When a gatherer sends on what the ranks of its group say. Pure, over a clock that is handed in.
+
+All ranks of a group come to each step, but for those that are not asked, have died or are late.
+So a message is complete when the last one comes, and goes at once. A step that stays incomplete is
+told as far as it is, so that the coordinator can name who is missing; less and less often.
+
+A gatherer holds nothing that is not held elsewhere: a rank whose gatherer dies or stays silent says
+the same to the coordinator itself, which knows a request that comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
+from ray_dcp.protocol.commands import Answer, Answers, step_of
+from ray_dcp.protocol.messages import (
+    FileReceipts,
+    LoadDone,
+    LoadJoin,
+    LoadReady,
+    OpKey,
+    Reply,
+    Request,
+    SaveJoin,
+    SaveReceipt,
+    SaveStaged,
+    SendItems,
+    pack_receipts,
+)
+
+__all__ = [
+    "MOST_GATHERERS",
+    "Batch",
+    "BatchWindow",
+    "BatchedJoins",
+    "BatchedReceipts",
+    "BatchedReplies",
+    "Batches",
+    "MessageBatch",
+    "group_of",
+    "is_gathered",
+    "together",
+]
+
+
+@dataclass(frozen=True)
+class BatchedJoins:
+    """Joins with fingerprints alone, of ranks that know the same plan and call the same."""
+
+    first: SaveJoin
+    """Of the lowest rank."""
+    ranks: tuple[int, ...]
+    fingerprints: bytes
+    """32 bytes for each rank."""
+    values: tuple[bytes, ...]
+    capture_s: tuple[float, ...]
+    nodes: tuple[str, ...] = ()
+    """The names of their nodes, each once."""
+    node: bytes = b""
+    """Which of them each rank is on: int32."""
+
+    def requests(self) -> list[SaveJoin]:
+        """Returns what the ranks sent."""
+        shared = vars(self.first)
+        on = np.frombuffer(self.node, np.int32).tolist()
+        found = []
+        for index, (rank, values) in enumerate(zip(self.ranks, self.values, strict=True)):
+            # Why not `replace`: it takes as long as all else that becomes of a join.
+            join = object.__new__(SaveJoin)
+            start = index * FINGERPRINT_BYTES
+            name = self.fingerprints[start : start + FINGERPRINT_BYTES]
+            vars(join).update(shared, rank=rank, fingerprint=name, values=values)
+            vars(join)["capture_s"] = self.capture_s[index]
+            vars(join)["node"] = self.nodes[on[index]]
+            found.append(join)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class BatchedReceipts:
+    """Receipts of ranks that wrote without an error."""
+
+    first: SaveReceipt
+    """Of the lowest rank, without its files."""
+    ranks: tuple[int, ...]
+    num_files: tuple[int, ...]
+    """Of each rank."""
+    staged_s: tuple[float, ...]
+    files: FileReceipts
+
+    def requests(self) -> list[SaveReceipt]:
+        """Returns what the ranks sent."""
+        files = iter(self.files)
+        each = zip(self.ranks, self.num_files, self.staged_s, strict=True)
+        return [
+            replace(
+                self.first, rank=rank, files=tuple(next(files) for _ in range(count)),
+                staged_s=staged_s,
+            )
+            for rank, count, staged_s in each
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class MessageBatch:
+    """Gatherer → coordinator: what these ranks say in one step of an operation.
+
+    Reply: `BatchedReplies`.
+    """
+
+    key: OpKey
+    step: str
+    ranks: tuple[int, ...]
+    said: BatchedJoins | BatchedReceipts | tuple[Request, ...]
+
+    def requests(self) -> Sequence[Request]:
+        """Returns what the ranks sent, one by one."""
+        return self.said if isinstance(self.said, tuple) else self.said.requests()
+
+    def only(self, ranks: Collection[int]) -> MessageBatch:
+        """Returns what some of these ranks say: those that are not answered yet."""
+        return together(request for request in self.requests() if request.rank in ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchedReplies:
+    """Coordinator → gatherer: replies to some of the ranks; the others still wait."""
+
+    replies: tuple[tuple[tuple[int, ...], Reply], ...]
+    epoch: int = 0
+    """Of the coordinator."""
+
+
+def together(requests: Iterable[Request]) -> MessageBatch:
+    """Returns one message that says what these do.
+
+    Args:
+        requests: At least one, of one operation and step, each of another rank.
+    """
+    found = sorted(requests, key=lambda request: request.rank)
+    first = found[0]
+    ranks = tuple(request.rank for request in found)
+    return MessageBatch(
+        first.key, step_of(first), ranks, _joined(found, ranks) or _written(found, ranks)
+    )
+
+
+_OF_JOINS = frozenset({"rank", "fingerprint", "values", "capture_s", "node"})
+_OF_RECEIPTS = frozenset({"rank", "files", "staged_s"})
+"""What is said for each rank; all else has to be the same, whatever there is."""
+
+
+def _rest(request: Request, own: frozenset[str]) -> dict[str, object]:
+    return {name: value for name, value in vars(request).items() if name not in own}
+
+
+def _joined(requests: Sequence[Request], ranks: tuple[int, ...]) -> BatchedJoins | None:
+    first = requests[0]
+    joins = [request for request in requests if isinstance(request, SaveJoin)]
+    if len(joins) < len(requests) or not isinstance(first, SaveJoin):
+        return None
+
+    alike = _rest(first, _OF_JOINS)
+    if not all(
+        _rest(join, _OF_JOINS) == alike
+        and len(join.fingerprint) == FINGERPRINT_BYTES
+        and join.known
+        and not (join.columns or join.contents or join.asked or join.stats)
+        and not (join.error or join.target.filesystem is not None)
+        for join in joins
+    ):
+        return None
+    names = b"".join([join.fingerprint for join in joins])
+    values = tuple([join.values for join in joins])
+    nodes = {node: index for index, node in enumerate(dict.fromkeys(j.node for j in joins))}
+    on = np.array([nodes[join.node] for join in joins], dtype=np.int32).tobytes()
+    capture_s = tuple([join.capture_s for join in joins])
+    return BatchedJoins(first, ranks, names, values, capture_s, tuple(nodes), on)
+
+
+def _written(
+    requests: Sequence[Request], ranks: tuple[int, ...]
+) -> BatchedReceipts | tuple[Request, ...]:
+    first = requests[0]
+    receipts = [request for request in requests if isinstance(request, SaveReceipt)]
+    alike = _rest(first, _OF_RECEIPTS)
+    plain = all(
+        receipt.error is None and _rest(receipt, _OF_RECEIPTS) == alike for receipt in receipts
+    )
+    if len(receipts) < len(requests) or not isinstance(first, SaveReceipt) or not plain:
+        return tuple(requests)
+    packed = pack_receipts(file for receipt in receipts for file in receipt.files)
+    if packed.bad_digests():
+        return tuple(requests)  # the coordinator says what is wrong, and of whom
+    counts = tuple([len(receipt.files) for receipt in receipts])
+    staged_s = tuple([receipt.staged_s for receipt in receipts])
+    return BatchedReceipts(replace(first, files=()), ranks, counts, staged_s, packed.proven())
+
+
+@dataclass(eq=False)
+class Batch:
+    """One message of a gatherer that waits for answers."""
+
+    key: OpKey
+    step: str
+    waiting: set[int]
+    ranks: tuple[int, ...]
+    told: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
+
+    def put(self, ranks: Iterable[int], reply: Reply) -> None:
+        """Takes a reply for those of the ranks that wait in it."""
+        mine = self.waiting.intersection(ranks)
+        if mine:
+            self.waiting -= mine
+            self.told.append((tuple(sorted(mine)), reply))
+
+
+class Batches:
+    """The messages of gatherers that wait for answers, in one coordinator."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[OpKey, str], list[Batch]] = {}
+        self._of_rank: dict[tuple[OpKey, str], dict[int, list[Batch]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, message: MessageBatch) -> Batch:
+        """Takes that a message waits; to be called before it is handed on."""
+        at = (message.key, message.step)
+        batch = Batch(*at, set(message.ranks), message.ranks)
+        self._waiting.setdefault(at, []).append(batch)
+        self._of_rank.pop(at, None)
+        return batch
+
+    def remove(self, batch: Batch) -> None:
+        """Takes that nobody waits for a message's answer any more."""
+        self._forget((batch.key, batch.step), [batch])
+
+    def answer(self, answer: Answer | Answers) -> set[int]:
+        """Takes an answer of the coordination; returns the ranks that wait in no message."""
+        at = (answer.key, answer.step)
+        if isinstance(answer, Answer):
+            batches = self._batches_of(at).get(answer.rank, ())
+            ranks: tuple[int, ...] = (answer.rank,)
+        else:
+            batches, ranks = self._waiting.get(at, ()), answer.ranks
+        left = set(ranks)
+        for batch in batches:
+            left -= batch.waiting
+            batch.put(ranks, answer.reply)
+        return left
+
+    def refuse(self, key: OpKey, reply: Reply) -> None:
+        """Takes that all who wait in an operation are told the same."""
+        for (own, _), batches in self._waiting.items():
+            if own == key:
+                for batch in batches:
+                    batch.put(batch.waiting, reply)
+
+    def ready(self) -> Iterator[Batch]:
+        """Yields those that have something to tell, and forgets them."""
+        for at, batches in list(self._waiting.items()):
+            told = [batch for batch in batches if batch.told]
+            if told:
+                self._forget(at, told)
+                yield from told
+
+    def _batches_of(self, at: tuple[OpKey, str]) -> dict[int, list[Batch]]:
+        """Returns the messages of each rank. Why only then: all are told the same in most saves."""
+        found = self._of_rank.get(at)
+        if found is None:
+            found = self._of_rank[at] = {}
+            for batch in self._waiting.get(at, ()):
+                for rank in batch.ranks:
+                    found.setdefault(rank, []).append(batch)
+        return found
+
+    def _forget(self, at: tuple[OpKey, str], gone: Sequence[Batch]) -> None:
+        left = [batch for batch in self._waiting.pop(at, ()) if batch not in gone]
+        self._of_rank.pop(at, None)
+        if left:
+            self._waiting[at] = left
+
+
+MOST_GATHERERS = 64
+"""How many messages a coordinator hears in a phase. A job of no more ranks needs no gatherers."""
+
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 4.0
+"""How long a message waits for the ranks that are missing, in seconds: twice as long each time."""
+
+_STEPS_KEPT = 256
+
+
+def group_of(rank: int, world_size: int, most: int = MOST_GATHERERS) -> range | None:
+    """Returns the ranks whose gatherer a rank uses; None where it calls the coordinator itself.
+
+    Ranks with neighbouring numbers, which are on one node or few.
+
+    Args:
+        rank: Which.
+        world_size: Number of ranks.
+        most: Number of gatherers.
+
+    Raises:
+        InvalidRequestError: There is no such rank.
+
+    Example:
+        >>> group_of(7, 10, most=4), group_of(7, 4096), group_of(7, 64)
+        (range(6, 9), range(0, 64), None)
+    """
+    if not 0 <= rank < world_size:
+        raise InvalidRequestError(
+            f"expected a rank from 0 to {world_size - 1}, found {rank}", rank=rank
+        )
+    if world_size <= most:
+        return None
+    size = -(-world_size // most)
+    start = rank - rank % size
+    return range(start, min(start + size, world_size))
+
+
+def is_gathered(request: Request) -> bool:
+    """Whether a request goes by way of a gatherer: one that every rank makes at about one time."""
+    steps = SaveJoin | SaveReceipt | SaveStaged | LoadJoin | LoadReady | LoadDone
+    failed = getattr(request, "error", None) is not None
+    return isinstance(request, steps) and not failed
+
+
+@dataclass
+class _Step:
+    """What came of one step, and is not sent yet."""
+
+    requests: dict[int, Request] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+    due_s: float = 0.0
+    wait_s: float = FIRST_WAIT_S
+
+
+class BatchWindow:
+    """What one gatherer has heard and not sent yet.
+
+    Args:
+        ranks: Of its group.
+        clock: Seconds that never go back.
+
+    Example:
+        >>> from ray_dcp.options import LoadOptions
+        >>> from ray_dcp.protocol.messages import Target
+        >>> def join(rank):
+        ...     return LoadJoin(OpKey("run", 0), rank, 128, Target("memory://x"), LoadOptions())
+        >>> gathering = Gathering(range(2, 4), lambda: 0.0)
+        >>> gathering.take(join(3))
+        []
+        >>> [message.ranks for message in gathering.take(join(2))]
+        [(2, 3)]
+    """
+
+    def __init__(self, ranks: Iterable[int], clock: Callable[[], float]) -> None:
+        self._ranks = frozenset(ranks)
+        self._clock = clock
+        self._steps: dict[tuple[OpKey, str], _Step] = {}
+        self._asked: dict[tuple[OpKey, str], set[int]] = {}
+
+    def take(self, request: Request) -> list[MessageBatch]:
+        """Takes what a rank says; returns what is to be sent now."""
+        at = (request.key, step_of(request))
+        step = self._steps.get(at)
+        if step is None:
+            self._trim()
+            step = self._steps[at] = _Step()
+        if not step.requests:
+            step.due_s = self._clock() + step.wait_s
+        step.requests[request.rank] = request
+        awaited = self._asked.get(at, self._ranks)
+        if awaited <= step.requests.keys() | step.sent:
+            return self._sent(step)
+        return []
+
+    def due(self) -> list[MessageBatch]:
+        """Returns what is to be sent although ranks are missing. To be called at `next_s`."""
+        now_s = self._clock()
+        late = [step for step in self._steps.values() if step.requests and step.due_s <= now_s]
+        return [message for step in late for message in self._sent(step)]
+
+    @property
+    def next_s(self) -> float | None:
+        """When, by the clock, something is to be sent that stays incomplete."""
+        return min((step.due_s for step in self._steps.values() if step.requests), default=None)
+
+    def told(self, message: MessageBatch, told: BatchedReplies) -> None:
+        """Takes what ranks are told: those that are asked for more will come again, no others."""
+        if message.step.partition(" ")[0] != "SaveJoin":
+            return
+        for ranks, reply in told.replies:
+            if isinstance(reply, SendItems):
+                asked = int(message.step.partition(" ")[2] or 0) + 1
+                self._asked.setdefault((message.key, f"SaveJoin {asked}"), set()).update(ranks)
+
+    def _sent(self, step: _Step) -> list[MessageBatch]:
+        messages = [together(step.requests.values())]
+        step.sent.update(step.requests)
+        step.requests = {}
+        step.wait_s = min(2 * step.wait_s, LONGEST_WAIT_S)
+        return messages
+
+    def _trim(self) -> None:
+        for steps in (self._steps, self._asked):
+            for at in [*steps][:-_STEPS_KEPT]:
+                if steps is self._asked or not self._steps[at].requests:
+                    del steps[at]

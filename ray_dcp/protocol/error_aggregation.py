@@ -1,0 +1,344 @@
+"""One error for all ranks, from what each of them reports.
+
+Which error a failed operation gives, and in which words: pure functions over errors.
+
+The errors of requests that no operation can take, in words. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from itertools import groupby
+
+from ray_dcp.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    DeadlineError,
+    InvalidRequestError,
+    ParticipantError,
+    RankDisagreementError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import (
+    Exchange,
+    LoadJoin,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Request,
+    SaveJoin,
+    SaveReceipt,
+    SaveStaged,
+)
+
+__all__ = [
+    "Call",
+    "Opening",
+    "blame",
+    "call_of",
+    "check_world",
+    "combine",
+    "deadline",
+    "describe",
+    "describe_call",
+    "disagreement",
+    "identity",
+    "located",
+    "lost_rank",
+    "name_known",
+    "name_ranks",
+    "unknown",
+    "unknown_operation",
+    "went_ahead",
+]
+
+MOST_TOLD = 16
+"""Missing ranks of which an error tells all that is known; the others are only named."""
+
+Opening = SaveJoin | LoadJoin | Exchange
+"""A request with which a rank begins an operation."""
+
+Call = tuple[str, SaveOptions | LoadOptions | None]
+"""What a rank called and with which options, for messages."""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks as a person would write them.
+
+    Args:
+        ranks: In any order.
+
+    Example:
+        >>> name_ranks([4, 0, 1, 2])
+        'ranks 0-2, 4'
+        >>> name_ranks([7])
+        'rank 7'
+    """
+    ordered = sorted(set(ranks))
+    runs = []
+    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        first, last = members[0], members[-1]
+        if last - first > 1:
+            runs.append(f"{first}-{last}")
+        else:
+            runs.extend(map(str, members))
+    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(runs) or '(none)'}"
+
+
+def blame(error: CheckpointError, rank: int, checkpoint_id: str | None = None) -> CheckpointError:
+    """Returns a copy of an error that says at which rank it happened.
+
+    Args:
+        error: What the rank reported; not changed.
+        rank: Which rank did.
+        checkpoint_id: Of the operation; used when the error does not name one.
+    """
+    blamed = copy.copy(error)
+    if blamed.rank is None:
+        blamed.rank = rank
+    if blamed.checkpoint_id is None:
+        blamed.checkpoint_id = checkpoint_id
+    return blamed
+
+
+def located(error: CheckpointError, checkpoint_id: str) -> CheckpointError:
+    """Returns an error that names the checkpoint: itself when it does, else a copy.
+
+    Args:
+        error: Of a task; not changed.
+        checkpoint_id: Of the operation.
+    """
+    if error.checkpoint_id is not None:
+        return error
+    placed = copy.copy(error)
+    placed.checkpoint_id = checkpoint_id
+    return placed
+
+
+def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) -> CheckpointError:
+    """Returns the one error that every rank is told when these ranks failed.
+
+    It is the error of the lowest rank that failed by itself (a rank that is merely missing is
+    the consequence more often than the cause), with all of them in `failures` and in a note.
+
+    Args:
+        errors: What happened, by rank; at least one.
+        checkpoint_id: Of the operation.
+    """
+    first = min(errors, key=lambda rank: (isinstance(errors[rank], ParticipantError), rank))
+    told = blame(errors[first], first, checkpoint_id)
+    others = {
+        rank: error
+        for rank, error in sorted(errors.items())
+        if rank != first and error is not errors[first]
+    }
+    if isinstance(told, ParticipantError) and others:
+        told.message = "; ".join(
+            dict.fromkeys([told.message, *(e.message for e in others.values())])
+        )
+    elif others:
+        told.__notes__ = [
+            *getattr(told, "__notes__", ()),
+            f"{name_ranks(others)} failed too: "
+            + "; ".join(
+                f"rank {rank}: {type(e).__name__}: {e.message}" for rank, e in others.items()
+            ),
+        ]
+    return told.with_failures({rank: _failure(errors[rank], rank) for rank in sorted(errors)})
+
+
+def _failure(error: CheckpointError, rank: int) -> tuple[BaseException, traceback.StackSummary]:
+    own = error.failures
+    if rank in own and own[rank][0] is not error:
+        return own[rank]
+    summary = own[rank][1] if rank in own else traceback.StackSummary()
+    return blame(error, rank), summary
+
+
+def deadline(
+    key: OpKey,
+    ranks: Iterable[int],
+    what: str,
+    after_s: float,
+    way_out: str,
+    tell: Callable[[int], str] = lambda _: "",
+) -> dict[int, CheckpointError]:
+    """Returns the error of ranks that were awaited in vain, by rank: one for all of them.
+
+    Args:
+        key: The operation.
+        ranks: Who is missing; at least one.
+        what: What they had to do: `"join the save"`.
+        after_s: The deadline that ran out, in seconds.
+        way_out: Which option to raise.
+        tell: What is known of a rank, in words; empty when nothing is.
+    """
+    missing = sorted(ranks)
+    facts = _known(missing, tell)
+    error = DeadlineError(
+        f"Expected every rank to {what} within {after_s:g} s, but {name_ranks(missing)} did not "
+        f"(operation {key.seq} of session {key.session!r}){facts}. Look at the log of "
+        f"{name_ranks(missing)}: dead, stuck, or on another code path; {way_out} if merely slow",
+        rank=missing[0] if len(missing) == 1 else None,
+    )
+    return dict.fromkeys(missing, error)
+
+
+def name_known(ranks: Iterable[int], tell: Callable[[int], str]) -> str:
+    """Returns ranks as a person would write them, with what is known of each.
+
+    Args:
+        ranks: In any order.
+        tell: As for `deadline`.
+    """
+    ordered = sorted(ranks)
+    return name_ranks(ordered) + _known(ordered, tell)
+
+
+def _known(ordered: list[int], tell: Callable[[int], str]) -> str:
+    known = [told for told in map(tell, ordered[:MOST_TOLD]) if told]
+    more = f"; and {len(ordered) - MOST_TOLD} more" if len(ordered) > MOST_TOLD else ""
+    return f": {'; '.join(known)}{more}" if known else ""
+
+
+def lost_rank(rank: int, reason: str) -> ParticipantError:
+    """Returns the error of a rank that died.
+
+    Args:
+        rank: Which.
+        reason: How it is known.
+    """
+    return ParticipantError(
+        f"Expected rank {rank} to take part, but it was lost: {reason}. "
+        f"Restart rank {rank} and call again",
+        rank=rank,
+    )
+
+
+def identity(request: Opening) -> tuple[object, ...]:
+    """Returns what has to be equal on all ranks of an operation.
+
+    Args:
+        request: How a rank begins it.
+    """
+    match request:
+        case SaveJoin() | LoadJoin():
+            return (type(request), request.world_size, request.target.url, request.options)
+        case Exchange():
+            return (type(request), request.world_size, request.tag)
+
+
+def disagreement(key: OpKey, openings: Mapping[int, Opening]) -> RankDisagreementError:
+    """Returns the error of ranks that called different things as the same operation.
+
+    Args:
+        key: The operation.
+        openings: What each rank asked for.
+    """
+    by_call: dict[str, list[int]] = {}
+    for rank, request in sorted(openings.items()):
+        call = f"{describe(request)}, world size {request.world_size}"
+        by_call.setdefault(call, []).append(rank)
+    calls = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in by_call.items())
+    return RankDisagreementError(
+        f"Expected all ranks to make the same call as operation {key.seq} of session "
+        f"{key.session!r}, but they made different ones: {calls}. Make every rank call save and "
+        f"load in the same order with the same path and options"
+    )
+
+
+def describe(request: Opening) -> str:
+    """Returns what a rank called, as a person would say it.
+
+    Args:
+        request: How the rank begins it.
+    """
+    return describe_call(call_of(request))
+
+
+def call_of(request: Opening) -> Call:
+    """Returns what `describe` needs to know of a request, without what the rank holds."""
+    if isinstance(request, Exchange):
+        return (f"exchange {request.tag!r}", None)
+    what = "save to" if isinstance(request, SaveJoin) else "load from"
+    return (f"{what} {request.target.url}", request.options)
+
+
+def describe_call(call: Call) -> str:
+    """Returns a call as a person would say it."""
+    what, options = call
+    return what if options is None else f"{what}{_chosen(options)}"
+
+
+def _chosen(options: SaveOptions | LoadOptions) -> str:
+    chosen = [
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+    ]
+    return f" with {', '.join(chosen)}" if chosen else ""
+
+
+def check_world(request: Opening) -> None:
+    """Checks that a rank is one of its world.
+
+    Raises:
+        InvalidRequestError: It is not.
+    """
+    if request.world_size < 1 or not 0 <= request.rank < request.world_size:
+        raise InvalidRequestError(
+            f"Expected a rank from 0 to world size - 1, but found rank {request.rank} of "
+            f"{request.world_size}. Give each rank its number in the group",
+            rank=request.rank,
+        )
+
+
+def went_ahead(key: OpKey, rank: int) -> ParticipantError:
+    """Returns the error of an operation that a rank began with an earlier coordinator.
+
+    Args:
+        key: Which operation.
+        rank: Who goes on with it.
+    """
+    return ParticipantError(
+        f"The coordinator was restarted during operation {key.seq} of session {key.session!r}: "
+        f"rank {rank} had begun it before, and will not join again. Call again",
+        rank=rank,
+    )
+
+
+def unknown_operation(key: OpKey) -> ParticipantError:
+    """Returns the error of an operation that is not known, for who only asks about it.
+
+    Args:
+        key: Which.
+    """
+    return ParticipantError(
+        f"Operation {key.seq} of session {key.session!r} is not known here: this coordinator was "
+        f"restarted since it began. Call again"
+    )
+
+
+def unknown(request: Request, why: str) -> CheckpointError:
+    """Returns the error of a request for an operation that is not known.
+
+    Args:
+        request: Which.
+        why: In words.
+    """
+    message = (
+        f"Operation {request.key.seq} of session {request.key.session!r}, to which rank "
+        f"{request.rank} sent {type(request).__name__}, is not known here: {why}"
+    )
+    if isinstance(request, SaveReceipt | SaveStaged | PartsHeld | PartsWritten):
+        return CommitUnknownError(
+            f"{message}. The storage tells whether attempt {request.attempt} was committed: ask "
+            f"ray_dcp.outcome(path, {request.attempt!r})",
+            attempt=request.attempt,
+            rank=request.rank,
+        )
+    return ParticipantError(f"{message}. Call again", rank=request.rank)

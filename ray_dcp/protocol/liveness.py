@@ -1,0 +1,341 @@
+"""Heartbeats, and what a coordinator knows of each rank by them.
+
+Beats: what a rank tells while it takes part, so that slow, frozen and absent are told apart.
+
+A beat is no step of an operation: it is answered at once, changes no machine, and may be lost.
+Only values and clocks live here; who is blamed when is decided in `attendance`.
+
+What a coordinator knows of each rank: when it was heard, what it does, what it called last.
+
+Pure, over a clock that is handed in. It decides who is frozen and puts into words what is known
+of a rank that is missing; what follows from that is decided by the machines.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ray_dcp.errors import DeadlineError
+from ray_dcp.protocol.error_aggregation import Call, call_of, describe_call
+from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Request, SaveJoin
+
+__all__ = [
+    "LONG_WAIT_S",
+    "AwakeClock",
+    "Doing",
+    "Heartbeat",
+    "HeartbeatAck",
+    "Liveness",
+    "beat_interval_s",
+]
+
+LONG_WAIT_S = 30.0
+"""A wait for other ranks that lasts longer is logged, once, in seconds."""
+
+LONGEST_INTERVAL_S = 5.0
+BEATS_IN_TIMEOUT = 6
+"""Beats that fit into a timeout: some may be late or lost before anybody is blamed."""
+
+
+def beat_interval_s(timeout_s: float) -> float:
+    """Returns how often to beat.
+
+    Args:
+        timeout_s: `heartbeat_timeout_s`, in seconds.
+
+    Example:
+        >>> beat_interval_s(60.0), beat_interval_s(2.0)
+        (5.0, 0.3333333333333333)
+    """
+    return min(LONGEST_INTERVAL_S, timeout_s / BEATS_IN_TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank does of one call of its user, at the moment of a beat.
+
+    Ages, no times: clocks of two machines are never compared.
+    """
+
+    first_seq: int
+    """Lowest operation that this call named."""
+    last_seq: int
+    """Highest operation that this call named."""
+    phase: str
+    """`"capturing"`, `"waiting"`, `"opening"`, `"planning"`, `"staging"` (with
+    others, into one file), `"writing"` or `"reading"`."""
+    phase_s: float = 0.0
+    """How long it has been in this phase, in seconds."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """Bytes to be moved in this phase; 0 when that is not known."""
+    quiet_s: float = 0.0
+    """How long ago bytes last moved, or the phase began, in seconds."""
+    key: str | None = None
+    """Storage key at which it is now; the one that takes longest."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Rank → coordinator: I live, and this is how far I am. Answer: `HeartbeatAck`, at once."""
+
+    session: str
+    rank: int
+    timeout_s: float
+    """Silence of this rank, from now on and while it does this, means that it is frozen."""
+    doings: tuple[Doing, ...] = ()
+    """One for each call of the user that is under way."""
+
+
+@dataclass(frozen=True)
+class HeartbeatAck:
+    """Coordinator → rank: I live as well, and this is who I am."""
+
+    actor_id: str
+    num_restarts: int
+    """How often Ray had started it anew when this process began."""
+    place: str
+    """Where it is, for messages: `"pid 12 on node-3"`."""
+    waits: tuple[str, ...] = ()
+    """For whom operations have waited for long, in words, to be logged by this rank."""
+
+
+class AwakeClock:
+    """A clock that stands still while its own process does.
+
+    *Why*: a process that was stopped for a while must not conclude that all others were silent
+    so long. Whoever reads it calls `tick` regularly; a tick that comes late counts for less.
+
+    Args:
+        clock: Seconds that never go back.
+        tick_s: How often `tick` is called, in seconds.
+
+    Example:
+        >>> times = iter([0.0, 1.0, 100.0, 100.5])
+        >>> awake = AwakeClock(lambda: next(times), 1.0)
+        >>> awake.tick(), awake.tick(), awake()
+        (1.0, 3.0, 3.5)
+    """
+
+    def __init__(self, clock: Callable[[], float], tick_s: float) -> None:
+        self._clock = clock
+        self._most_s = 2 * tick_s
+        self._ticked_s = clock()
+        self._awake_s = 0.0
+
+    def tick(self) -> float:
+        """Returns the seconds that this process was awake, and notes that it is."""
+        now_s = self._clock()
+        self._awake_s += min(now_s - self._ticked_s, self._most_s)
+        self._ticked_s = now_s
+        return self._awake_s
+
+    def __call__(self) -> float:
+        """Returns the seconds that this process was awake."""
+        return self._awake_s + min(self._clock() - self._ticked_s, self._most_s)
+
+
+SESSIONS = 1024
+"""Sessions whose ranks are remembered."""
+
+ENDED = 256
+"""Operations of which it is remembered when they ended."""
+
+SLOW_S = 30.0
+"""Bytes that moved within this time, in seconds, are called slow; without any it is stuck."""
+
+
+@dataclass
+class _Known:
+    """What is known of one rank of one session."""
+
+    heard_s: float | None = None
+    timeout_s: float | None = None
+    place: str = ""
+    doings: tuple[Doing, ...] = ()
+    last: tuple[OpKey, Call] | None = None
+    promised: set[OpKey] = field(default_factory=set)
+    """Operations during which it said that it would beat."""
+
+
+class Liveness:
+    """When each rank was heard, and what it said.
+
+    Args:
+        clock: Seconds in which this process could listen; see `beats.AwakeClock`.
+
+    Example:
+        >>> now = [0.0]
+        >>> attendance = Attendance(lambda: now[0])
+        >>> attendance.hear(Beat("run", 1, 60.0, (Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9),)))
+        >>> now[0] = 2.0
+        >>> attendance.tell(OpKey("run", 4), 1)
+        'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
+        self._ended: OrderedDict[OpKey, float] = OrderedDict()
+
+    # What is heard
+
+    def came(self, request: Request, timeout_s: float | None) -> None:
+        """Takes that a rank sent a request.
+
+        Args:
+            request: Which.
+            timeout_s: Silence after which the rank is frozen, in seconds, if it will beat until
+                this operation is over for it; None when it will not.
+        """
+        known = self._of(request.key.session, request.rank)
+        known.heard_s = self._clock()
+        if timeout_s is not None:
+            known.timeout_s = timeout_s
+            known.promised.add(request.key)
+        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+            known.last = (request.key, call_of(request))
+
+    def came_all(
+        self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None
+    ) -> None:
+        """Takes that ranks sent requests of one operation and step, as `came` does for one.
+
+        Args:
+            key: Which operation.
+            ranks: Who.
+            timeout_s: As for `came`.
+            call: With which they begin it.
+        """
+        now_s = self._clock()
+        last = None if call is None else (key, call)
+        self._of(key.session, ranks[0])
+        everybody = self._sessions[key.session]
+        for rank in ranks:
+            known = everybody.get(rank) or self._of(key.session, rank)
+            known.heard_s = now_s
+            if timeout_s is not None:
+                known.timeout_s = timeout_s
+                known.promised.add(key)
+            known.last = last or known.last
+
+    def hear(self, beat: Heartbeat) -> None:
+        """Takes a beat."""
+        known = self._of(beat.session, beat.rank)
+        known.heard_s = self._clock()
+        known.timeout_s = beat.timeout_s
+        known.doings = beat.doings
+
+    def place(self, session: str, rank: int, place: str) -> None:
+        """Takes where a rank is: `"pid 12 on node-3"`."""
+        self._of(session, rank).place = place
+
+    def ended(self, key: OpKey) -> None:
+        """Takes that an operation is over."""
+        self._ended[key] = self._clock()
+        while len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
+        for known in self._sessions.get(key.session, {}).values():
+            known.promised.discard(key)
+
+    # What follows
+
+    def silent(self, key: OpKey) -> dict[int, DeadlineError]:
+        """Returns the ranks that take part in an operation and are frozen, each with its error."""
+        ranks = self._sessions.get(key.session, {})
+        now_s = self._clock()
+        late = [rank for rank, at_s in self.due_s(key).items() if at_s <= now_s]
+        return {rank: self._frozen(rank, ranks[rank]) for rank in late}
+
+    def due_s(self, key: OpKey) -> dict[int, float]:
+        """Returns when each rank that takes part in an operation will be silent for too long."""
+        due = {}
+        for rank, known in self._sessions.get(key.session, {}).items():
+            at_s = self._due_s(key, known)
+            if at_s is not None:
+                due[rank] = at_s
+        return due
+
+    def tell(self, key: OpKey, rank: int) -> str:
+        """Returns what is known of a rank that is awaited, in words; empty when nothing is.
+
+        Args:
+            key: The operation in which it is missing.
+            rank: Who.
+        """
+        known = self._sessions.get(key.session, {}).get(rank, _Known())
+        who = f"rank {rank} ({known.place})" if known.place else f"rank {rank}"
+        now_s = self._clock()
+        if known.heard_s is None:
+            since_s = now_s - self._began_s
+            return f"{who} was never heard by this coordinator, which began {_age(since_s)}"
+        silent_s = now_s - known.heard_s
+        doing = next((doing for doing in known.doings if _covers(doing, key)), None)
+        if doing is not None and silent_s <= 2 * beat_interval_s(known.timeout_s or 0.0):
+            return f"{who} {_progress(doing, silent_s)}"
+        if known.last is None or known.last[0] == key or doing is not None:
+            return f"{who} was last heard {_age(silent_s)}"
+        return f"{who} never called: {self._last_call(known.last)}"
+
+    def _of(self, session: str, rank: int) -> _Known:
+        ranks = self._sessions.setdefault(session, {})
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+        known = ranks.get(rank)
+        if known is None:  # why not setdefault: it would make one with every message
+            known = ranks[rank] = _Known()
+        return known
+
+    def _due_s(self, key: OpKey, known: _Known) -> float | None:
+        takes_part = key in known.promised or any(_covers(doing, key) for doing in known.doings)
+        if known.heard_s is None or known.timeout_s is None or not takes_part:
+            return None
+        return known.heard_s + known.timeout_s
+
+    def _frozen(self, rank: int, known: _Known) -> DeadlineError:
+        silent_s = self._clock() - (known.heard_s or 0.0)
+        where = f" ({known.place})" if known.place else ""
+        return DeadlineError(
+            f"Expected rank {rank}{where} to be heard every {known.timeout_s:g} s while it takes "
+            f"part, but its last sign of life came {_age(silent_s)}: its process is frozen "
+            f"(stopped, swapped out, or a thread holds the GIL). Look at that process, restart "
+            f"rank {rank} and call again; raise heartbeat_timeout_s if such pauses are normal",
+            rank=rank,
+        )
+
+    def _last_call(self, last: tuple[OpKey, Call]) -> str:
+        key, call = last[0], describe_call(last[1])
+        ended_s = self._ended.get(key)
+        end = "has not ended" if ended_s is None else f"ended {_age(self._clock() - ended_s)}"
+        return f"its last operation was #{key.seq} ({call}), which {end}"
+
+
+def _covers(doing: Doing, key: OpKey) -> bool:
+    return doing.first_seq <= key.seq <= doing.last_seq
+
+
+def _progress(doing: Doing, silent_s: float) -> str:
+    verb = {"writing": "wrote", "reading": "read"}.get(doing.phase)
+    if verb is None:
+        return f"has been {doing.phase} for {doing.phase_s + silent_s:.1f} s"
+    quiet_s = doing.quiet_s + silent_s
+    amount = _amount(doing.done_bytes, doing.total_bytes)
+    state = "slow" if quiet_s <= SLOW_S else f"stuck in {doing.key or 'its own memory'}"
+    return f"last {verb} {amount} {_age(quiet_s)} ({state})"
+
+
+def _amount(done: int, total: int) -> str:
+    unit, name = next(
+        ((unit, name) for unit, name in ((10**9, "GB"), (10**6, "MB")) if max(done, total) >= unit),
+        (10**3, "kB"),
+    )
+    of_total = f" of {total / unit:.1f}" if total else ""
+    return f"{done / unit:.1f}{of_total} {name}"
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"

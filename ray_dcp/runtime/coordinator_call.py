@@ -1,0 +1,180 @@
+"""A rank's call to its coordinator: waits, repeats, and turns Ray's failures into ours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
+
+from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
+from ray_dcp.runtime import private_ray, ray_calls, ray_private
+from ray_dcp.runtime.private_ray import OwnRay
+
+__all__ = ["call_actor", "check_ray"]
+
+MOST_REPEATS = 20
+"""How often a call is repeated when the actor can't be reached or has to be made again."""
+
+LOOK_S = 0.5
+"""How often a call that waits looks whether that is still of use, in seconds."""
+
+_PAUSE_S = (0.05, 2.0)
+
+SEEN_S = 5.0
+"""How long it takes at most until a Ray of our own that died is known to be lost, in seconds."""
+
+T = TypeVar("T")
+
+
+@ray_private.starting_no_ray()
+def call_actor(
+    who: str,
+    handle: Callable[[bool], Any],
+    send: Callable[[Any], Any],
+    *,
+    timeout_s: float,
+    rank: int | None = None,
+    given_up: Callable[[bool], CheckpointError | None] = lambda _: None,
+) -> Any:
+    """Returns what an actor answers; repeats the call when the actor died or was out of reach.
+
+    The actor's methods must be idempotent: a call whose answer was lost is made again.
+
+    Args:
+        who: The actor in words, for errors.
+        handle: Returns the actor's handle; its argument asks for a fresh one.
+        send: Starts the call on a handle, and returns the reference of the answer.
+        timeout_s: For everything, repeats included, in seconds.
+        rank: The calling rank, for errors.
+        given_up: Asked about every second, and when the actor was out of reach: why it is of no
+            use to wait any longer. Its argument tells whether it was ever out of reach.
+
+    Raises:
+        DeadlineError: No answer in time.
+        ParticipantError: The actor died and can't be made again, or the cluster is gone.
+        CheckpointError: What the actor raised, or `given_up` returned.
+    """
+    end_s = time.monotonic() + timeout_s
+    # Why kept: this process may be in the next one when this is lost.
+    own = private_ray.joined()
+    failed = fresh = False
+    last: Exception = TimeoutError()
+    for attempt in range(MOST_REPEATS):
+        if own is not None:
+            own.check(rank)
+        try:
+            actor = handle(fresh)
+            check_ray(who, rank)
+            answer = _sent(send, actor, who, rank)
+            _await(answer, end_s, lambda: given_up(failed), who, rank, own)  # noqa: B023
+            return ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+        except GetTimeoutError:
+            raise DeadlineError(
+                f"Expected {who} to answer within {timeout_s:g} s, but it did not. Look whether "
+                f"its process is frozen or its node is gone, or raise the timeout",
+                rank=rank,
+            ) from None
+        except RayTaskError as error:
+            raise _told(error, who, rank) from None
+        except (ActorUnavailableError, ActorDiedError) as error:
+            # A dead actor is made again; one that restarts keeps its handle.
+            fresh = isinstance(error, ActorDiedError)
+            failed, last = True, error
+        except (RaySystemError, RayActorError, RayError, ConnectionError) as error:
+            raise _out_of_reach(error, who, rank, own) from error
+        _pause(attempt, end_s)
+    raise _out_of_reach(last, who, rank, own) from last
+
+
+def check_ray(who: str, rank: int | None = None) -> None:
+    """Raises `ParticipantError` when this process has shut its Ray down.
+
+    *Why*: a call of Ray's in a process without it starts a new cluster, without being asked.
+
+    Args:
+        who: Was to be called, in words.
+        rank: The calling rank, for errors.
+    """
+    if not ray.is_initialized():
+        raise ParticipantError(
+            f"Expected Ray to be up in this process to reach {who}, but it was shut down. Call "
+            f"ray.shutdown() after the last save or load has ended; to go on, connect again",
+            rank=rank,
+        )
+
+
+def _sent(send: Callable[[Any], Any], actor: Any, who: str, rank: int | None) -> Any:
+    try:
+        with ray_calls.inside():
+            return send(actor)
+    except Exception as error:
+        # So does Ray call a handle that is of another cluster than the one it is connected to.
+        if type(error) is Exception:
+            raise _out_of_reach(error, who, rank) from error
+        raise
+
+
+def _await(
+    answer: Any,
+    end_s: float,
+    given_up: Callable[[], CheckpointError | None],
+    who: str,
+    rank: int | None,
+    own: OwnRay | None,
+) -> None:
+    """Returns when there is an answer or time is over.
+
+    Raises:
+        ParticipantError: Ray was shut down meanwhile, or lost.
+        CheckpointError: What `given_up` returned meanwhile.
+    """
+    while True:
+        if own is not None:
+            own.check(rank)
+        check_ray(who, rank)
+        reason = given_up()
+        if reason is not None:
+            raise reason
+        left_s = end_s - time.monotonic()
+        done, _ = ray_calls.wait([answer], timeout=max(0.0, min(left_s, LOOK_S)))
+        if done or left_s <= 0:
+            return
+
+
+def _pause(attempt: int, end_s: float) -> None:
+    shortest, longest = _PAUSE_S
+    left_s = max(0.0, end_s - time.monotonic())
+    threading.Event().wait(min(longest, shortest * 2**attempt, left_s))
+
+
+def _told(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, CheckpointError):
+        return cause
+    return InternalError(f"{who} failed: {error}", rank=rank)
+
+
+def _out_of_reach(
+    error: Exception, who: str, rank: int | None, own: OwnRay | None = None
+) -> ParticipantError:
+    end_s = time.monotonic() + SEEN_S
+    while own is not None and time.monotonic() < end_s:
+        own.check(rank)
+        threading.Event().wait(_PAUSE_S[0])
+    return ParticipantError(
+        f"Expected {who} to be reachable, but Ray says {type(error).__name__}: {error}. Look "
+        f"whether the Ray cluster still runs, then restart the ranks",
+        rank=rank,
+    )

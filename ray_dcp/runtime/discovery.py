@@ -1,0 +1,280 @@
+"""Sessions from the Ray Train context or a torch process group: who are the ranks, which Ray.
+
+Making one is collective: one broadcast from the group's first rank and one gather of errors, so
+that either every rank has the session or every rank raises. Where the first rank finds no Ray, it
+starts one for the job.
+
+Where that one is lost, each rank comes to the next one with its next call. That is no collective,
+as ranks notice the loss at different times: the job's store tells where the next one is, and the
+ranks' calls keep their numbers, so that its coordinator knows whom a call waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime import private_ray, ray_private, registry
+from ray_dcp.runtime.actor_names import group_name
+from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address
+from ray_dcp.runtime.private_ray import OwnRay, start_own_ray
+from ray_dcp.runtime.registry import meet
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.session import Session
+
+__all__ = ["session_of"]
+
+_STORE_KEY = "ray_dcp/own_ray"
+
+_START_S = 120.0
+"""How long a Ray of our own may take to start, in seconds."""
+_TELL_S = 30.0
+"""How much longer the other ranks wait until they are told where it is, in seconds."""
+
+_continuing = threading.Lock()
+_refused: set[int] = set()
+"""Numbers of those Rays of our own that did not start, as this process was told."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the first rank tells the others: which Ray, and the session's name."""
+
+    invitation: Invitation
+    name: str
+
+
+def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Session | None:
+    """Returns the session for a group, after making it; None where the process is alone.
+
+    Args:
+        process_group: A torch process group; None for the whole job.
+        make: What a rank makes once it knows the name, its rank and the number of ranks.
+        lease_s: How long what is started for the session stays unused, in seconds.
+
+    Raises:
+        InvalidRequestError: This process is not in the group.
+        RankDisagreementError: Another rank uses `connect`.
+        ParticipantError: Some rank can't come to the session's Ray.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise InvalidRequestError(
+                "Expected torch.distributed to be initialised, as a process_group was given, but "
+                "it is not. Call torch.distributed.init_process_group first, or leave it out",
+                key="process_group",
+            )
+        return _train_session(make, lease_s)
+    group = dist.group.WORLD if process_group is None else process_group
+    known, session = registry.of_group(group)
+    if session is not None and session.connection.is_lost:
+        return _continued(group, session)
+    if not known:
+        if process_group is None:
+            ranks = dist.get_process_group_ranks(group)
+            meet(ray_private.job_store(), ranks, dist.get_rank())
+        session = _make(dist, group, make, lease_s)
+        registry.set_group(group, session)
+    return session
+
+
+def _continued(group: Any, lost: Session) -> Session:
+    """Returns the session that takes the place of one whose own Ray was lost: not collective."""
+    with _continuing:
+        _, session = registry.of_group(group)
+        if session is not None and session is not lost:
+            return session
+        if ray_private.job_store() is None:
+            lost.connection.check()
+        try:
+            own = _own_ray_of_the_job(lost.lease_s)
+            attach(Invitation(own.address, token_path=own.token_path))
+            session = lost.continued(Path(own.directory).name)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise ParticipantError(
+                f"Coming to another Ray after the job's own was lost failed: "
+                f"{type(error).__name__}: {error}. Call again",
+                rank=lost.rank,
+            ) from error
+        registry.set_group(group, session)
+        logger.warning(
+            "The Ray that this job had started for itself was lost; rank %d goes on with another "
+            "one at %s. If that happens again, look at the memory of this machine, or set "
+            "RAY_ADDRESS", lost.rank, own.address,
+        )  # fmt: skip
+        return session
+
+
+def _make(dist: Any, group: Any, make: type[Session], lease_s: float) -> Session | None:
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidRequestError(
+            f"Expected this process (rank {dist.get_rank()}) to be in the process group, but it "
+            f"is not. Only the group's ranks call save or load with it",
+            rank=dist.get_rank(),
+            key="process_group",
+        )
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return None
+    call, error = _invite(dist, group, lease_s) if rank == 0 else (None, None)
+    box: list[Any] = [call or error]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    session = None
+    if isinstance(box[0], _Call):
+        session, error = _come(box[0], make, rank, world_size, lease_s)
+    else:
+        error = box[0]
+    errors: list[CheckpointError | None] = [None] * world_size
+    dist.all_gather_object(errors, error, group=group)
+    failed = {index: found for index, found in enumerate(errors) if found is not None}
+    if failed:
+        raise _told(failed, world_size)
+    return session
+
+
+def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, CheckpointError | None]:
+    """Returns what to tell the other ranks; an error is told as well, or they would wait."""
+    ranks = dist.get_process_group_ranks(group)
+    name = group_name(ranks[0], len(ranks))
+    try:
+        address = attach_named(None)
+        joined = private_ray.joined()
+        if address is not None:
+            token_path = None if joined is None else joined.token_path
+            return _Call(Invitation(address, token_path=token_path), name), None
+        own = _own_ray_of_the_job(lease_s)
+        return _Call(Invitation(own.address, token_path=own.token_path), name), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
+        told = ParticipantError(f"Starting a Ray failed: {type(error).__name__}: {error}", rank=0)
+        return None, told
+
+
+def _own_ray_of_the_job(lease_s: float) -> OwnRay:
+    """Returns the Ray of this job, started by whoever of its ranks asks first.
+
+    Several groups of one job may make their first session at the same time; the job's store lets
+    one of them start it. Where the store can't be had, each group's first rank starts its own.
+    Those that were lost, or did not start, have numbers, too: the next one follows them.
+    """
+    store, number = ray_private.job_store(), 0
+    while True:
+        if number not in _refused:
+            own = _own_ray(store, number, lease_s)
+            if not own.is_lost:
+                return own
+        number += 1
+
+
+def _own_ray(store: Any, number: int, lease_s: float) -> OwnRay:
+    key = f"{_STORE_KEY}/{number}"
+    if store is None or store.add(f"{key}/asked", 1) == 1:
+        try:
+            own = start_own_ray(lease_s=lease_s, start_timeout_s=_START_S)
+        except CheckpointError as error:
+            _refused.add(number)
+            if store is not None:
+                store.set(f"{key}/told", f"error {error}")
+            raise
+        logger.info(
+            "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
+            "memory on this machine, files in %s. It ends %g s after its last use (process %d). "
+            "To use a cluster instead, set RAY_ADDRESS",
+            own.address, own.directory, lease_s, own.keeper_pid,
+        )  # fmt: skip
+        if store is not None:
+            store.set(f"{key}/told", own.encode())
+        return own
+    try:
+        store.wait([f"{key}/told"], timedelta(seconds=_START_S + _TELL_S))
+    except RuntimeError as error:  # torch's own timeout error is one, in every version
+        _refused.add(number)
+        raise ParticipantError(
+            f"Expected another rank to start a Ray within {_START_S + _TELL_S:g} s, but it told "
+            f"nothing ({error}). Look whether it lives, then call again"
+        ) from error
+    told = bytes(store.get(f"{key}/told")).decode()
+    if told.startswith("error "):
+        _refused.add(number)
+        raise ParticipantError(f"Another rank could not start a Ray: {told[6:]}")
+    return OwnRay.decode(told)
+
+
+def _come(
+    call: _Call, make: type[Session], rank: int, world_size: int, lease_s: float
+) -> tuple[Session | None, CheckpointError | None]:
+    try:
+        attach(call.invitation)
+        session = make(
+            call.name,
+            rank,
+            world_size,
+            namespace=call.invitation.namespace,
+            lease_s=lease_s,
+        )
+        session.greet()
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait in the gather
+        return None, ParticipantError(
+            f"Connecting to Ray failed: {type(error).__name__}: {error}", rank=rank
+        )
+    return session, None
+
+
+def _told(failed: dict[int, CheckpointError], world_size: int) -> CheckpointError:
+    if len(failed) == world_size and len({str(error) for error in failed.values()}) == 1:
+        return failed[0]
+    lines = [f"rank {rank}: {error}" for rank, error in failed.items()]
+    first = next(iter(failed))
+    return ParticipantError(
+        f"Expected all {world_size} ranks to come to one session, but {len(failed)} could not:\n"
+        + "\n".join(lines),
+        rank=first,
+    ).with_failures(
+        {
+            rank: error.failures.get(rank, error.failures[next(iter(error.failures))])
+            for rank, error in failed.items()
+        }
+    )
+
+
+def _train_session(make: type[Session], lease_s: float) -> Session | None:
+    """Returns the session of a Ray Train worker that has no torch process group."""
+    if attached_address() is None:
+        return None
+    ranks = ray_private.train_ranks()
+    if ranks is None or ranks[1] == 1:
+        return None
+    known, session = registry.of_group(_TRAIN)
+    if not known:
+        from ray.train.collective import broadcast_from_rank_zero
+
+        rank, world_size, experiment = ranks
+        word = broadcast_from_rank_zero(secrets.token_hex(8))
+        session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
+        session.greet()
+        registry.set_group(_TRAIN, session)
+    return session
+
+
+class _TrainGroup:
+    """Stands for the worker group of Ray Train: a worker process lives in only one."""
+
+
+_TRAIN = _TrainGroup()

@@ -1,0 +1,354 @@
+"""`collect` and `delete`: take away what no checkpoint needs, or a whole one.
+
+`collect`: takes away what attempts left and no checkpoint needs. No torch, no ray.
+
+`delete`: takes a checkpoint away, with all that other attempts left. No torch, no ray.
+
+Order: a delete record, from which on nothing stands; `.metadata`; data; chunk tables; older
+records. A crash in between leaves work for the next delete, collect or save, and never a
+checkpoint with holes.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
+from ray_dcp.format.manifest import DeleteRecord, Manifest, encode_record
+from ray_dcp.io.checkpoint import METADATA_KEY
+from ray_dcp.protocol.garbage import GarbagePlan, attempts_of, sweep, verdicts
+from ray_dcp.protocol.messages import Target
+from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.runtime.records import (
+    CollectReport,
+    Listing,
+    check_ours,
+    look_at,
+    named_by_metadata,
+    remove,
+    republish,
+    standing_records,
+    target_of,
+    withdraw,
+    without_stock_files,
+)
+from ray_dcp.runtime.tasks import new_attempt, perform, settle
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
+
+__all__ = ["collect", "delete"]
+
+Opener = Callable[[Target], Storage]
+
+COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"
+
+
+def collect(
+    path: AnyPlace,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    abort_unfinished: bool = False,
+    dry_run: bool = False,
+    opener: Opener = open_storage,
+) -> CollectReport:
+    """Deletes what attempts left at a path and no checkpoint needs.
+
+    A save does this itself after its commit; this is for when it was interrupted, or none follows.
+    The checkpoint that stands stays, and so does what may still become one.
+
+    Args:
+        path: Path or URL of one checkpoint.
+        storage_options: For the storage.
+        abort_unfinished: End attempts that may still be committed, and delete their files: right
+            when the jobs that saved here are gone. One that lives fails with
+            `SaveCancelledError`.
+        dry_run: Only tell what would be deleted.
+        opener: What opens the storage.
+
+    Returns:
+        What was deleted and what not.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+        InvalidRequestError: There is nothing of ray_dcp.
+        DamagedCheckpointError: A record is damaged, so that nobody knows what stands.
+        StorageError: The storage failed before anything was deleted.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> MemoryStorage("doc-collect").write("__0_0.0123456789abcdef.distcp", b"1234")
+        >>> collect("memory://doc-collect").kept[0].reason
+        'attempt 0123456789abcdef may still be committed'
+        >>> report = collect("memory://doc-collect", abort_unfinished=True)
+        >>> report.deleted, report.fenced
+        (('__0_0.0123456789abcdef.distcp',), ('0123456789abcdef',))
+    """
+    target = target_of(path, storage_options)
+    storage = opener(target)
+    place = look_at(storage)
+    check_ours(place)
+    _check_readable(place)
+    warnings = [] if dry_run else _published(place, target)
+    found = _dead(place, anonymous=abort_unfinished, all_dead=abort_unfinished and dry_run)
+    fenced: tuple[str, ...] = ()
+    if abort_unfinished and dry_run:
+        fenced = _dead(place).unfinished
+    elif abort_unfinished and found.unfinished:
+        fenced, refused = _fence(target, found.unfinished, opener)
+        warnings += refused
+        place = look_at(storage)
+        found = _dead(place, anonymous=True)
+    report = remove(place, found, dry_run)
+    return replace(report, fenced=fenced, warnings=(*warnings, *report.warnings))
+
+
+def _check_readable(place: Listing) -> None:
+    for _, error in sorted(place.standing.unreadable.items()):
+        error.message += ". Nothing is collected before it is clear what stands: move it away"
+        error.checkpoint_id = error.checkpoint_id or place.storage.url
+        raise error
+
+
+def _published(place: Listing, target: Target) -> list[str]:
+    """Brings `.metadata` up to date before what an old one names is looked at."""
+    if place.standing.record is None:
+        return []
+    try:
+        republish(place.storage, target.url)
+    except CheckpointError as error:
+        return [f".metadata could not be brought up to date: {error}"]
+    return []
+
+
+def _dead(place: Listing, *, anonymous: bool = False, all_dead: bool = False) -> GarbagePlan:
+    return sweep(
+        place.sizes,
+        standing=place.standing.manifest,
+        last_slot=place.previous_slot,
+        dead=place.known,
+        all_dead=all_dead,
+        anonymous=anonymous,
+        named=named_by_metadata(place, place.standing.record),
+    )
+
+
+def _fence(
+    target: Target, attempts: Collection[str], opener: Opener
+) -> tuple[tuple[str, ...], list[str]]:
+    """Returns the attempts that are fenced off, and why others are not."""
+    fenced, refused = [], []
+    for attempt in attempts:
+        match settle(target, attempt, reason=COLLECTED, rank=None, opener=opener):
+            case Fenced():
+                fenced.append(attempt)
+            case Open(error):
+                refused.append(f"attempt {attempt} could not be ended: {error}")
+    return tuple(fenced), refused
+
+
+MOST_TRIES = 20
+"""How often a delete begins again because a save was committed in between."""
+DELETED_BY_USER = "ray_dcp.delete was called"
+
+
+def delete(
+    path: AnyPlace,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    dry_run: bool = False,
+    opener: Opener = open_storage,
+    expected: str | None = None,
+    attempt: str | None = None,
+) -> CollectReport:
+    """Deletes the checkpoint at a path, with all that other attempts left there.
+
+    Atomic: whoever looks finds the whole checkpoint, or that it was deleted. A save that was begun
+    before fails, or its checkpoint is deleted as well. What remains is one small record
+    that says so, and files that ray_dcp did not write. Deleting twice is fine, also to finish what
+    was interrupted.
+
+    Args:
+        path: Path or URL of one checkpoint.
+        storage_options: For the storage.
+        dry_run: Only tell what would be deleted.
+        opener: What opens the storage.
+        expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
+            other one is left alone. None for whatever stands.
+        attempt: Of the delete record, where it was announced (`transfer.announcements`).
+
+    Returns:
+        What was deleted. Files that could not be are told in `kept` and `warnings`: the checkpoint
+        is gone all the same, and `collect` or another `delete` removes them.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+        InvalidRequestError: What stands there was not written by ray_dcp.
+        CheckpointExistsError: Another checkpoint than the expected one stands there, or somebody
+            ended the deletion that was announced; nothing is deleted.
+        StorageError: The storage failed before anything was decided; or it did not say whether
+            the delete happened, which the message tells.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> MemoryStorage("doc-delete").write("__0_0.0123456789abcdef.distcp", b"1234")
+        >>> report = delete("memory://doc-delete")
+        >>> report.deleted, report.num_bytes
+        (('__0_0.0123456789abcdef.distcp',), 4)
+    """
+    target = target_of(path, storage_options)
+    storage = opener(target)
+    for _ in range(MOST_TRIES):
+        place = look_at(storage)
+        _check_deletable(place)
+        if isinstance(place.standing.record, DeleteRecord) and not (
+            # Why: what began since then may still be committed, unless another record ends it.
+            expected == "" and attempts_of(place.sizes) - place.known
+        ):
+            return _finish_delete(place, place.standing.record, dry_run)
+        _check_expected(place, expected)
+        if attempt in place.known:
+            raise _ended(storage)
+        record = _delete_record(place, attempt or new_attempt())
+        if dry_run:
+            return _finish_delete(place, record, dry_run)
+        match _bury(target, record, opener):
+            case Won() as won:
+                return _finish_won(place, record, won)
+            case Fenced():
+                raise _ended(storage)
+            case Open(error):
+                unsure = copy.copy(error)
+                unsure.message += ". Whether the checkpoint was deleted is unknown: delete again"
+                raise unsure
+    raise CheckpointError(
+        f"Expected to delete the checkpoint, but {MOST_TRIES} times another save of the same id "
+        f"was committed meanwhile. Stop the job that saves there, and delete again",
+        checkpoint_id=storage.url,
+    )
+
+
+def _finish_won(place: Listing, record: DeleteRecord, won: Won) -> CollectReport:
+    """Removes what is superfluous, unless a save was committed since: then that does it."""
+    try:
+        if standing_records(place.storage).slot == won.slot:
+            return _finish_delete(place, record, dry_run=False)
+        told = "A save of the same id was committed right after the delete, and stands now"
+    except CheckpointError as error:
+        told = f"The checkpoint is deleted, but its files are not: {error}. Delete again"
+    manifest = place.standing.manifest
+    attempt = None if manifest is None else manifest.attempt
+    return CollectReport(place.storage.url, (), 0, (), checkpoint=attempt, warnings=(told,))
+
+
+def _check_deletable(place: Listing) -> None:
+    check_ours(place)
+    record = place.standing.record
+    if place.foreign is None or isinstance(record, Manifest):
+        return
+    if record is None or record.replaced_metadata != place.foreign:
+        raise InvalidRequestError(
+            f"Expected a checkpoint of ray_dcp in {place.storage.url}, but the one that stands "
+            f"there was written by another program: its .metadata says so. If you want it gone, "
+            f"remove the directory; ray_dcp.collect removes what ray_dcp left beside it",
+            checkpoint_id=place.storage.url,
+        )
+
+
+def _ended(storage: Storage) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        "Expected to delete the checkpoint, but somebody who keeps it ended that: a tag, a "
+        "reader, or another process that writes to its run. It stands",
+        checkpoint_id=storage.url,
+    )
+
+
+def _check_expected(place: Listing, expected: str | None) -> None:
+    manifest = place.standing.manifest
+    found = "" if manifest is None else manifest.attempt
+    if expected is not None and found != expected:
+        raise CheckpointExistsError(
+            f"Expected to delete {f'attempt {expected}' if expected else 'what crashes left'}, but "
+            f"{f'attempt {found}' if found else 'nothing'} stands there by now, and stays",
+            checkpoint_id=place.storage.url,
+        )
+
+
+def _delete_record(place: Listing, attempt: str) -> DeleteRecord:
+    standing = place.standing
+    manifest = standing.manifest
+    # Why: a foreign `.metadata` that the checkpoint replaced, but that still lies there, would
+    # stand again; one that came after it is somebody else's.
+    is_replaced = manifest is not None and manifest.replaced_metadata == place.foreign
+    told = not standing.slots.unreadable
+    return DeleteRecord(
+        attempt=attempt,
+        reason=DELETED_BY_USER,
+        created_s=time.time(),
+        replaced_metadata=place.foreign if is_replaced else None,
+        previous_slot=standing.last_slot,
+        decided=verdicts(standing.slots.records, attempts_of(place.sizes) if told else ()),
+    )
+
+
+def _bury(target: Target, record: DeleteRecord, opener: Opener) -> Decision:
+    vote = Vote(
+        target,
+        record.attempt,
+        record.previous_slot + 1,
+        create_if_absent=opener(target).traits.create_if_absent,
+    )
+    step: VoteTask | Decision = vote.commit(encode_record(record))
+    while not isinstance(step, Won | Fenced | Lost | Open):
+        step = vote.tell(perform(step, opener))
+    return step
+
+
+def _finish_delete(place: Listing, record: DeleteRecord, dry_run: bool) -> CollectReport:
+    """Removes what a delete makes superfluous, once it decides."""
+    storage = place.storage
+    is_new = place.standing.record is not record
+    # Careful: where a record can't be created only if absent, a save that runs may still replace
+    # the delete, and needs its files.
+    all_dead = is_new and (dry_run or storage.traits.create_if_absent)
+    found = sweep(
+        place.sizes,
+        standing=None,
+        last_slot=record.previous_slot,
+        dead=place.known,
+        all_dead=all_dead,
+        named=named_by_metadata(place, record),
+    )
+    manifest = place.standing.manifest
+    unnamed = attempts_of(place.sizes) - place.known
+    done = CollectReport(
+        path=storage.url,
+        deleted=(),
+        num_bytes=0,
+        kept=found.kept,
+        fenced=tuple(sorted(unnamed)) if all_dead else (),
+        checkpoint=manifest.attempt if manifest is not None and is_new else None,
+        dry_run=dry_run,
+    )
+    is_replaced = place.foreign is not None and place.foreign == record.replaced_metadata
+    metadata = METADATA_KEY in place.sizes and (place.foreign is None or is_replaced)
+    try:
+        if not dry_run:
+            metadata = withdraw(storage, record)
+        stock = without_stock_files(storage, place.foreign_files) if is_replaced else ()
+    except CheckpointError as error:
+        # Why nothing is deleted: stock DCP still sees what `.metadata` names.
+        told = f".metadata could not be removed, so nothing was: {error}. Delete again"
+        return replace(done, warnings=(told,))
+    report = remove(place, replace(found, delete=(*stock, *found.delete)), dry_run)
+    removed = (METADATA_KEY,) if metadata else ()
+    return replace(
+        done,
+        deleted=(*removed, *report.deleted),
+        num_bytes=report.num_bytes + sum(place.sizes.get(key, 0) for key in removed),
+        kept=report.kept,
+        warnings=report.warnings,
+    )

@@ -1,0 +1,304 @@
+"""The heart of a session: beats to its coordinator while this rank saves or loads, and listens.
+
+It tells what the coordinator can't see (that this process lives, and how far it is), and finds out
+what the thread that writes can't see: that the coordinator is frozen or gone, or that the save has
+failed elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+from ray_dcp.errors import CheckpointError, DeadlineError, ParticipantError
+from ray_dcp.io.threads import Stop
+from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck, beat_interval_s
+from ray_dcp.protocol.messages import Refused
+from ray_dcp.runtime import private_ray, ray_calls, ray_private
+from ray_dcp.runtime.rank_progress import RankProgress
+
+__all__ = ["HeartbeatSender"]
+
+FIRST_BEAT_S = 1.0
+"""A call of the user that is over before this many seconds sends no beat at all."""
+
+TICK_S = 1.0
+"""How long the heart waits at most before it looks around, in seconds."""
+
+KILL_S = 15.0
+"""Seconds that a process which was told to end may take, before it counts as frozen again: Ray
+asks it first, and one that is stopped does not answer."""
+
+MOST_UNANSWERED = 3
+"""Beats that are sent without an answer; a coordinator that is frozen gets no more."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """A call to the coordinator that is answered when an operation has its outcome."""
+
+    vitals: RankProgress
+    stop: Stop
+
+
+class HeartbeatSender:
+    """Beats for all that one session does, in one thread that lives no longer than that.
+
+    Args:
+        reach: Returns the coordinator's handle; its argument asks for a fresh one.
+        session: Name of the session.
+        rank: This rank.
+        who: The coordinator in words, for errors.
+    """
+
+    def __init__(
+        self, reach: Callable[[bool], Any], session: str, rank: int, who: str
+    ) -> None:  # fmt: skip
+        self._reach = reach
+        self._session = session
+        self._rank = rank
+        self._who = who
+        self._own = private_ray.joined()
+        self._changed = threading.Condition()
+        self._active: dict[RankProgress, float] = {}
+        self._thread: threading.Thread | None = None
+        self._first_beat_s = 0.0
+        self._heard: HeartbeatAck | None = None
+        self._frozen: CheckpointError | None = None
+        self._killed_s = float("-inf")
+
+    def add(self, vitals: RankProgress, timeout_s: float) -> None:
+        """Begins to beat for a call of the user.
+
+        Args:
+            vitals: Of that call.
+            timeout_s: Silence that means a frozen process, for either side, in seconds.
+        """
+        with self._changed:
+            if not self._active:
+                first_s = min(FIRST_BEAT_S, beat_interval_s(timeout_s))
+                self._first_beat_s = time.monotonic() + first_s
+                self._frozen = self._heard = None
+            self._active[vitals] = timeout_s
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ray_dcp beats", daemon=True)
+                self._thread.start()
+
+    def remove(self, vitals: RankProgress) -> None:
+        """Ends that; with the last one the thread ends, within `TICK_S`."""
+        with self._changed:
+            self._active.pop(vitals, None)
+            self._changed.notify_all()
+
+    def given_up(
+        self, out_of_reach: bool, outlives_restart: bool, goes_on: bool = False
+    ) -> CheckpointError | None:
+        """Returns why the coordinator will not answer any more; None while it may.
+
+        Args:
+            out_of_reach: A call failed.
+            outlives_restart: The next incarnation of the coordinator can answer as well.
+            goes_on: The next one goes on with the operation: one that is frozen is not given up
+                while another takes its place.
+        """
+        if self._frozen is not None and not (goes_on and self._is_being_replaced):
+            return self._frozen
+        if out_of_reach and not outlives_restart and self._is_gone():
+            return self._died()
+        return None
+
+    # In the thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                _Beating(self).run()
+            except SystemExit:  # Ray was shut down under this thread
+                return
+            except Exception as error:  # noqa: BLE001 - a rank without beats would be blamed
+                logger.warning("Beating to %s failed, and is tried again: %r", self._who, error)
+            with self._changed:
+                if not self._active:
+                    self._thread = None
+                    return
+                self._changed.wait(TICK_S)
+
+    def _is_gone(self) -> bool:
+        """Whether the incarnation that was heard last has ended, as Ray's tables tell."""
+        heard = self._heard
+        if heard is None:
+            return False
+        try:
+            return ray_private.life_of(heard.actor_id).num_restarts != heard.num_restarts
+        except (CheckpointError, RayError):
+            return False
+
+    def _abandon(self, error: CheckpointError) -> None:
+        """Ends what moves bytes for a coordinator that will never answer."""
+        with self._changed:
+            working = [vitals for vitals in self._active if vitals.is_working]
+        for vitals in working:
+            vitals.abandon(error)
+
+    def _died(self) -> ParticipantError:
+        where = f" ({self._heard.place})" if self._heard else ""
+        return ParticipantError(
+            f"Expected {self._who} to live until the end, but its process{where} died. Call again",
+            rank=self._rank,
+        )
+
+    def _is_silent(self, silent_s: float) -> DeadlineError:
+        where = f" ({self._heard.place})" if self._heard else ""
+        return DeadlineError(
+            f"Expected {self._who}{where} to answer beats, but it has not for {silent_s:.0f} s: "
+            f"its process is frozen (stopped, swapped out, or a thread holds the GIL). Another "
+            f"takes its place: call again; raise heartbeat_timeout_s if such pauses are normal",
+            rank=self._rank,
+        )
+
+    def _replace(self) -> None:
+        """Has Ray end the incarnation that is frozen, and start the next.
+
+        *Why*: all that is saved in this session would fail until somebody killed it by hand. That
+        it thaws meanwhile does no harm: the next one has a higher epoch.
+        """
+        with suppress(CheckpointError, RayError, ValueError):
+            if not self._is_gone():
+                ray_calls.kill(self._reach(False), no_restart=False)
+                self._killed_s = time.monotonic()
+
+    @property
+    def _is_being_replaced(self) -> bool:
+        return time.monotonic() < self._killed_s + KILL_S
+
+
+class _Beating:
+    """What the thread knows while it lives."""
+
+    def __init__(self, heart: HeartbeatSender) -> None:
+        self._heart = heart
+        self._clock = AwakeClock(time.monotonic, TICK_S)
+        self._sent: dict[Any, float] = {}
+        self._watches: dict[Any, _Watch] = {}
+        self._told: set[Stop] = set()
+        self._phases: list[str] = []
+        self._next_s = 0.0
+        self._fresh = False
+        self._actor_id = ""
+
+    @ray_private.starting_no_ray()
+    def run(self) -> None:
+        heart = self._heart
+        while True:
+            with heart._changed:
+                if not heart._active or not ray.is_initialized():
+                    return
+                active = dict(heart._active)
+                wait_s = max(heart._first_beat_s - time.monotonic(), 0.0)
+                if wait_s > 0:
+                    heart._changed.wait(min(wait_s, TICK_S))
+                    self._clock.tick()
+                    continue
+            if heart._own is not None and heart._own.is_lost:
+                heart._abandon(heart._own.lost(heart._rank))
+                return
+            timeout_s = min(active.values())
+            interval_s = beat_interval_s(timeout_s)
+            now_s = self._clock.tick()
+            due = now_s >= self._next_s or self._is_news(active)
+            if due and len(self._sent) < MOST_UNANSWERED:
+                self._send(active, timeout_s, now_s)
+                self._next_s = now_s + interval_s
+            self._watch(active)
+            self._listen(min(interval_s, TICK_S))
+            self._judge(timeout_s)
+
+    def _send(self, active: dict[RankProgress, float], timeout_s: float, now_s: float) -> None:
+        heart = self._heart
+        actor = heart._reach(self._fresh)
+        self._fresh, self._actor_id = False, ray_private.id_of(actor)
+        doings = tuple(vitals.doing for vitals in active)
+        beat = Heartbeat(heart._session, heart._rank, timeout_s, doings)
+        with ray_calls.inside():
+            self._sent[actor.beat.remote(beat)] = now_s
+        self._phases = [doing.phase for doing in doings]
+
+    def _is_news(self, active: dict[RankProgress, float]) -> bool:
+        """Whether a phase has begun since the last beat: the coordinator should know it soon."""
+        return [vitals.phase for vitals in active] != self._phases
+
+    def _watch(self, active: dict[RankProgress, float]) -> None:
+        """Asks for the outcome of what this rank works for, once for each."""
+        watched = {watch.stop for watch in self._watches.values()}
+        for vitals in active:
+            new = vitals.stop not in watched and vitals.stop not in self._told
+            if new and vitals.waits_for_others and vitals.key is not None:
+                actor = self._heart._reach(False)
+                with ray_calls.inside():
+                    ref = actor.watch.remote(vitals.key, self._heart._rank)
+                self._watches[ref] = _Watch(vitals, vitals.stop)
+
+    def _listen(self, wait_s: float) -> None:
+        refs = [*self._sent, *self._watches]
+        if not refs:
+            with self._heart._changed:
+                self._heart._changed.wait(wait_s)
+            return
+        done, _ = ray_calls.wait(refs, num_returns=1, timeout=wait_s)
+        for ref in done:
+            watch = self._watches.pop(ref, None)
+            self._sent.pop(ref, None)
+            try:
+                answer = ray_calls.get(ref)
+            except (ActorDiedError, ActorUnavailableError) as error:
+                self._fresh = isinstance(error, ActorDiedError)
+                self._stop_if_gone()
+                with self._heart._changed:
+                    self._heart._changed.wait(wait_s)
+                continue
+            if watch is not None:
+                self._told.add(watch.stop)
+            if watch is None:
+                self._heart._heard, self._heart._frozen = answer, None
+                # Why all: whoever answers one lives, and the others may have been lost.
+                self._sent.clear()
+                for wait in answer.waits:
+                    logger.warning("%s", wait)
+            elif isinstance(answer, Refused):
+                watch.stop.because(answer.error)
+
+    def _stop_if_gone(self) -> None:
+        """Takes that a call failed: dead is not silent, and what it had planned is lost."""
+        self._sent.clear()
+        if not self._heart._is_gone():
+            return
+        self._heart._abandon(self._heart._died())
+
+    def _judge(self, timeout_s: float) -> None:
+        now_s = self._clock()
+        silent_s = now_s - min(self._sent.values(), default=now_s)
+        if silent_s <= timeout_s:
+            return
+        heard, life = self._heart._heard, ray_private.life_of(self._actor_id)
+        ends = heard is not None and heard.num_restarts == life.num_restarts
+        late = self._heart._is_being_replaced and heard is None
+        if late or not (life.is_running or ends):
+            # Why: one that is being started, or started anew, is late and not frozen. One that
+            # has answered and is just being ended, as another rank found it frozen, is.
+            self._sent = dict.fromkeys(self._sent, now_s)
+            return
+        heart = self._heart
+        if heart._frozen is None:
+            heart._replace()
+        heart._frozen = heart._is_silent(silent_s)
+        heart._abandon(heart._frozen)

@@ -1,0 +1,290 @@
+"""Loads take bytes from the memory in which nodes keep what was staged, before storage.
+
+What is read so is checked like what storage gives. Nothing here decides what is loaded: only
+what is committed is, and where a byte can't be had from memory it comes from storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.io.threads import Stop
+from ray_dcp.runtime.actor_names import NAMESPACE, stager_name
+from ray_dcp.runtime.tasks import outcome
+from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, cut, registered_name
+from ray_dcp.stage.values import InFlight
+from ray_dcp.store.storage import Storage, StorageWrapper
+
+__all__ = ["MemoryTierStorage", "NodeMemory", "memory_of"]
+
+ANSWER_S = 10.0
+"""How long a stager may take to answer, in seconds; after that bytes come from storage."""
+
+COMMIT_S = 10.0
+"""How long a save may stay open after all is written, in seconds, before nobody waits for it."""
+
+FETCH_BYTES = 32 << 20
+"""How much of another node's memory is asked for at a time."""
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryTierStorage(StorageWrapper):
+    """A storage some of whose files are also in memory.
+
+    Args:
+        inner: Where everything is.
+        find: Returns where a file is in memory, or None. Called once a file.
+        most_threads: See `rank_memory.InMemory`.
+
+    Attributes:
+        bytes_from_memory: How many bytes were taken from there.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        find: Callable[[str], _InMemory | None],
+        most_threads: int | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self.most_threads = most_threads
+        self._find = find
+        self._lock = threading.Lock()
+        self._known: dict[str, _InMemory | None] = {}
+        self.bytes_from_memory = 0
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._find(key)
+            file = self._known[key]
+        if file is None or not file.read_into(start, target):
+            self._inner.read_into(key, start, target)
+            return
+        with self._lock:
+            self.bytes_from_memory += len(target)
+
+
+class NodeMemory:
+    """What the stagers of a cluster keep, for one load.
+
+    Args:
+        namespace: Ray namespace of the stagers.
+    """
+
+    def __init__(self, namespace: str = NAMESPACE) -> None:
+        self._namespace = namespace
+        self._own: Any = None
+
+    def storage(self, storage: Storage, attempt: str) -> MemoryTierStorage | None:
+        """Returns a storage that takes from memory what the nodes keep of an attempt.
+
+        Args:
+            storage: Where everything is.
+            attempt: Id of the attempt that is to be loaded.
+
+        Returns:
+            None when there is no Ray here, or nothing is kept.
+        """
+        ray = _ray()
+        if ray is None:
+            return None
+        # Suppressed: without memory it is loaded from storage.
+        with suppress(CheckpointError, ray.exceptions.RayError):
+            nodes = _Nodes(attempt, self._namespace, self._here())
+            return MemoryTierStorage(storage, nodes.find, nodes.most_threads) if nodes.any else None
+        return None
+
+    def await_staged(self, url: str, timeout_s: float, stop: Stop) -> None:
+        """Returns when no save to a place is staged on this node whose outcome is open.
+
+        Such a save is in memory, safe from the death of its ranks, and will be committed in a
+        moment: to load what is older would lose it.
+
+        Args:
+            url: Of the checkpoint, or of the folder that it is in.
+            timeout_s: How long to wait at most, in seconds.
+            stop: Asked to stop.
+        """
+        ray = _ray()
+        stager = None if ray is None else self._here()
+        if ray is None or stager is None:
+            return
+        from ray_dcp.runtime import ray_calls
+
+        now_s = begin_s = quiet_s = time.monotonic()
+        pause_s = 0.02
+        while now_s < begin_s + timeout_s and not stop.asked:
+            try:
+                found = ray_calls.get(stager.in_flight.remote(url), timeout=ANSWER_S)
+            except ray.exceptions.RayError:
+                return
+            left = [one for one in found if _is_open(one)]
+            now_s = time.monotonic()
+            if not all(one.is_written for one in left):
+                quiet_s = now_s
+            if not left or now_s > quiet_s + COMMIT_S:
+                return
+            threading.Event().wait(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+
+    def _here(self) -> Any:
+        """Returns this node's stager, which is looked up once; None when there is none."""
+        if self._own is None:
+            self._own = _stager(_node_id(), self._namespace)
+        return self._own
+
+
+def memory_of(session: object) -> NodeMemory:
+    """Returns what is in memory for loads of a session: what its own stagers keep.
+
+    Args:
+        session: Of this rank; one of a process that is alone has no stagers of its own.
+    """
+    return NodeMemory(getattr(session, "namespace", NAMESPACE))
+
+
+def _is_open(one: InFlight) -> bool:
+    try:
+        return outcome(one.target, one.attempt) == "open"
+    except CheckpointError:
+        return False
+
+
+class _InMemory:
+    """One file in the memory of a node: of this machine, or asked of its stager."""
+
+    def __init__(self, file: TierFile, arena: StagingMemory | None, stager: Any) -> None:
+        self._file = file
+        self._arena = arena
+        self._stager = stager
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has mapped it."""
+        return self._arena is not None
+
+    def read_into(self, start: int, target: memoryview) -> bool:
+        """Fills `target` with the file's bytes from `start`; returns whether it could."""
+        parts = self._file.find(start, len(target))
+        if parts is None:
+            return False
+        if self._arena is None:
+            return self._fetch(parts, target)
+        return self._arena.read_into(parts, target)
+
+    def _fetch(self, parts: Sequence[Part], target: memoryview) -> bool:
+        import ray
+
+        from ray_dcp.runtime import ray_calls
+
+        into = np.frombuffer(target, dtype=np.uint8)
+        for low in range(0, len(into), FETCH_BYTES):
+            length = min(FETCH_BYTES, len(into) - low)
+            wanted = cut(parts, low, low + length)
+            try:
+                found = ray_calls.get(self._stager.fetch.remote(wanted), timeout=ANSWER_S)
+            except ray.exceptions.RayError:
+                return False
+            if found is None:
+                return False
+            np.copyto(into[low : low + length], found)
+        return True
+
+
+class _Nodes:
+    """What all nodes keep of one attempt; other nodes are asked when this one lacks a file."""
+
+    def __init__(self, attempt: str, namespace: str, here: Any) -> None:
+        self._attempt = attempt
+        self._namespace = namespace
+        self._files: dict[str, _InMemory] = {}
+        self._unasked = True
+        # Why first alone: most find all they need here, and Ray's tables take a while to answer.
+        self._ask([here])
+        self.any = bool(self._files or self._find_others())
+
+    @property
+    def most_threads(self) -> int | None:
+        """How many can copy at a time, where all is in this machine's memory and nobody waits."""
+        here = self._files and all(file.is_here for file in self._files.values())
+        return len(os.sched_getaffinity(0)) if here else None
+
+    def find(self, key: str) -> _InMemory | None:
+        """Returns where a file is in memory."""
+        if key not in self._files and self._unasked:
+            from ray.exceptions import RayError
+
+            self._unasked = False
+            # Suppressed: Ray's tables do not answer; it comes from storage.
+            with suppress(CheckpointError, RayError):
+                self._ask([_stager(node, self._namespace) for node in self._find_others()])
+        return self._files.get(key)
+
+    def _find_others(self) -> list[str]:
+        """Returns the other nodes that keep some of it."""
+        from ray_dcp.runtime import ray_private
+
+        prefix = registered_name(self._attempt)
+        names = ray_private.names_from(prefix)
+        return sorted({name[len(prefix) :] for name in names} - {_node_id()})
+
+    def _ask(self, stagers: list[Any]) -> None:
+        import ray
+
+        from ray_dcp.runtime import ray_calls
+
+        asked = {stager.kept.remote(self._attempt): stager for stager in stagers if stager}
+        if not asked:
+            return
+        done, _ = ray_calls.wait([*asked], num_returns=len(asked), timeout=ANSWER_S)
+        for ref in done:
+            # Suppressed: that node has died since.
+            with suppress(ray.exceptions.RayError):
+                self._add(ray_calls.get(ref), asked[ref])
+
+    def _add(self, kept: TierEntry | None, stager: Any) -> None:
+        if kept is None:
+            return
+        arena = None
+        with suppress(LimitError):
+            arena = StagingMemory.mapped_here(kept.address) or StagingMemory.open(kept.address)
+        for file in kept.files:
+            self._files[file.key] = _InMemory(file, arena, stager)
+
+
+def _node_id() -> str:
+    import ray
+
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
+
+
+def _stager(node_id: str, namespace: str) -> Any:
+    import ray
+
+    from ray_dcp.runtime import ray_calls
+
+    try:
+        return ray_calls.get_actor(stager_name(node_id), namespace=namespace)
+    except (ValueError, ray.exceptions.RayError):
+        return None
+
+
+def _ray() -> Any:
+    """Returns Ray where this process uses it, else None."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None

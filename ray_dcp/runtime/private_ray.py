@@ -1,0 +1,255 @@
+"""Starts a Ray of our own for a job that has none, as a process tree that outlives the caller.
+
+The tree is a keeper (`keeper`, in a session of its own), which holds `ray start` and ends it when
+nobody uses it. It listens on the loopback interface only, asks for a token, has its own temporary
+directory, and takes whatever ports are free: two jobs on a machine do not meet.
+
+The keeper holds a lock on the directory while every daemon of the tree lives. Each rank looks at it
+before it waits for Ray, which itself would wait for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import ray
+
+from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime import environment
+from ray_dcp.runtime.actor_names import LEASE_S, check_lease
+
+__all__ = ["OwnRay", "SupervisorOrder", "joined", "set_joined", "start_own_ray"]
+
+READY = "ready.json"
+LOG = "keeper.log"
+TOKEN = "token"  # noqa: S105 - a file name
+
+_POLL_S = 0.05
+
+_SLOW = "timed out during startup"
+"""What Ray says when its own 30 s are over, which a busy machine needs to start its processes."""
+
+
+@dataclass(frozen=True)
+class OwnRay:
+    """A Ray that was started here."""
+
+    address: str
+    """`host:port` of its control store."""
+    directory: str
+    """Everything it keeps on disk; the keeper removes it."""
+    token_path: str
+    """File with the token that drivers must show; only this user can read it."""
+    keeper_pid: int
+    """Process that ends it."""
+    machine: str = ""
+    """Name of the machine that it runs on."""
+
+    def encode(self) -> str:
+        """Returns a text for `decode`; it holds no secret."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of_token(token_path: str) -> OwnRay:
+        """Returns the one whose token lies in a file."""
+        return OwnRay.decode(Path(token_path).with_name(READY).read_text())
+
+    @staticmethod
+    def decode(text: str) -> OwnRay:
+        """Returns what `encode` was given."""
+        return OwnRay(**json.loads(text))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether one of its daemons has died, or its keeper: then it never comes back.
+
+        False on another machine, where nobody can tell.
+        """
+        try:
+            folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            is_here = self.machine in ("", platform.node())
+            return is_here and isinstance(error, FileNotFoundError)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(folder)
+        return True
+
+    def lost(self, rank: int | None = None) -> ParticipantError:
+        """Returns the error of whoever needed it when it was lost.
+
+        Args:
+            rank: This rank.
+        """
+        return ParticipantError(
+            f"Expected the Ray that this job started for itself to run at {self.address}, but it "
+            f"was lost: its control store (gcs_server), its raylet or its supervisor (pid "
+            f"{self.keeper_pid}) died, most often for want of memory. Call again: the next save or "
+            f"load starts another one. To use a cluster instead, start it (`ray start --head`), "
+            f"and the job with RAY_ADDRESS set",
+            rank=rank,
+        )
+
+    def check(self, rank: int | None = None) -> None:
+        """Raises that error when it is lost."""
+        if self.is_lost:
+            raise self.lost(rank)
+
+    def remove(self) -> None:
+        """Removes what it left on disk: its keeper can't where it was killed itself."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+_joined: list[OwnRay] = []
+"""Those that this process has been connected to; the last one may be lost, or left."""
+
+
+def joined() -> OwnRay | None:
+    """Returns the Ray of our own that this process is connected to; None for any other, or none."""
+    if not _joined or not ray.is_initialized():
+        return None
+    own = _joined[-1]
+    return own if ray.get_runtime_context().gcs_address == own.address else None
+
+
+def set_joined(own: OwnRay) -> None:
+    """Notes which Ray of our own this process is connected to; at its end, removes lost ones."""
+    if not _joined:
+        atexit.register(_remove_lost)
+    _joined.append(own)
+
+
+def _remove_lost() -> None:
+    for own in _joined:
+        if own.is_lost:
+            own.remove()
+
+
+@dataclass(frozen=True)
+class SupervisorOrder:
+    """What the keeper is to do."""
+
+    directory: str
+    lease_s: float
+    num_cpus: int
+    object_store_bytes: int | None
+    start_timeout_s: float
+
+
+def start_own_ray(
+    *,
+    lease_s: float = LEASE_S,
+    num_cpus: int = 1,
+    object_store_bytes: int | None = None,
+    start_timeout_s: float = 120.0,
+) -> OwnRay:
+    """Starts a Ray on this machine's loopback interface and returns where it is.
+
+    Nothing of it is left `lease_s` seconds after its last driver and its last actor have gone,
+    whatever became of this process.
+
+    Args:
+        lease_s: How long it stays when it is unused, in seconds.
+        num_cpus: CPUs it offers to tasks; our actors need none.
+        object_store_bytes: Size of its object store; Ray's own default when None.
+        start_timeout_s: How long it may take to start, in seconds.
+
+    Raises:
+        InvalidRequestError: An argument is out of range.
+        ParticipantError: It did not start; the message ends with its log.
+        DeadlineError: It did not start in time.
+    """
+    check_lease(lease_s)
+    if num_cpus < 0 or start_timeout_s <= 0:
+        raise InvalidRequestError(
+            f"Expected num_cpus of at least 0 and start_timeout_s above 0, but found "
+            f"{num_cpus!r} and {start_timeout_s!r}"
+        )
+    end_s = time.monotonic() + start_timeout_s
+    while True:
+        try:
+            return _start(lease_s, num_cpus, object_store_bytes, end_s - time.monotonic())
+        except ParticipantError as error:
+            if _SLOW not in error.message or time.monotonic() >= end_s:
+                raise
+
+
+def _start(
+    lease_s: float, num_cpus: int, object_store_bytes: int | None, timeout_s: float
+) -> OwnRay:
+    # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
+    directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
+    try:
+        token = directory / TOKEN
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        order = SupervisorOrder(str(directory), lease_s, num_cpus, object_store_bytes, timeout_s)
+        process = _start_keeper(directory, token, order)
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise ParticipantError(f"Expected to start a Ray in {directory}, but: {error}") from error
+    return _wait(directory, process, timeout_s)
+
+
+def _start_keeper(directory: Path, token: Path, order: SupervisorOrder) -> subprocess.Popen[bytes]:
+    with (directory / LOG).open("ab") as log:
+        return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [
+                sys.executable,
+                "-m",
+                "ray_dcp.runtime.private_ray_supervisor",
+                json.dumps(asdict(order)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment.own_ray_environment(str(token)),
+            cwd="/",
+            start_new_session=True,
+        )
+
+
+def _wait(directory: Path, process: subprocess.Popen[bytes], timeout_s: float) -> OwnRay:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        ready = directory / READY
+        if ready.exists():
+            return OwnRay.decode(ready.read_text())
+        log = _tail(directory / LOG)
+        if process.poll() is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise ParticipantError(
+                f"Expected a Ray to start on this machine, but it ended with status "
+                f"{process.returncode}. Start one yourself (`ray start --head`) and set "
+                f"RAY_ADDRESS. Its log ends with:\n{log}"
+            )
+        threading.Event().wait(_POLL_S)
+    log = _tail(directory / LOG)
+    process.terminate()
+    raise DeadlineError(
+        f"Expected a Ray to start on this machine within {timeout_s:g} s, but it did not. Start "
+        f"one yourself (`ray start --head`) and set RAY_ADDRESS. Its log ends with:\n{log}"
+    )
+
+
+def _tail(path: Path, num_characters: int = 2000) -> str:
+    try:
+        return path.read_text(errors="replace")[-num_characters:]
+    except OSError:
+        return ""

@@ -1,0 +1,856 @@
+"""What one rank does in a load: read, share, finish.
+
+What nodes keep in memory of the checkpoint that is loaded, asked for while reads are planned.
+
+What one rank reads in a load, each step under its deadline: storage in threads of their own.
+
+What user code does with the values happens in the thread that called `load`.
+
+What one rank does in a save or a load: generators of requests that take replies.
+
+They know neither torch nor Ray: who captures a state dict or plans its targets is handed in, and
+who carries the requests (`drive`, `inline.run_ranks`) is not their business.
+
+What one rank does to load the newest good checkpoint of a run: a generator of requests.
+
+Rank 0 lists the steps once and the others take its list; whether a step loads is then said by the
+load itself, with one outcome for all ranks. So all try the same steps in the same order, and each
+decides to fall back by looking at the one error that every rank was told.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from ray_dcp.core.values import ChunkTable
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    DeadlineError,
+    InvalidRequestError,
+    ParticipantError,
+    SaveCancelledError,
+    UnsafeCheckpointError,
+)
+from ray_dcp.io.checkpoint import Checkpoint, checkpoint_from
+from ray_dcp.io.reader import (
+    Prepared,
+    ReadStats,
+    TargetSink,
+    naming_tensor,
+    prepare_reads,
+    read_item,
+    read_prepared,
+)
+from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.io.threads import run_within
+from ray_dcp.options import LoadOptions
+from ray_dcp.planning.reads import (
+    RankShare,
+    ReadNeeds,
+    ReadPlan,
+    ShareCost,
+    Wanted,
+    merged,
+    plan_reads,
+)
+from ray_dcp.protocol.error_aggregation import located
+from ray_dcp.protocol.messages import (
+    Exchange,
+    Exchanged,
+    LoadDone,
+    LoadGo,
+    LoadJoin,
+    LoadOutcome,
+    LoadProceed,
+    LoadReady,
+    OpKey,
+    Reply,
+    Request,
+    Target,
+)
+from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
+from ray_dcp.runtime.rank_save import (
+    Captured,
+    attempt,
+    naming_checkpoint,
+    refusal,
+    reported,
+    save_rank,
+)
+from ray_dcp.runtime.shared_reads import Peers
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
+from ray_dcp.view.listing import Run, StepFolder, list_run
+
+__all__ = [
+    "Captured",
+    "InMemory",
+    "KeptIn",
+    "LoadResult",
+    "LoadWork",
+    "MemorySource",
+    "Newest",
+    "ReadCounts",
+    "Reading",
+    "StepRange",
+    "drive",
+    "falls_back",
+    "load_newest_rank",
+    "load_rank",
+    "save_rank",
+]
+
+
+class InMemory(Storage, Protocol):
+    """A storage that takes some bytes from memory."""
+
+    bytes_from_memory: int
+
+    @property
+    def most_threads(self) -> int | None:
+        """More threads than this do not read sooner; None: nobody knows."""
+        ...
+
+
+KeptIn = Callable[[Storage, str], InMemory | None]
+"""From a storage and the attempt that is loaded to the storage with what is in memory of it."""
+
+
+class MemorySource:
+    """Finds out in a thread of its own what is in memory: Ray is asked three things one by one.
+
+    Args:
+        kept: Asks; None where nobody keeps anything.
+    """
+
+    def __init__(self, kept: KeptIn | None) -> None:
+        self._kept = kept
+        self._thread: threading.Thread | None = None
+        self._found: list[InMemory | None] = []
+        self._asked: tuple[Storage, str] | None = None
+
+    def ask(self, storage: Storage, attempt: str | None) -> None:
+        """Begins to ask, at once.
+
+        Args:
+            storage: Where everything is.
+            attempt: Id of the attempt that is loaded; None for one that nobody keeps.
+        """
+        if self._kept is None or attempt is None:
+            return
+        self._asked = (storage, attempt)
+        self._thread = threading.Thread(target=self._ask, daemon=True, name="ray_dcp asks memory")
+        self._thread.start()
+
+    def found(self) -> InMemory | None:
+        """Returns the storage with what is in memory, once that is known; None for nothing.
+
+        Where nothing was found it is asked again: what has just been committed is kept a moment
+        later.
+        """
+        if self._asked is None or self._kept is None or self._thread is None:
+            return None
+        self._thread.join()
+        found = self._found.pop() if self._found else None
+        return self._kept(*self._asked) if found is None else found
+
+    def _ask(self) -> None:
+        # Suppressed: it is asked again by who can raise it.
+        with suppress(Exception):
+            if self._asked is not None and self._kept is not None:
+                self._found.append(self._kept(*self._asked))
+
+
+MOST_RANGES = 1 << 16
+"""A rank that has to read more separate ranges than this reads for itself: the plan of who reads
+what would cost more than it spares."""
+
+BATCH_BYTES = 64 << 20
+"""Objects that are read before the caller's thread takes them, in bytes."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_hung: set[object] = set()
+"""Reads that were given up and may still write into targets when their storage answers."""
+_ended = threading.Condition()
+"""Told when one of them has ended."""
+
+
+@dataclass(frozen=True)
+class ReadCounts:
+    """What one rank read, in bytes."""
+
+    needed: int = 0
+    read: int = 0
+    from_memory: int = 0
+    """Of those that were read."""
+    from_peers: int = 0
+    """Got from another rank, and not among those that were read."""
+    instead: int = 0
+    """Of those that were read, what should have come from another rank."""
+
+
+class LoadWork(Protocol):
+    """What a rank wants of a checkpoint; `ray_dcp.torch_adapter.targets.Targets` is one."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """The boxes of raw tensor bytes."""
+        ...
+
+    @property
+    def sink(self) -> TargetSink:
+        """Where they go."""
+        ...
+
+    @property
+    def objects(self) -> Sequence[tuple[int, Callable[[bytes], None]]]:
+        """Chunks to read whole, and what takes their bytes."""
+        ...
+
+    def place_item(self, chunk: int, data: bytes, /) -> None:
+        """Takes a whole `torch.save` item of a tensor chunk that has no raw bytes."""
+        ...
+
+    def check_coverage(self, plan: ReadPlan, /) -> None:
+        """Raises `CoverageError` when something wanted is stored nowhere."""
+        ...
+
+    def finish(self) -> None:
+        """Puts everything into place, after all bytes have come."""
+        ...
+
+
+class Reading:
+    """The storage of one load on one rank.
+
+    Args:
+        opener: What opens it.
+        target: What to load.
+        options: Its deadlines, and how to read.
+        vitals: Where it notes how far it is.
+        rank: This rank.
+        kept: As for `rank.load_rank`.
+        peers: How the other ranks are reached.
+    """
+
+    def __init__(
+        self,
+        opener: Callable[[Target], Storage],
+        target: Target,
+        options: LoadOptions,
+        vitals: RankProgress,
+        rank: int,
+        kept: KeptIn | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self._peers = peers or Peers()
+        self._memory = MemorySource(kept if options.from_memory else None)
+        self._opener = opener
+        self._target = target
+        self._options = options
+        self._vitals = vitals
+        self._rank = rank
+        self._storage: Storage | None = None
+        self._opened: Storage | None = None
+
+    def open(self) -> Storage:
+        """Returns the storage.
+
+        Raises:
+            DeadlineError: It takes longer than `plan_timeout_s`.
+            ParticipantError: A read of an earlier load still hangs in this process, and did so
+                for `plan_timeout_s`.
+            CheckpointError: It can't be opened.
+        """
+        self._vitals.enter("opening")
+        with _ended:
+            alone = _ended.wait_for(lambda: not _hung, self._options.plan_timeout_s)
+        if not alone:
+            raise ParticipantError(
+                f"Expected no read of an earlier load to be left in this process, but "
+                f"{len(_hung)} hang in the storage and could still write into tensors. Wait until "
+                f"the storage answers, or restart rank {self._rank}",
+                rank=self._rank,
+            )
+        opened = self._in_time(partial(self._opener, self._target), "open the storage")
+        self._opened = opened
+        self._storage = WatchedStorage(opened, self._vitals)
+        return self._storage
+
+    def checkpoint(self, go: LoadGo) -> Checkpoint:
+        """Returns the checkpoint that every rank loads.
+
+        Args:
+            go: Which.
+
+        Raises:
+            DeadlineError: It takes longer than `plan_timeout_s`.
+            CheckpointError: It can't be read.
+        """
+        self._vitals.enter("opening")
+        storage = self._storage or self.open()
+        read = partial(
+            checkpoint_from, storage, go.kind, go.slot, go.record, table=go.table, checks_later=True
+        )
+        found = self._in_time(read, "read what is stored")
+        found.in_time = partial(self._in_time, what="read which chunks are stored")
+        if self._opened is not None:
+            self._memory.ask(self._opened, found.attempt)
+        return found
+
+    def prepare(
+        self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
+    ) -> Prepared:  # fmt: skip
+        """Returns what is to be read; no target is touched.
+
+        Args:
+            checkpoint: What is stored.
+            work: What is wanted.
+            read_plan: Of `work.wanted`.
+
+        Raises:
+            DeadlineError: It takes longer than `plan_timeout_s`.
+            CheckpointError: It can't be read, or does not fit.
+        """
+        storage = self._storage or self.open()
+        table, options = checkpoint.table, self._options
+
+        def prepare() -> Prepared:
+            if checkpoint.check_file is not None and options.verify != "never":
+                chunks = {*read_plan.chunk.tolist(), *(chunk for chunk, _ in work.objects)}
+                checkpoint.know_checks(sorted(chunks))
+            return prepare_reads(storage, table, read_plan, work.wanted, options=options)
+
+        return self._in_time(prepare, "find what is stored")
+
+    def needs(self, prepared: Prepared) -> ReadNeeds | None:
+        """Returns what this rank may get from others or read for them; None: nothing.
+
+        Args:
+            prepared: What is to be read.
+        """
+        choice, traits = self._options.share_reads, read_traits_of(self._opened)
+        if choice is False or not self._peers.node or not traits.shared:
+            return None
+        ranges = merged(*prepared.reads())
+        if not len(ranges) or len(ranges) > MOST_RANGES:
+            return None
+        cost = None
+        if choice == "auto":
+            cost = ShareCost(traits.request_s, traits.bytes_per_s, traits.cached)
+        return ReadNeeds(ranges.encode(), self._peers.node, cost)
+
+    def fill(
+        self,
+        checkpoint: Checkpoint,
+        work: LoadWork,
+        prepared: Prepared,
+        share: RankShare | None = None,
+        key: OpKey | None = None,
+    ) -> ReadCounts:
+        """Puts everything that is wanted into place.
+
+        Args:
+            checkpoint: What is stored.
+            work: What is wanted.
+            prepared: What is to be read for it.
+            share: What is to be read for others, or comes from them.
+            key: Of the load; with a share.
+
+        Raises:
+            DeadlineError: It takes longer than `read_timeout_s`.
+            CheckpointError: It can't be read, or does not fit.
+        """
+        storage = self._storage or self.open()
+        memory = self._memory.found()
+        source = storage if memory is None else WatchedStorage(memory, self._vitals)
+        relay = self._relay(source, checkpoint, prepared, share, key)
+        if memory is None and relay is None:
+            return self._fill(storage, checkpoint, work, prepared)
+        most = None if memory is None else memory.most_threads
+        try:
+            counts = self._fill(source, checkpoint, work, prepared, relay, most)
+        except (DeadlineError, SaveCancelledError):
+            raise
+        except CheckpointError as error:
+            from_memory = 0 if memory is None else memory.bytes_from_memory
+            from_peers = 0 if relay is None else relay.bytes_from_peers
+            if not from_memory and not from_peers:
+                raise
+            logger.warning(
+                "What was in memory or came from other ranks could not be used, storage is read: "
+                "%s", error,
+            )  # fmt: skip
+            counts = self._fill(storage, checkpoint, work, prepared)
+            return replace(counts, instead=from_peers)
+        return replace(counts, from_memory=0 if memory is None else memory.bytes_from_memory)
+
+    def _relay(
+        self,
+        storage: Storage,
+        checkpoint: Checkpoint,
+        prepared: Prepared,
+        share: RankShare | None,
+        key: OpKey | None,
+    ) -> SharedReadStorage | None:
+        if share is None or key is None:
+            return None
+        vitals, options = self._vitals, self._options
+        exchange = self._peers.exchange(key, self._rank, vitals.check)
+        if exchange is None:
+            return None
+        return SharedReadStorage(
+            storage, checkpoint.table.files, share, self._rank, prepared.reads(), exchange,
+            budget_bytes=self._peers.budget_bytes(share.here),
+            num_threads=options.num_threads, check=vitals.check, moved=vitals.moved,
+        )  # fmt: skip
+
+    def _fill(
+        self,
+        storage: Storage,
+        checkpoint: Checkpoint,
+        work: LoadWork,
+        prepared: Prepared,
+        relay: SharedReadStorage | None = None,
+        most_threads: int | None = None,
+    ) -> ReadCounts:
+        table, options = checkpoint.table, self._options
+        if most_threads is not None:
+            options = replace(options, num_threads=min(options.num_threads, most_threads))
+        self._vitals.enter("reading", prepared.read_plan.bytes_needed)
+        end_s = time.monotonic() + options.read_timeout_s
+
+        def chunks() -> ReadStats:
+            if relay is None:
+                return read_prepared(storage, prepared, work.sink, options=options)
+            failed = True
+            relay.start()
+            try:
+                stats = read_prepared(relay, prepared, work.sink, options=options)
+                failed = False
+            finally:
+                relay.finish(failed=failed)
+            return replace(stats, bytes_read=relay.bytes_from_storage)
+
+        stats = self._read(chunks, end_s)
+        needed, read = stats.bytes_needed, stats.bytes_read
+        opaque = [(chunk, partial(work.place_item, chunk)) for chunk in stats.opaque]
+        transforms = None if checkpoint.foreign is None else checkpoint.foreign.transforms
+        for batch in _batches(table, [*opaque, *work.objects]):
+
+            def items(batch: Sequence[_Item] = batch) -> list[bytes]:
+                return [
+                    read_item(storage, table, chunk, verify=options.verify, transforms=transforms)
+                    for chunk, _ in batch
+                ]
+
+            for (chunk, take), data in zip(batch, self._read(items, end_s), strict=True):
+                read += int(table.item_bytes[chunk])
+                with naming_tensor(table, chunk):
+                    take(data)
+        needed += sum(int(table.item_bytes[chunk]) for chunk, _ in work.objects)
+        work.finish()
+        if relay is None:
+            return ReadCounts(needed, read)
+        return ReadCounts(
+            needed, read, from_peers=relay.bytes_from_peers, instead=relay.bytes_instead
+        )
+
+    def _in_time(self, work: Callable[[], T], what: str) -> T:
+        timeout_s = self._options.plan_timeout_s
+        overdue = partial(
+            self._vitals.overdue, what, "LoadOptions.plan_timeout_s", timeout_s, self._rank
+        )
+        return run_within(work, timeout_s, self._vitals.stop, overdue)
+
+    def _read(self, work: Callable[[], T], end_s: float) -> T:
+        """Returns what a read gives; one that is given up is remembered until it ends."""
+        mark = object()
+        under_way = {mark}
+
+        def marked() -> T:
+            try:
+                return work()
+            finally:
+                with _ended:
+                    under_way.clear()
+                    _hung.discard(mark)
+                    _ended.notify_all()
+
+        overdue = partial(
+            self._vitals.overdue, "read its share", "LoadOptions.read_timeout_s",
+            self._options.read_timeout_s, self._rank,
+        )  # fmt: skip
+        try:
+            return run_within(marked, end_s - time.monotonic(), self._vitals.stop, overdue)
+        finally:
+            with _ended:
+                _hung.update(under_way)
+
+
+_Item = tuple[int, Callable[[bytes], None]]
+
+
+def _batches(table: ChunkTable, items: Sequence[_Item]) -> Iterator[list[_Item]]:
+    """Cuts objects into runs of about `BATCH_BYTES`, so that few threads read them."""
+    batch: list[_Item] = []
+    num_bytes = 0
+    for item in items:
+        batch.append(item)
+        num_bytes += int(table.item_bytes[item[0]])
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+Opener = Callable[[Target], Storage]
+
+
+LoadPlanning = Generator[Request, Reply, LoadWork]
+"""A plan that asks the other ranks before it ends with the work."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What came of a load on one rank."""
+
+    outcome: LoadOutcome
+    checkpoint: Checkpoint
+    bytes_needed: int
+    """Of this rank."""
+    bytes_read: int
+    """By this rank."""
+    bytes_from_peers: int = 0
+    """Of this rank."""
+
+
+def load_rank(
+    key: OpKey,
+    *,
+    rank: int,
+    world_size: int,
+    target: Target,
+    options: LoadOptions,
+    plan: Callable[[Checkpoint], LoadWork | LoadPlanning],
+    opener: Opener = open_storage,
+    vitals: RankProgress | None = None,
+    kept: KeptIn | None = None,
+    peers: Peers | None = None,
+) -> Generator[Request, Reply, LoadResult]:
+    """Returns the part of one rank in a load.
+
+    Args:
+        key: The operation.
+        rank: This rank.
+        world_size: Number of ranks.
+        target: What to load.
+        options: How.
+        plan: From the checkpoint to what this rank wants of it, or a generator that ends with
+            that, for planners that talk to the other ranks; changes nothing yet.
+        opener: What opens the storage.
+        vitals: Where it notes how far it is, and is told to stop.
+        kept: Returns the storage with what nodes keep of an attempt in memory, or None.
+        peers: How the other ranks are reached, to share reads with them.
+
+    Returns:
+        A generator that ends when every rank has loaded.
+
+    Raises:
+        CheckpointError: The load failed, on this rank or on another: the same error on all. No
+            target was touched unless the failure came while reading.
+    """
+    vitals = vitals or RankProgress()
+    vitals.begin(key)
+    with naming_checkpoint(target.url):
+        reading = Reading(opener, target, options, vitals, rank, kept, peers)
+        storage, error = attempt(reading.open, "opening the storage", rank)
+        vitals.enter("waiting")
+        go = yield LoadJoin(key, rank, world_size, target, options, error)
+        if not isinstance(go, LoadGo) or storage is None:
+            raise refusal(go, rank)
+
+        checkpoint, error = attempt(partial(reading.checkpoint, go), "opening", rank)
+        work: LoadWork | None = None
+        prepared: Prepared | None = None
+        if checkpoint is not None:
+            vitals.enter("planning")
+            work, read_plan, error = yield from _planned(plan, checkpoint, rank)
+            if work is not None and read_plan is not None:
+                prepare = partial(reading.prepare, checkpoint, work, read_plan)
+                prepared, error = attempt(prepare, "planning the reads", rank)
+        vitals.enter("waiting")
+        may_share = world_size > 1 and prepared is not None
+        needs = reading.needs(prepared) if may_share and prepared is not None else None
+        proceed = yield LoadReady(key, rank, error, needs)
+        if not isinstance(proceed, LoadProceed):
+            raise refusal(proceed, rank)
+        if checkpoint is None or work is None or prepared is None:
+            raise error or refusal(proceed, rank)
+        # Why not `key`: the call may have another number by now.
+        fill = partial(reading.fill, checkpoint, work, prepared, proceed.share, vitals.key or key)
+        counts, error = attempt(fill, "reading", rank)
+        vitals.enter("waiting")
+        if vitals.abandoned is not None:
+            raise located(vitals.abandoned, target.url)
+        counts = counts or ReadCounts()
+        done = LoadDone(
+            key, rank, counts.needed, counts.read, error, counts.from_memory,
+            counts.from_peers, counts.instead,
+        )  # fmt: skip
+        outcome = yield done
+        vitals.over = True
+        if not isinstance(outcome, LoadOutcome):
+            raise refusal(outcome, rank)
+        return LoadResult(outcome, checkpoint, counts.needed, counts.read, counts.from_peers)
+
+
+def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Reply]) -> T:
+    """Returns what a rank generator ends with, after carrying its requests.
+
+    Args:
+        generator: Of this module.
+        call: Returns the reply to a request. A `CheckpointError` that it raises (nobody
+            answered) goes to the generator, which finds out what it can.
+
+    Raises:
+        CheckpointError: What the generator raises.
+    """
+    try:
+        request = next(generator)
+        while True:
+            try:
+                reply = call(request)
+            except CheckpointError as error:
+                request = generator.throw(error)
+            else:
+                request = generator.send(reply)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+
+
+def _planned(
+    plan: Callable[[Checkpoint], LoadWork | LoadPlanning], checkpoint: Checkpoint, rank: int
+) -> Generator[Request, Reply, tuple[LoadWork | None, ReadPlan | None, CheckpointError | None]]:
+    try:
+        planned = plan(checkpoint)
+        work = (yield from planned) if isinstance(planned, Generator) else planned
+        read_plan = plan_reads(checkpoint.table, work.wanted)
+        work.check_coverage(read_plan)
+    except Exception as error:  # noqa: BLE001 - told to every rank, which raises it
+        return None, None, reported(error, "planning the reads", rank)
+    return work, read_plan, None
+
+
+_PASSED_OVER = (DamagedCheckpointError, CheckpointNotFoundError, KeyMissingError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRange:
+    """Which steps of a run are asked for.
+
+    Raises:
+        InvalidRequestError: A bound is no whole number, or the range is empty.
+    """
+
+    at_most: int | None = None
+    """Highest step; None for no limit."""
+    newer_than: int | None = None
+    """Only steps above this one; None for no limit."""
+
+    def __post_init__(self) -> None:
+        for name, bound in (("at_most", self.at_most), ("newer_than", self.newer_than)):
+            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+                raise InvalidRequestError(
+                    f"{name} must be a step, a whole number, but is {bound!r}", key=name
+                )
+        if None not in (self.at_most, self.newer_than) and not (
+            self.newer_than < self.at_most  # type: ignore[operator]
+        ):
+            raise InvalidRequestError(
+                f"no step is newer than {self.newer_than} and at most {self.at_most}; give bounds "
+                f"with steps between them",
+                key="newer_than",
+            )
+
+    def __contains__(self, step: int) -> bool:
+        return (self.at_most is None or step <= self.at_most) and (
+            self.newer_than is None or step > self.newer_than
+        )
+
+    def __str__(self) -> str:
+        bounds = [
+            f"{text} {bound}"
+            for text, bound in (("newer than", self.newer_than), ("at most", self.at_most))
+            if bound is not None
+        ]
+        return f" {' and '.join(bounds)}" if bounds else ""
+
+
+@dataclass(frozen=True)
+class Newest(Generic[T]):
+    """The newest step that loaded."""
+
+    value: T
+    """What its load gave."""
+    checkpoint_id: str
+    step: int
+    skipped: tuple[tuple[str, CheckpointError], ...] = field(default=())
+    """Newer ones that did not load, newest first, each with why."""
+
+
+def load_newest_rank(
+    key: OpKey,
+    *,
+    rank: int,
+    world_size: int,
+    run: Target,
+    steps: StepRange,
+    timeout_s: float,
+    load: Callable[[str], Generator[Request, Reply, T]],
+) -> Generator[Request, Reply, Newest[T]]:
+    """Returns the part of one rank in a load of the newest step that can be loaded.
+
+    Args:
+        key: The operation with which the ranks agree on the steps; `load` names its own.
+        rank: This rank.
+        world_size: Number of ranks.
+        run: The directory of the step folders; the same on all ranks.
+        steps: Which of them may be loaded; the same on all ranks.
+        timeout_s: Deadline for all ranks to come, in seconds.
+        load: From a checkpoint id to this rank's part in the load of it.
+
+    Returns:
+        A generator that ends with the same step on every rank.
+
+    Raises:
+        CheckpointNotFoundError: No step of the run is committed.
+        DamagedCheckpointError: All that are committed are damaged; all are named. The targets
+            hold rubbish.
+        CheckpointError: Anything that an older step would not help against; with a note on each
+            step that was skipped before.
+    """
+    names = yield from _agreed_names(key, rank, world_size, run, steps, timeout_s)
+    skipped: list[tuple[str, CheckpointError]] = []
+    for folder in names.steps:
+        checkpoint_id = names.checkpoint_id(folder.name)
+        try:
+            value = yield from _loaded(checkpoint_id, load)
+        except CheckpointError as error:
+            if falls_back(error):
+                skipped.append((checkpoint_id, error))
+                continue
+            if skipped:
+                error.__notes__ = [
+                    *getattr(error, "__notes__", ()),
+                    f"Newer checkpoints were skipped before: {_told(skipped)}",
+                ]
+            raise
+        return Newest(value, checkpoint_id, folder.step, tuple(skipped))
+    raise _nothing_loaded(names.url, steps, skipped)
+
+
+def _loaded(
+    checkpoint_id: str, load: Callable[[str], Generator[Request, Reply, T]]
+) -> Generator[Request, Reply, T]:
+    """Loads a checkpoint, and once more where that failed: one bad read is no proof of damage."""
+    try:
+        return (yield from load(checkpoint_id))
+    except CheckpointError as error:
+        if not falls_back(error):
+            raise
+    return (yield from load(checkpoint_id))
+
+
+def falls_back(error: CheckpointError) -> bool:
+    """Tells whether an older checkpoint may load where one failed with this error.
+
+    It may when the checkpoint is damaged or not (or no longer) there, on every rank that failed.
+    It does not help against a request that does not fit, a storage that fails, a rank that died.
+    *Why* an unsafe one is not passed over: nothing is damaged; somebody has to decide whether to
+    trust it.
+
+    Args:
+        error: What every rank was told.
+    """
+    causes = [error, *(cause for cause, _ in error.failures.values())]
+    return all(
+        isinstance(cause, _PASSED_OVER) and not isinstance(cause, UnsafeCheckpointError)
+        for cause in causes
+    )
+
+
+def _agreed_names(
+    key: OpKey, rank: int, world_size: int, run: Target, steps: StepRange, timeout_s: float
+) -> Generator[Request, Reply, Run]:
+    """Returns the steps to try, as rank 0 sees them.
+
+    *Why* one rank: the ranks look at different times, and network filesystems show different
+    machines different things.
+    """
+    outbox, error = {}, None
+    if rank == 0:
+        listed, error = attempt(lambda: _candidates(run, steps), "listing the run", rank)
+        if listed is not None:
+            names = [[folder.name, folder.step] for folder in listed.steps]
+            data = json.dumps([listed.url, names]).encode()
+            outbox = dict.fromkeys(range(world_size), data)
+    tag = f"newest step{steps} of {run.url}"
+    reply = yield Exchange(key, rank, world_size, tag, outbox, timeout_s, error)
+    if not isinstance(reply, Exchanged):
+        raise refusal(reply, rank)
+    url, names = json.loads(reply.inbox[0])
+    return Run(url, tuple(StepFolder(name, step) for name, step in names))
+
+
+def _candidates(run: Target, steps: StepRange) -> Run:
+    listed = list_run(run)
+    wanted = tuple(folder for folder in listed.steps if folder.step in steps)
+    if wanted:
+        return Run(listed.url, wanted)
+    if listed.is_checkpoint and not listed.steps:
+        hint = "; it is itself a checkpoint: load it with ray_dcp.load"
+    else:
+        hint = "; give the directory in which each checkpoint has a folder that ends in its step"
+    raise CheckpointNotFoundError(
+        f"expected a checkpoint{steps} in a folder of the run {listed.url}, found "
+        f"{listed.in_words()}{hint}",
+        checkpoint_id=listed.url,
+    )
+
+
+def _nothing_loaded(
+    url: str, steps: StepRange, skipped: Sequence[tuple[str, CheckpointError]]
+) -> CheckpointError:
+    damaged = [path for path, error in skipped if not isinstance(error, CheckpointNotFoundError)]
+    if not damaged:
+        return CheckpointNotFoundError(
+            f"expected a committed checkpoint{steps} in the run {url}, but none of "
+            f"{len(skipped)} folder(s) holds one: {_told(skipped)}",
+            checkpoint_id=url,
+        )
+    return DamagedCheckpointError(
+        f"expected a sound checkpoint{steps} in the run {url}, but none of {len(skipped)} "
+        f"folder(s) can be loaded: {_told(skipped)}. The state dict may hold parts of what was "
+        f"tried: load into it again before you use it. `ray-dcp verify` lists all the damage",
+        checkpoint_id=url,
+    )
+
+
+def _told(skipped: Sequence[tuple[str, CheckpointError]]) -> str:
+    return "; ".join(f"{path}: {error.message}" for path, error in skipped)

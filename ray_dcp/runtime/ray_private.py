@@ -1,0 +1,481 @@
+"""The one place that touches what Ray (and once torch) keeps private: store, tables, settings.
+
+Seen to work with the Ray versions of `TESTED`. When a name is gone, the error says so and which
+Ray to use; nothing else of the runtime depends on Ray's inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeVar
+
+import ray
+from ray.exceptions import RaySystemError
+
+from ray_dcp.errors import InternalError
+from ray_dcp.runtime import private_ray, ray_calls
+
+__all__ = [
+    "TESTED",
+    "Caller",
+    "ClusterUse",
+    "Life",
+    "gone",
+    "has_ray_client",
+    "id_of",
+    "job_place",
+    "job_store",
+    "life_of",
+    "local_token",
+    "loopback_addresses",
+    "next_epoch",
+    "recall",
+    "remember",
+    "signal_handlers_kept",
+    "starting_no_ray",
+    "store_bytes",
+    "survive_shutdown",
+    "this_caller",
+    "train_ranks",
+    "uncaught_errors_untold",
+]
+
+TESTED = ("2.60",)
+"""Ray versions with which these hooks were tested."""
+
+_KV_NAMESPACE = "ray_dcp"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who a rank is for Ray: what tells later whether it still lives."""
+
+    kind: Literal["actor", "job"]
+    id: str
+    """Hex id of the rank's actor, or of the job whose driver it is."""
+    pid: int
+    node: str = ""
+    """Name of its machine, for messages."""
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.node}" if self.node else f"pid {self.pid}"
+
+
+def _private(what: str, use: Callable[[], T]) -> T:
+    """Returns what a private name gives, or says which Ray to use."""
+    try:
+        return use()
+    except (ImportError, AttributeError, TypeError, AssertionError) as error:
+        raise InternalError(
+            f"Expected a Ray in which {what} works ({', '.join(TESTED)}.x was tested), but "
+            f"Ray {ray.__version__} says {type(error).__name__}: {error}. Install a tested Ray, "
+            f"or report this"
+        ) from error
+
+
+class _Asked(threading.local):
+    """Whether Ray's calls of this thread must not start a cluster."""
+
+    now = False
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def starting_no_ray() -> Iterator[None]:
+    """Makes `remote` raise `RaySystemError` in this thread while the process has no Ray.
+
+    *Why*: Ray's own joins the newest cluster of the machine then, or starts one, without being
+    asked. A thread that follows a save would, when another thread shuts Ray down between its look
+    and its call, and then wait for an answer that no other cluster can give.
+    """
+    _private("calls that start no cluster", _ask_before_init)
+    before, _asked.now = _asked.now, True
+    try:
+        yield
+    finally:
+        _asked.now = before
+
+
+@functools.cache
+def _ask_before_init() -> None:
+    from ray._private import auto_init_hook
+
+    init = auto_init_hook.auto_init_ray
+
+    def init_unless_asked_not_to() -> None:
+        if not _asked.now:
+            init()
+
+    auto_init_hook.auto_init_ray = init_unless_asked_not_to
+
+
+CALLS_END_S = 10.0
+"""Seconds that `ray.shutdown` waits at most until no thread is in `ray_calls` any more. None needs
+so long but one that Ray itself keeps waiting, for a large value or a control store that hangs."""
+
+
+def survive_shutdown() -> None:
+    """Makes `ray.shutdown`, and Ray's own at exit, end no process whose threads still use Ray.
+
+    Problem: (1) a thread waits for an answer, as while it follows a save; (2) another one calls
+    `ray.shutdown`, which wakes it; (3) it drops its refs, or calls again; (4) Ray finds its core
+    worker gone and ends the process, by `_exit(1)`.
+
+    Design: between Ray's mark that it is disconnected and the end of its core worker, that one is
+    replaced by one that refuses, which Ray's refs take in silence, and the threads that are
+    inside are waited for. This holds for threads of the user as well, unless they wait inside.
+
+    Rejected: to replace `ray.shutdown`, which Ray has registered at exit, and others may have
+    imported, before.
+    """
+    _private("a shutdown that waits for calls", _refuse_after_disconnect)
+
+
+class _EndedCoreWorker:
+    """Stands for Ray's core worker while that one ends.
+
+    Args:
+        core_worker: Ray's.
+    """
+
+    def __init__(self, core_worker: Any) -> None:
+        self._core_worker = core_worker
+
+    def shutdown_driver(self) -> None:
+        """Ends it: what `ray.shutdown` calls next."""
+        self._core_worker.shutdown_driver()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RaySystemError(f"Ray is being shut down in this process, and can't {name} any more")
+
+
+@functools.cache
+def _refuse_after_disconnect() -> None:
+    from ray._private import worker
+
+    disconnect, driver = worker.disconnect, worker.SCRIPT_MODE
+
+    def disconnect_and_refuse(*arguments: Any, **options: Any) -> None:
+        disconnect(*arguments, **options)
+        mine = worker.global_worker
+        if mine.mode == driver and hasattr(mine, "core_worker"):
+            mine.core_worker = _EndedCoreWorker(mine.core_worker)
+            ray_calls.wait_until_left(CALLS_END_S)
+
+    worker.disconnect = disconnect_and_refuse
+
+
+def next_epoch(name: str) -> int:
+    """Returns 1 more than the last time it was asked for this name, in this cluster.
+
+    It survives the process that asks: the number lives in Ray's control store. Only one process
+    may ask for a name at a time (the actor of that name).
+    """
+
+    def use() -> int:
+        from ray.experimental import internal_kv
+
+        key = f"epoch:{name}"
+        before = internal_kv._internal_kv_get(key, namespace=_KV_NAMESPACE)
+        epoch = int(before or b"0") + 1
+        internal_kv._internal_kv_put(key, str(epoch).encode(), True, namespace=_KV_NAMESPACE)
+        return epoch
+
+    return _private("the internal key-value store", use)
+
+
+def remember(name: str, text: str) -> None:
+    """Keeps a small text under a name, in this cluster; an empty one removes it.
+
+    Like the epoch it survives the process.
+    """
+
+    def use() -> None:
+        from ray.experimental import internal_kv
+
+        if text:
+            internal_kv._internal_kv_put(name, text.encode(), True, namespace=_KV_NAMESPACE)
+        else:
+            internal_kv._internal_kv_del(name, namespace=_KV_NAMESPACE)
+
+    _private("the internal key-value store", use)
+
+
+def recall(name: str) -> str:
+    """Returns what `remember` was given last for a name; empty when there is nothing."""
+
+    def use() -> str:
+        from ray.experimental import internal_kv
+
+        return (internal_kv._internal_kv_get(name, namespace=_KV_NAMESPACE) or b"").decode()
+
+    return _private("the internal key-value store", use)
+
+
+@ray_calls.unless_lost
+def names_from(prefix: str) -> list[str]:
+    """Returns the names that begin so and under which something is kept by `remember`."""
+
+    def use() -> list[str]:
+        from ray.experimental import internal_kv
+
+        found = internal_kv._internal_kv_list(prefix, namespace=_KV_NAMESPACE)
+        return [name.decode() if isinstance(name, bytes) else name for name in found]
+
+    return _private("the internal key-value store", use)
+
+
+def this_caller(pid: int) -> Caller:
+    """Returns who this process is for Ray."""
+    context = ray.get_runtime_context()
+    actor = context.get_actor_id()
+    if actor is not None:
+        return Caller("actor", actor, pid, platform.node())
+    return Caller("job", context.get_job_id(), pid, platform.node())
+
+
+def this_connection() -> tuple[str, str] | None:
+    """Returns what tells this process's connection to a Ray from any other one; None for none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    # Suppressed: another thread shuts it down meanwhile.
+    with suppress(RuntimeError, AttributeError, RaySystemError), ray_calls.inside():
+        return context.get_node_id(), context.get_job_id()
+    return None
+
+
+@dataclass(frozen=True)
+class Life:
+    """What Ray's tables say of an actor."""
+
+    num_restarts: int = -1
+    """How often it was started anew; -1 when it is dead for good, or not known. Rises within
+    milliseconds after its process has ended, long before the next one answers."""
+    is_running: bool = False
+    """Its process is up, and not just being started."""
+
+
+@ray_calls.unless_lost
+def life_of(actor_id: str) -> Life:
+    """Returns what Ray's tables say of an actor. Blocks for about a millisecond.
+
+    Args:
+        actor_id: Hex id.
+    """
+
+    def use() -> Life:
+        from ray._private import state
+
+        entry = state.actors(actor_id=actor_id)
+        if not entry or entry["State"] == "DEAD":
+            return Life()
+        return Life(entry["NumRestarts"], entry["State"] == "ALIVE")
+
+    return _private("the table of actors", use)
+
+
+def id_of(actor: Any) -> str:
+    """Returns the hex id of an actor, by its handle."""
+    return _private("the id of an actor", lambda: str(actor._actor_id.hex()))
+
+
+def gone(callers: Iterable[Caller]) -> set[Caller]:
+    """Returns those of the callers whose process has ended.
+
+    Blocks for about a millisecond each, in an actor for an actor. One that Ray does not know is
+    not gone.
+    """
+
+    def use() -> set[Caller]:
+        from ray._private import state
+
+        asked = set(callers)
+        dead_jobs: set[str] = set()
+        if any(caller.kind == "job" for caller in asked):
+            dead_jobs = {job["JobID"] for job in state.jobs() if job["IsDead"]}
+        return {
+            caller
+            for caller in asked
+            if (caller.id in dead_jobs if caller.kind == "job" else _actor_ended(state, caller))
+        }
+
+    return _private("the tables of jobs and actors", use)
+
+
+def _actor_ended(state: Any, caller: Caller) -> bool:
+    entry = state.actors(actor_id=caller.id)
+    if not entry:
+        return False
+    restarted = entry.get("Pid") not in (0, caller.pid)
+    return entry["State"] in ("DEAD", "RESTARTING") or restarted
+
+
+class ClusterUse:
+    """Tells whether anybody uses a cluster, without becoming one of its drivers.
+
+    Args:
+        address: `host:port` of the cluster's control store.
+    """
+
+    def __init__(self, address: str) -> None:
+        def use() -> Any:
+            from ray._private.state import GlobalState
+
+            raylet: Any = importlib.import_module("ray._raylet")
+
+            options = raylet.GcsClientOptions.create(
+                address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False
+            )
+            state = GlobalState()
+            state._initialize_global_state(options)
+            return state
+
+        self._state = _private("a look at the control store", use)
+
+    def in_use(self) -> bool:
+        """Returns whether a driver is connected or an actor lives.
+
+        Raises:
+            InternalError: The control store does not answer, or not as expected.
+        """
+
+        def use() -> bool:
+            if any(not job["IsDead"] for job in self._state.job_table()):
+                return True
+            actors = self._state.actor_table(None)
+            return any(actor["State"] != "DEAD" for actor in actors.values())
+
+        return _private("the tables of jobs and actors", use)
+
+
+def has_ray_client() -> bool:
+    """Returns whether `ray start` would start a Ray Client server, at a fixed port."""
+    return importlib.util.find_spec("grpc") is not None
+
+
+@contextmanager
+def loopback_addresses() -> Iterator[None]:
+    """Makes `ray.init` take 127.0.0.1 as it is, instead of this machine's outer address."""
+
+    def constants() -> Any:
+        from ray._private import ray_constants
+
+        return ray_constants
+
+    module = _private("a cluster on the loopback interface", constants)
+    before = module.ENABLE_RAY_CLUSTER
+    module.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        module.ENABLE_RAY_CLUSTER = before
+
+
+def local_token() -> None:
+    """Makes this process read its authentication settings and token again."""
+
+    def use() -> None:
+        raylet: Any = importlib.import_module("ray._raylet")
+
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    _private("token authentication", use)
+
+
+def uncaught_errors_untold() -> None:
+    """Makes Ray's handler of uncaught exceptions tell them to no Ray of our own.
+
+    *Why*: it tells them to the control store before anybody sees them. Where that has died it waits
+    for ever: the process would neither say what is wrong nor end.
+    """
+
+    def use() -> None:
+        from ray._private import state
+
+        # Why now: later it might be too late for that, and the handler does it first.
+        state.state._connect_and_get_accessor()
+        _tell_no_own_ray(state.state)
+
+    _private("the handler of uncaught exceptions", use)
+
+
+@functools.cache
+def _tell_no_own_ray(state: Any) -> None:
+    tell = state.add_worker
+
+    def add_worker(*told: Any) -> Any:
+        return tell(*told) if private_ray.joined() is None else None
+
+    state.add_worker = add_worker
+
+
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Undoes what `ray.init` does to the handler of SIGTERM: it belongs to the training script."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def job_place() -> tuple[Any, int | None]:
+    """Returns the store of torch's default process group and this rank in it, if there is one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None, None
+    return job_store(), distributed.get_rank()
+
+
+def job_store() -> Any:
+    """Returns the store of torch's default process group; None when it can't be had."""
+    try:
+        from torch.distributed import distributed_c10d
+    except ImportError:
+        return None
+    get = getattr(distributed_c10d, "_get_default_store", None)
+    return None if get is None else get()
+
+
+def train_ranks() -> tuple[int, int, str] | None:
+    """Returns (rank, world size, experiment) inside a Ray Train worker; None elsewhere."""
+    if "ray.train" not in sys.modules or ray.get_runtime_context().get_actor_id() is None:
+        return None
+    from ray.train import get_context
+
+    try:
+        context = get_context()
+        return context.get_world_rank(), context.get_world_size(), context.get_experiment_name()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None
+
+
+def store_bytes(node_id: str) -> float:
+    """Returns the size of a node's object store, in bytes.
+
+    Args:
+        node_id: Ray's hex id of the node.
+    """
+    for node in ray_calls.nodes():
+        if node["NodeID"] == node_id:
+            return float(node["Resources"].get("object_store_memory", 0))
+    raise InternalError(f"Expected node {node_id} among Ray's nodes, but it is not there")

@@ -1,0 +1,281 @@
+"""The `Exchange` of a load over Ray: bytes through its object store, words through the coordinator.
+
+Nothing here raises or waits without a bound: what can't be had from another rank is None, and is
+read from storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ray_dcp.errors import CheckpointError
+from ray_dcp.io.shared_read import PATIENCE_S, Transport
+from ray_dcp.planning.reads import RankShare
+from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, UnitUpdate, Use, Word
+from ray_dcp.protocol.messages import OpKey
+
+__all__ = ["Peers", "RayPeers", "RayTransport", "peers_of"]
+
+LISTEN_S = 5.0
+"""How long the coordinator keeps a question for news, in seconds."""
+
+SHARE_BYTES = 256 << 20
+"""Most bytes that a rank has in the object store at a time for others to take."""
+STORE_SHARE = 3
+"""The ranks of a node together offer at most one part in so many of its object store."""
+
+_USES = 8
+"""Units that are given back are told so many at a time."""
+
+logger = logging.getLogger(__name__)
+
+
+class Peers:
+    """How a rank finds the others of a load; this one finds none."""
+
+    node = ""
+
+    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
+        """Returns what units go through, or None."""
+        return None
+
+    def budget_bytes(self, ranks_here: int) -> int:
+        """Returns how much a rank may offer at a time."""
+        return SHARE_BYTES
+
+
+class RayPeers(Peers):
+    """The others of a session with a coordinator.
+
+    Args:
+        coordinator: Returns its handle.
+    """
+
+    def __init__(self, coordinator: Callable[[], Any]) -> None:
+        import ray
+
+        self._coordinator = coordinator
+        self.node = ray.get_runtime_context().get_node_id()
+
+    def exchange(self, key: OpKey, rank: int, check: Callable[[], None]) -> Transport | None:
+        """See `Peers.exchange`."""
+        return RayTransport(self._coordinator, key, rank, check)
+
+    def budget_bytes(self, ranks_here: int) -> int:
+        """See `Peers.budget_bytes`.
+
+        Why asked: a store that is full does not refuse, it writes to disk.
+        """
+        from ray_dcp.runtime import ray_calls
+
+        for node in ray_calls.nodes():
+            if node["NodeID"] == self.node:
+                room = int(node["Resources"].get("object_store_memory", 0))
+                return min(SHARE_BYTES, room // STORE_SHARE // max(ranks_here, 1))
+        return SHARE_BYTES
+
+
+def peers_of(session: object) -> Peers:
+    """Returns how the ranks of a session reach each other; nobody, for a process that is alone.
+
+    Args:
+        session: Of this rank.
+
+    Raises:
+        ParticipantError: This process has shut down the Ray of the session.
+    """
+    connection = getattr(session, "connection", None)
+    if connection is not None:
+        # Why first: what is asked of Ray in a process without it starts another one.
+        connection.check()
+    coordinator = getattr(session, "coordinator", None)
+    return Peers() if coordinator is None else RayPeers(coordinator)
+
+
+class RayTransport:
+    """Implements `Exchange` for one rank in one load.
+
+    Args:
+        coordinator: Returns its handle.
+        key: The load.
+        rank: This rank.
+        check: Raises when going on is of no use.
+    """
+
+    def __init__(
+        self,
+        coordinator: Callable[[], Any],
+        key: OpKey,
+        rank: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._coordinator = coordinator
+        self._key = key
+        self._rank = rank
+        self._check = check
+        self._changed = threading.Condition()
+        self._refs: dict[int, Any] = {}
+        self._mine: dict[int, Any] = {}
+        self._gone: set[int] = set()
+        self._silent: set[int] = set()
+        self._heard_s: dict[int, float] = {}
+        self._reader: dict[int, int] = {}
+        self._unsaid: list[int] = []
+        self._freed: Callable[[int], None] = lambda _: None
+        self._offered: list[int] = []
+        self._left = False
+
+    def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
+        """See `Exchange.enter`."""
+        self._freed = freed
+        units, readers = tuple(share.unit.tolist()), tuple(share.reader.tolist())
+        now_s = time.monotonic()
+        self._reader = dict(zip(units, readers, strict=True))
+        self._heard_s = dict.fromkeys(readers, now_s)
+        self._say(Enter(self._key, self._rank, units, readers))
+        threading.Thread(target=self._listen, daemon=True, name="ray_dcp hears peers").start()
+
+    def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
+        """See `Exchange.offer`."""
+        import ray
+
+        from ray_dcp.runtime import ray_calls
+
+        try:
+            ref = ray_calls.put(np.frombuffer(data, np.uint8))
+            found = ray_calls.get(ref).data
+        except ray.exceptions.RayError as error:
+            logger.warning("The object store took no bytes, each rank reads them: %s", error)
+            return None
+        with self._changed:
+            self._mine[unit] = ref
+            self._offered.append(unit)
+        said = self._say(Offer(self._key, self._rank, unit, ranks, [ref]))
+        return found if said else None
+
+    def decline(self, units: Sequence[int]) -> None:
+        """See `Exchange.decline`."""
+        with self._changed:
+            for unit in units:
+                self._mine.pop(unit, None)
+        self._say(Decline(self._key, self._rank, tuple(units)))
+
+    def take(self, unit: int, reader: int) -> memoryview | None:
+        """See `Exchange.take`."""
+        self._say_uses(1)
+        with self._changed:
+            while unit not in self._refs:
+                if unit in self._gone or self._left or reader in self._silent:
+                    return None
+                if time.monotonic() > self._heard_s[reader] + PATIENCE_S:
+                    logger.warning(
+                        "Rank %d has handed on nothing for %.0f s; rank %d reads the rest of its "
+                        "share from storage itself", reader, PATIENCE_S, self._rank,
+                    )  # fmt: skip
+                    self._silent.add(reader)
+                    return None
+                self._check()
+                self._changed.wait(0.2)
+            ref = self._refs[unit]
+        return self._fetched(ref, reader)
+
+    def use(self, unit: int) -> None:
+        """See `Exchange.use`."""
+        with self._changed:
+            self._refs.pop(unit, None)
+            self._unsaid.append(unit)
+        self._say_uses(_USES)
+
+    def leave(self) -> None:
+        """See `Exchange.leave`."""
+        with self._changed:
+            self._left = True
+            self._refs.clear()
+            self._changed.notify_all()
+        self._say(Leave(self._key, self._rank, tuple(self._offered)))
+
+    def _fetched(self, ref: Any, reader: int) -> memoryview | None:
+        import ray
+
+        from ray_dcp.runtime import ray_calls
+
+        try:
+            view: memoryview = ray_calls.get(ref, timeout=PATIENCE_S).data
+            return view
+        except ray.exceptions.RayError as error:
+            logger.warning("What rank %d has read is gone, storage is read: %s", reader, error)
+            with self._changed:
+                self._silent.add(reader)
+            return None
+
+    def _say_uses(self, at_least: int) -> None:
+        with self._changed:
+            if len(self._unsaid) < at_least:
+                return
+            units, self._unsaid = tuple(self._unsaid), []
+        self._say(Use(self._key, self._rank, units))
+
+    def _say(self, word: Word) -> bool:
+        import ray
+
+        from ray_dcp.runtime import ray_calls, ray_private
+
+        try:
+            coordinator = self._coordinator()
+            with ray_private.starting_no_ray(), ray_calls.inside():
+                coordinator.hear.remote(word)
+        except (CheckpointError, ray.exceptions.RayError, ValueError) as error:
+            logger.warning("The coordinator can't be told what was read: %s", error)
+            return False
+        return True
+
+    def _listen(self) -> None:
+        """Hears what is new, until this rank leaves or nobody answers."""
+        import ray
+
+        from ray_dcp.runtime import ray_calls, ray_private
+
+        seen = 0
+        try:
+            while not self._left:
+                word = Listen(self._key, self._rank, seen, LISTEN_S)
+                coordinator = self._coordinator()
+                with ray_private.starting_no_ray(), ray_calls.inside():
+                    answer = coordinator.hear.remote(word)
+                news = ray_calls.get(answer, timeout=LISTEN_S + PATIENCE_S)
+                if news is None:
+                    break
+                seen += len(news)
+                for new in news:
+                    self._hear(new)
+        except (CheckpointError, ray.exceptions.RayError, ValueError, SystemExit) as error:
+            logger.warning("The coordinator tells nothing of other ranks: %s", error)
+        with self._changed:
+            # Why: nothing will come any more.
+            self._silent.update(self._heard_s)
+            freed = [*self._mine]
+            self._mine.clear()
+            self._changed.notify_all()
+        for unit in freed:
+            self._freed(unit)
+
+    def _hear(self, new: UnitUpdate) -> None:
+        with self._changed:
+            reader = self._reader.get(new.unit, -1)
+            if reader == self._rank:
+                self._mine.pop(new.unit, None)
+            else:
+                self._heard_s[reader] = time.monotonic()
+                if new.what == "there":
+                    self._refs[new.unit] = new.handle[0]
+                else:
+                    self._gone.add(new.unit)
+            self._changed.notify_all()
+        if reader == self._rank:
+            self._freed(new.unit)

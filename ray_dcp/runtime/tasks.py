@@ -1,0 +1,752 @@
+"""Carries out the tasks of the machines: plan, commit, outcome.
+
+Makes a plan of what the ranks sent, and of what follows of it for those that sent nothing.
+
+All bytes of a commit but the data: chunk table, manifest and `.metadata`, from the receipts.
+
+Carries out the tasks of the machines: thin code over plan, format, store and transfer.
+
+Nothing is decided here, and nothing raw escapes: an error becomes a `Failed` result.
+
+What became of an attempt, as its storage tells: read only, or settled for good.
+
+*Why* a rank may settle: the coordinator may be gone. The vote on storage has one winner, so it
+does not matter who casts it, and every rank that asks is told the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ray_dcp.core.checksums import digest_bytes
+from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.columns import decode
+from ray_dcp.core.rank_names import for_rank, without_rank
+from ray_dcp.core.values import Columns, GlobalPlan, Int32Array, Int64Array, UInt64Array
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    InternalError,
+    InvalidRequestError,
+    RankDisagreementError,
+    StorageError,
+)
+from ray_dcp.format.manifest import (
+    AbortRecord,
+    DeleteRecord,
+    FileEntry,
+    FilesColumns,
+    Manifest,
+    decode_record,
+    encode_record,
+    record_key,
+)
+from ray_dcp.format.metadata import encode_metadata, fill_metadata, metadata_template
+from ray_dcp.format.table import encode_table, end_of
+from ray_dcp.format.table_places import place_runs
+from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
+from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
+from ray_dcp.io.records import read_slots
+from ray_dcp.io.threads import run_tasks
+from ray_dcp.planning import structural
+from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
+from ray_dcp.planning.finish import checked_receipts, finish_table
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, RankPlans, make_plan, rank_plan
+from ray_dcp.planning.merge import with_contents
+from ray_dcp.planning.reads import Ranges, share_reads
+from ray_dcp.planning.regular import Part, Regular, infer
+from ray_dcp.planning.structural import StructuralPlan
+from ray_dcp.protocol.commands import (
+    BuildCommit,
+    CheckpointRead,
+    CollectReplaced,
+    CommitBuilt,
+    CreateAbort,
+    CreateRecord,
+    Failed,
+    Finished,
+    MakeMetadata,
+    MakePlan,
+    OutcomeRead,
+    Planned,
+    PublishMetadata,
+    ReadCheckpoint,
+    ReadOutcome,
+    ReadRecord,
+    ReadRecords,
+    ReadsShared,
+    RecordCreated,
+    Result,
+    RowsMissing,
+    ShareReads,
+    SlotFree,
+    SlotTaken,
+    Task,
+    WriteTable,
+)
+from ray_dcp.protocol.messages import FileReceipt, FileReceipts, Target, join_receipts
+from ray_dcp.protocol.planning import differences
+from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
+from ray_dcp.runtime.records import (
+    confirm_record,
+    decision_of,
+    overtaken,
+    publish,
+    read_standing,
+    republish,
+    standing_records,
+    without_stock_files,
+    write_metadata,
+)
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
+
+__all__ = ["Outcome", "build_commit", "new_attempt", "outcome", "perform", "plan_of", "settle"]
+
+SAMPLES = 16
+
+
+def plan_of(task: MakePlan) -> Planned | RowsMissing:
+    """Returns what a task of this kind asks for.
+
+    Raises:
+        CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
+    """
+    held = _sent(task)
+    follows = _Follows(task, held) if task.fingerprints else None
+    structural = None if follows is None else _structural(task, follows)
+    if isinstance(structural, StructuralPlan):
+        return Planned(structural, RankPlans(structural))
+    plan = structural or _by_rows(task, held, follows)
+    if isinstance(plan, RowsMissing):
+        return plan
+    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
+    return Planned(plan, parts, disagreements=differences(plan.disagreements))
+
+
+def _by_rows(
+    task: MakePlan, held: dict[int, Columns], follows: _Follows | None
+) -> GlobalPlan | RowsMissing:
+    """Returns the plan by the rows of all ranks, those that follow with them."""
+    absent = [rank for rank in range(len(task.columns)) if rank not in held]
+    if follows is not None:
+        held.update({rank: follows.of(rank) for rank in absent if follows.fits[rank]})
+    missing = tuple(rank for rank in absent if rank not in held)
+    if missing:
+        return RowsMissing(missing)
+    columns = [held[rank] for rank in range(len(task.columns))]
+    if task.fingerprints:
+        columns = [
+            with_contents(own, told, rank)
+            for rank, (own, told) in enumerate(zip(columns, task.contents, strict=True))
+        ]
+    return make_plan(
+        columns,
+        container=task.container,
+        part_bytes=task.part_bytes,
+        min_writer_bytes=MIN_WRITER_BYTES,
+        to_lowest_rank=task.to_lowest_rank,
+        nodes=task.nodes,
+        checked=True,
+    )
+
+
+def _sent(task: MakePlan) -> dict[int, Columns]:
+    """Returns what the ranks hold whose rows are known; those that hold the same share it."""
+    known: dict[bytes, Columns] = {}
+    found = {}
+    for rank, encoded in enumerate(task.columns):
+        name = task.fingerprints[rank] if task.fingerprints else b""
+        if name and not encoded:
+            continue
+        columns = known.get(name) if name else None
+        if columns is None:
+            columns = known[name] = decode(encoded)
+            if name and _fingerprint(columns, task) != name:
+                raise RankDisagreementError(
+                    f"expected the items of rank {rank} to have the fingerprint that it sent, but "
+                    f"they have another one: run the same version of ray_dcp on all ranks",
+                    rank=rank,
+                )
+        found[rank] = columns
+    return found
+
+
+class _Follows:
+    """What ranks hold by the rows of few, stage by stage of a pipeline.
+
+    Args:
+        task: With fingerprints.
+        held: What is known of ranks.
+
+    Attributes:
+        parts: All ranks that hold boxes of the same items together, where these lie on a mesh.
+        fits: bool[w], the ranks whose fingerprints say that they hold what follows.
+    """
+
+    def __init__(self, task: MakePlan, held: Mapping[int, Columns]) -> None:
+        world_size = len(task.columns)
+        self.parts: list[Part] = []
+        self.fits = np.zeros(world_size, dtype=bool)
+        self._regular: dict[int, tuple[Regular, int]] = {}
+        for ranks in alike(task.fingerprints):
+            own = {
+                at: without_rank(held[rank], world_size)
+                for at, rank in enumerate(ranks.tolist())
+                if rank in held
+            }
+            regular = infer(own, len(ranks))
+            if regular is not None and _is_likely(task, ranks, np.arange(len(ranks)), regular):
+                sizes = self._follow(task, ranks, np.arange(len(ranks)), regular)
+                self.parts.append(Part(ranks, regular, sizes))
+            rest = ranks[~self.fits[ranks]]
+            if not len(rest):
+                continue
+            # Where a few ranks hold something else, those that are left make no mesh of their own.
+            known = {int(ranks[at]): columns for at, columns in own.items()}
+            regular = infer(known, world_size)
+            if regular is not None and _is_likely(task, rest, rest, regular):
+                self._follow(task, rest, rest, regular)
+
+    def _follow(
+        self, task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular
+    ) -> Int32Array:
+        """Takes that ranks hold what is on a mesh at these places; returns `Part.sizes`."""
+        names, first = _names(task, regular.first), regular.first.size
+        sizes = np.zeros(len(ranks), dtype=np.int32)
+        lowest: dict[bytes, int] = {first.tobytes(): 0}
+        for at, (offset, size) in enumerate(regular.many(places)):
+            rank = int(ranks[at])
+            self.fits[rank] = names.of_boxes(offset, size, rank) == task.fingerprints[rank]
+            self._regular[rank] = regular, int(places[at])
+            if not np.array_equal(size, first):
+                sizes[at] = lowest.setdefault(size.tobytes(), at)
+        return sizes
+
+    def of(self, rank: int) -> Columns:
+        """Returns what a rank holds that `fits`."""
+        regular, place = self._regular[rank]
+        return for_rank(regular.of(place), rank, len(self.fits))
+
+
+def _is_likely(task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular) -> bool:
+    """Whether any of some ranks holds what follows.
+
+    Why: irregular slabs look like a mesh at first, and to follow that for all ranks takes long.
+    """
+    names = _names(task, regular.first)
+    # Why of the second half: a mesh was made of ranks of the first.
+    some = np.unique(np.linspace(len(ranks) // 2, len(ranks) - 1, SAMPLES).astype(np.int64))
+    boxes = regular.many(places[some])
+    return any(
+        names.of_boxes(*box, rank) == task.fingerprints[rank]
+        for rank, box in zip(ranks[some].tolist(), boxes, strict=True)
+    )
+
+
+def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
+    """Returns the plan of a regular layout of many rows; None where it is none.
+
+    Whether the rows were sent or follow makes no difference: the same ranks have the same plan.
+    """
+    usual = task.container == "torch_save" and not task.to_lowest_rank
+    parts = follows.parts
+    if (
+        not usual
+        or not follows.fits.all()
+        or sum(len(part.ranks) for part in parts) < len(follows.fits)
+    ):
+        return None
+    num_rows = sum(len(part.ranks) * len(part.regular.first) for part in parts)
+    if len(follows.fits) < 2 or num_rows < structural.MANY_ROWS:
+        return None
+    contents = [_contents(task, part) for part in parts]
+    if any(len(own) != len(part.ranks) for own, part in zip(contents, parts, strict=True)):
+        return None
+    return structural.make_structural_plan(
+        parts, contents,
+        part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES, nodes=task.nodes,
+    )  # fmt: skip
+
+
+def _contents(task: MakePlan, part: Part) -> UInt64Array:
+    """Returns the digests of content of the ranks of a part, by place; of some lengths none."""
+    told = [task.contents[rank] for rank in part.ranks.tolist()]
+    count = int(np.count_nonzero(part.regular.first.value))
+    if any(len(own) != 8 * count for own in told):
+        return np.zeros((0, count), dtype=np.uint64)
+    return np.frombuffer(b"".join(told), dtype="<u8").reshape(len(told), count)
+
+
+def _names(task: MakePlan, first: Columns) -> Fingerprints:
+    return Fingerprints(
+        first, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip
+
+
+def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
+    """Returns the fingerprint of columns under the options of a task."""
+    return fingerprint(
+        columns, world_size=len(task.columns), container=task.container,
+        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
+    )  # fmt: skip
+
+
+MOST_KEPT_BYTES = 64 << 20
+"""Longest `.metadata` of which that is kept, too."""
+
+
+class _Table(NamedTuple):
+    """A chunk table on storage."""
+
+    data: bytes
+    digest: str
+    end: FileEntry | None
+    """Its last bytes, where its rows are in groups."""
+
+    def entry(self, key: str) -> FileEntry:
+        return FileEntry(key, len(self.data), self.digest)
+
+
+def build_commit(task: BuildCommit) -> CommitBuilt:
+    """Returns what a task of this kind asks for.
+
+    Raises:
+        InternalError: Receipts and plan do not fit.
+        DamagedCheckpointError: A receipt has changed on its way.
+    """
+    plan, key = task.plan, f"chunks.{task.attempt}.parquet"
+    places, receipts = checked_receipts(plan, task.attempt, join_receipts(task.receipts))
+    table = _shared_table(plan) if plan.checks_at_end else _own_table(task, receipts)
+    metadata = None
+    if plan.container == "torch_save" and task.stock_metadata:
+        metadata = _metadata(task, places, receipts)
+    record = encode_record(
+        Manifest(
+            attempt=task.attempt,
+            epoch=task.epoch,
+            world_size=plan.world_size,
+            container=plan.container,
+            created_s=time.time(),
+            files=FilesColumns(
+                tuple(receipts.keys.split("\n")) if len(receipts) else (),
+                tuple(receipts.num_bytes.tolist()),
+                receipts.digests.hex(),
+            ),
+            table=table.entry(key),
+            metadata=None if metadata is None else _entry(METADATA_KEY, metadata),
+            replaced_metadata=task.replaced_metadata,
+            plan_digest=plan.digest.hex(),
+            num_tensors=plan.num_tensors,
+            num_chunks=plan.num_chunks,
+            payload_bytes=plan.fixed_bytes + int(places[:, 1].sum()),
+            previous_slot=task.previous_slot,
+            decided=task.decided,
+            deferred=place_runs(places) if plan.checks_at_end else (),
+            table_end=None if table.end is None else replace(table.end, key=key),
+        )
+    )
+    stats = _stats(task) if task.stats else b""
+    return CommitBuilt(
+        key, table.data, record, metadata, stats_key(task.attempt) if stats else "", stats
+    )
+
+
+def _stats(task: BuildCommit) -> bytes:
+    """Returns what is told of the tensors beside the checkpoint."""
+    plan = task.plan
+    table = plan.few.table if isinstance(plan, StructuralPlan) else plan.table
+    lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
+    return encode_stats(task.attempt, combine(map(decode_parts, task.stats), lengths))
+
+
+_shared: WeakKeyDictionary[GlobalPlan, _Table] = WeakKeyDictionary()
+
+
+def _shared_table(plan: GlobalPlan) -> _Table:
+    """Returns the chunk table, which is encoded once for all saves of a plan."""
+    found = _shared.get(plan)
+    if found is None:
+        if isinstance(plan, StructuralPlan):
+            found = _table(encode_table(plan.few.table, plan.structure))
+        else:
+            found = _table(encode_table(plan.table))
+        _shared[plan] = found
+    return found
+
+
+def _own_table(task: BuildCommit, receipts: FileReceipts) -> _Table:
+    """Returns a chunk table with the checksums, as the data files have no room for them."""
+    table = finish_table(task.plan, task.attempt, receipts)
+    return _table(encode_table(replace(table, files=task.plan.table.files)))
+
+
+def _table(data: bytes) -> _Table:
+    start = end_of(data)
+    end = None if start is None else _entry("", data[start:])
+    return _Table(data, digest_bytes(data).hex(), end)
+
+
+_templates: WeakKeyDictionary[GlobalPlan, tuple[bytes, bytes]] = WeakKeyDictionary()
+
+
+def _metadata(task: BuildCommit, places: Int64Array, receipts: FileReceipts) -> bytes:
+    """Returns `.metadata`; what is the same in all saves of a plan is encoded once."""
+    plan, name = task.plan, places.tobytes()
+    known, template = _templates.get(plan, (b"", b""))
+    if not template or known != name:
+        table = finish_table(plan, task.attempt, receipts)
+        template = metadata_template(replace(table, files=plan.table.files))
+        if len(template) <= MOST_KEPT_BYTES:
+            _templates[plan] = name, template
+    filled = fill_metadata(template, checkpoint_id=task.target.url, attempt=task.attempt)
+    if filled is not None:
+        return filled
+    table = finish_table(plan, task.attempt, receipts)
+    return encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
+
+
+def _entry(key: str, data: bytes) -> FileEntry:
+    return FileEntry(key, len(data), digest_bytes(data).hex())
+
+
+MOST_NAMED = 20
+CHECK_THREADS = 16
+MOST_SENT_BYTES = 64 << 10
+"""Longest chunk table that is sent to the ranks. Why: one that reads it pays a request, which takes
+as long as so many bytes; of a longer one most ranks need a part."""
+
+
+def new_attempt() -> str:
+    """Returns an attempt id that no other save ever had: 16 random hex digits."""
+    return secrets.token_hex(8)
+
+
+def perform(task: Task, opener: Callable[[Target], Storage] = open_storage) -> Result:
+    """Returns what came of a task. Blocks as long as the storage does.
+
+    Args:
+        task: Of a `Perform` command.
+        opener: What opens the storage.
+
+    Returns:
+        The result that the task's docstring names, or `Failed`. Never raises.
+    """
+    try:
+        return _perform(task, opener)
+    except CheckpointError as error:
+        return Failed(error)
+    except Exception as error:  # noqa: BLE001 - a raw error would end the coordinator
+        internal = InternalError(
+            f"{type(task).__name__} failed with {type(error).__name__}: {error}. Please report this"
+        )
+        internal.__notes__ = [traceback.format_exc()]
+        return Failed(internal)
+
+
+def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
+    match task:
+        case ShareReads():
+            return _share_reads(task)
+        case ReadRecords():
+            return read_standing(opener(task.target))
+        case MakePlan():
+            with collector_paused():
+                return plan_of(task)
+        case BuildCommit():
+            _check_complete(opener(task.target), task)
+            with collector_paused():
+                return build_commit(task)
+        case WriteTable():
+            storage = opener(task.target)
+            for key, data in task.files:
+                storage.write(key, data)
+            return Finished()
+        case CreateRecord():
+            storage = opener(task.target)
+            return _create(storage, task.slot, task.record, task.create_if_absent)
+        case ReadRecord():
+            return _confirmed_record(opener(task.target), task.slot)
+        case ReadOutcome():
+            return _outcome(opener(task.target), task)
+        case CreateAbort():
+            record = AbortRecord(attempt=task.attempt, reason=task.reason, rank=task.rank)
+            storage = opener(task.target)
+            return _create(storage, task.slot, encode_record(record), task.create_if_absent)
+        case PublishMetadata():
+            return publish(opener(task.target), task.slot, task.metadata, task.target.url)
+        case MakeMetadata():
+            write_metadata(task.target, opener=opener)
+            return Finished()
+        case CollectReplaced():
+            storage = opener(task.target)
+            storage.delete(without_stock_files(storage, task.keys))
+            return Finished()
+        case ReadCheckpoint():
+            storage = opener(task.target)
+            found = find_checkpoint(storage, checkpoint_id=task.target.url)
+            if found.metadata_is_stale:
+                # Why here: whoever committed it is gone, and no save may follow. Suppressed: a
+                # load needs no `.metadata`, and may have no right to write.
+                with suppress(CheckpointError):
+                    republish(storage, task.target.url)
+            table = found.table if len(found.table) <= MOST_SENT_BYTES else b""
+            return CheckpointRead(found.kind, found.slot, found.record, table)
+
+
+def _check_complete(storage: Storage, task: BuildCommit) -> None:
+    """Checks that all files are here, and if not, whether somebody may have removed them.
+
+    Raises:
+        CheckpointExistsError: Another save or a delete came since this one was planned.
+        StorageError: Some are missing or have another length.
+    """
+    try:
+        _check_visible(storage, task.receipts)
+    except StorageError as error:
+        standing = standing_records(storage)
+        if standing.record is None or standing.slot <= task.previous_slot:
+            raise
+        what = "committed" if standing.manifest is not None else "deleted"
+        raise CheckpointExistsError(
+            f"Expected attempt {task.attempt} to be the only one of this checkpoint id, but "
+            f"attempt {standing.record.attempt} {what} it in slot {standing.slot} meanwhile, which "
+            f"removes the files of all others ({error.message}). Only one save at a time can have "
+            f"an id",
+            checkpoint_id=task.target.url,
+        ) from error
+
+
+def _share_reads(task: ShareReads) -> ReadsShared:
+    ranks, needs = range(task.world_size), task.needs
+    shares = share_reads(
+        {rank: Ranges.decode(each.ranges) for rank, each in needs.items()},
+        world_size=task.world_size,
+        nodes=[needs[rank].node if rank in needs else "" for rank in ranks],
+        # Why one: all ranks read the same storage, with the same options.
+        cost=needs[min(needs)].cost,
+    )
+    return ReadsShared(shares)
+
+
+def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts, ...]) -> None:
+    """Checks that the files of the ranks are here as well, where the commit is made.
+
+    Why: with a path that is not shared between the nodes every rank writes without an error, and
+    the checkpoint would be committed without its files.
+
+    Raises:
+        StorageError: Some are missing or have another length.
+    """
+    wrong: list[str] = []
+
+    def check(file: tuple[str, int]) -> None:
+        # Why not a list: network filesystems show an old one for a while.
+        key, num_bytes = file
+        try:
+            start = max(num_bytes - 1, 0)
+            tail = storage.read(key, start, 2)
+        except KeyMissingError:
+            wrong.append(f"{key} is missing")
+            return
+        if len(tail) != num_bytes - start:
+            wrong.append(f"{key} has another length than {num_bytes} bytes")
+
+    files = [(told.key, told.num_bytes) for told in receipts if isinstance(told, FileReceipt)]
+    files += [file for told in receipts if isinstance(told, FileReceipts) for file in told.lengths]
+    run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
+    if wrong:
+        more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise StorageError(
+            f"Expected every file that the ranks wrote in {storage.url}, as the coordinator sees "
+            f"it, but {', '.join(sorted(wrong)[:MOST_NAMED])}{more}. Save to a place that all "
+            f"nodes share"
+        )
+
+
+def _create(
+    storage: Storage, slot: int, record: bytes, can_create: bool
+) -> RecordCreated | SlotTaken:
+    if can_create and not storage.traits.create_if_absent:
+        raise StorageError(
+            f"Expected that {storage.url} creates a file only if there is none, as it did when "
+            f"this save was planned, but on this machine it does not. Mount it in the same way on "
+            f"all machines"
+        )
+    if not can_create:
+        # Why: such a storage leaves the decision to the coordinator alone, which asks first.
+        found = _read_record(storage, slot)
+        if isinstance(found, SlotTaken):
+            return found
+    try:
+        storage.write(record_key(slot), record, create=can_create)
+    except KeyExistsError:
+        found = _read_record(storage, slot)
+        if isinstance(found, SlotTaken):
+            return found
+        above = overtaken(storage, slot, record)
+        if above is None:
+            raise InternalError(
+                f"Slot {slot} was taken and is free again, but records are only removed below one "
+                f"that decides. Somebody else deleted {record_key(slot)}",
+                key=record_key(slot),
+            ) from None
+        # Why not once more: below what decides it is all the same whether this record is there.
+        return RecordCreated(slot, above)
+    if not can_create:
+        # Why: somebody else may have looked at the same time, and written since.
+        found = _read_record(storage, slot)
+        if isinstance(found, SlotFree):
+            raise StorageError(
+                f"{storage.url} answered that {record_key(slot)} was written, but it is not "
+                f"there. Save to another storage, or repair this one",
+                key=record_key(slot),
+            )
+        if found.record != record:
+            return found
+    return RecordCreated(slot, overtaken(storage, slot, record))
+
+
+def _outcome(storage: Storage, task: ReadOutcome) -> OutcomeRead:
+    decision = decision_of(read_slots(storage, whole=True), task.attempt)
+    if not isinstance(decision, Won):
+        return OutcomeRead(0 if decision is None else decision.slot)
+    confirm_record(storage, decision.slot, decision.record)
+    # Suppressed: it is committed, and the next save or load publishes it.
+    with suppress(CheckpointError):
+        republish(storage, task.target.url)
+    return OutcomeRead(decision.slot, decision.record)
+
+
+def _confirmed_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
+    found = _read_record(storage, slot)
+    if isinstance(found, SlotTaken):
+        confirm_record(storage, slot, found.record)
+    return found
+
+
+def _read_record(storage: Storage, slot: int) -> SlotTaken | SlotFree:
+    key = record_key(slot)
+    try:
+        data = storage.read(key)
+    except KeyMissingError:
+        return SlotFree(slot)
+    record = decode_record(data, key=key)
+    return SlotTaken(
+        slot,
+        record.attempt,
+        isinstance(record, AbortRecord),
+        data,
+        isinstance(record, DeleteRecord),
+        overtaken(storage, slot, data),
+    )
+
+
+Opener = Callable[[Target], Storage]
+Outcome = Literal["committed", "aborted", "open"]
+
+
+def outcome(path: AnyPlace, attempt: str) -> Outcome:
+    """Returns what became of a save whose outcome was open.
+
+    Args:
+        path: Where it saved to: its `checkpoint_id`.
+        attempt: Its id, as `CommitUnknownError.attempt` or `Metadata.attempt` tells it.
+
+    Returns:
+        `"committed"` (also when it was replaced or deleted since) or `"aborted"` once a record
+        names the attempt; `"open"` before that. An attempt whose ranks and coordinator are all
+        gone stays open: nothing commits it any more once a later save of the same id is committed,
+        and an attempt that very many others came after is forgotten, which is open as well. On a
+        storage that can't create a file only if there is none, every attempt stays open whose
+        coordinator died before it decided.
+
+    Raises:
+        InvalidRequestError: `path` is not one, or `attempt` is empty.
+        StorageError: The storage does not say.
+        DamagedCheckpointError: A record can't be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     outcome(root, "no-such-attempt")
+        'open'
+    """
+    if not isinstance(attempt, str) or not attempt:
+        raise InvalidRequestError(
+            f"Expected the id of an attempt, found {attempt!r}. CommitUnknownError.attempt has it",
+            key="attempt",
+        )
+    match decision_of(read_slots(open_storage(path), whole=True), attempt):
+        case Won() | Lost():
+            return "committed"
+        case Fenced():
+            return "aborted"
+        case None:
+            return "open"
+
+
+def settle(
+    target: Target,
+    attempt: str,
+    *,
+    reason: str,
+    rank: int | None,
+    opener: Opener = open_storage,
+    create_if_absent: bool = True,
+) -> Decision:
+    """Returns how an attempt ended, after ending it when it had not.
+
+    Args:
+        target: Where it saved to.
+        attempt: Its id.
+        reason: Goes into the abort record.
+        rank: Who asks.
+        opener: What opens the storage.
+        create_if_absent: A record has one winner there, as the attempt's coordinator saw.
+
+    Returns:
+        `Won` or `Fenced`; `Lost` when it was committed and is replaced or deleted by now; `Open`
+        when the storage does not say, and on one that can't create a record only if absent: there
+        it only looks. Never raises.
+    """
+    try:
+        storage = opener(target)
+        seen = read_slots(storage, whole=True)
+        decided = decision_of(seen, attempt)
+        if decided is not None:
+            with suppress(KeyMissingError):  # replaced and removed meanwhile
+                confirm_record(storage, decided.slot, storage.read(record_key(decided.slot)))
+        if decided is None and not (create_if_absent and storage.traits.create_if_absent):
+            return _left_to_coordinator(storage)
+    except CheckpointError as error:
+        return Open(error)
+    if decided is not None:
+        return decided
+    vote = Vote(target, attempt, seen.last_slot + 1)
+    step: VoteTask | Decision = vote.abort(reason, rank)
+    while not isinstance(step, Won | Fenced | Lost | Open):
+        result: Result = perform(step, opener)
+        step = vote.tell(result)
+    return step
+
+
+def _left_to_coordinator(storage: Storage) -> Open:
+    """Why: where a record can't be created only if absent, an abort could replace the commit."""
+    return Open(
+        StorageError(
+            f"{storage.url} can't create a file only if there is none: only the coordinator of "
+            f"the save may decide there, and no record of it names this attempt yet"
+        )
+    )

@@ -1,0 +1,715 @@
+"""`WorkerGroup`: ranks as Ray actors, with a gloo process group among them.
+
+The actor that wraps one rank of a `WorkerGroup`: a process with a place in a gloo group.
+
+It runs what it is handed; it knows nothing of the other ranks but where their store is.
+
+What a `WorkerGroup` can be told about its ranks, as a frozen value that checks itself.
+
+Waits for one call on every rank: a rank that dies is named, those that wait for it released.
+
+`WorkerGroup`: any number of ranks as Ray actors, with a gloo process group among them.
+
+For notebooks, tools and tests: what a training job gets from its launcher. A rank that dies is
+named within seconds, and nobody waits for it. How a rank works is in `worker`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
+from ray_dcp.runtime import ray_calls, ray_private, registry
+from ray_dcp.runtime.attach import attach_named
+from ray_dcp.store.location import AnyPlace
+
+__all__ = ["Rank", "WorkerGroup", "WorkerOptions", "gather", "this_rank", "worker_options"]
+
+_this: list[Rank] = []
+
+
+def this_rank() -> Rank | None:
+    """Returns the rank that runs in this process: what a function given to `run` may ask."""
+    return _this[0] if _this else None
+
+
+class Rank:
+    """One rank: its number, its process group, and the state that it keeps between runs.
+
+    Attributes:
+        rank: Number in the group, from 0.
+        world_size: Number of ranks.
+        state: Whatever a run left here; what `save` takes when it is given no `make_state`.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.state: Any = None
+        self._store: Any = None
+        _this[:] = [self]
+
+    def where(self) -> dict[str, Any]:
+        """Returns `pid`, `node_id` and `node_ip` of this process."""
+        context = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "node_id": context.get_node_id(),
+            "node_ip": ray.util.get_node_ip_address(),
+        }
+
+    def host(self, address: str, timeout_s: float) -> int:
+        """Starts the store in which the ranks of a new group meet; returns its port."""
+        dist: Any = importlib.import_module("torch.distributed")
+        self._store = dist.TCPStore(
+            address, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+        port: int = self._store.port
+        return port
+
+    def join(
+        self, rank: int, world_size: int, address: str, port: int, timeout_s: float, local: bool
+    ) -> None:
+        """Takes a place in a new group; returns when all ranks have.
+
+        Args:
+            rank: Its number from now on.
+            world_size: How many there are.
+            address: Where rank 0 hosts the store.
+            port: The same.
+            timeout_s: For every collective operation of the group, in seconds.
+            local: All ranks are on this node: only the loopback interface is used.
+        """
+        dist: Any = importlib.import_module("torch.distributed")
+        timeout = timedelta(seconds=timeout_s)
+        if rank != 0:
+            self._store = dist.TCPStore(address, port, None, False, timeout=timeout)
+        if local:
+            _use_loopback()
+        dist.init_process_group(
+            "gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout
+        )
+        self.rank, self.world_size = rank, world_size
+
+    def part(self) -> None:
+        """Gives up its place: closes the sessions and destroys the process group."""
+        import torch.distributed as dist
+
+        registry.close_all()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    def run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
+        """Returns what a function returns on this rank."""
+        return function(*arguments, **named)
+
+    def keep(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:
+        """Keeps what a function returns as this rank's state."""
+        self.state = function(*arguments, **named)
+
+    def save(
+        self, path: str, make_state: Callable[[], Any] | None, named: Mapping[str, Any]
+    ) -> Any:
+        """Saves the state that is made, or kept; rank 0 returns the checkpoint's metadata."""
+        state = self.state if make_state is None else make_state()
+        metadata = _facade().save(state, checkpoint_id=path, **named)
+        return metadata if self.rank == 0 else None
+
+    def load(
+        self, path: str, make_state: Callable[[], Any] | None, named: Mapping[str, Any]
+    ) -> Any:
+        """Loads into the state that is made, or kept, keeps it, and returns the report."""
+        state = self.state if make_state is None else make_state()
+        report = _facade().load(state, checkpoint_id=path, **named)
+        self.state = state
+        return report
+
+
+def _facade() -> Any:
+    # Why by name: a rank is a user of the package, as any training script; nothing below
+    # depends on it.
+    return importlib.import_module("ray_dcp")
+
+
+def _use_loopback() -> None:
+    from ray_dcp.runtime import environment
+
+    environment.prefer_loopback_for_gloo()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """What each rank of a `WorkerGroup` gets.
+
+    Raises:
+        InvalidRequestError: A field has a value that it can't have.
+    """
+
+    num_cpus: float = 0.0
+    """CPUs that Ray sets aside for a rank. 0: any number of ranks fits on any node."""
+    num_gpus: float = 0.0
+    """GPUs that Ray sets aside for a rank."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Other resources that Ray sets aside for a rank."""
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks."""
+    start_timeout_s: float = 180.0
+    """How long the ranks may take to start and to find each other, in seconds."""
+    collective_timeout_s: float = 300.0
+    """How long a collective operation of the ranks may take, in seconds."""
+    run_timeout_s: float | None = None
+    """How long one `run`, `save` or `load` may take, in seconds; None: as long as it wants."""
+    release_s: float = 5.0
+    """How long the other ranks may take to notice by themselves that one died, in seconds;
+    those that still wait are ended."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_cpus", "num_gpus"):
+            _check_number(name, getattr(self, name), lowest=0.0)
+        for name in ("start_timeout_s", "collective_timeout_s", "release_s"):
+            _check_number(name, getattr(self, name), above=0.0)
+        if self.run_timeout_s is not None:
+            _check_number("run_timeout_s", self.run_timeout_s, above=0.0)
+        for name in ("resources", "env_vars"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise InvalidRequestError(
+                    f"WorkerGroup's {name} must be a mapping, but is {getattr(self, name)!r}",
+                    key=name,
+                )
+
+
+def worker_options(given: dict[str, Any]) -> WorkerOptions:
+    """Returns the options that keyword arguments say.
+
+    Raises:
+        InvalidRequestError: One has no such name, or a value that it can't have.
+    """
+    known = WorkerOptions.__dataclass_fields__
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise InvalidRequestError(
+            f"WorkerGroup has no option {', '.join(unknown)}. It has {', '.join(known)}",
+            key=unknown[0],
+        )
+    return WorkerOptions(**given)
+
+
+def _check_number(
+    name: str, value: Any, *, lowest: float | None = None, above: float = 0.0
+) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or (value < lowest if lowest is not None else value <= above):
+        bound = f"at least {lowest:g}" if lowest is not None else f"above {above:g}"
+        raise InvalidRequestError(
+            f"WorkerGroup's {name} must be a number {bound}, but is {value!r}", key=name
+        )
+
+
+_LOOK_S = 1.0
+
+
+def gather(
+    answers: Sequence[Any],
+    actors: Sequence[Any],
+    *,
+    doing: str,
+    timeout_s: float | None,
+    release_s: float,
+) -> list[Any]:
+    """Returns the values of one call on every rank, in their order.
+
+    Args:
+        answers: A reference for each rank that was called.
+        actors: The ranks' actors, from rank 0.
+        doing: What was called, for errors.
+        timeout_s: For everything, in seconds; None: no limit.
+        release_s: How long the others may take after one died, in seconds. Those that still wait
+            then are killed: a process that is stuck in a collective can't be freed otherwise.
+
+    Raises:
+        ParticipantError: A rank died.
+        DeadlineError: Time is up; the message names the ranks that have not answered.
+        Exception: What was raised on the lowest rank that raised, when none died.
+    """
+    values: dict[int, Any] = {}
+    failed: dict[int, Exception] = {}
+    dead: dict[int, Exception] = {}
+    waiting = {answer: rank for rank, answer in enumerate(answers)}
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    release_end_s = None
+    while waiting:
+        now_s = time.monotonic()
+        limits = [limit - now_s for limit in (end_s, release_end_s) if limit is not None]
+        if limits and min(limits) <= 0:
+            break
+        done, _ = ray_calls.wait(list(waiting), num_returns=1, timeout=min([_LOOK_S, *limits]))
+        for answer in done:
+            _take(answer, waiting.pop(answer), values, failed, dead)
+        if dead and release_end_s is None:
+            release_end_s = time.monotonic() + release_s
+    stuck = sorted(waiting.values())
+    if dead:
+        for rank in stuck:
+            ray_calls.kill(actors[rank])
+        raise _died(dead, failed, stuck, doing)
+    if stuck:
+        raise DeadlineError(
+            f"Expected {doing} to end on all {len(answers)} ranks within {timeout_s:g} s, but "
+            f"{_ranks(stuck)} did not. Look what they do, or raise the timeout",
+            rank=stuck[0],
+        )
+    if failed:
+        raise _raised(failed, len(answers))
+    return [values[rank] for rank in range(len(answers))]
+
+
+def _take(
+    answer: Any,
+    rank: int,
+    values: dict[int, Any],
+    failed: dict[int, Exception],
+    dead: dict[int, Exception],
+) -> None:
+    try:
+        values[rank] = ray_calls.get(answer)
+    except RayActorError as error:
+        dead[rank] = error
+    except RayTaskError as error:
+        failed[rank] = _cause(error, rank)
+    except RayError as error:
+        failed[rank] = error
+
+
+def _cause(error: RayTaskError, rank: int) -> Exception:
+    """Returns what the function raised, as it was, with a note of where."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, Exception):
+        return error
+    notes = [*getattr(cause, "__notes__", ()), f"Raised on rank {rank}:\n{error}"]
+    cause.__notes__ = notes
+    return cause
+
+
+def _raised(failed: Mapping[int, Exception], num_ranks: int) -> Exception:
+    first = min(failed)
+    error = failed[first]
+    if isinstance(error, CheckpointError) and error._failures is None:
+        error.with_failures(_failures(failed))
+    if len(failed) < num_ranks and not isinstance(error, CheckpointError):
+        note = f"Raised on {_ranks(sorted(failed))} of {num_ranks}"
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+    return error
+
+
+def _died(
+    dead: Mapping[int, Exception],
+    failed: Mapping[int, Exception],
+    stuck: Sequence[int],
+    doing: str,
+) -> ParticipantError:
+    reasons = [f"rank {rank}: {_first_line(error)}" for rank, error in sorted(dead.items())]
+    released = f" {_ranks(stuck)} still waited and was ended." if stuck else ""
+    error = ParticipantError(
+        f"Expected all ranks to live through {doing}, but {_ranks(sorted(dead))} died."
+        f"{released} Call resize to replace what is gone. " + "; ".join(reasons),
+        rank=min(dead),
+    )
+    error.with_failures(_failures({**failed, **dead}))
+    return error
+
+
+def _failures(
+    errors: Mapping[int, Exception],
+) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
+    return {
+        rank: (error, traceback.extract_tb(error.__traceback__))
+        for rank, error in sorted(errors.items())
+    }
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:1] + lines[-1:]) if lines else type(error).__name__
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+logger = logging.getLogger(__name__)
+
+_PART_S = 15.0
+"""How long ranks may take to leave their process group before they are replaced, in seconds."""
+
+
+class WorkerGroup:
+    """Ranks as Ray actors, from 0 to `world_size - 1`.
+
+    Uses the Ray that the process is connected to, or that `RAY_ADDRESS` names, or starts a local
+    one for as long as the group lives. Functions that are run on ranks may be closures. One thread
+    at a time.
+
+    Args:
+        world_size: Number of ranks, at least 1.
+        name: For the names of the actors, as dashboards show them.
+        options: Fields of `WorkerOptions`.
+
+    Raises:
+        InvalidRequestError: An argument is wrong.
+        ParticipantError: A rank could not start or died.
+
+    Example:
+        >>> import torch
+        >>> with WorkerGroup(2) as ranks:
+        ...     ranks.run(lambda: torch.distributed.get_rank())
+        [0, 1]
+    """
+
+    def __init__(self, world_size: int, *, name: str | None = None, **options: Any) -> None:
+        _check_world_size(world_size)
+        self.options: WorkerOptions = worker_options(options)
+        self.name = name or f"workers-{secrets.token_hex(4)}"
+        self._ranks: list[Any] = []
+        self._pids: list[int] = []
+        self._broken = False
+        self._closed = False
+        started_ray = _ensure_ray()
+        self._finalizer = weakref.finalize(self, _end, self._ranks, started_ray)
+        try:
+            self._regroup(world_size)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, each on its own node."""
+        return list(self._pids)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Returns what a function returns on each rank.
+
+        Args:
+            function: Called on every rank at the same time.
+            *args: Its arguments, the same for all ranks.
+            **kwargs: The same.
+
+        Raises:
+            Exception: What the function raised on the lowest rank on which it did, with a note
+                that names the rank.
+            ParticipantError: A rank died; the group needs `resize` before it is used again.
+            DeadlineError: It took longer than `run_timeout_s`.
+        """
+        _check_callable("function", function)
+        return self._everywhere("run", function, args, kwargs)
+
+    def keep(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Keeps what a function returns on each rank as that rank's `state`.
+
+        Args:
+            function: As for `run`.
+            *args: As for `run`.
+            **kwargs: As for `run`.
+
+        Raises:
+            Exception: As for `run`.
+        """
+        _check_callable("function", function)
+        self._everywhere("keep", function, args, kwargs)
+
+    def save(
+        self,
+        path: AnyPlace,
+        make_state: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Saves the ranks' states as one checkpoint and returns its metadata.
+
+        Args:
+            path: Where to: the `checkpoint_id`.
+            make_state: Returns the state dict of the rank that it is called on; without it, the
+                rank's `state` is saved.
+            **kwargs: As for `ray_dcp.save`.
+
+        Raises:
+            CheckpointError: As `ray_dcp.save`.
+        """
+        _check_callable("make_state", make_state, optional=True)
+        return self._everywhere("save", _sendable(path), make_state, kwargs)[0]
+
+    def load(
+        self,
+        path: AnyPlace,
+        make_state: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Loads a checkpoint into the ranks' states and returns each rank's report.
+
+        Args:
+            path: Where from: the `checkpoint_id`.
+            make_state: Returns the state dict to load into, on the rank that it is called on; it
+                becomes the rank's `state`. Without it, the rank's `state` is loaded into.
+            **kwargs: As for `ray_dcp.load`.
+
+        Raises:
+            CheckpointError: As `ray_dcp.load`.
+        """
+        _check_callable("make_state", make_state, optional=True)
+        return self._everywhere("load", _sendable(path), make_state, kwargs)
+
+    def resize(self, world_size: int) -> None:
+        """Makes it so many ranks, with a new process group among them.
+
+        Ranks that live and have a number below that keep their process and their `state`; the
+        others end, and new ones start without state. Ranks that died are replaced, so
+        `resize(world_size)` repairs a group. No process ever gets another number: torch keeps
+        meshes in caches, with the place that the process had in them.
+
+        Args:
+            world_size: At least 1.
+
+        Raises:
+            InvalidRequestError: The number is not one, or the group was shut down.
+            ParticipantError: A rank could not start.
+        """
+        _check_world_size(world_size)
+        self._check_open()
+        self._regroup(world_size)
+
+    def kill(self) -> None:
+        """Ends all ranks at once, in the middle of what they do, as the loss of a node would.
+
+        `resize` brings the group back, without state.
+
+        Raises:
+            InvalidRequestError: The group was shut down.
+        """
+        self._check_open()
+        self._broken = True
+        _kill_all(self._ranks)
+
+    def shutdown(self) -> None:
+        """Ends all ranks, and the Ray that was started for them. Does nothing the second time."""
+        if not self._closed:
+            self._closed = True
+            if not self._broken and ray.is_initialized():
+                self._part(self._ranks)
+        self._finalizer()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.world_size}, name={self.name!r})"
+
+    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        self._check_open()
+        if self._broken:
+            raise ParticipantError(
+                f"Expected all ranks of {self!r} to live, but one died or hung before. Call "
+                f"resize({self.world_size}) to replace it"
+            )
+        answers = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        try:
+            return gather(
+                answers,
+                self._ranks,
+                doing=method,
+                timeout_s=self.options.run_timeout_s,
+                release_s=self.options.release_s,
+            )
+        except ParticipantError:
+            # The error may also be one of a checkpoint, raised by ranks that all live.
+            self._broken = not self._all_live()
+            raise
+
+    def _all_live(self) -> bool:
+        answers = [rank.where.remote() for rank in self._ranks]
+        try:
+            ray_calls.get(answers, timeout=self.options.release_s)
+        except RayError:
+            return False
+        return True
+
+    def _regroup(self, world_size: int) -> None:
+        living = self._part(self._ranks) if self._ranks else []
+        kept = {i: rank for i, rank in enumerate(self._ranks[:world_size]) if rank in living}
+        for rank in self._ranks:
+            if rank not in kept.values():
+                ray_calls.kill(rank)
+        # In place: the finalizer ends what is in this list.
+        self._ranks[:] = kept.values()
+        self._broken = True
+        for index in range(world_size):
+            if index not in kept:
+                kept[index] = self._start(index)
+                self._ranks.append(kept[index])
+        self._ranks[:] = [kept[index] for index in range(world_size)]
+        self._meet()
+        self._broken = False
+
+    def _start(self, index: int) -> Any:
+        options = self.options
+        runtime_env = {"env_vars": dict(options.env_vars)} if options.env_vars else None
+        actor = ray.remote(Rank).options(
+            name=f"{self.name}:{index}:{secrets.token_hex(3)}",
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            resources=dict(options.resources),
+            runtime_env=runtime_env,
+            scheduling_strategy="SPREAD",
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return actor.remote()
+
+    def _meet(self) -> None:
+        """Makes a new process group of the ranks."""
+        start_s = self.options.start_timeout_s
+        places = self._starting([rank.where.remote() for rank in self._ranks])
+        self._pids = [place["pid"] for place in places]
+        local = len({place["node_id"] for place in places}) == 1
+        address = "127.0.0.1" if local else places[0]["node_ip"]
+        timeout_s = self.options.collective_timeout_s
+        port = self._starting([self._ranks[0].host.remote(address, start_s)])[0]
+        world_size = self.world_size
+        self._starting(
+            [
+                rank.join.remote(index, world_size, address, port, timeout_s, local)
+                for index, rank in enumerate(self._ranks)
+            ]
+        )
+
+    def _starting(self, answers: Sequence[Any]) -> list[Any]:
+        try:
+            return gather(
+                answers,
+                self._ranks,
+                doing="start",
+                timeout_s=self.options.start_timeout_s,
+                release_s=self.options.release_s,
+            )
+        except DeadlineError as error:
+            free = ray.available_resources()
+            raise DeadlineError(
+                f"{error.message}. Each rank needs {self.options.num_cpus:g} CPUs and "
+                f"{self.options.num_gpus:g} GPUs; free in the cluster are "
+                f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g}"
+            ) from None
+
+    def _part(self, ranks: Sequence[Any]) -> list[Any]:
+        """Takes ranks out of their process group; returns those that live and did."""
+        answers = {rank.part.remote(): rank for rank in ranks}
+        done, _ = ray_calls.wait(list(answers), num_returns=len(answers), timeout=_PART_S)
+        living = []
+        for answer in done:
+            try:
+                ray_calls.get(answer)
+            except RayError as error:
+                logger.debug("A rank could not leave its group: %s", error)
+            else:
+                living.append(answers[answer])
+        return [rank for rank in ranks if rank in living]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError(
+                f"Expected {self!r} to be open, but it was shut down. Make another one"
+            )
+
+
+def _ensure_ray() -> bool:
+    """Connects to the Ray that `RAY_ADDRESS` names, or starts one; returns whether it did."""
+    if ray.is_initialized():
+        return False
+    if attach_named(None) is None:
+        with ray_private.signal_handlers_kept():
+            ray.init(
+                # Why: without an address Ray takes any cluster that runs on this machine.
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+    return True
+
+
+def _end(ranks: list[Any], started_ray: bool) -> None:
+    """Ends actors, waits until they are gone, and ends the Ray that was started for them."""
+    if not ray.is_initialized():
+        return
+    _kill_all(ranks)
+    ranks.clear()
+    if started_ray:
+        with ray_private.signal_handlers_kept():
+            ray.shutdown()
+
+
+def _kill_all(ranks: list[Any]) -> None:
+    """Ends actors and waits until they are gone."""
+    ended = []
+    for rank in ranks:
+        ray_calls.kill(rank)
+        ended.append(rank.where.remote())
+    end_s = time.monotonic() + _PART_S
+    for answer in ended:
+        try:
+            ray_calls.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+        except GetTimeoutError:
+            logger.warning("A rank of a WorkerGroup did not end within %g s", _PART_S)
+        except RayError:
+            continue
+
+
+def _sendable(path: AnyPlace) -> AnyPlace:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _check_world_size(world_size: int) -> None:
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise InvalidRequestError(
+            f"Expected world_size to be a whole number of at least 1, but found {world_size!r}",
+            key="world_size",
+        )
+
+
+def _check_callable(what: str, value: Any, *, optional: bool = False) -> None:
+    if not callable(value) and not (optional and value is None):
+        raise InvalidRequestError(
+            f"Expected {what} to be something that can be called on the ranks, but found "
+            f"{type(value).__name__}",
+            key=what,
+        )

@@ -1,0 +1,273 @@
+"""Which window of which job has which slot of a node's staging memory, and who waits for one.
+
+Pure: events in, grants out. A *job* is one rank's share of one save; its windows are granted in
+order. A window's slot is kept until every file with bytes in it is *finished*: written, and its
+receipt known where it counts. A job that is *kept* has its slots for longer: until it is dropped,
+or others wait and nothing is free. Only where others wait may a slot be reused earlier, and only
+of a job whose rank still holds the state: files that lost bytes so must be finished before that
+rank may go on (`may_seal`), for nobody could hand their bytes over again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ray_dcp.errors import InternalError
+from ray_dcp.stage.values import Slot
+
+__all__ = ["Granted", "SlotAllocator"]
+
+J = TypeVar("J", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Granted(Generic[J]):
+    """A window has got a slot."""
+
+    job: J
+    window: int
+    slot: Slot
+
+
+@dataclass
+class _Window:
+    files: frozenset[int]
+    unread: set[int]
+    unfinished: set[int]
+    slot: Slot | None = None
+    is_here: bool = False
+
+
+@dataclass
+class _Job:
+    owner: str
+    windows: list[_Window]
+    num_granted: int = 0
+    is_sealed: bool = False
+    is_kept: bool = False
+    lossy: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+
+
+class SlotAllocator(Generic[J]):
+    """Slots of one length, granted in turn. Not thread-safe.
+
+    Args:
+        num_slots: How many there are.
+
+    Example:
+        >>> ledger = SlotLedger(2)
+        >>> ledger.begin("a", "rank 0", [{0}, {0}, {0}])
+        >>> [(grant.window, grant.slot.index) for grant in ledger.grants()]
+        [(0, 0), (1, 1)]
+        >>> ledger.delivered("a", 0)
+        >>> ledger.read("a", 0, 0)
+        >>> [(grant.window, grant.slot.index) for grant in ledger.grants()]
+        [(2, 0)]
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._jobs: dict[J, _Job] = {}
+        self._waiting: deque[J] = deque()
+        self._free = set(range(num_slots))
+        self._generation = [0] * num_slots
+        self._last_owner: list[str | None] = [None] * num_slots
+        self._users: list[set[str]] = [set() for _ in range(num_slots)]
+        self._warm: set[int] = set()
+
+    @property
+    def num_used(self) -> int:
+        """How many slots are granted now."""
+        return self.num_slots - len(self._free)
+
+    def begin(
+        self,
+        job: J,
+        owner: str,
+        windows: Sequence[frozenset[int] | set[int]],
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Takes a new job, which waits for slots from now on.
+
+        Args:
+            job: Names it.
+            owner: Who hands over; gets the slots that it had before, if they are free.
+            windows: For each window the files with bytes in it.
+            keep: Its slots stay its own after it is finished, while nobody needs them.
+        """
+        if job in self._jobs:
+            raise InternalError(f"expected a new job, found {job} again; please report this")
+        made = [_Window(frozenset(files), set(files), set(files)) for files in windows]
+        self._jobs[job] = _Job(owner, made, is_kept=keep)
+        if made:
+            self._waiting.append(job)
+
+    def grants(self) -> list[Granted[J]]:
+        """Returns the slots that can be granted now, the jobs that wait taking turns."""
+        given: list[Granted[J]] = []
+        while True:
+            self._waiting = deque(name for name in self._waiting if name in self._jobs)
+            if not self._waiting:
+                break
+            name = self._waiting[0]
+            job = self._jobs[name]
+            index = self._take(job.owner)
+            if index is None:
+                break
+            self._waiting.popleft()
+            self._generation[index] += 1
+            self._last_owner[index] = job.owner
+            self._users[index].add(job.owner)
+            slot = Slot(index, self._generation[index])
+            job.windows[job.num_granted].slot = slot
+            given.append(Granted(name, job.num_granted, slot))
+            job.num_granted += 1
+            if job.num_granted < len(job.windows):
+                self._waiting.append(name)
+        return given
+
+    def delivered(self, job: J, window: int) -> None:
+        """Takes that a window is full: its rank does not touch the slot any more."""
+        found = self._jobs[job].windows[window]
+        found.is_here = True
+        if not found.unfinished and not self._jobs[job].is_kept:
+            self._give_back(found)
+
+    def read(self, job: J, window: int, file: int) -> None:
+        """Takes that a file's bytes of a window are written."""
+        self._jobs[job].windows[window].unread.discard(file)
+
+    def finished(self, job: J, file: int) -> None:
+        """Takes that nobody will ask for a file's staged bytes again.
+
+        A window that its rank still fills keeps its slot until it is delivered.
+        """
+        found = self._jobs[job]
+        found.finished.add(file)
+        for window in found.windows:
+            window.unread.discard(file)
+            window.unfinished.discard(file)
+            if window.is_here and not window.unfinished and not found.is_kept:
+                self._give_back(window)
+
+    def is_whole(self, job: J) -> bool:
+        """Returns whether every window of a job that is finished still has its slot."""
+        found = self._jobs.get(job)
+        return found is not None and _is_idle(found) and all(w.slot for w in found.windows)
+
+    def freed(self, job: J) -> tuple[int, ...]:
+        """Returns the windows of a job that were here and have no slot any more."""
+        found = self._jobs.get(job)
+        windows = enumerate(found.windows if found else ())
+        return tuple(number for number, one in windows if one.is_here and one.slot is None)
+
+    def may_seal(self, job: J) -> bool:
+        """Returns whether the rank may go on: all is here, and can be handed over once more."""
+        found = self._jobs[job]
+        is_here = all(window.is_here for window in found.windows)
+        return is_here and found.lossy <= found.finished
+
+    def seal(self, job: J) -> None:
+        """Takes that the rank goes on: from now on nothing of it is reused early."""
+        self._jobs[job].is_sealed = True
+
+    def drop(self, job: J) -> None:
+        """Forgets a job and frees its slots; neither its rank nor a writer may use them any more.
+
+        A job that is not known is fine.
+        """
+        found = self._jobs.pop(job, None)
+        for window in found.windows if found else ():
+            self._give_back(window)
+
+    def expect(self, owner: str, count: int) -> list[int]:
+        """Returns the slots to warm up for a rank: free or its own, at most `count`."""
+        own = [index for index in range(self.num_slots) if self._last_owner[index] == owner]
+        more = [index for index in self._free if self._last_owner[index] is None]
+        more.sort(key=lambda index: (index not in self._warm, index))
+        chosen = [*own, *more][:count]
+        for index in chosen:
+            self._last_owner[index] = owner
+            self._users[index].add(owner)
+        return chosen
+
+    def cool(self, owners: Collection[str]) -> int | None:
+        """Returns a free slot that none of some owners ever used, as one that was never touched.
+
+        Why none ever: who used it may have registered its pages with a device, which would go on
+        writing to them.
+
+        Args:
+            owners: Whose slots keep their memory.
+        """
+        for index in self._free & self._warm:
+            if self._users[index].isdisjoint(owners):
+                self._users[index].clear()
+                self._last_owner[index] = None
+                self._warm.discard(index)
+                return index
+        return None
+
+    def owned(self, owner: str) -> list[int]:
+        """Returns the slots that a rank had last, which have memory."""
+        used = (i for i in range(self.num_slots) if i in self._warm or i not in self._free)
+        return [i for i in used if self._last_owner[i] == owner]
+
+    def warmed(self, index: int) -> None:
+        """Takes that a slot's memory has been touched."""
+        self._warm.add(index)
+
+    def is_warm(self, index: int) -> bool:
+        """Returns whether a slot's memory has been touched."""
+        return index in self._warm
+
+    def _take(self, owner: str) -> int | None:
+        """Returns the best free slot; frees one that was read where none is."""
+        if not self._free:
+            self._free_kept()
+        if not self._free:
+            self._free_early()
+        if not self._free:
+            return None
+        best = min(self._free, key=lambda index: (self._cost(index, owner), index))
+        self._free.discard(best)
+        return best
+
+    def _cost(self, index: int, owner: str) -> int:
+        if self._last_owner[index] == owner:
+            return 0 if index in self._warm else 1
+        if index not in self._warm:
+            return 4
+        return 2 if self._last_owner[index] is None else 3
+
+    def _free_kept(self) -> None:
+        """Frees the slots of the oldest job that is only kept."""
+        for job in self._jobs.values():
+            if job.is_kept and _is_idle(job) and any(window.slot for window in job.windows):
+                for window in job.windows:
+                    self._give_back(window)
+                return
+
+    def _free_early(self) -> None:
+        for job in self._jobs.values():
+            for window in () if job.is_sealed else job.windows:
+                if window.slot is not None and window.is_here and not window.unread:
+                    job.lossy |= window.unfinished
+                    self._give_back(window)
+                    return
+
+    def _give_back(self, window: _Window) -> None:
+        if window.slot is not None:
+            self._free.add(window.slot.index)
+            self._warm.add(window.slot.index)
+            window.slot = None
+
+
+def _is_idle(job: _Job) -> bool:
+    """Returns whether nobody fills or writes a window of a job any more."""
+    return all(window.is_here and not window.unfinished for window in job.windows)

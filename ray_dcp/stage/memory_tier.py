@@ -1,0 +1,182 @@
+"""Checkpoints that stay in staging memory: what a node has of one, and which are to go.
+
+Pure. A file's bytes are found as they lie in the file, so that a load reads them as it would read
+the file itself, and checks them against the same checksums. Frames and padding are not there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ray_dcp.core.values import Int64Array
+from ray_dcp.stage.values import MemoryAddress, Slot
+from ray_dcp.stage.windows import StagingLayout
+
+__all__ = ["Part", "TierEntry", "TierFile", "cut", "kept_file", "registered_name", "too_many"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes in one slot, or of frames between such runs, which are nowhere."""
+
+    slot: Slot | None
+    offset: int
+    """First byte in the slot."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class TierFile:
+    """Where the bytes of one part file lie in staging memory.
+
+    Attributes:
+        key: Of the file in its checkpoint; it names the attempt.
+        start: int64[s], first byte in the file of each run, ascending.
+        num_bytes: int64[s].
+        offset: int64[s], first byte in the slot.
+        slots: Of each run.
+    """
+
+    key: str
+    start: Int64Array
+    num_bytes: Int64Array
+    offset: Int64Array
+    slots: tuple[Slot, ...]
+
+    def find(self, start: int, num_bytes: int) -> list[Part] | None:
+        """Returns where a range of the file lies; None when its first or last byte is not there.
+
+        Readers take small items together, with the frames between them, of which they use nothing.
+
+        Args:
+            start: First byte in the file.
+            num_bytes: How many.
+
+        Example:
+            >>> runs = np.array([[100, 170], [64, 36], [0, 64]])
+            >>> file = KeptFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
+            >>> [(part.slot is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
+            [(False, 20, 44), (True, 0, 6), (False, 64, 10)]
+            >>> file.find(0, 200) is None
+            True
+        """
+        starts, lengths, offsets = self._lists
+        run = bisect_right(starts, start) - 1
+        found: list[Part] = []
+        while num_bytes > 0:
+            if run < 0 or run >= len(starts):
+                return None
+            skip = start - starts[run]
+            if skip < 0 and found:
+                found.append(Part(None, 0, -skip))
+                start, num_bytes, skip = start - skip, num_bytes + skip, 0
+            left = lengths[run] - skip
+            if skip < 0 or left <= 0 or num_bytes <= 0:
+                return None
+            length = min(left, num_bytes)
+            found.append(Part(self.slots[run], offsets[run] + skip, length))
+            start, num_bytes, run = start + length, num_bytes - length, run + 1
+        return found
+
+    @cached_property
+    def _lists(self) -> tuple[list[int], list[int], list[int]]:
+        # Why: it is asked for each read, and numbers in numpy take ten times as long.
+        return self.start.tolist(), self.num_bytes.tolist(), self.offset.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class TierEntry:
+    """What one node keeps of one attempt."""
+
+    address: MemoryAddress
+    files: tuple[TierFile, ...]
+
+
+def kept_file(
+    key: str,
+    layout: StagingLayout,
+    index: int,
+    slots: Sequence[Slot],
+) -> TierFile:
+    """Returns where a file lies.
+
+    Args:
+        key: Of the file.
+        layout: Of the rank's share.
+        index: Position of the file in the plan.
+        slots: Of the windows.
+    """
+    own = slice(*layout.file_first[index : index + 2].tolist())
+    num_bytes = layout.num_bytes[own]
+    start = layout.file_end[own] - num_bytes
+    order = np.argsort(start, kind="stable")
+    windows = layout.window[own][order].tolist()
+    return TierFile(
+        key=key,
+        start=start[order],
+        num_bytes=num_bytes[order],
+        offset=layout.offset[own][order],
+        slots=tuple(slots[window] for window in windows),
+    )
+
+
+def cut(parts: Sequence[Part], low: int, high: int) -> list[Part]:
+    """Returns the parts that give the bytes `[low, high)` of what parts give.
+
+    Example:
+        >>> [(part.offset, part.num_bytes) for part in cut([Part(None, 5, 10)] * 3, 8, 21)]
+        [(13, 2), (5, 10), (5, 1)]
+    """
+    found: list[Part] = []
+    start = 0
+    for part in parts:
+        first, last = max(low, start), min(high, start + part.num_bytes)
+        if first < last:
+            found.append(replace(part, offset=part.offset + first - start, num_bytes=last - first))
+        start += part.num_bytes
+    return found
+
+
+def registered_name(attempt: str, node_id: str = "") -> str:
+    """Returns under which name the cluster remembers that a node keeps an attempt.
+
+    Args:
+        attempt: Its id.
+        node_id: Which node; all names begin with what is returned without it.
+    """
+    return f"kept:{attempt}:{node_id}"
+
+
+def too_many(attempts: Sequence[tuple[str, str, int, bool]]) -> set[str]:
+    """Returns the attempts that are not to be kept any longer.
+
+    Those before the newest that is known to be committed go, but for the last few of these. What
+    came after it may be committed any time, or never.
+
+    Args:
+        attempts: `(run, attempt, how many of the run are to be kept, known to be committed)`,
+            oldest first. One that several ranks hold parts of may come several times.
+
+    Example:
+        >>> seen = [("r", "a", 1, True), ("r", "b", 1, True), ("r", "b", 1, False)]
+        >>> sorted(too_many([*seen, ("r", "c", 1, False), ("other", "d", 1, True)]))
+        ['a']
+    """
+    runs: dict[str, dict[str, bool]] = {}
+    most: dict[str, int] = {}
+    for run, attempt, keep, is_committed in attempts:
+        known = runs.setdefault(run, {})
+        known[attempt] = known.get(attempt, False) or is_committed
+        most[run] = keep  # the newest wish counts
+    surplus: set[str] = set()
+    for run, known in runs.items():
+        committed = [attempt for attempt, is_committed in known.items() if is_committed]
+        if committed:
+            names = list(known)
+            surplus |= set(names[: names.index(committed[-1])]) - set(committed[-most[run] :])
+    return surplus

@@ -1,0 +1,667 @@
+"""What a node holds and writes, and what it keeps of it for loads.
+
+What a spool keeps of written checkpoints, for loads. Used with the spool's lock held.
+
+What a spool has, and what it tells of it to whoever asks.
+
+Plans and layouts of the last saves, so that a plan is sent once and not with every save.
+
+Lets the calling thread step behind the training: for the processors, and for the disk.
+
+The spool of a node: windows that ranks hand over, and the threads that write them.
+
+Writing begins with the first window. Who talks to ranks and coordinator is not known here: it
+calls these methods, from any thread, and is handed reports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+
+from ray_dcp.core.values import RankPlan
+from ray_dcp.errors import CheckpointError, LimitError, SaveCancelledError
+from ray_dcp.io.threads import run_tasks
+from ray_dcp.protocol.messages import Target
+from ray_dcp.stage.jobs import (
+    Channel,
+    Job,
+    answer,
+    died,
+    lost_memory,
+    no_thread,
+    unwritten,
+    write_staged,
+)
+from ray_dcp.stage.memory import StagingMemory
+from ray_dcp.stage.memory_tier import Part, TierEntry, too_many
+from ray_dcp.stage.values import (
+    Grant,
+    InFlight,
+    Slot,
+    StageKey,
+    StageOrder,
+    StageProgress,
+    StageReport,
+    StagerOptions,
+    Unknown,
+)
+from ray_dcp.stage.windows import StagingLayout, lay_out_windows
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
+
+__all__ = ["KnownPlans", "TierRetention", "WriteQueue", "WriteQueueState", "step_behind"]
+
+
+class TierRetention:
+    """The jobs of a spool whose bytes stay.
+
+    Args:
+        jobs: Of the spool, oldest first; changed by it only.
+    """
+
+    def __init__(self, jobs: Mapping[StageKey, Job]) -> None:
+        self._jobs = jobs
+
+    def takes(self, job: Job) -> bool:
+        """Returns whether a job that has ended stays, and notes that it does."""
+        channel = job.channel
+        job.is_kept = (
+            job.order.options.keep_in_memory > 0
+            and not job.is_dropped
+            and channel is not None
+            and job.arena is not None
+            and job.error is None
+            and job.is_written
+            and channel.ledger.is_whole(job.order.key)
+        )
+        return job.is_kept
+
+    def surplus(self) -> list[Job]:
+        """Returns the jobs that are not to be kept any longer."""
+        kept = [job for job in self._jobs.values() if job.is_kept]
+        gone = too_many(
+            [
+                (
+                    job.run,
+                    job.order.key.attempt,
+                    job.order.options.keep_in_memory,
+                    job.is_committed,
+                )
+                for job in kept
+            ]
+        )
+        return [job for job in kept if job.order.key.attempt in gone or not self.takes(job)]
+
+    def of(self, attempt: str) -> TierEntry | None:
+        """Returns what is kept of an attempt; None when nothing is."""
+        jobs = [
+            job for job in self._jobs.values() if job.is_kept and job.order.key.attempt == attempt
+        ]
+        jobs = [job for job in jobs if self.takes(job)]
+        files = {file.key: file for job in jobs for file in job.kept_files()}
+        arena = jobs[0].arena if jobs else None
+        return (
+            TierEntry(arena.address, tuple(files.values())) if files and arena is not None else None
+        )
+
+    def in_flight(self, url: str) -> list[InFlight]:
+        """Returns the saves to a place, or below it, that may still be committed.
+
+        Args:
+            url: Of a checkpoint, or of the folder that it is in.
+        """
+        below = url.rstrip("/") + "/"
+        return [
+            InFlight(job.order.target, job.order.key.attempt, job.is_over)
+            for job in self._jobs.values()
+            if job.error is None
+            and not (job.is_committed or job.is_dropped)
+            and (job.order.target.url.rstrip("/") + "/").startswith(below)
+        ]
+
+
+_JOBS_KEPT = 64
+"""Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
+
+
+class WriteQueueState:
+    """The jobs of a node and its staging memory, to be looked at from any thread.
+
+    Args:
+        channels: By name: `"arena"` and `"store"`, or one of them.
+    """
+
+    def __init__(self, channels: dict[str, Channel]) -> None:
+        self._channels = channels
+        self._lock = threading.RLock()
+        self._jobs: dict[StageKey, Job] = {}
+        self._shelf = TierRetention(self._jobs)
+
+    def progress(self, key: StageKey) -> StageProgress | None:
+        """Returns how far a job is; None when it is not known."""
+        with self._lock:
+            job = self._jobs.get(key)
+            return None if job is None else job.progress()
+
+    def shares(self, attempt: str) -> list[StageProgress]:
+        """Returns how far each share of an attempt is, the later incarnation last."""
+        with self._lock:
+            jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
+            return [job.progress() for job in jobs if not job.is_dropped]
+
+    def paces(self) -> dict[StageKey, tuple[int, int]]:
+        """Returns bytes written and bytes in all of every job that is not kept for loads."""
+        with self._lock:
+            found = [job.progress() for job in self._jobs.values() if not job.is_kept]
+        return {one.key: (one.written_bytes, one.num_bytes) for one in found}
+
+    def kept(self, attempt: str) -> TierEntry | None:
+        """Returns what is kept of an attempt; None when nothing is."""
+        with self._lock:
+            return self._shelf.of(attempt)
+
+    def kept_attempts(self) -> set[str]:
+        """Returns the attempts of which something is kept."""
+        with self._lock:
+            return {job.order.key.attempt for job in self._jobs.values() if job.is_kept}
+
+    def fetch(self, parts: Sequence[Part]) -> np.ndarray | None:
+        """Returns bytes of the arena as uint8[n]; None when they are gone.
+
+        Args:
+            parts: As `TierFile.find` gave them: one after the other. What is nowhere is 0.
+        """
+        arena = self._channels["arena"].arena
+        found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
+        return found if arena is not None and arena.read_into(parts, found.data) else None
+
+    def num_kept(self) -> int:
+        """Returns how many jobs are kept for loads."""
+        with self._lock:
+            return sum(job.is_kept for job in self._jobs.values())
+
+    def in_flight(self, url: str) -> list[InFlight]:
+        """Returns the saves to a place, or below it, that may still be committed."""
+        with self._lock:
+            return self._shelf.in_flight(url)
+
+    def used_bytes(self) -> int:
+        """Returns how much staging memory is granted now."""
+        with self._lock:
+            return sum(c.ledger.num_used * c.slot_bytes for c in self._channels.values())
+
+    def num_active(self) -> int:
+        """Returns how many jobs are not over."""
+        with self._lock:
+            return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
+
+    def num_adopted(self) -> int:
+        """Returns how many jobs read from the memory of another stager."""
+        with self._lock:
+            return sum(job.channel is None and not job.is_over for job in self._jobs.values())
+
+    def expect(self, owner: str, num_bytes: int) -> list[int]:
+        """Returns the arena's slots that a rank will get first for so many bytes."""
+        with self._lock:
+            channel = self._channels["arena"]
+            return channel.ledger.expect(owner, -(-num_bytes // channel.slot_bytes))
+
+    def owned(self, owner: str) -> tuple[int, ...]:
+        """Returns the arena's slots that a rank had last; one of its name may need them next."""
+        with self._lock:
+            channel = self._channels.get("arena")
+            return () if channel is None else tuple(channel.ledger.owned(owner))
+
+    def warm(self, index: int) -> None:
+        """Touches the memory of a slot of the arena, unless that has happened."""
+        channel = self._channels["arena"]
+        with self._lock:
+            if channel.ledger.is_warm(index) or channel.arena is None:
+                return
+        channel.arena.touch(index)
+        with self._lock:
+            channel.ledger.warmed(index)
+
+    def shrink(self, owners: Collection[str]) -> None:
+        """Gives memory back to the machine that no rank has used but those that are gone.
+
+        Args:
+            owners: Those that are there, or may come again: their slots stay warm.
+        """
+        channel = self._channels.get("arena")
+        while channel is not None and channel.arena is not None:
+            # Why one by one: to free a slot takes some milliseconds, in which others wait.
+            with self._lock:
+                index = channel.ledger.cool(owners)
+                if index is None:
+                    return
+                channel.arena.discard(index)
+
+    # With the lock held
+
+    def _new(self) -> threading.Condition:
+        return threading.Condition(self._lock)
+
+    def _add(self, job: Job) -> Job:
+        self._jobs[job.order.key] = job
+        jobs = self._jobs.values()
+        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
+        for old in over[:-_JOBS_KEPT]:
+            del self._jobs[old.order.key]
+        return job
+
+
+_MOST_KEPT = 16
+
+
+class KnownPlans:
+    """The plans of the last orders. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[bytes, RankPlan] = OrderedDict()
+        self._layouts: OrderedDict[tuple[object, ...], StagingLayout] = OrderedDict()
+
+    def plan(self, order: StageOrder) -> RankPlan | None:
+        """Returns the plan that came with an order or an earlier one; None when neither did."""
+        plan = order.plan or self._plans.get(order.plan_id)
+        if plan is not None:
+            self._plans[order.plan_id] = plan
+            self._plans.move_to_end(order.plan_id)
+            while len(self._plans) > _MOST_KEPT:
+                self._plans.popitem(last=False)
+        return plan
+
+    def layout(self, order: StageOrder, plan: RankPlan) -> StagingLayout:
+        """Returns where an order's bytes lie.
+
+        Args:
+            order: The order.
+            plan: Its plan.
+        """
+        name = (order.plan_id, order.deferred_bytes, order.window_bytes)
+        layout = self._layouts.get(name)
+        if layout is None:
+            layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
+            self._layouts[name] = layout
+            while len(self._layouts) > _MOST_KEPT:
+                self._layouts.popitem(last=False)
+        return layout
+
+
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""Number of the system call ioprio_set."""
+_IO_PRIORITY = {"low": (2 << 13) | 7, "idle": 3 << 13}
+"""Best effort, last of eight; only while nobody else wants the disk."""
+
+
+def step_behind(nice: int, io_priority: Literal["normal", "low", "idle"]) -> None:
+    """Lowers the priority of the calling thread, as far as the system lets it.
+
+    Args:
+        nice: 0 to 19; more is further behind.
+        io_priority: For the disk; counts where its I/O scheduler knows priorities.
+    """
+    # Suppressed: without it training is slowed a little, which is no reason to fail a save.
+    with suppress(OSError, AttributeError):
+        if nice > os.getpriority(os.PRIO_PROCESS, 0):
+            # Careful: on Linux this is the priority of a thread, although it says process.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    number, value = _IOPRIO_SET.get(platform.machine()), _IO_PRIORITY.get(io_priority)
+    if number is not None and value is not None and platform.system() == "Linux":
+        ctypes.CDLL(None).syscall(number, 1, 0, value)
+
+
+class WriteQueue(WriteQueueState):
+    """Holds and writes what ranks hand over.
+
+    *Invariant*: a slot is given to somebody else only when no writer reads it and its rank has
+    said that it fills it no more (`deliver`, `seal`, `cancel(by_rank=True)`), or is dead.
+
+    Args:
+        channels: By name: `"arena"` and `"store"`, or one of them.
+        options: How to write.
+        report: Gets what became of each file, in a thread of its own; returns when the report is
+            delivered, or can't be.
+        opener: What opens a storage.
+    """
+
+    def __init__(
+        self,
+        channels: dict[str, Channel],
+        options: StagerOptions,
+        report: Callable[[Any, StageReport], None],
+        opener: Callable[[Target], Storage] = open_storage,
+    ) -> None:
+        super().__init__(channels)
+        self._options = options
+        self._report = report
+        self._opener = opener
+        self._turn = threading.BoundedSemaphore(options.num_writers)
+        self._known = KnownPlans()
+
+    def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
+        """Takes an order, and returns the first windows' slots; may be none as yet.
+
+        The same order again is the same job.
+
+        Args:
+            order: What is handed over.
+            reporter: Who gets its reports; passed on to `report`.
+
+        Returns:
+            `Unknown("plan")` when the plan has to be sent with it.
+
+        Raises:
+            LimitError: There is no such channel here, or its windows are too short.
+        """
+        with self._lock:
+            known = self._jobs.get(order.key)
+            if known is not None:
+                return self._grant(known, 0)
+            channel = self._channels.get(order.channel)
+            if channel is None or order.window_bytes > channel.slot_bytes:
+                raise LimitError(
+                    f"expected windows of at most {channel.slot_bytes if channel else 0} bytes in "
+                    f"the {order.channel} of this node, but found {order.window_bytes}. Give all "
+                    f"nodes the same StagerOptions and equal stores",
+                    key="window_bytes",
+                )
+            plan = self._known.plan(order)
+            if plan is None:
+                return Unknown("plan")
+            layout = self._known.layout(order, plan)
+            job = self._add(Job(order, plan, layout, reporter, channel, channel.arena, self._new()))
+            wanted = set(job.files)
+            windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
+            keep = channel.arena is not None and order.options.keep_in_memory > 0
+            channel.ledger.begin(order.key, order.owner, windows, keep=keep)
+            self._pump(channel)
+            return self._grant(job, 0)
+
+    def more(self, key: StageKey, have: int) -> Future[Grant | Unknown]:
+        """Returns the slots of windows from `have` on, as soon as there is one.
+
+        The future's result is `Unknown("job")` when that is so; it raises why the job ends.
+        """
+        future: Future[Grant | Unknown] = Future()
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                future.set_result(Unknown("job"))
+            else:
+                job.wants_more.append((have, future))
+                self._settle(job)
+        return future
+
+    def deliver(self, key: StageKey, window: int, data: memoryview | None = None) -> None:
+        """Takes that a window is full. Twice is fine, and so is a job that is not known.
+
+        Args:
+            key: Whose.
+            window: Which. In shared memory, this one and all before it.
+            data: Its bytes; None when they are in its slot.
+        """
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None or job.error is not None or window >= len(job.slots):
+                return
+            if job.is_over and job.rank_is_done:
+                return
+            if job.arena is not None:
+                came = {
+                    number: job.arena.slot(job.slots[number].index)
+                    for number in range(window + 1)
+                    if number not in job.windows
+                }
+            else:
+                came = {window: data} if data is not None and window not in job.windows else {}
+            if not came:
+                return
+            for number, content in came.items():
+                job.windows[number] = content
+                if job.channel is not None:
+                    job.channel.ledger.delivered(key, number)
+            self._start(job)
+            job.changed.notify_all()
+            self._pump(job.channel)
+            self._settle(job)
+
+    def seal(self, key: StageKey) -> Future[bool | Unknown]:
+        """Tells when the rank may go on: all windows are here, and none would be missed later.
+
+        A rank that stages in the arena need not have delivered its last windows: it says by this
+        call that all are full. The future's result is `Unknown("job")` when that is so; it raises
+        why the job ends.
+        """
+        future: Future[bool | Unknown] = Future()
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                future.set_result(Unknown("job"))
+                return future
+            if job.arena is not None:
+                self.deliver(key, len(job.slots) - 1)
+            job.rank_is_done = job.rank_is_done or len(job.windows) == job.layout.num_windows
+            job.wants_seal.append(future)
+            self._settle(job)
+        return future
+
+    def adopt(
+        self, order: StageOrder, reporter: Any, arena: StagingMemory, slots: tuple[Slot, ...]
+    ) -> bool | Unknown:
+        """Writes from the memory of a stager that died, which the rank still had open.
+
+        Args:
+            order: What the rank had handed over to that one.
+            reporter: Who gets the reports.
+            arena: That memory.
+            slots: Of all windows.
+
+        Returns:
+            `Unknown("plan")` when the plan has to be sent with it.
+        """
+        with self._lock:
+            if order.key in self._jobs:
+                return True
+            plan = self._known.plan(order)
+            if plan is None:
+                return Unknown("plan")
+            layout = self._known.layout(order, plan)
+            job = self._add(Job(order, plan, layout, reporter, None, arena, self._new()))
+            job.is_sealed = job.rank_is_done = True
+            job.slots = list(slots)
+            job.windows = {w: arena.slot(slot.index) for w, slot in enumerate(slots)}
+            if len(slots) != layout.num_windows:
+                job.error = lost_memory(order.key.rank)
+            self._start(job)
+            if job.is_over and job.error is not None:
+                raise job.error
+            return True
+
+    def cancel(self, key: StageKey, reason: str = "", *, by_rank: bool = False) -> None:
+        """Gives a job up. Nobody is told of its files any more; what was written stays.
+
+        Args:
+            key: Which; one that is not known is fine.
+            reason: Why, for the rank if it waits.
+            by_rank: The rank itself says so, and that it fills its slots no more.
+        """
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                return
+            job.rank_is_done = job.rank_is_done or by_rank
+            job.is_dropped = True
+            job.tells_error = False
+            self._fail(job, SaveCancelledError(f"staging was cancelled {reason}".strip()))
+
+    def release(self, key: StageKey, *, committed: bool = False) -> None:
+        """Forgets a job and its reports; one that is still at work is cancelled first.
+
+        Args:
+            key: Which; one that is not known is fine.
+            committed: It was; what is to be kept in memory stays then.
+        """
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                return
+            job.is_committed, job.is_released = committed, True
+            if job.is_over and job.rank_is_done:
+                job.is_dropped = not committed
+                self._tidy(job)
+            elif not (committed and job.is_written):
+                self.cancel(key, "because its outcome is known")
+            # Else only the answer to its last report is missing; then it is kept or forgotten.
+
+    def process_died(self, process: str) -> None:
+        """Takes that a rank is dead: what it had handed over whole is written, the rest not."""
+        with self._lock:
+            for job in list(self._jobs.values()):
+                if job.order.process == process and job.channel is not None:
+                    job.rank_is_done = True
+                    if len(job.windows) < job.layout.num_windows:
+                        self._fail(job, died(job.order.key.rank))
+                    self._tidy(job)
+
+    # With the lock held
+
+    def _grant(self, job: Job, have: int) -> Grant:
+        freed = job.channel.ledger.freed(job.order.key) if job.channel else ()
+        return Grant(tuple(job.slots[have:]), freed)
+
+    def _pump(self, channel: Channel | None) -> None:
+        granted = channel.ledger.grants() if channel else ()
+        for grant in granted:
+            if channel is not None and channel.arena is not None:
+                channel.arena.mark(grant.slot)
+            self._jobs[grant.job].slots.append(grant.slot)
+        names = dict.fromkeys(grant.job for grant in granted)
+        # Why afterwards: what is answered may lead to further grants, which come behind these.
+        for name in names:
+            if name in self._jobs:
+                self._settle(self._jobs[name])
+
+    def _settle(self, job: Job) -> None:
+        """Answers what can be answered of `more` and `seal`."""
+        error = job.failure()
+        for have, future in list(job.wants_more):
+            if error is not None or len(job.slots) > have:
+                job.wants_more.remove((have, future))
+                answer(future, error, None if error else self._grant(job, have))
+        if job.wants_seal and error is None and not job.is_sealed and job.channel is not None:
+            ledger = job.channel.ledger
+            if ledger.may_seal(job.order.key):
+                self._start(job)
+                error = job.failure()
+            if error is None and ledger.may_seal(job.order.key):
+                ledger.seal(job.order.key)
+                job.is_sealed = job.rank_is_done = True
+        for waiting in job.wants_seal if error is not None or job.is_sealed else ():
+            answer(waiting, error, True)
+        if error is not None or job.is_sealed:
+            job.wants_seal.clear()
+        self._tidy(job)
+
+    def _fail(self, job: Job, error: CheckpointError) -> None:
+        if job.error is None and not job.is_over:
+            job.error = error
+            if job.tells_error:
+                self._start(job)
+        if not job.is_working:
+            job.is_over = True
+        job.changed.notify_all()
+        self._settle(job)
+
+    def _start(self, job: Job) -> None:
+        if job.is_working or job.is_over:
+            return
+        job.is_working = True
+        try:
+            threading.Thread(target=self._work, args=(job,), daemon=True).start()
+        except RuntimeError as exc:
+            job.is_working = False
+            # Why no report: it would take a thread. The rank is told, which waits for an answer.
+            job.tells_error = False
+            self._fail(job, no_thread(job.order.key.rank, exc))
+
+    def _tidy(self, job: Job) -> None:
+        if job.is_over and job.rank_is_done and not self._shelf.takes(job):
+            (self._forget if job.is_released else self._drop)(job)
+            return
+        for old in self._shelf.surplus() if job.is_kept else ():
+            old.is_dropped, old.is_kept = True, False
+            self._forget(old)
+
+    def _forget(self, job: Job) -> None:
+        self._drop(job)
+        self._jobs.pop(job.order.key, None)
+
+    def _drop(self, job: Job) -> None:
+        job.windows.clear()
+        if job.channel is not None:
+            job.channel.ledger.drop(job.order.key)
+            self._pump(job.channel)
+
+    def _forget_freed(self, job: Job) -> None:
+        """Lets go of objects of the store that count no more."""
+        if job.arena is None and job.channel is not None:
+            for window in job.channel.ledger.freed(job.order.key):
+                job.windows[window] = memoryview(b"")
+
+    # In the threads of a job
+
+    def _work(self, job: Job) -> None:
+        try:
+            threads = min(job.order.options.num_threads, max(len(job.files), 1))
+            run_tasks(job.files, lambda file: self._write(job, file), threads)
+        except BaseException as exc:  # noqa: BLE001 - told to whoever collects the receipts
+            # Suppressed: nobody takes reports any more.
+            with suppress(BaseException):
+                for file in job.files:
+                    if file not in job.reports:
+                        self._tell(job, file, unwritten(job, file, exc))
+        with self._lock:
+            job.is_working, job.is_over = False, True
+            self._settle(job)
+
+    def _write(self, job: Job, file: int) -> None:
+        step_behind(self._options.nice, self._options.io_priority)
+        with self._turn:
+            passed = self._passed(job, file)
+            report = write_staged(job, file, self._turn, passed, self._opener)
+        self._tell(job, file, report)
+
+    def _passed(self, job: Job, file: int) -> Callable[[int | None, int], None]:
+        def passed(window: int | None, num_bytes: int) -> None:
+            with self._lock:
+                job.written_bytes += num_bytes
+                if window is not None and job.channel is not None:
+                    job.channel.ledger.read(job.order.key, window, file)
+                    self._pump(job.channel)
+                    self._forget_freed(job)
+
+        return passed
+
+    def _tell(self, job: Job, file: int, report: StageReport) -> None:
+        with self._lock:
+            job.reports[file] = report
+            silent = job.error is not None and not job.tells_error
+        if not silent:
+            self._report(job.reporter, report)
+        with self._lock:
+            if job.channel is not None:
+                job.channel.ledger.finished(job.order.key, file)
+                self._forget_freed(job)
+                self._pump(job.channel)
+            self._settle(job)

@@ -1,0 +1,404 @@
+"""`FaultyStorage` and `Script`: a storage that fails where a script says, and records what it did.
+
+For tests. A fault that was never hit fails the test, since it then proved nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Literal
+
+from ray_dcp.errors import InternalError, InvalidRequestError, StorageError
+from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import (
+    Entry,
+    PartWriter,
+    Storage,
+    StorageTraits,
+    as_bytes_view,
+    os_failure,
+)
+
+__all__ = ["Call", "CrashError", "Effect", "Fault", "FaultyStorage", "Operation", "Script"]
+
+Operation = Literal[
+    "read", "read_into", "write", "open_writer", "writer.write", "commit", "list", "delete"
+]
+Effect = Literal["before", "after", "torn", "short", "flip", "slow"]
+
+_WRITES = ("write", "writer.write")
+_ONLY: dict[str, tuple[str, ...]] = {
+    "torn": _WRITES,
+    "short": _WRITES,
+    "flip": ("read", "read_into", *_WRITES),
+}
+_DOING: dict[Operation, str] = {
+    "read_into": "read", "open_writer": "create a file for", "writer.write": "write",
+    "commit": "publish",
+}  # fmt: skip
+
+
+class CrashError(BaseException):
+    """The process died here. No code of ours may catch it; whoever asks the storage meets it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation that was asked for."""
+
+    operation: Operation
+    key: str
+    """Key or prefix; of a `delete` of several keys, each is a call of its own."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.key!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong, and when.
+
+    Raises:
+        InvalidRequestError: The effect can't happen to the operation.
+    """
+
+    operation: Operation
+    key: str = "*"
+    """Pattern (`fnmatch`) of the keys concerned."""
+    nth: int = 1
+    """The how-manieth call of this operation on these keys is hit, counted from 1."""
+    times: int | None = 1
+    """How many calls in a row are hit from there; None for all."""
+    effect: Effect = "before"
+    """`before`: nothing happens, and an error is raised. `after`: it happens, and the answer is
+    lost. `torn`: the first half is written (by `write` as on a storage that is not atomic), and an
+    error is raised. `short`: the first half is written, and no error is raised. `flip`: one bit
+    of what is read or written differs, and no error is raised. `slow`: it happens `delay_s`
+    later."""
+    error: StorageError | int | str | None = None
+    """What is raised: an error as it is; an errno, as a filesystem reports it (`errno.ENOSPC`);
+    the answer of an object store ("503 Slow Down"). By default one that says it was scripted."""
+    stops: bool = False
+    """The process dies with it: `CrashError` is raised, and for whatever is asked later."""
+    delay_s: float = 0.0
+    """How slow, in seconds."""
+
+    def __post_init__(self) -> None:
+        allowed = _ONLY.get(self.effect, (self.operation,))
+        if self.operation not in allowed:
+            raise InvalidRequestError(
+                f"effect {self.effect!r} happens to {', '.join(allowed)}, not to {self.operation!r}"
+            )
+        if self.nth < 1 or (self.times is not None and self.times < 1):
+            raise InvalidRequestError(
+                f"calls are counted from 1, but nth={self.nth}, times={self.times}"
+            )
+        if (self.effect == "slow") != (self.delay_s > 0):
+            raise InvalidRequestError(
+                f"effect 'slow' needs delay_s above 0, and no other takes one, but found "
+                f"{self.effect!r} with delay_s={self.delay_s}"
+            )
+
+
+class Script:
+    """Faults for all storages of a test: make one, hand out `wrap` or `open`, then `check`.
+
+    As a context manager it checks at the end, unless the test fails anyway.
+
+    Args:
+        faults: What goes wrong; where several fit a call, the first one happens.
+        sleep: Takes the seconds of a `slow` fault; give a fake clock's.
+
+    Raises:
+        InvalidRequestError: A fault is slow, and there is no `sleep`.
+
+    Example:
+        >>> import errno
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> with Script([Fault(operation="write", key="a*", error=errno.ENOSPC)]) as script:
+        ...     storage = script.wrap(MemoryStorage("doc"))
+        ...     try:
+        ...         storage.write("a1", b"1")
+        ...     except StorageError as error:
+        ...         print(error)
+        could not write memory://doc/a1: [ENOSPC] No space left on device; free space there, or \
+save elsewhere [key a1]
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault] = (), *, sleep: Callable[[float], object] | None = None
+    ) -> None:
+        if sleep is None and any(fault.effect == "slow" for fault in faults):
+            raise InvalidRequestError(
+                "a slow fault needs something to be slow with: pass sleep=clock.sleep"
+            )
+        self._faults = tuple(faults)
+        self._counts = [0] * len(self._faults)
+        self._sleep = sleep
+        self._calls: list[Call] = []
+        self._stopped = False
+        self._kept: list[PartWriter] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.check()
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Every operation asked for so far, in order."""
+        with self._lock:
+            return tuple(self._calls)
+
+    @property
+    def stopped(self) -> bool:
+        """The process is dead: nothing happens on storage any more."""
+        return self._stopped
+
+    def wrap(self, inner: Storage) -> FaultyStorage:
+        """Returns a storage that follows this script."""
+        return FaultyStorage(inner, self)
+
+    def open(self, target: AnyPlace) -> FaultyStorage:
+        """Returns the storage of a target, following this script; an `opener`."""
+        return self.wrap(open_storage(target))
+
+    def check(self) -> None:
+        """Checks that every fault happened.
+
+        Raises:
+            InternalError: Some did not; the message names them.
+        """
+        with self._lock:
+            missed = [
+                f"{fault.operation} of {fault.key!r} (call {fault.nth})"
+                for fault, count in zip(self._faults, self._counts, strict=True)
+                if count < fault.nth
+            ]
+        if missed:
+            raise InternalError(f"scripted faults were never hit: {', '.join(missed)}")
+
+    def choose(self, call: Call) -> Fault | None:
+        """Returns what happens to a call; for subclasses. Called once a call, under a lock."""
+        hit = None
+        for index, fault in enumerate(self._faults):
+            if fault.operation == call.operation and fnmatchcase(call.key, fault.key):
+                self._counts[index] += 1
+                behind = self._counts[index] - fault.nth
+                if behind >= 0 and (fault.times is None or behind < fault.times):
+                    hit = hit or fault
+        return hit
+
+    def meet(self, operation: Operation, key: str, url: str) -> Fault | None:
+        """Records a call; raises a fault that comes before it, returns one that comes later."""
+        with self._lock:
+            if self._stopped:
+                raise CrashError(f"the process is dead, but asked for {operation} of {key!r}")
+            call = Call(operation, key)
+            self._calls.append(call)
+            fault = self.choose(call)
+            if fault is not None and fault.effect == "before":
+                self._stopped |= fault.stops
+                raise _error(fault, call, url)
+        if fault is not None and fault.effect == "slow" and self._sleep is not None:
+            self._sleep(fault.delay_s)
+        return fault
+
+    def answer(self, fault: Fault | None, operation: Operation, key: str, url: str) -> None:
+        """Raises what comes after an operation has happened."""
+        if fault is not None and fault.effect in ("after", "torn"):
+            self._stopped |= fault.stops
+            raise _error(fault, Call(operation, key), url)
+
+    def keep(self, writer: PartWriter) -> None:
+        """Keeps the writer of a dead process: what it has written stays, as after a real crash."""
+        self._kept.append(writer)
+
+
+class FaultyStorage:
+    """Implements `Storage` by another one, except where a fault is scripted.
+
+    Args:
+        inner: The storage that does the work.
+        script: Faults, or the script that several storages share.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> storage = FaultyStorage(MemoryStorage("doc"), [Fault(operation="read", key="a*")])
+        >>> storage.list()
+        []
+        >>> storage.assert_hit()
+        Traceback (most recent call last):
+        ...
+        ray_dcp.errors.InternalError: scripted faults were never hit: read of 'a*' (call 1)
+    """
+
+    def __init__(self, inner: Storage, script: Script | Sequence[Fault] = ()) -> None:
+        self._inner = inner
+        self._script = script if isinstance(script, Script) else Script(script)
+
+    @property
+    def url(self) -> str:
+        """That of the inner storage."""
+        return self._inner.url
+
+    @property
+    def traits(self) -> StorageTraits:
+        """Those of the inner storage."""
+        return self._inner.traits
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """See `Script.calls`."""
+        return self._script.calls
+
+    def assert_hit(self) -> None:
+        """See `Script.check`."""
+        self._script.check()
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        fault = self._meet("read", key)
+        data = self._inner.read(key, start, num_bytes)
+        self._answer(fault, "read", key)
+        return bytes(_changed(data, fault))
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        fault = self._meet("read_into", key)
+        self._inner.read_into(key, start, target)
+        self._answer(fault, "read_into", key)
+        view = as_bytes_view(target)
+        view[:] = _changed(view, fault)
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """See `Storage.write`."""
+        fault = self._meet("write", key)
+        self._inner.write(key, _changed(as_bytes_view(data), fault), create=create)
+        self._answer(fault, "write", key)
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`."""
+        fault = self._meet("open_writer", key)
+        writer = self._inner.open_writer(key, sync=sync)
+        if fault is not None and fault.stops:
+            self._script.keep(writer)
+        elif fault is not None and fault.effect == "after":
+            writer.abort()
+        self._answer(fault, "open_writer", key)
+        return _FaultyWriter(self._script, self.url, key, writer)
+
+    def list(self, prefix: str = "") -> builtins.list[Entry]:
+        """See `Storage.list`."""
+        fault = self._meet("list", prefix)
+        entries = self._inner.list(prefix)
+        self._answer(fault, "list", prefix)
+        return entries
+
+    def unpublished(self) -> Sequence[Entry]:
+        """Returns what the inner storage tells of unpublished files; nothing if it can't."""
+        tell = getattr(self._inner, "unpublished", None)
+        if tell is None:
+            return ()
+        fault = self._meet("list", ".tmp-")
+        entries: Sequence[Entry] = tell()
+        self._answer(fault, "list", ".tmp-")
+        return entries
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Storage.delete`; every key is a call."""
+        failures: builtins.list[StorageError] = []
+        for key in keys:
+            try:
+                fault = self._meet("delete", key)
+                self._inner.delete([key])
+                self._answer(fault, "delete", key)
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _meet(self, operation: Operation, key: str) -> Fault | None:
+        return self._script.meet(operation, key, self.url)
+
+    def _answer(self, fault: Fault | None, operation: Operation, key: str) -> None:
+        self._script.answer(fault, operation, key, self.url)
+
+
+class _FaultyWriter:
+    """The writer that `FaultyStorage` gives out."""
+
+    def __init__(self, script: Script, url: str, key: str, inner: PartWriter) -> None:
+        self._script = script
+        self._url = url
+        self._key = key
+        self._inner = inner
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `PartWriter.write`."""
+        fault = self._script.meet("writer.write", self._key, self._url)
+        self._inner.write(_changed(as_bytes_view(data), fault))
+        self._script.answer(fault, "writer.write", self._key, self._url)
+
+    def commit(self) -> None:
+        """See `PartWriter.commit`."""
+        fault = self._script.meet("commit", self._key, self._url)
+        self._inner.commit()
+        self._script.answer(fault, "commit", self._key, self._url)
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`; it never fails, and the dead don't clean up."""
+        if not self._script.stopped:
+            self._inner.abort()
+
+    def __del__(self) -> None:
+        # Why: a dropped writer may remove its file, which a process that died can't do.
+        if self._script.stopped:
+            self._script.keep(self._inner)
+
+
+def _changed(data: bytes | memoryview, fault: Fault | None) -> bytes | memoryview:
+    """Returns what is read or written in place of some bytes."""
+    if fault is None or not len(data):
+        return data
+    if fault.effect in ("torn", "short"):
+        return data[: len(data) // 2]
+    if fault.effect != "flip":
+        return data
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    return bytes(flipped)
+
+
+def _error(fault: Fault, call: Call, url: str) -> BaseException:
+    error = fault.error
+    if fault.stops:
+        return CrashError(f"the process died at {call} ({fault.effect})")
+    if isinstance(error, StorageError):
+        return error
+    where = f"{url.rstrip('/')}/{call.key}" if call.key else url
+    doing = _DOING.get(call.operation, call.operation)
+    if isinstance(error, int):
+        return os_failure(OSError(error, os.strerror(error)), doing, call.key, where)
+    if error is not None:
+        return StorageError(
+            f"could not {doing} {where}: the storage answered {error}", key=call.key
+        )
+    return StorageError(f"scripted fault: {call} failed ({fault.effect})", key=call.key or None)

@@ -1,0 +1,431 @@
+"""Storages on filesystems that other libraries bring.
+
+Keeps credentials out of messages: libraries may quote in an error what they were given.
+
+`StorageAdapter`: the `Storage` on any filesystem that a library of others brings.
+
+What differs between the libraries is a `FilesystemPort`; there is one for fsspec and one for
+pyarrow.fs. Conditional creation is tried, not believed; see `create_probe`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from ray_dcp.errors import StorageError
+from ray_dcp.store.create_probe import creates_if_absent_in
+from ray_dcp.store.location import url_below
+from ray_dcp.store.retry import Retrying
+from ray_dcp.store.storage import (
+    MEMORY,
+    OBJECT_STORE,
+    TEMP_PREFIX,
+    Entry,
+    KeyExistsError,
+    KeyMissingError,
+    PartWriter,
+    ReadTraits,
+    StorageTraits,
+    as_bytes_view,
+    check_key,
+    check_range,
+    os_failure,
+)
+
+__all__ = ["FilesystemPort", "HiddenStream", "StorageAdapter", "redacted"]
+
+_SHORTEST = 4
+
+
+def redacted(text: str, options: Mapping[str, object]) -> str:
+    """Returns a text without the values of options that look like credentials.
+
+    Args:
+        text: Of an error.
+        options: As the user gave them; may be nested.
+
+    Example:
+        >>> redacted("bad key hush-hush for eu-1", {"secret": "hush-hush", "region": "eu-1"})
+        'bad key … for eu-1'
+    """
+    for value in sorted(_credentials(options), key=len, reverse=True):
+        text = text.replace(value, "…")
+    return text
+
+
+def _credentials(options: Mapping[str, object]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _credentials(value)
+        elif isinstance(value, str) and len(value) >= _SHORTEST and _is_credential(str(name)):
+            yield value
+
+
+def _is_credential(name: str) -> bool:
+    # Why by what is harmless: the next provider names its secrets in yet another way.
+    harmless = ("endpoint", "region", "bucket", "account_name", "url", "host", "timeout")
+    return not any(word in name.lower() for word in harmless)
+
+
+T = TypeVar("T")
+
+_HEAD_BYTES = 8 << 20
+"""Files up to this length are put at once, and so created only if absent where that can be."""
+_RETRY_S = 60.0
+_REFUSED_S = 10.0
+
+
+class HiddenStream(Protocol):
+    """A file that is written front to back, and has its name only after `publish`."""
+
+    def write(self, data: memoryview) -> None:
+        """Appends bytes; consumed when it returns."""
+
+    def publish(self) -> None:
+        """Gives it its name, which is free or is replaced."""
+
+    def discard(self) -> None:
+        """Drops it."""
+
+
+class FilesystemPort(Protocol):
+    """What is asked of a filesystem; paths are its own. Raises `OSError`s, or what it likes.
+
+    Attributes:
+        name: Names the store, not the path, so that it is probed once.
+        can_create: There is a conditional `create` to be tried.
+        shared: Other processes see it, also after a power cut.
+        options: As the user gave them, so that they are kept out of messages.
+    """
+
+    name: str
+    can_create: bool
+    shared: bool
+    options: Mapping[str, object]
+
+    def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
+        """Returns bytes of a file, fewer when it is shorter, or raises `FileNotFoundError`."""
+
+    def size(self, path: str) -> int:
+        """Returns the length of a file, or raises `FileNotFoundError`."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Puts a file atomically."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """Puts a file if there is none; any error where there is one."""
+
+    def open_hidden(self, path: str) -> HiddenStream:
+        """Opens a file that is to be published."""
+
+    def find(self, path: str) -> Iterable[tuple[str, int]]:
+        """Yields every file below a path with its length; nothing when it does not exist."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or raises `FileNotFoundError`."""
+
+
+class StorageAdapter:
+    """Implements `Storage` on a port. Safe to use from several threads if the filesystem is.
+
+    Args:
+        port: Of the filesystem.
+        url: Of the place.
+        root: The same in the filesystem's own paths.
+        retrying: Repeats calls that may be repeated when the connection was cut.
+    """
+
+    def __init__(
+        self, port: FilesystemPort, url: str, root: str, *, retrying: Retrying | None = None
+    ) -> None:
+        self._port = port
+        self._url = url if url.endswith("://") else url.rstrip("/")
+        self._root = root.rstrip("/")
+        self._retrying = retrying or Retrying(_RETRY_S)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Protocol and path."""
+        return self._url
+
+    @property
+    def read_traits(self) -> ReadTraits:
+        """As of an object store, unless no other process sees it."""
+        return OBJECT_STORE if self._port.shared else MEMORY
+
+    @property
+    def traits(self) -> StorageTraits:
+        """Whether it creates if absent is tried once for each filesystem.
+
+        Raises:
+            StorageError: It could not be tried.
+        """
+        can_create = self._port.can_create and creates_if_absent_in(
+            self._port.name, self._probe_put, self._probe_get, self._probe_delete
+        )
+        return StorageTraits(
+            create_if_absent=can_create,
+            durable=self._port.shared,
+            shared=self._port.shared,
+            exclusive_parts=False,
+        )
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        path = self._path(key)
+        check_range(key, start, num_bytes)
+        if num_bytes == 0:
+            self._asked("read", key, lambda: self._port.size(path))
+            return b""
+        try:
+            return self._asked("read", key, lambda: self._port.read(path, start, num_bytes))
+        except KeyMissingError:
+            raise
+        except StorageError:
+            # Why asked: some raise where a range begins behind the end, or for folders.
+            if self._size(key) <= start:
+                return b""
+            raise
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        view = as_bytes_view(target)
+        data = self.read(key, start, len(view))
+        if len(data) < len(view) or (not len(view) and start > self._size(key)):
+            raise StorageError(
+                f"{self._where(key)} is too short: wanted bytes [{start}, {start + len(view)}), "
+                f"but it ends at {start + len(data)} or before",
+                key=key,
+            )
+        view[:] = data
+
+    def write(
+        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
+    ) -> None:
+        """See `Storage.write`; where nothing creates if absent, `create` looks first."""
+        path = self._path(key)
+        value = bytes(as_bytes_view(data))
+        if not create:
+            self._asked("write", key, lambda: self._port.put(path, value))
+        elif self.traits.create_if_absent:
+            self._create(key, path, value)
+        else:
+            self._check_free(key, path)
+            self._asked("create", key, lambda: self._port.put(path, value))
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        """See `Storage.open_writer`; `sync` changes nothing."""
+        return _PortedWriter(self, key, self._path(key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Storage.delete`."""
+        failures: builtins.list[StorageError] = []
+        for key in keys:
+            path = self._below(check_key(key, unpublished=True))
+            try:
+                self._asked("delete", key, partial(self._port.remove, path))
+            except KeyMissingError:
+                continue
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def unpublished(self) -> tuple[Entry, ...]:
+        """Returns temporary files of writers, live ones and those of crashed processes."""
+        return tuple(entry for entry in self._everything() if _is_temporary(entry.key))
+
+    def _everything(self) -> builtins.list[Entry]:
+        head = f"{self._root}/"
+
+        def find() -> builtins.list[Entry]:
+            found = self._port.find(self._root)
+            return [Entry(path[len(head) :], size) for path, size in found if path.startswith(head)]
+
+        try:
+            return sorted(self._asked("list", "", find), key=lambda entry: entry.key)
+        except KeyMissingError:
+            return []
+
+    def _create(self, key: str, path: str, value: bytes) -> None:
+        def act() -> None:
+            try:
+                self._port.create(path, value)
+            except Exception as error:
+                # Why asked: each library has its own error for a name that is taken.
+                if isinstance(error, FileExistsError) or self._is_there(path):
+                    raise FileExistsError(str(error)) from error
+                raise
+
+        self._asked("create", key, act, repeat=False)
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._port.size(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _check_free(self, key: str, path: str) -> None:
+        if self._asked("look at", key, lambda: self._is_there(path)):
+            raise KeyExistsError(f"could not create {self._where(key)}: it exists", key=key)
+
+    def _size(self, key: str) -> int:
+        return self._asked("read", key, lambda: self._port.size(self._path(key)))
+
+    def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
+        """Returns what the filesystem answers.
+
+        Raises:
+            StorageError: With what it said, and without credentials.
+        """
+        try:
+            return self._retrying.call(act, _worth_s, kind=doing) if repeat else act()
+        except StorageError:
+            raise
+        except Exception as exc:
+            raise self._failure(exc, doing, key) from exc
+
+    def _failure(self, exc: Exception, doing: str, key: str) -> StorageError:
+        where = self._where(key)
+        if isinstance(exc, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            return KeyMissingError(f"could not {doing} {where}: there is no such key", key=key)
+        if isinstance(exc, FileExistsError):
+            return KeyExistsError(f"could not {doing} {where}: it exists already", key=key)
+        notes = "".join(f" ({note})" for note in getattr(exc, "__notes__", ()))
+        if isinstance(exc, OSError) and exc.errno:
+            failure = os_failure(exc, doing, key, where)
+            failure.message += f" ({redacted(str(exc), self._port.options)}){notes}"
+            return failure
+        told = redacted(f"{type(exc).__name__}: {exc}", self._port.options)
+        return StorageError(f"could not {doing} {where}: {told}{notes}", key=key or None)
+
+    def _where(self, key: str) -> str:
+        return url_below(self._url, key) if key else self._url
+
+    def _path(self, key: str) -> str:
+        return self._below(check_key(key))
+
+    def _below(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    # For the probe of conditional creation
+
+    def _probe_put(self, name: str, data: bytes) -> bool:
+        try:
+            self._create(TEMP_PREFIX + name, self._below(TEMP_PREFIX + name), data)
+        except KeyExistsError:
+            return False
+        return True
+
+    def _probe_get(self, name: str) -> bytes | None:
+        path = self._below(TEMP_PREFIX + name)
+        try:
+            return self._asked("read", TEMP_PREFIX + name, lambda: self._port.read(path, 0, None))
+        except KeyMissingError:
+            return None
+
+    def _probe_delete(self, name: str) -> None:
+        self.delete([TEMP_PREFIX + name])
+
+    # Last: below it, `list` in an annotation would mean this method.
+    def list(self, prefix: str = "") -> list[Entry]:
+        """See `Storage.list`."""
+        return [
+            entry
+            for entry in self._everything()
+            if entry.key.startswith(prefix) and not _is_temporary(entry.key)
+        ]
+
+
+class _PortedWriter:
+    """Keeps a short file in memory; writes a longer one into a hidden stream."""
+
+    def __init__(self, storage: StorageAdapter, key: str, path: str) -> None:
+        self._storage = storage
+        self._key = key
+        self._path = path
+        self._state = "open"
+        self._head = bytearray()
+        self._stream: HiddenStream | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `PartWriter.write`."""
+        self._check_open()
+        view = as_bytes_view(data)
+        if self._stream is None and len(self._head) + len(view) <= _HEAD_BYTES:
+            self._head += view
+            return
+        if self._stream is None:
+            self._stream = self._ask("create", lambda: self._storage._port.open_hidden(self._path))
+            self._append(memoryview(self._head))
+        self._append(view)
+
+    def commit(self) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed."""
+        if self._state == "committed":
+            return
+        self._check_open()
+        try:
+            if self._stream is None:
+                self._storage.write(self._key, self._head, create=True)
+            else:
+                self._storage._check_free(self._key, self._path)
+                self._ask("publish", self._stream.publish)
+        except BaseException:
+            self.abort()
+            raise
+        self._state = "committed"
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`."""
+        if self._state != "open":
+            return
+        self._state = "aborted"
+        self._head = bytearray()
+        if self._stream is not None:
+            try:
+                self._stream.discard()
+            except Exception:  # noqa: BLE001 - what it leaves is collected later
+                self._stream = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) == "open" and hasattr(self, "_stream"):
+            self.abort()
+
+    def _append(self, view: memoryview) -> None:
+        stream: Any = self._stream
+        self._ask("write", lambda: stream.write(view))
+
+    def _ask(self, doing: str, act: Callable[[], T]) -> T:
+        return self._storage._asked(doing, self._key, act, repeat=False)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(
+                f"the writer of {self._storage.url}/{self._key} was {self._state}; open another",
+                key=self._key,
+            )
+
+
+def temporary_beside(path: str) -> str:
+    """Returns the name of a hidden file beside one, which tells what it was to become."""
+    directory, slash, name = path.rpartition("/")
+    return f"{directory}{slash}{TEMP_PREFIX}{secrets.token_hex(6)}-{name}"
+
+
+def _is_temporary(key: str) -> bool:
+    return key.rpartition("/")[2].startswith(TEMP_PREFIX)
+
+
+def _worth_s(error: Exception) -> float:
+    if isinstance(error, ConnectionRefusedError):
+        return _REFUSED_S
+    return _RETRY_S if isinstance(error, ConnectionError | TimeoutError) else 0.0

@@ -1,0 +1,548 @@
+"""What a rank holds of a state dict: items, bytes, and numbers about them.
+
+What a rank holds of a state dict: the columns of its items, and where their bytes come from.
+
+How a single tensor gives its bytes is in `tensors`, which boxes a sharded one has in `shards`, how
+an object becomes bytes in `objects`.
+
+Numbers about what a rank is to save: norms, NaN and infinities, by `SaveOptions`.
+
+They are taken from the bytes that will be saved, before the ranks join the save: a save that is
+refused has neither plan nor file. How the numbers of ranks are put together is in `tensor_stats`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any
+from warnings import warn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ray_dcp.core.collector import collector_paused
+from ray_dcp.core.dtypes import READABLE, as_numbers, raw_dtype
+from ray_dcp.core.values import BoolArray, Columns, Int8Array, Int64Array, Kind, NamePath
+from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
+from ray_dcp.format.tensor_stats import Part, PartStats, added, encode_parts
+from ray_dcp.options import SaveOptions
+from ray_dcp.torch_adapter.device_copy import filler_for
+from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top
+from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_problem, simple_digest
+from ray_dcp.torch_adapter.per_rank import PerRank, named_for_rank
+from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digests
+from ray_dcp.torch_adapter.shards import Box, Layouts, is_sharded, sharded
+from ray_dcp.torch_adapter.state import stateful_to_state_dict
+from ray_dcp.torch_adapter.tensors import (
+    PLAIN_TYPES,
+    dtype_name,
+    host_bytes,
+    host_bytes_of_many,
+    is_plain,
+    refusal,
+    refusals,
+)
+
+__all__ = [
+    "Capture",
+    "MeasuredCapture",
+    "TensorBytes",
+    "capture",
+    "check_measurable",
+    "measured",
+    "padded",
+    "part_stats",
+]
+
+SPLIT_BYTES = 4 << 20
+"""Plain floating tensors from this size on are cut over the ranks that hold them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """The items of one rank, captured for one save.
+
+    The tensors are not copied: until the save has read them they must not change.
+
+    Attributes:
+        columns: One row an item.
+        source: Row of a `Kind.TENSOR` item to its whole C-order bytes: readable, one dimension of
+            uint8. Thread-safe; may be asked again.
+        deferred: Row of a `Kind.OBJECT` or `Kind.OPAQUE` item to what `torch.save` makes of it.
+            Thread-safe; may be asked again and returns the same bytes.
+        warnings: What the user should know, one sentence each.
+    """
+
+    columns: Columns
+    source: Callable[[int], memoryview]
+    deferred: Callable[[int], bytes]
+    warnings: tuple[str, ...] = ()
+
+
+def capture(
+    state_dict: Mapping[str, Any],
+    *,
+    rank: int,
+    world_size: int,
+    is_coordinator: bool = False,
+    options: SaveOptions | None = None,
+    flatten_state_dict: bool = True,
+    flatten_sharded_tensors: bool = True,
+    stateful: bool = True,
+) -> Capture:
+    """Returns what this rank has to save.
+
+    Every rank gives an item for every value that it has, like torch's
+    `create_default_local_save_plan`; who writes a value that several have is for the plan to
+    say. Objects, plain tensors and replicas of a DTensor's boxes carry a digest of all their bytes
+    then, by which differing values are found.
+
+    Args:
+        state_dict: Values, nested as DCP allows; top-level `Stateful` values are asked for their
+            `state_dict()`. Not changed.
+        rank: Of this process, for messages and for `PerRank` values.
+        world_size: Number of ranks that save together.
+        is_coordinator: Accepted as DCP's planners do; makes no difference.
+        options: `objects="refuse"` makes an object that a safe load refuses an error.
+        flatten_state_dict: As in DCP's `DefaultSavePlanner`. False saves only the top level:
+            nested containers as objects.
+        flatten_sharded_tensors: As there.
+        stateful: Replace top-level `Stateful` values; False as in DCP's `save_state_dict`.
+
+    Returns:
+        The capture, which keeps the tensors alive.
+
+    Raises:
+        UnsupportedValueError: Values can't be saved (meta, sparse, quantised or `Partial` tensors,
+            objects that do not pickle); all of them are named.
+        StateDictError: Names collide, or the state dict contains itself.
+
+    Complexity: linear; about 1 us for a plain CPU tensor, 10 us for a DTensor, 30 us for an object
+    that is pickled (bench: 20,000 tensors on one core of an AMD EPYC).
+
+    Source: `torch/distributed/checkpoint/default_planner.py`, `create_default_local_save_plan`.
+    """
+    del is_coordinator
+    options = options or SaveOptions()
+    plain = stateful_to_state_dict(state_dict) if stateful else state_dict
+    rows = _Rows(
+        digests=world_size > 1,
+        with_paths=flatten_state_dict,
+        flatten_sharded_tensors=flatten_sharded_tensors,
+    )
+    with collector_paused():
+        flat = flatten(plain) if flatten_state_dict else flatten_top(plain)
+        rows.fill(named_for_rank(flat, rank, world_size))
+        _check(rows, options, rank)
+        columns = rows.columns()
+    values = rows.values
+
+    def deferred(row: int) -> bytes:
+        data: bytes = values[row].bytes()
+        return data
+
+    return Capture(columns, TensorBytes(values), deferred, tuple(rows.warnings))
+
+
+def _check(rows: _Rows, options: SaveOptions, rank: int) -> None:
+    if rows.problems:
+        told = "; ".join(rows.problems[:20])
+        more = f"; and {len(rows.problems) - 20} more" if len(rows.problems) > 20 else ""
+        raise UnsupportedValueError(
+            f"{len(rows.problems)} value(s) of the state dict can't be saved: {told}{more}",
+            rank=rank,
+        )
+    if rows.warnings and options.objects == "refuse":
+        raise UnsupportedValueError(
+            "SaveOptions(objects='refuse') forbids objects that a safe load would refuse: "
+            + "; ".join(rows.warnings),
+            rank=rank,
+        )
+
+
+class TensorBytes:
+    """The `Capture.source` of tensors, one by one or many at once.
+
+    Args:
+        values: The tensor behind each row; others where a row is deferred.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __call__(self, row: int) -> memoryview:
+        """Returns the bytes of a row."""
+        return host_bytes(self._values[row])
+
+    def many(self, rows: Sequence[int]) -> list[memoryview]:
+        """Returns the bytes of many rows: less work than one by one if they are small."""
+        values = self._values
+        return host_bytes_of_many([values[row] for row in rows])
+
+    def filler(self, host: Any) -> Any:
+        """Returns what copies tensors from their GPUs, or None when none is there.
+
+        Args:
+            host: Copies those in host memory; see `ray_dcp.stage.copying.DeviceSource`.
+        """
+        return filler_for(self._values, host)
+
+
+class _Deferred:
+    """An item that is serialised when it is first asked for, and then kept."""
+
+    __slots__ = ("_data", "_fqn", "_lock", "_value")
+
+    def __init__(self, fqn: str, value: Any, data: bytes | None = None) -> None:
+        self._fqn = fqn
+        self._value = value
+        self._data = data
+        self._lock = threading.Lock()
+
+    def bytes(self) -> bytes:
+        with self._lock:
+            if self._data is None:
+                self._data = dump_object(self._value, fqn=self._fqn)
+                self._value = None
+            return self._data
+
+
+class _Rows:
+    """Columns in the making: lists with one entry an item, and the value behind each."""
+
+    def __init__(self, *, digests: bool, with_paths: bool, flatten_sharded_tensors: bool) -> None:
+        self._digests = digests
+        self._with_paths = with_paths
+        self._flatten_sharded_tensors = flatten_sharded_tensors
+        self._layouts = Layouts()
+        self._names: list[str] = []
+        self._paths: list[NamePath | None] = []
+        self._name: list[int] = []
+        self._kind: list[int] = []
+        self._dtype: list[torch.dtype | None] = []
+        self._shape: list[tuple[int, ...]] = []
+        self._requires_grad: list[bool] = []
+        self._boxes: dict[int, Box] = {}
+        self._replicated: set[int] = set()
+        self._value: list[int] = []
+        self._compared: list[int] = []
+        self.values: list[Any] = []
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+
+    def fill(self, flat: Flat) -> None:
+        """Adds the items of every value; what can't be saved goes to `problems`."""
+        stop = 0
+        for plain, run in groupby([type(value) in PLAIN_TYPES for value in flat.values]):
+            start, stop = stop, stop + sum(1 for _ in run)
+            if plain:
+                self._plain(flat, slice(start, stop))
+                continue
+            for row in range(start, stop):
+                fqn, rows_before = flat.names[row], len(self.values)
+                try:
+                    self._other(fqn, flat.values[row])
+                except UnsupportedValueError as error:
+                    self.problems.append(error.message)
+                if len(self.values) > rows_before:
+                    self._names.append(fqn)
+                    self._paths.append(flat.paths[row] if self._with_paths else None)
+
+    def _plain(self, flat: Flat, rows: slice) -> None:
+        """Adds many plain tensors, column by column: a third of the time of one by one."""
+        names, paths, tensors = flat.names[rows], flat.paths[rows], flat.values[rows]
+        refused = refusals(tensors)
+        if refused:
+            self.problems += [f"{names[row]!r} {why}" for row, why in refused]
+            return
+        count, named = len(tensors), len(self._names)
+        self._names += names
+        self._paths += paths if self._with_paths else [None] * count
+        self._name += range(named, named + count)
+        self._kind += [_TENSOR] * count
+        self._dtype += [tensor.dtype for tensor in tensors]
+        self._shape += [tensor.shape for tensor in tensors]
+        self._requires_grad += [tensor.requires_grad for tensor in tensors]
+        self._compared += range(len(self.values), len(self.values) + count)
+        self._value += [0] * count
+        self.values += tensors
+
+    def _other(self, fqn: str, value: Any) -> None:
+        if is_sharded(value):
+            self._sharded(fqn, value)
+        elif isinstance(value, torch.Tensor):
+            data = self._dump(fqn, _alone(value, fqn))
+            self._add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, tuple(value.shape),
+                      value.requires_grad)  # fmt: skip
+            self._value.append(bytes_digest(data) if self._digests else 0)
+        elif type(value) is PerRank:
+            self._add(_OBJECT, _Deferred(fqn, None, self._dump(fqn, value.value)), None, (), False)
+            self._value.append(0)
+        elif is_simple(value):
+            self._add(_OBJECT, _Deferred(fqn, value), None, (), False)
+            self._value.append(simple_digest(value) if self._digests else 0)
+        else:
+            data = self._dump(fqn, value)
+            self._add(_OBJECT, _Deferred(fqn, None, data), None, (), False)
+            self._value.append(bytes_digest(data) if self._digests else 0)
+
+    def _sharded(self, fqn: str, value: Any) -> None:
+        held = sharded(
+            value, fqn, self._layouts, saving=True,
+            flatten_sharded_tensors=self._flatten_sharded_tensors,
+        )  # fmt: skip
+        for box, tensor in zip(held.boxes, held.tensors, strict=True):
+            row, digest = len(self.values), 0
+            kind, source = _TENSOR, tensor  # type: tuple[int, Any]
+            if not is_plain(tensor):
+                data = self._dump(fqn, _alone(tensor, fqn))
+                kind, source = _OPAQUE, _Deferred(fqn, None, data)
+                digest = bytes_digest(data) if self._digests and held.replicated else 0
+            elif (reason := refusal(tensor)) is not None:
+                raise UnsupportedValueError(f"the local part of {fqn!r} {reason}")
+            elif tensor.dtype != held.dtype:
+                raise UnsupportedValueError(
+                    f"{fqn!r} is declared as {held.dtype}, but its local part on this rank is "
+                    f"{tensor.dtype}: convert the whole {type(value).__name__}, as by .to()"
+                )
+            self._add(kind, source, held.dtype, held.shape, held.requires_grad)
+            self._value.append(digest)
+            self._boxes[row] = box
+            if held.replicated:
+                self._replicated.add(row)
+                if kind == _TENSOR:
+                    self._compared.append(row)
+
+    def _dump(self, fqn: str, value: Any) -> bytes:
+        data = dump_object(value, fqn=fqn)
+        problem = load_problem(value, data, fqn=fqn)
+        if problem is not None:
+            self.warnings.append(problem)
+        return data
+
+    def _add(
+        self,
+        kind: int,
+        value: Any,
+        dtype: torch.dtype | None,
+        shape: tuple[int, ...],
+        requires_grad: bool,
+    ) -> None:
+        self._name.append(len(self._names))
+        self._kind.append(kind)
+        self._dtype.append(dtype)
+        self._shape.append(shape)
+        self._requires_grad.append(requires_grad)
+        self.values.append(value)
+
+    def columns(self) -> Columns:
+        """Returns the rows as columns."""
+        if self._digests:
+            # Why here: those on a GPU are digested together.
+            tensors = [self.values[row] for row in self._compared]
+            for row, value in zip(self._compared, content_digests(tensors), strict=True):
+                self._value[row] = value
+        num = len(self.values)
+        ndim = np.fromiter(map(len, self._shape), np.int8, num)
+        shape = padded(self._shape, ndim)
+        offset, size = np.zeros_like(shape), shape.copy()
+        for row, (start, lengths) in self._boxes.items():
+            offset[row, : len(start)] = start
+            size[row, : len(start)] = lengths
+        dtypes = [dtype for dtype in dict.fromkeys(self._dtype) if dtype is not None]
+        codes: dict[torch.dtype | None, int] = {None: -1}
+        codes.update((dtype, code) for code, dtype in enumerate(dtypes))
+        return Columns(
+            names=tuple(self._names),
+            paths=tuple(self._paths),
+            dtypes=tuple(map(dtype_name, dtypes)),
+            name=np.array(self._name, np.int32),
+            kind=np.array(self._kind, np.int8),
+            dtype=np.fromiter(map(codes.__getitem__, self._dtype), np.int8, num),
+            ndim=ndim,
+            shape=shape,
+            offset=offset,
+            size=size,
+            requires_grad=np.array(self._requires_grad, np.bool_),
+            splittable=self._splittable(size),
+            value=np.array(self._value, np.uint64),
+        )
+
+    def _splittable(self, size: Int64Array) -> BoolArray:
+        widths = {d: d.itemsize if d and d.is_floating_point else 0 for d in set(self._dtype)}
+        width = np.fromiter(map(widths.__getitem__, self._dtype), np.int64, len(size))
+        splittable: BoolArray = (size.prod(axis=1) * width >= SPLIT_BYTES) & (
+            np.array(self._kind) == _TENSOR
+        )
+        # A shard that is not replicated by intention must not be cut: a second holder is an error.
+        splittable[list(self._boxes)] = False
+        splittable[list(self._replicated)] = True
+        return splittable
+
+
+_TENSOR, _OBJECT, _OPAQUE = int(Kind.TENSOR), int(Kind.OBJECT), int(Kind.OPAQUE)
+
+
+def padded(shapes: Sequence[tuple[int, ...]], ndim: Int8Array) -> Int64Array:
+    """Returns shapes as int64[n, D], padded with 1; D is at least 1."""
+    width = max(1, int(ndim.max(initial=0)))
+    shape = np.ones((len(shapes), width), np.int64)
+    lengths = np.fromiter(chain.from_iterable(shapes), np.int64, int(ndim.sum(dtype=np.int64)))
+    shape[np.arange(width) < ndim[:, None]] = lengths
+    return shape
+
+
+def _alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+    """Returns a tensor subclass as it is pickled: detached, on the CPU, in its own storage."""
+    tensor = tensor.detach()
+    if tensor.is_meta or tensor.is_nested:
+        raise UnsupportedValueError(f"{fqn!r} ({type(tensor).__qualname__}) {refusal(tensor)}")
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    try:
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
+        whole = True
+    return tensor if whole else tensor.clone()
+
+
+_SLAB_ELEMENTS = 1 << 16
+"""Values that are looked at together: they stay in the cache."""
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCapture(Capture):
+    """A capture with the numbers that its rank tells the others."""
+
+    stats: bytes = b""
+
+
+def check_measurable(options: SaveOptions, path: str) -> None:
+    """Checks that what is asked can be done where a storage writer of others saves.
+
+    Raises:
+        InvalidRequestError: It can't.
+    """
+    asked = [
+        name
+        for name, is_set in (
+            ("stats=True", options.stats), (f"nonfinite={options.nonfinite!r}", _looks(options))
+        )
+        if is_set
+    ]  # fmt: skip
+    if asked:
+        raise InvalidRequestError(
+            f"SaveOptions({', '.join(asked)}) needs a storage of ray_dcp, but this save goes "
+            f"through {path} storage; leave it out, or save to a path or URL",
+            key=asked[0].partition("=")[0],
+        )
+
+
+def measured(take: Callable[[], Capture], options: SaveOptions, rank: int) -> Callable[[], Capture]:
+    """Returns what captures as `take` does, and looks at the values as the options ask.
+
+    Args:
+        take: Captures the state.
+        options: `stats` and `nonfinite` count.
+        rank: Of this process, for messages.
+
+    Raises:
+        NonFiniteError: When it is called: there are NaN or infinities, and they are refused.
+    """
+    if not options.stats and not _looks(options):
+        return take
+
+    def look() -> Capture:
+        captured = take()
+        parts = list(_parts(captured))
+        bad = [part for part in parts if part[2].num_nan or part[2].num_inf]
+        warnings = captured.warnings
+        if bad and _looks(options):
+            told = _told(bad, rank)
+            if options.nonfinite == "refuse":
+                raise NonFiniteError(
+                    f"{told}. Nothing was saved, as SaveOptions(nonfinite='refuse') asks",
+                    rank=rank,
+                    key=bad[0][0],
+                )
+            if rank:
+                # Why here: of what a save notes only the first rank's is shown, as most of it is
+                # the same on all; this no other rank knows.
+                warn(told, UserWarning, stacklevel=2)
+            warnings = (*warnings, told)
+        return MeasuredCapture(
+            captured.columns, captured.source, captured.deferred, warnings,
+            encode_parts(parts) if options.stats else b"",
+        )  # fmt: skip
+
+    return look
+
+
+def part_stats(raw: npt.NDArray[Any], dtype: str) -> PartStats:
+    """Returns the numbers of values.
+
+    Args:
+        raw: One dimension of `raw_dtype(dtype)`.
+        dtype: Name of a torch dtype, one of `READABLE`.
+
+    Example:
+        >>> part_stats(np.array([3.0, -4.0, np.nan], np.float32), "float32")
+        PartStats(num_elements=3, square_sum=25.0, absmax=4.0, num_nan=1, num_inf=0)
+    """
+    found = PartStats(0, 0.0, 0.0, 0, 0)
+    for low in range(0, len(raw), _SLAB_ELEMENTS):
+        found = added(found, _slab_stats(as_numbers(raw[low : low + _SLAB_ELEMENTS], dtype)))
+    return found
+
+
+def _slab_stats(values: npt.NDArray[Any]) -> PartStats:
+    count = len(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.vdot(values, values).real)
+        if np.isfinite(total):
+            return PartStats(count, total, _largest(values), 0, 0)
+        size = np.abs(values)
+        # Why once more: only here is something not finite, or so large that its square is not.
+        num_nan = int(np.count_nonzero(np.isnan(size)))
+        num_inf = int(np.count_nonzero(np.isinf(size)))
+        size = size[np.isfinite(size)]
+        total = float(np.dot(size, size))
+    return PartStats(count, total, float(size.max(initial=0.0)), num_nan, num_inf)
+
+
+def _largest(values: npt.NDArray[Any]) -> float:
+    if not len(values) or np.iscomplexobj(values):
+        return float(np.abs(values).max(initial=0.0))
+    return max(float(values.max()), -float(values.min()))
+
+
+def _looks(options: SaveOptions) -> bool:
+    return options.nonfinite != "ignore"
+
+
+def _parts(captured: Capture) -> Iterator[Part]:
+    columns: Columns = captured.columns
+    rows = zip(
+        columns.name.tolist(), columns.kind.tolist(), columns.dtype.tolist(),
+        columns.ndim.tolist(), columns.offset.tolist(), columns.size.tolist(), strict=True,
+    )  # fmt: skip
+    for row, (name, kind, code, ndim, offset, size) in enumerate(rows):
+        dtype = columns.dtypes[code] if code >= 0 else ""
+        if kind != Kind.TENSOR or dtype not in READABLE:
+            continue
+        raw = np.frombuffer(captured.source(row), raw_dtype(dtype))
+        yield columns.names[name], (*offset[:ndim], *size[:ndim]), part_stats(raw, dtype)
+
+
+def _told(bad: list[Part], rank: int) -> str:
+    some = ", ".join(
+        f"{name!r} ({part.num_nan} NaN and {part.num_inf} infinite of {part.num_elements})"
+        for name, _, part in bad[:_MOST_NAMED]
+    )
+    more = f" and {len(bad) - _MOST_NAMED} more tensors" if len(bad) > _MOST_NAMED else ""
+    return f"expected finite values on rank {rank}, found {some}{more}"

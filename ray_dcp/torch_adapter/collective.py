@@ -1,0 +1,524 @@
+"""Steps of all ranks that run a user's code, and the errors of that code.
+
+Errors of user code (planners, storage plug-ins, `Stateful` values) as one `CheckpointError`.
+
+A failure is DCP's pair of an exception and its `StackSummary`, made safe to pickle.
+
+A step of all ranks with DCP's meaning: run, gather, decide on the coordinator rank, scatter.
+
+The collectives of DCP's `_DistWrapper` as generators over `Exchange`, without a process group.
+What user code raises on any rank reaches every rank as the same `CheckpointError`.
+
+*Trust*: plans, results and metadata of third-party planners and storages have no schema, so they
+travel as pickles, as they do in DCP. They are read only by ranks of the same job, which run the
+same user code as the sender, and never come from storage.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ray_dcp.errors import (
+    CheckpointError,
+    InternalError,
+    MissingKeyError,
+    ParticipantError,
+    ShapeMismatchError,
+    StorageError,
+)
+from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Refused, Reply
+
+__all__ = [
+    "GRACE_S",
+    "Failure",
+    "Group",
+    "Part",
+    "Sealed",
+    "Steps",
+    "all_reduce",
+    "as_checkpoint_error",
+    "call_user_code",
+    "combined_error",
+    "failure_of",
+    "reduce_scatter",
+    "reserve",
+]
+
+T = TypeVar("T")
+
+Failure = tuple[BaseException, traceback.StackSummary]
+"""What `CheckpointError.failures` holds for each rank that failed."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Returns an error and where it was raised, as a pair that survives pickling.
+
+    An exception that can't be pickled and read back is replaced by a `CheckpointError` that has
+    its class and message: a rank whose error can't travel must not make the others wait.
+
+    Args:
+        error: What was raised on this rank.
+    """
+    # Why rebuilt: frames keep their code object since Python 3.13, which does not pickle.
+    stack = traceback.StackSummary.from_list(
+        [
+            (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+            for frame in traceback.extract_tb(error.__traceback__)
+        ]
+    )
+    return (error if _survives_pickling(error) else _stand_in(error)), stack
+
+
+def as_checkpoint_error(error: BaseException, doing: str, *, rank: int) -> CheckpointError:
+    """Returns an error of user code as a `CheckpointError` with `.failures`.
+
+    Args:
+        error: What was raised; a `CheckpointError` of ray_dcp itself is returned as it is.
+        doing: What ran, for the message, such as `"MyPlanner.create_local_plan"`.
+        rank: This rank.
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    wrapped = _class_for(error)(f"{doing} raised {_line(error)}", rank=rank)
+    wrapped.__cause__ = error
+    return wrapped.with_failures({rank: failure_of(error)})
+
+
+def call_user_code(doing: str, code: Callable[[], T], *, rank: int) -> T:
+    """Returns what `code` returns; what it raises comes as a `CheckpointError`.
+
+    Args:
+        doing: What runs, for the message, such as `"MyPlanner.create_local_plan"`.
+        code: Calls a hook of the user's.
+        rank: This rank.
+
+    Raises:
+        CheckpointError: It raised an exception. `KeyboardInterrupt` and the like pass.
+    """
+    try:
+        return code()
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - that is the point
+        wrapped = as_checkpoint_error(error, doing, rank=rank)
+        raise wrapped from wrapped.__cause__
+
+
+def combined_error(
+    doing: str, failures: Mapping[int, Failure], *, world_size: int, checkpoint_id: str | None
+) -> CheckpointError:
+    """Returns the one error that every rank raises when some ranks failed.
+
+    It has the class of the single failures where they agree (`DeadlineError`, say), and their
+    tracebacks as notes.
+
+    Args:
+        doing: The step that failed, such as `"save: write"`.
+        failures: At least one, by rank.
+        world_size: Number of ranks.
+        checkpoint_id: For the message.
+
+    Raises:
+        InternalError: `failures` is empty.
+    """
+    if not failures:
+        raise InternalError(f"{doing} was reported as failed, but no rank failed")
+    ranks = sorted(failures)
+    classes = {_class_for(failures[rank][0]) for rank in ranks}
+    made = classes.pop() if len(classes) == 1 else CheckpointError
+    told = "; ".join(f"rank {rank}: {_line(failures[rank][0])}" for rank in ranks[:_MOST_TOLD])
+    more = f"; and {len(ranks) - _MOST_TOLD} more" if len(ranks) > _MOST_TOLD else ""
+    error = made(
+        f"{doing} failed on {len(ranks)} of {world_size} ranks: {told}{more}",
+        checkpoint_id=checkpoint_id,
+        rank=ranks[0] if len(ranks) == 1 else None,
+    )
+    # Why not add_note: it is new in Python 3.11. The attribute is what travels through Ray.
+    error.__notes__ = [_note(rank, failures[rank]) for rank in ranks[:_MOST_TOLD]]
+    return error.with_failures({rank: failures[rank] for rank in ranks})
+
+
+_MOST_TOLD = 8
+"""Ranks whose failure the message spells out; `.failures` has all."""
+
+
+def _class_for(error: BaseException) -> type[CheckpointError]:
+    if isinstance(error, CheckpointError):
+        return type(error)
+    # The texts of torch's default planner (default_planner.py, create_default_local_load_plan).
+    # Where a later torch words them otherwise the class is less exact, nothing else.
+    if isinstance(error, RuntimeError) and "Missing key in checkpoint" in str(error):
+        return MissingKeyError
+    if isinstance(error, ValueError) and "Size mismatch between saved" in str(error):
+        return ShapeMismatchError
+    if isinstance(error, OSError):
+        return StorageError
+    return CheckpointError
+
+
+def _line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
+
+
+def _note(rank: int, failure: Failure) -> str:
+    error, stack = failure
+    return f"rank {rank}, most recent call last:\n{''.join(stack.format())}{_line(error)}"
+
+
+def _survives_pickling(error: BaseException) -> bool:
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever user classes raise in __reduce__ or __init__
+        return False
+    return type(copy) is type(error)
+
+
+def _stand_in(error: BaseException) -> CheckpointError:
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return CheckpointError(f"{kind} (which can't be pickled): {error}")
+
+
+Steps = Generator[Exchange, Reply, T]
+"""Yields what this rank tells the coordinator, is sent the reply, returns a T."""
+
+Lost = Callable[[ParticipantError], CheckpointError]
+"""Makes the error of a rank that never got the coordinator rank's answer."""
+
+Part = Callable[[], Any]
+"""Gives this rank's part of a result. Unpickling waits until it is called, so that a failure
+to unpickle belongs to the step that needs the value and reaches the other ranks from there."""
+
+GRACE_S = 30.0
+"""How much longer than a rank's own deadline the others wait for it, in seconds, so that its
+error arrives and not only its absence."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one save or load, seen from one of them."""
+
+    next_key: Callable[[], OpKey]
+    """Names the next exchange, see `reserve`."""
+    rank: int
+    world_size: int
+    timeout_s: float
+    """Deadline of each step, in seconds."""
+    doing: str
+    """`"save"` or `"load"`, for messages."""
+    checkpoint_id: str | None = None
+    coordinator_rank: int = 0
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == self.coordinator_rank
+
+    @property
+    def others(self) -> list[int]:
+        """Every rank but this one."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def failed(self, step: str, failures: Mapping[int, Failure]) -> CheckpointError:
+        """Returns the error for all ranks."""
+        return combined_error(
+            f"{self.doing}: {step}",
+            failures,
+            world_size=self.world_size,
+            checkpoint_id=self.checkpoint_id,
+        )
+
+
+def reserve(
+    next_key: Callable[[], OpKey], *, num_steps: int, world_size: int
+) -> Callable[[], OpKey]:
+    """Takes the keys of all exchanges of a call at once; returns what gives them one by one.
+
+    Every exchange is an operation of its session, and all ranks must name it alike. Taken at the
+    start, in the thread that calls, the keys stay aligned when other calls run in between in
+    other threads, and when a rank leaves early.
+
+    Args:
+        next_key: Names the next operation of the session.
+        num_steps: How many `reduce_scatter`s there will be, at most.
+        world_size: Number of ranks; one rank exchanges nothing.
+    """
+    num_keys = 2 * num_steps if world_size > 1 else 0
+    keys = iter([next_key() for _ in range(num_keys)])
+    return lambda: next(keys)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A result that `combine` has pickled itself."""
+
+    value: Any
+    """What the coordinator rank gets."""
+    data: bytes
+    """What the others unpickle."""
+
+
+def reduce_scatter(
+    group: Group,
+    step: str,
+    local: Callable[[], Any],
+    combine: Callable[[list[Any]], Sequence[Any]],
+    *,
+    lost: Lost | None = None,
+) -> Steps[Part]:
+    """Runs `local` on every rank and `combine` on the coordinator rank; returns this rank's part.
+
+    With one rank nothing is exchanged and nothing is pickled; the coordinator rank's own values
+    are never pickled.
+
+    Args:
+        group: The ranks.
+        step: Name of the step, unique within the operation.
+        local: Runs on each rank.
+        combine: Runs on the coordinator rank with all values, by rank; returns one for each rank.
+        lost: For a `combine` that can't be undone. Once it has run, the coordinator rank returns
+            its part even if the others can't be told; a rank that is not told raises the error
+            that `lost` makes.
+
+    Raises:
+        CheckpointError: `local` failed on some rank, or `combine` did; the same on every rank.
+        KeyboardInterrupt: This rank was interrupted; the others get a `CheckpointError` at once.
+
+    Source: `torch/distributed/checkpoint/utils.py`, `_DistWrapper.reduce_scatter`.
+    """
+    result = _run(local)
+    yield from _leave_if_stopped(group, step, f"{step}/gather", result)
+    if group.is_coordinator:
+        return (yield from _coordinate(group, step, result, combine, lost))
+    return (yield from _follow(group, step, result, lost))
+
+
+def all_reduce(
+    group: Group,
+    step: str,
+    local: Callable[[], Any],
+    combine: Callable[[list[Any]], Any],
+    *,
+    lost: Lost | None = None,
+) -> Steps[Part]:
+    """Like `reduce_scatter`, with one result for all ranks.
+
+    Args:
+        group: The ranks.
+        step: Name of the step, unique within the operation.
+        local: Runs on each rank.
+        combine: Runs on the coordinator rank with all values, by rank.
+        lost: As for `reduce_scatter`.
+
+    Raises:
+        CheckpointError: As for `reduce_scatter`.
+        KeyboardInterrupt: As for `reduce_scatter`.
+
+    Source: `torch/distributed/checkpoint/utils.py`, `_DistWrapper.all_reduce`.
+    """
+
+    def for_each(values: list[Any]) -> Sequence[Any]:
+        return [combine(values)] * group.world_size
+
+    return (yield from reduce_scatter(group, step, local, for_each, lost=lost))
+
+
+@dataclass(frozen=True)
+class _Failed:
+    failure: Failure
+    original: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class _Done:
+    value: Any
+
+
+_Result = _Done | _Failed
+
+
+def _run(code: Callable[[], Any]) -> _Result:
+    try:
+        return _Done(code())
+    except BaseException as error:  # noqa: BLE001 - DCP's own CheckpointException is one
+        return _Failed(failure_of(error), error)
+
+
+def _leave_if_stopped(group: Group, step: str, tag: str, result: _Result) -> Steps[None]:
+    """Tells the others at once and raises, when the user or the system stops this process."""
+    if not isinstance(result, _Failed):
+        return
+    if not isinstance(result.original, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return
+    if group.world_size > 1:
+        error = group.failed(step, {group.rank: result.failure})
+        try:
+            yield _exchange(group, tag, {}, error=error)
+        except CheckpointError as refused:
+            # Why dropped: it is the error just told, and what stops this process goes first.
+            del refused
+    raise result.original
+
+
+def _follow(group: Group, step: str, result: _Result, lost: Lost | None) -> Steps[Part]:
+    yield from _send(group, f"{step}/gather", {group.coordinator_rank: _dump_result(result)})
+    try:
+        inbox = yield from _send(group, f"{step}/scatter", {})
+    except ParticipantError as error:
+        raise (error if lost is None else lost(error)) from None
+    answer = _from(inbox, group.coordinator_rank)
+    if answer[:1] == _OK:
+        return lambda: pickle.loads(answer[1:])
+    raise _told_here(_load_error(group, step, answer[1:]), result)
+
+
+def _coordinate(
+    group: Group,
+    step: str,
+    result: _Result,
+    combine: Callable[[list[Any]], Sequence[Any]],
+    lost: Lost | None,
+) -> Steps[Part]:
+    results = {group.rank: result}
+    if group.world_size > 1:
+        inbox = yield from _send(group, f"{step}/gather", {})
+        results |= {rank: _load_result(_from(inbox, rank), rank) for rank in group.others}
+    failures = {rank: r.failure for rank, r in results.items() if isinstance(r, _Failed)}
+    values = [r.value for _, r in sorted(results.items()) if isinstance(r, _Done)]
+    if not failures:
+        result = _run(lambda: _parts(group, combine(values)))
+        yield from _leave_if_stopped(group, step, f"{step}/scatter", result)
+        if isinstance(result, _Failed):
+            failures = {group.rank: result.failure}
+    if failures:
+        error = group.failed(step, failures)
+        refusal = _FAILED + pickle.dumps(error)
+        yield from _scatter(group, step, dict.fromkeys(group.others, refusal))
+        raise _told_here(error, result)
+    own, outbox = _value_of(result)
+    try:
+        yield from _scatter(group, step, outbox)
+    except ParticipantError:
+        if lost is None:
+            raise
+    return lambda: own
+
+
+def _scatter(group: Group, step: str, outbox: Mapping[int, bytes]) -> Steps[None]:
+    if group.world_size > 1:
+        yield from _send(group, f"{step}/scatter", outbox)
+
+
+def _parts(group: Group, parts: Sequence[Any]) -> tuple[Any, dict[int, bytes]]:
+    """Returns the coordinator rank's own part and the messages with the others'."""
+    if len(parts) != group.world_size:
+        raise CheckpointError(
+            f"global planning must return one plan for each of the {group.world_size} ranks, "
+            f"but returned {len(parts)}"
+        )
+    # One result for all ranks is pickled once.
+    pickled: dict[int, bytes] = {}
+    for rank in group.others:
+        part = parts[rank]
+        if id(part) not in pickled:
+            pickled[id(part)] = _OK + (part.data if isinstance(part, Sealed) else _dump(part))
+    own = parts[group.rank]
+    return (
+        own.value if isinstance(own, Sealed) else own,
+        {rank: pickled[id(parts[rank])] for rank in group.others},
+    )
+
+
+def _value_of(result: _Result) -> Any:
+    if isinstance(result, _Done):
+        return result.value
+    raise InternalError("a failed step has no value")
+
+
+def _told_here(error: CheckpointError, result: _Result) -> CheckpointError:
+    """Returns the error of all ranks, caused on this rank by what this rank raised."""
+    if isinstance(result, _Failed) and result.original is not None:
+        error.__cause__ = result.original
+    return error
+
+
+_OK = b"+"
+_FAILED = b"-"
+
+
+def _dump(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _dump_result(result: _Result) -> bytes:
+    if isinstance(result, _Done):
+        try:
+            return _OK + _dump(result.value)
+        except Exception as error:  # noqa: BLE001 - whatever user classes raise in __reduce__
+            result = _Failed(failure_of(error))
+    return _FAILED + _dump(result.failure)
+
+
+def _load_result(message: bytes, rank: int) -> _Result:
+    try:
+        value = pickle.loads(message[1:])
+    except Exception as error:  # noqa: BLE001 - whatever user classes raise when unpickled
+        reason = f"what rank {rank} sent can't be unpickled: {type(error).__name__}: {error}"
+        return _Failed(failure_of(CheckpointError(reason, rank=rank)))
+    return _Done(value) if message[:1] == _OK else _Failed(value)
+
+
+def _load_error(group: Group, step: str, data: bytes) -> CheckpointError:
+    try:
+        error = pickle.loads(data)
+    except Exception as reason:  # noqa: BLE001 - whatever user classes raise when unpickled
+        return CheckpointError(
+            f"{group.doing}: {step} failed, with an error that can't be unpickled on rank "
+            f"{group.rank} ({type(reason).__name__}: {reason}); see rank {group.coordinator_rank}",
+            checkpoint_id=group.checkpoint_id,
+        )
+    if isinstance(error, CheckpointError):
+        return error
+    return InternalError(f"a refusal held {type(error).__name__}", rank=group.rank)
+
+
+def _exchange(
+    group: Group,
+    tag: str,
+    outbox: Mapping[int, bytes],
+    *,
+    error: CheckpointError | None = None,
+) -> Exchange:
+    return Exchange(
+        key=group.next_key(),
+        rank=group.rank,
+        world_size=group.world_size,
+        tag=tag,
+        outbox=dict(outbox),
+        timeout_s=group.timeout_s + GRACE_S,
+        error=error,
+    )
+
+
+def _send(group: Group, tag: str, outbox: Mapping[int, bytes]) -> Steps[Mapping[int, bytes]]:
+    reply = yield _exchange(group, tag, outbox)
+    match reply:
+        case Exchanged():
+            return reply.inbox
+        case Refused():
+            # Why a copy: one error object may be the answer to several ranks of one process.
+            raise copy.copy(reply.error)
+        case _:
+            raise InternalError(
+                f"expected Exchanged for {tag}, got {type(reply).__name__}", rank=group.rank
+            )
+
+
+def _from(inbox: Mapping[int, bytes], rank: int) -> bytes:
+    if rank not in inbox:
+        raise InternalError(f"nothing came from rank {rank}, only from {sorted(inbox)}")
+    return bytes(inbox[rank])

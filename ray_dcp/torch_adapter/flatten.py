@@ -1,0 +1,389 @@
+"""Nested state dicts and flat ones, and names that change on the way.
+
+Nested state dicts to flat ones with dotted names, by DCP's rules, and back.
+
+The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if a mapping or a
+tensor is in it, at any depth of lists; everything else is one value, tuples too.
+Source: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`.
+
+Beyond DCP, each flat value knows the container it sits in and its real key there, so that a loaded
+value goes back to where it came from under integer keys too; paths tell which keys are numbers;
+and an empty mapping, which leaves no trace in DCP, is a value.
+
+Which name of a checkpoint a load takes for which name of the state dict: pure functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ray_dcp.core.values import IntKey, NamePath
+from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, StateDictError
+from ray_dcp.options import KeyMap
+
+__all__ = [
+    "Flat",
+    "below",
+    "concerns",
+    "flatten",
+    "flatten_top",
+    "renamer",
+    "set_by_path",
+    "stored_names",
+]
+
+MAX_DEPTH = 200
+"""Containers in containers. A state dict that is deeper contains itself, or would need more of
+Python's stack than there is."""
+
+MAX_LIST = 1 << 20
+"""Longest list that a stored path may ask for."""
+
+_PLAIN_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+_LARGEST_KEY = 1 << 60
+"""Numbers from here on are texts as mapping keys."""
+
+_VALUE, _MAPPING, _LIST, _TENSOR = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A flat state dict in order of first appearance; all lists are aligned.
+
+    Attributes:
+        names: FQNs, each once.
+        paths: Where DCP says that the value sits: str for mapping keys, int for list indices.
+        values: The values themselves.
+        parents: The container that holds each value.
+        keys: The value's key or index in that container.
+        empty: Names whose value is a mapping without entries.
+    """
+
+    names: list[str] = field(default_factory=list)
+    paths: list[NamePath] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    parents: list[Any] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)
+    empty: set[str] = field(default_factory=set)
+
+    def only(self, rows: Sequence[int]) -> Flat:
+        """Returns some of it.
+
+        Args:
+            rows: Which, in order.
+        """
+        lists: tuple[list[Any], ...] = (
+            self.names,
+            self.paths,
+            self.values,
+            self.parents,
+            self.keys,
+        )
+        names, paths, values, parents, keys = ([each[row] for row in rows] for each in lists)
+        return Flat(names, paths, values, parents, keys, self.empty)
+
+
+def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
+    """Returns the state dict flattened by DCP's rules.
+
+    Args:
+        state_dict: Nested mappings and lists. Not changed.
+        before_2_4: By the rules of torch 2.3 and older, under which a mapping too was walked only
+            if a tensor was in it.
+
+    Raises:
+        StateDictError: Two values get the same name, or it is nested deeper than 200 containers
+            (or contains itself).
+
+    Complexity: linear in the number of values, about 0.6 us each.
+
+    Example:
+        >>> flatten({"model": {"w": 1}, "steps": [1, 2], "groups": [{"lr": 0.1}]}).names
+        ['model.w', 'steps', 'groups.0.lr']
+    """
+    flat = Flat()
+    _Walker(flat, before_2_4).walk("", (), state_dict, 0)
+    if flat.empty and len(set(flat.names)) != len(flat.names):
+        # Why: for DCP these mappings are not there, so that their names are free for others.
+        values = enumerate(flat.values)
+        rows = [row for row, value in values if not (isinstance(value, Mapping) and not value)]
+        flat = replace(flat.only(rows), empty=set())
+    _check_unique(flat.names)
+    return flat
+
+
+def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
+    """Returns the top level only, as DCP does with `flatten_state_dict=False`.
+
+    Raises:
+        StateDictError: Two keys are the same as text.
+    """
+    flat = Flat()
+    for key, value in state_dict.items():
+        flat.names.append(str(key))
+        flat.paths.append((key if type(key) is str else _text(key),))
+        flat.values.append(value)
+        flat.parents.append(state_dict)
+        flat.keys.append(key)
+    _check_unique(flat.names)
+    return flat
+
+
+def set_by_path(root: dict[str, Any], path: NamePath, value: Any) -> None:
+    """Puts a value at a path, making dicts and lists on the way; lists are filled with None.
+
+    Raises:
+        DamagedCheckpointError: Something on the way is not the container that the path says, or
+            an index is negative or above 2**20.
+    """
+    here: Any = root
+    key: Any
+    for key, next_key in pairwise(path):
+        _check_step(here, key, path)
+        if isinstance(here, list):
+            if here[key] is None:
+                here[key] = [] if isinstance(next_key, int) else {}
+        elif _key(key) not in here:
+            here[_key(key)] = [] if isinstance(next_key, int) else {}
+        here = here[_key(key)]
+    _check_step(here, path[-1], path)
+    here[_key(path[-1])] = value
+
+
+def _key(part: str | int) -> str | int:
+    return part.key if isinstance(part, IntKey) else part
+
+
+class _Walker:
+    """One flattening: a method call per container, not per value."""
+
+    def __init__(self, flat: Flat, before_2_4: bool) -> None:
+        self._flat = flat
+        self._before_2_4 = before_2_4
+        self._kinds: dict[type, int] = {torch.Tensor: _TENSOR, torch.nn.Parameter: _TENSOR}
+
+    def visit(
+        self, parent: Any, key: Any, name: str, path: NamePath, value: Any, depth: int
+    ) -> None:
+        kind = self._kind(type(value))
+        if kind == _MAPPING and not value and not self._before_2_4:
+            self._flat.empty.add(name)
+            # Why another: a mapping of a class of its own need not pickle.
+            self._add(parent, key, name, path, value if type(value) in _PLAIN_MAPPINGS else {})
+        elif kind == _MAPPING and not (self._before_2_4 and self._is_value(value, depth)):
+            self.walk(name + ".", path, value, depth)
+        elif kind == _LIST and not self._is_value(value, depth):
+            self._list(name + ".", path, value, depth)
+        else:
+            self._add(parent, key, name, path, value)
+
+    def _add(self, parent: Any, key: Any, name: str, path: NamePath, value: Any) -> None:
+        flat = self._flat
+        flat.names.append(name)
+        flat.paths.append(path)
+        flat.values.append(value)
+        flat.parents.append(parent)
+        flat.keys.append(key)
+
+    def walk(self, prefix: str, path: NamePath, mapping: Mapping[Any, Any], depth: int) -> None:
+        """Adds what is in a mapping."""
+        _check_depth(depth, path)
+        flat, kinds = self._flat, self._kinds
+        add_name, add_path, add_value = flat.names.append, flat.paths.append, flat.values.append
+        add_key = flat.keys.append
+        for key, value in mapping.items():
+            text = key if type(key) is str else _text(key)
+            kind = kinds.get(type(value))
+            if kind in (_TENSOR, _VALUE):
+                add_name(prefix + text)
+                add_path((*path, text))
+                add_value(value)
+                add_key(key)
+                continue
+            flat.parents.extend([mapping] * (len(flat.values) - len(flat.parents)))
+            self.visit(mapping, key, prefix + text, (*path, text), value, depth + 1)
+        flat.parents.extend([mapping] * (len(flat.values) - len(flat.parents)))
+
+    def _list(self, prefix: str, path: NamePath, values: Sequence[Any], depth: int) -> None:
+        _check_depth(depth, path)
+        for index, value in enumerate(values):
+            self.visit(values, index, f"{prefix}{index}", (*path, index), value, depth + 1)
+
+    def _is_value(self, value: Any, depth: int) -> bool:
+        """Whether a list (before 2.4: or mapping) holds nothing that is walked on its own."""
+        _check_depth(depth, ())
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            kind = self._kind(type(entry))
+            if kind == _TENSOR:
+                return False
+            if kind == _MAPPING and not self._before_2_4:
+                return False
+            if kind in (_LIST, _MAPPING) and not self._is_value(entry, depth + 1):
+                return False
+        return True
+
+    def _kind(self, cls: type) -> int:
+        kind = self._kinds.get(cls)
+        if kind is None:
+            kind = self._kinds[cls] = _classify(cls)
+        return kind
+
+
+def _text(key: Any) -> str:
+    return IntKey(key) if type(key) is int and abs(key) < _LARGEST_KEY else str(key)
+
+
+def _classify(cls: type) -> int:
+    if issubclass(cls, torch.Tensor):
+        return _TENSOR
+    if issubclass(cls, Mapping):
+        return _MAPPING
+    return _LIST if issubclass(cls, list) else _VALUE
+
+
+def _check_depth(depth: int, path: NamePath) -> None:
+    if depth > MAX_DEPTH:
+        where = ".".join(map(str, path[:4]))
+        raise StateDictError(
+            f"the state dict is nested deeper than {MAX_DEPTH} containers below {where!r}; does "
+            "it contain itself?",
+            key=where,
+        )
+
+
+def _check_unique(names: list[str]) -> None:
+    if len(set(names)) == len(names):
+        return
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    raise StateDictError(
+        f"duplicated flatten key: {', '.join(map(repr, twice[:10]))}"
+        f"{' and more' if len(twice) > 10 else ''} would name two values of the state dict each; "
+        "rename one of the nested keys that join to the same dotted name",
+        key=twice[0],
+    )
+
+
+def _check_step(here: Any, key: str | int, path: NamePath) -> None:
+    if isinstance(key, int) and not isinstance(key, bool) and isinstance(here, list):
+        if 0 <= key < MAX_LIST:
+            here.extend([None] * (key + 1 - len(here)))
+            return
+    elif isinstance(key, str) and isinstance(here, dict):
+        return
+    raise DamagedCheckpointError(
+        f"the checkpoint says that a value sits at {path!r}, but {key!r} can't be a place in a "
+        f"{type(here).__name__} of {len(here) if isinstance(here, (list, dict)) else 0} entries",
+        key=".".join(map(str, path)),
+    )
+
+
+Rename = Callable[[str], "str | None"]
+
+
+def renamer(key_map: KeyMap) -> Rename:
+    """Returns what a key map makes of one name.
+
+    Args:
+        key_map: See `LoadOptions.key_map`.
+
+    Raises:
+        InvalidRequestError: A pattern is no regular expression.
+
+    Example:
+        >>> renamer([("^module[.]", ""), ("[.]gamma$", ".weight")])("module.norm.gamma")
+        'norm.weight'
+    """
+    if isinstance(key_map, Mapping):
+        names = dict(key_map)
+        return lambda name: names.get(name, name)
+    if callable(key_map):
+        return key_map
+    patterns = [(_compiled(pattern), replacement) for pattern, replacement in key_map]
+
+    def rename(name: str) -> str:
+        for pattern, replacement in patterns:
+            try:
+                name = pattern.sub(replacement, name)
+            except (re.error, IndexError) as error:
+                raise InvalidRequestError(
+                    f"LoadOptions.key_map can't replace {pattern.pattern!r} by {replacement!r}: "
+                    f"{error}",
+                    key="key_map",
+                ) from error
+        return name
+
+    return rename
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InvalidRequestError(
+            f"LoadOptions.key_map has {pattern!r}, which is no regular expression: {error}",
+            key="key_map",
+        ) from error
+
+
+def stored_names(names: Sequence[str], key_map: KeyMap | None) -> dict[str, int]:
+    """Returns the names by which a state dict may ask, each with its number in the checkpoint.
+
+    Args:
+        names: Of the checkpoint.
+        key_map: See `LoadOptions.key_map`.
+
+    Raises:
+        InvalidRequestError: Two names of the checkpoint get the same name, or one gets something
+            that is no text.
+    """
+    if key_map is None:
+        return {name: number for number, name in enumerate(names)}
+    rename, index = renamer(key_map), dict[str, int]()
+    clashes = []
+    for number, name in enumerate(names):
+        wanted = rename(name)
+        if wanted is None:
+            continue
+        if not isinstance(wanted, str):
+            raise InvalidRequestError(
+                f"LoadOptions.key_map must give a name or None, but gives {wanted!r} for {name!r}",
+                key="key_map",
+            )
+        if wanted in index:
+            clashes.append(f"{names[index[wanted]]!r} and {name!r} both to {wanted!r}")
+        index.setdefault(wanted, number)
+    if clashes:
+        raise InvalidRequestError(
+            f"LoadOptions.key_map must give each key of the checkpoint a name of its own, but "
+            f"leads {'; '.join(clashes[:8])}: map one of them to None to leave it out",
+            key="key_map",
+        )
+    return index
+
+
+def below(name: str, prefixes: Iterable[str]) -> bool:
+    """Whether a dotted name is one of the prefixes, or lies below one.
+
+    Example:
+        >>> below("model.w", ["model"]), below("model2.w", ["model"])
+        (True, False)
+    """
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def concerns(key: str, prefixes: Sequence[str]) -> bool:
+    """Whether anything at or below a top-level key can be below a prefix.
+
+    Example:
+        >>> concerns("model", ["model.layers"]), concerns("optimizer", ["model.layers"])
+        (True, False)
+    """
+    return below(key, prefixes) or any(prefix.startswith(key + ".") for prefix in prefixes)

@@ -1,0 +1,752 @@
+"""Python objects and files in the format of `torch.save`.
+
+Reads what `torch.save` wrote: its storages, and the tensors that are built on them.
+
+Zips, and the bare pickles from before torch 1.6. Every view is held against the length of its
+storage before torch makes it; what torch would only believe (the order of sparse indices, the
+places in a nested tensor) is checked.
+Source: torch/serialization.py `_load`, `_legacy_load`; torch/_utils.py.
+
+Python objects to bytes and back: `torch.save` format, loaded only under an allow-list.
+
+The allow-list is what state dicts really hold (tensors, numpy arrays, scalars and random
+generators, values of the standard library), and what `torch.serialization.add_safe_globals` added.
+Loading calls nothing else that a checkpoint names unless `weights_only=False` is asked for.
+
+Files of `torch.save`, read by mapping them: safely, and only what is asked for.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import mmap
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import serialization
+
+from ray_dcp.core.dtypes import DTYPE_OF_STORAGE, ITEMSIZE
+from ray_dcp.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    InternalError,
+    InvalidRequestError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from ray_dcp.format.object_pickle import (
+    NUMPY,
+    PYTHON,
+    Known,
+    ObjectMachine,
+    Table,
+    Unfinished,
+    is_shape,
+    need,
+    set_attributes,
+)
+from ray_dcp.format.safe_pickle import damaged
+from ray_dcp.format.stream_transforms import check_plain
+from ray_dcp.format.torch_items import stored_records
+from ray_dcp.torch_adapter.replica_digests import bytes_digest
+
+__all__ = [
+    "dump_object",
+    "fill_storages",
+    "is_simple",
+    "load_object",
+    "load_problem",
+    "load_torch_file",
+    "read_torch_save",
+    "simple_digest",
+]
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_VERSION = 1001
+_TENSOR_BYTES = 512
+_ALIGNMENT = 64
+
+
+def read_torch_save(data: bytes | memoryview | mmap.mmap, *, is_shared: bool = False) -> Any:
+    """Returns the object that `torch.save` wrote; nothing that it names is called.
+
+    Args:
+        data: One whole item, or file.
+        is_shared: Whether tensors of the CPU are views of `data`, which then has to be writable.
+
+    Raises:
+        UnsafeCheckpointError: It asks for something that is not on the allow-list, or in a way in
+            which no object is saved.
+        DamagedCheckpointError: `torch.save` did not write it.
+
+    Complexity:
+        O(length), about 2 us an opcode; memory of a fixed multiple of the length.
+    """
+    if bytes(data[:2]) == b"PK":
+        return _read_zip(memoryview(data), is_shared)
+    if bytes(data[:1]) == b"\x80":
+        return _read_legacy(data if isinstance(data, mmap.mmap) else bytes(data))
+    raise damaged("bytes of torch.save", "others")
+
+
+def _read_zip(data: memoryview, is_shared: bool) -> Any:
+    records: dict[str, memoryview] = {}
+    folders = set()
+    for name, record in stored_records(data):
+        folder, _, rest = name.partition("/")
+        folders.add(folder)
+        # Careful: torch finds a record without regard to case.
+        if len(folders) > 1 or rest.lower() in records:
+            raise damaged("each record once, in one folder", repr(name[:200]))
+        records[rest.lower()] = record
+    if "data.pkl" not in records:
+        raise damaged("a record data.pkl", "none")
+    storages = _Storages(lambda key, _: records[f"data/{key}".lower()], is_shared)
+    storages.is_swapped = bytes(records.get("byteorder", b"little")) == b"big"
+    return _machine(bytes(records["data.pkl"]), storages).load()
+
+
+def _read_legacy(data: bytes | mmap.mmap) -> Any:
+    """Reads five pickles, of which the fourth is the object, and the storages after them."""
+    found = []
+    position = 0
+    for _ in range(3):
+        value, position = _plain(data, position)
+        found.append(value)
+    if found[:2] != [_LEGACY_MAGIC, _LEGACY_VERSION] or not isinstance(found[2], dict):
+        raise damaged("the pickles that torch.save began with before 1.6", "others")
+    start = position
+    # Why twice: where a storage lies follows from the lengths that the object has of all of them.
+    scan = _StorageScan(data, _table(), _added(), lambda _: None, start)
+    scan.load()
+    keys, position = _plain(data, scan.position)
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys if isinstance(keys, list) else ():
+        if type(key) is not str or key not in scan.lengths:
+            raise damaged("the names of storages", "others")
+        position += 8
+        places[key] = position, position + scan.lengths[key]
+        position += scan.lengths[key]
+    if position > len(data):
+        raise damaged(f"storages in {len(data)} bytes", "longer ones")
+
+    def record_of(key: str, num_bytes: int) -> memoryview:
+        begin, end = places[key]
+        need(end - begin == num_bytes)
+        return memoryview(data)[begin:end]
+
+    storages = _Storages(record_of, is_shared=False)
+    storages.is_swapped = not found[2].get("little_endian", True)
+    return _machine(data, storages, start).load()
+
+
+def _plain(data: bytes | mmap.mmap, start: int) -> tuple[Any, int]:
+    """Returns a value without any names in it, and where its pickle ends."""
+    machine = ObjectMachine(data, Table(), {}, lambda _: need(False), start)
+    return machine.load(), machine.position
+
+
+def _machine(data: bytes | mmap.mmap, storages: _Storages, start: int = 0) -> ObjectMachine:
+    return ObjectMachine(data, _table(), _added(), storages.item_of, start)
+
+
+def _added() -> dict[str, Any]:
+    """Returns what the user, or a library, allowed by `torch.serialization.add_safe_globals`."""
+    found: dict[str, Any] = {}
+    for one in serialization.get_safe_globals():
+        value, name = one if isinstance(one, tuple) else (one, "")
+        found[name or f"{value.__module__}.{value.__qualname__}"] = value
+    return found
+
+
+class _StorageScan(ObjectMachine):
+    """Notes the storages that an object refers to, and builds nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lengths: dict[str, int] = {}
+        self._item_of = self._note
+
+    def _note(self, pid: Any) -> None:
+        key, _, dtype, count = _storage_id(pid)
+        self.lengths[key] = count * dtype.itemsize
+
+    def _made(self, target: Any, args: Any) -> Any:
+        return None
+
+    def _new(self, target: Any, args: Any) -> Any:
+        return None
+
+    def _with_state(self, target: Any, state: Any) -> Any:
+        return None
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        return
+
+    def _extend(self, start: int) -> None:
+        del self._stack[start:]
+
+
+class _Storages:
+    """The storages of one item, each read once."""
+
+    def __init__(self, record_of: Callable[[str, int], memoryview], is_shared: bool) -> None:
+        self._record_of = record_of
+        self._is_shared = is_shared
+        self._loaded: dict[str, torch.UntypedStorage] = {}
+        self._to_cpu = not torch.accelerator.is_available()
+        self.is_swapped = False
+
+    def item_of(self, pid: Any) -> torch.TypedStorage:
+        """Returns what a persistent id stands for."""
+        key, location, dtype, count = _storage_id(pid)
+        num_bytes = count * dtype.itemsize
+        if key not in self._loaded:
+            try:
+                record = self._record_of(key, num_bytes)
+            except LookupError:
+                raise damaged(f"a record of the storage {key[:100]!r}", "none") from None
+            storage = self._read(record, dtype)
+            if not self._to_cpu or location == "meta":
+                storage = serialization.default_restore_location(storage, location)
+            self._loaded[key] = storage
+        storage = self._loaded[key]
+        # Careful: torch would make a longer storage itself where a view needs one.
+        if not num_bytes <= storage.nbytes() < num_bytes + dtype.itemsize:
+            raise damaged(f"a storage of {num_bytes} bytes", f"{storage.nbytes()}")
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    def _read(self, record: memoryview, dtype: torch.dtype) -> torch.UntypedStorage:
+        if not len(record):
+            return torch.UntypedStorage(0)
+        if self._is_shared and not self.is_swapped:
+            tensor = torch.frombuffer(record, dtype=torch.uint8)
+            if tensor.data_ptr() % _ALIGNMENT == 0:
+                return tensor.untyped_storage()
+        storage = torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
+        if self.is_swapped:
+            storage.byteswap(dtype)
+        return storage
+
+
+def _storage_id(pid: Any) -> tuple[str, str, torch.dtype, int]:
+    """Returns key, location, dtype and number of elements of a storage."""
+    need(type(pid) is tuple and 5 <= len(pid) <= 6 and pid[0] == "storage")
+    _, kind, key, location, count, *view = pid
+    need(view in ([], [None]), "views of storages")
+    need(type(key) is type(location) is str and type(count) is int and 0 <= count < 1 << 60)
+    if kind is torch.UntypedStorage:
+        return key, location, torch.uint8, count
+    need(isinstance(kind, serialization.StorageType))
+    return key, location, kind.dtype, count
+
+
+# How tensors are built
+
+
+def _check_view(
+    storage: torch.UntypedStorage, dtype: Any, offset: Any, size: Any, stride: Any
+) -> None:
+    """Checks that a view lies in its storage: torch would make the storage longer."""
+    need(isinstance(dtype, torch.dtype) and is_shape(size) and is_shape(stride))
+    need(len(size) == len(stride) and type(offset) is int and 0 <= offset < 1 << 62)
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    inside = 0 in size or (last + 1) * dtype.itemsize <= storage.nbytes()
+    need(inside and prod(size) * dtype.itemsize < 1 << 63, "a tensor outside its storage")
+
+
+def _view(
+    machine: ObjectMachine, storage: Any, dtype: Any, offset: Any, size: Any, stride: Any
+) -> torch.Tensor:
+    need(isinstance(storage, torch.TypedStorage))
+    need(str(dtype).removeprefix("torch.") in ITEMSIZE)
+    raw = storage._untyped_storage
+    machine.spend(_TENSOR_BYTES)
+    _check_view(raw, dtype, offset, size, stride)
+    return torch.empty(0, dtype=dtype, device=raw.device).set_(raw, offset, size, stride)
+
+
+def _tensor(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    storage, offset, size, stride = args
+    need(isinstance(storage, torch.TypedStorage))
+    return _view(machine, storage, storage.dtype, offset, size, stride)
+
+
+def _tensor_v2(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    storage, offset, size, stride, requires_grad, hooks, *metadata = args
+    need(isinstance(storage, torch.TypedStorage))
+    made = _view(machine, storage, storage.dtype, offset, size, stride)
+    return _finished(made, requires_grad, hooks, metadata)
+
+
+def _tensor_v3(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = args
+    made = _view(machine, storage, dtype, offset, size, stride)
+    return _finished(made, requires_grad, hooks, metadata)
+
+
+def _finished(made: Any, requires_grad: Any, hooks: Any, metadata: list[Any]) -> torch.Tensor:
+    need(type(requires_grad) is bool and _is_empty(hooks))
+    need(len(metadata) <= 1)
+    bits = (metadata[0] if metadata else None) or {}
+    need(type(bits) is dict and bits.keys() <= {"conj", "neg"})
+    need(all(type(bit) is bool for bit in bits.values()))
+    need(not any(bits.values()) or made.is_complex() or not bits.get("conj"))
+    if any(bits.values()):
+        torch._utils.set_tensor_metadata(made, bits)
+    made.requires_grad = requires_grad
+    return made  # type: ignore[no-any-return]
+
+
+def _is_empty(hooks: Any) -> bool:
+    """Whether no hooks were saved: they would be called."""
+    return hooks is None or (isinstance(hooks, dict) and not hooks)
+
+
+def _parameter(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.nn.Parameter:
+    data, requires_grad, hooks, *state = args
+    need(isinstance(data, torch.Tensor) and type(requires_grad) is bool and _is_empty(hooks))
+    machine.spend(_TENSOR_BYTES)
+    made = torch.nn.Parameter(data, requires_grad)
+    for one in state:
+        _set_state(made, one)
+    return made
+
+
+def _set_state(tensor: torch.Tensor, state: Any) -> None:
+    if type(state) is tuple:
+        state, slots = state
+        need(not slots)
+    set_attributes(tensor, state or {})
+
+
+def _of_type(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+    """Builds a tensor with attributes, or one of a class that the user allowed."""
+    function, cls, inner, state = args
+    known = machine.table.build_of(function)
+    need(known is not None and known[0].startswith("torch._utils."))
+    need(type(inner) is tuple)
+    made: Any = known[1](machine, inner) if known else None
+    if cls in (torch.Tensor, torch.nn.Parameter):
+        need(type(made) is cls)
+        _set_state(made, state)
+        return made
+    need(machine.is_added(cls))
+    return torch._tensor._rebuild_from_type_v2(lambda: made, cls, (), state)
+
+
+def _wrapper(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
+    cls, dtype, size, stride, offset, layout, device, requires_grad = args
+    need(machine.is_added(cls) and isinstance(cls, type) and issubclass(cls, torch.Tensor))
+    need(isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout))
+    need(is_shape(size) and is_shape(stride) and len(size) == len(stride))
+    need(type(offset) is int and offset >= 0 and type(requires_grad) is bool)
+    return torch._utils._rebuild_wrapper_subclass(
+        cls, dtype, size, stride, offset, layout, _device_of(device), requires_grad
+    )
+
+
+def _device_of(value: Any) -> torch.device:
+    need(type(value) in (str, torch.device))
+    is_there = torch.accelerator.is_available() or str(value) == "meta"
+    return torch.device(value if is_there else "cpu")
+
+
+def _meta_tensor(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    dtype, size, stride, requires_grad = args
+    need(isinstance(dtype, torch.dtype) and is_shape(size) and is_shape(stride))
+    need(len(size) == len(stride) and type(requires_grad) is bool)
+    machine.spend(_TENSOR_BYTES)
+    return torch.empty_strided(
+        size, stride, dtype=dtype, device="meta", requires_grad=requires_grad
+    )
+
+
+def _need_dense(tensor: Any) -> None:
+    """Checks that a tensor repeats no element: what is made of it would be longer."""
+    need(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided)
+    need(tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
+
+
+def _sparse(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    layout, parts = args
+    need(isinstance(layout, torch.layout) and type(parts) is tuple)
+    machine.spend(_TENSOR_BYTES)
+    if layout is torch.sparse_coo:
+        indices, values, size, *coalesced = parts
+        need(len(coalesced) <= 1 and all(one is None or type(one) is bool for one in coalesced))
+        tensors: tuple[Any, ...] = (indices, values)
+    else:
+        *tensors, size = parts
+        need(layout in _COMPRESSED and len(tensors) == 3)
+    need(is_shape(size))
+    for tensor in tensors:
+        _need_dense(tensor)
+        machine.spend(4 * tensor.numel() * tensor.element_size())
+    if layout is torch.sparse_coo:
+        is_coalesced = coalesced[0] if coalesced else None
+        return torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=is_coalesced, check_invariants=True
+        )
+    compressed, plain, values = tensors
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=layout, check_invariants=True
+    )
+
+
+def _nested(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    buffer, *places = args
+    for tensor in args:
+        _need_dense(tensor)
+        need(tensor.is_contiguous() and tensor.device.type == "cpu")
+    need(all(tensor.dtype is torch.int64 for tensor in places) and buffer.dim() == 1)
+    sizes, strides, offsets = places
+    need(sizes.dim() == 2 and strides.shape == sizes.shape and offsets.shape == sizes.shape[:1])
+    machine.spend(128 * sizes.numel())
+    for size, stride, offset in zip(*(one.tolist() for one in places), strict=True):
+        raw = buffer.untyped_storage()[: buffer.numel() * buffer.element_size()]
+        _check_view(raw, buffer.dtype, offset, tuple(size), tuple(stride))
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+
+
+def _quantized(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    storage, offset, size, stride, parameters, requires_grad, hooks = args
+    need(isinstance(storage, torch.TypedStorage) and storage.dtype in _QUANTIZED)
+    _check_view(storage._untyped_storage, storage.dtype, offset, size, stride)
+    need(prod(size) * storage.dtype.itemsize <= storage._untyped_storage.nbytes())
+    need(type(requires_grad) is bool and _is_empty(hooks) and type(parameters) is tuple)
+    machine.spend(_TENSOR_BYTES + prod(size))
+    scheme, scale, zero, *axis = parameters
+    if scheme is torch.per_tensor_affine:
+        need(type(scale) is float and type(zero) is int and not axis)
+    else:
+        need(scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams))
+        need(len(axis) == 1 and type(axis[0]) is int and 0 <= axis[0] < len(size))
+        for tensor in (scale, zero):
+            _need_dense(tensor)
+            need(tensor.shape == (size[axis[0]],))
+    made: torch.Tensor = torch._utils._rebuild_qtensor(
+        storage, offset, size, stride, parameters, requires_grad, collections.OrderedDict()
+    )
+    return made
+
+
+def _on_device(machine: ObjectMachine, args: tuple[Any, ...]) -> torch.Tensor:
+    """Builds a tensor that was saved by way of the CPU, or of numpy."""
+    data, dtype, device, requires_grad = args
+    need(isinstance(dtype, torch.dtype) and type(requires_grad) is bool)
+    if type(data) is np.ndarray:
+        machine.spend(data.nbytes)
+        data = torch.from_numpy(data)
+    _need_dense(data)
+    machine.spend(data.numel() * dtype.itemsize)
+    made = data.to(dtype=dtype, device=_device_of(device))
+    made.requires_grad = requires_grad
+    return made  # type: ignore[no-any-return]
+
+
+def _size(_: ObjectMachine, args: tuple[Any, ...]) -> torch.Size:
+    need(len(args) <= 1 and all(isinstance(arg, (list, tuple)) for arg in args))
+    need(all(type(length) is int for arg in args for length in arg))
+    return torch.Size(*args)
+
+
+def _device(_: ObjectMachine, args: tuple[Any, ...]) -> torch.device:
+    need(1 <= len(args) <= 2 and type(args[0]) is str and all(type(n) is int for n in args[1:]))
+    return torch.device(*args)
+
+
+def _layout(_: ObjectMachine, args: tuple[Any, ...]) -> torch.layout:
+    (name,) = args
+    need(type(name) is str)
+    return _LAYOUTS[name]
+
+
+def _generator(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
+    (device,) = args
+    need(isinstance(device, torch.device))
+    machine.spend(8 << 10)
+
+    def finish(state: Any) -> torch.Generator:
+        seed, offset, words = state
+        need(type(seed) is int and (offset is None or type(offset) is int))
+        _need_dense(words)
+        made = torch.Generator(device=device).manual_seed(seed)
+        if offset is not None:
+            made.set_offset(offset)
+        made.set_state(words)
+        return made
+
+    return Unfinished(finish)
+
+
+_QUANTIZED = frozenset([torch.qint8, torch.quint8, torch.qint32])
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_LAYOUTS = {
+    str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.jagged, *_COMPRESSED)
+}
+
+
+@cache
+def _table() -> Table:
+    builds = {
+        "torch.Size": (torch.Size, _size),
+        "torch.device": (torch.device, _device),
+        "torch.serialization._get_layout": (None, _layout),
+        "torch._C.Generator": (torch.Generator, _generator),
+        "torch.Tensor": (torch.Tensor, None),
+        "torch.nn.parameter.Parameter": (torch.nn.Parameter, None),
+        "torch.storage.UntypedStorage": (torch.UntypedStorage, None),
+        "torch._tensor._rebuild_from_type_v2": (None, _of_type),
+        "torch._utils._rebuild_tensor": (None, _tensor),
+        "torch._utils._rebuild_tensor_v2": (None, _tensor_v2),
+        "torch._utils._rebuild_tensor_v3": (None, _tensor_v3),
+        "torch._utils._rebuild_parameter": (None, _parameter),
+        "torch._utils._rebuild_parameter_with_state": (None, _parameter),
+        "torch._utils._rebuild_wrapper_subclass": (None, _wrapper),
+        "torch._utils._rebuild_meta_tensor_no_storage": (None, _meta_tensor),
+        "torch._utils._rebuild_sparse_tensor": (None, _sparse),
+        "torch._utils._rebuild_nested_tensor": (None, _nested),
+        "torch._utils._rebuild_qtensor": (None, _quantized),
+        "torch._utils._rebuild_device_tensor_from_numpy": (None, _on_device),
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": (None, _on_device),
+    }
+    return Table(PYTHON, NUMPY, _constants(), {k: Known(*known) for k, known in builds.items()})
+
+
+def _constants() -> Mapping[str, Known]:
+    kinds = (torch.dtype, torch.memory_format, torch.qscheme)
+    found = [value for value in vars(torch).values() if isinstance(value, kinds)]
+    storages = [*DTYPE_OF_STORAGE, "QInt8Storage", "QUInt8Storage", "QInt32Storage"]
+    return {
+        **{str(value): Known(value) for value in found},
+        **{f"torch.{name}": Known(serialization.StorageType(name)) for name in storages},
+    }
+
+
+_SCALARS = frozenset({type(None), bool, float, str, bytes, complex})
+_CONTAINERS = frozenset({list, tuple, set, frozenset})
+_LONGEST_INT = 1 << 2000
+"""torch's unpickler reads integers of at most 255 bytes."""
+_MAX_DEPTH = 50
+
+
+def dump_object(value: Any, *, fqn: str) -> bytes:
+    """Returns what `torch.save` makes of a value; stock DCP reads it.
+
+    Raises:
+        UnsupportedValueError: It can't be pickled; the message names the FQN and its class.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:  # user classes raise what they like
+        raise UnsupportedValueError(
+            f"{fqn!r} holds a {_class_name(value)}, which can't be pickled "
+            f"({type(error).__name__}: {error}); take it out of the state dict, or store what it "
+            "is made of (tensors, numbers, strings, lists)",
+            key=fqn,
+        ) from error
+    return buffer.getvalue()
+
+
+def load_object(
+    data: bytes | memoryview,
+    *,
+    fqn: str,
+    weights_only: bool = True,
+) -> Any:
+    """Returns the object that `torch.save` wrote, ours or stock DCP's.
+
+    Tensors inside go to the device that they were saved from, or to the CPU where there is no
+    accelerator.
+
+    Args:
+        data: One whole `torch.save` item.
+        fqn: Whose it is, for messages.
+        weights_only: Refuse whatever is not on the allow-list. False runs code from the data.
+
+    Raises:
+        UnsafeCheckpointError: It asks for a class or function that is not on the allow-list, or
+            for one in a way that no object needs.
+        DamagedCheckpointError: It is no `torch.save` item.
+    """
+    try:
+        check_plain(data)
+        if weights_only:
+            return read_torch_save(data)
+        where = None if torch.accelerator.is_available() else "cpu"
+        return torch.load(io.BytesIO(data), map_location=where, weights_only=False)
+    except DamagedCheckpointError as error:
+        is_refused = isinstance(error, UnsafeCheckpointError)
+        told = "is refused by a safe load" if is_refused else "can't be read"
+        error.message = f"the object {fqn!r} of the checkpoint {told}: {error.message}"
+        error.key = fqn
+        raise
+    except Exception as error:  # classes of the user raise what they like
+        raise DamagedCheckpointError(
+            f"the object {fqn!r} of the checkpoint can't be read: expected bytes of torch.save, "
+            f"found {type(error).__name__}: {error}; load an earlier checkpoint",
+            key=fqn,
+        ) from error
+
+
+def load_problem(value: Any, data: bytes, *, fqn: str) -> str | None:
+    """Returns what a safe load would have against an object, with the line that allows it.
+
+    Args:
+        value: The object.
+        data: `dump_object(value)`.
+        fqn: Its name.
+
+    Returns:
+        A sentence, or None if the object loads.
+    """
+    try:
+        read_torch_save(data)
+    except UnsafeCheckpointError as error:
+        return f"{fqn!r} holds a {_class_name(value)} that a safe load refuses: {error.message}"
+    except Exception as error:  # noqa: BLE001 - classes of the user raise what they like
+        return (
+            f"{fqn!r} holds a {_class_name(value)} that does not come back from its own pickle: "
+            f"{error}"
+        )
+    return None
+
+
+def is_simple(value: Any, depth: int = 0) -> bool:
+    """Whether a value is made of nothing but numbers, strings, None, lists, tuples, sets and dicts.
+
+    Such a value always loads, and `repr` tells it from every other.
+    """
+    cls = type(value)
+    if cls in _SCALARS:
+        return True
+    if cls is int:
+        return bool(-_LONGEST_INT < value < _LONGEST_INT)
+    if depth >= _MAX_DEPTH:
+        return False
+    if cls in _CONTAINERS:
+        return set(map(type, value)) <= _SCALARS or all(is_simple(v, depth + 1) for v in value)
+    if cls is dict:
+        return all(is_simple(k, depth + 1) and is_simple(v, depth + 1) for k, v in value.items())
+    return False
+
+
+def simple_digest(value: Any) -> int:
+    """Returns 64 bits that stand for a simple value, never 0, the same in every process.
+
+    Why not of its pickle: that depends on which equal strings are one object, and on the order
+    of sets, which is another in each process.
+    """
+    text = repr(value)
+    if "set(" in text or "{" in text:
+        text = _text(value)
+    return bytes_digest(text.encode())
+
+
+def _text(value: Any) -> str:
+    cls = type(value)
+    if cls in (set, frozenset):
+        return f"{cls.__name__}({', '.join(sorted(map(_text, value)))})"
+    if cls in _CONTAINERS:
+        return f"{cls.__name__}({', '.join(map(_text, value))})"
+    if cls is dict:
+        return f"dict({', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())})"
+    return repr(value)
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_WAY_OUT = "pass weights_only=False"
+
+
+def load_torch_file(path: str | os.PathLike[str], *, weights_only: bool = True) -> Any:
+    """Returns what a file of `torch.save` holds; its tensors are its mapped pages.
+
+    Args:
+        path: The file. Tensors of files from before torch 1.6 are copies.
+        weights_only: Refuse objects that are not on the allow-list. False runs code from the file.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        UnsafeCheckpointError: It asks for a class or function that is not on the allow-list.
+        DamagedCheckpointError: `torch.save` did not write it, or it is cut off.
+        InvalidRequestError: The path is a directory.
+    """
+    name = os.fspath(path)
+    if Path(name).is_dir():
+        raise InvalidRequestError(f"expected a file of torch.save, found the directory {name}")
+    if not Path(name).exists():
+        raise CheckpointNotFoundError(f"there is no file {name}", checkpoint_id=name)
+    try:
+        if not weights_only:
+            is_zip = zipfile.is_zipfile(name)
+            return torch.load(name, map_location="cpu", mmap=is_zip, weights_only=False)
+        with Path(name).open("rb") as stream:
+            # Why not closed: its tensors are views of it. It goes with the last of them.
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return read_torch_save(mapped, is_shared=True)
+    except UnsafeCheckpointError as error:
+        told = error.message.replace("load with LoadOptions(weights_only=False)", _WAY_OUT)
+        error.message = f"a safe load refuses {name}: {told}"
+        error.checkpoint_id = name
+        raise
+    except Exception as error:  # damaged bytes raise anything
+        raise DamagedCheckpointError(
+            f"expected a file of torch.save, but {name} can't be read: {type(error).__name__}: "
+            f"{error}",
+            checkpoint_id=name,
+        ) from error
+
+
+def fill_storages(mapped: Any, value: Any) -> None:
+    """Copies the bytes of all tensors in one object into those of another like it.
+
+    Args:
+        mapped: Whose tensors have the right shapes and no values yet, however deep they are.
+        value: What it was made of.
+
+    Raises:
+        InternalError: The two are not alike.
+    """
+    into, of = _storages(mapped), _storages(value)
+    if [storage.nbytes() for storage in into] != [storage.nbytes() for storage in of]:
+        raise InternalError(
+            f"expected tensors of the same bytes in both objects, found {len(into)} and {len(of)}"
+        )
+    for target, source in zip(into, of, strict=True):
+        target.copy_(source)
+
+
+def _storages(value: Any) -> list[torch.UntypedStorage]:
+    finder = _StorageFinder(io.BytesIO(), protocol=2)
+    finder.dump(value)
+    return finder.found
+
+
+class _StorageFinder(pickle.Pickler):
+    """Goes through an object as `torch.save` does, and keeps what it would write apart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found: list[torch.UntypedStorage] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.TypedStorage):
+            obj = obj._untyped_storage
+        if not isinstance(obj, torch.UntypedStorage):
+            return None
+        self.found.append(obj)
+        return len(self.found)

@@ -1,0 +1,497 @@
+"""Saves with a planner of the user's on native storage.
+
+Whether the metadata that a planner of the user's made can be told by a native checkpoint.
+
+A native checkpoint tells the tensors and objects of the plans and their place in the nested state
+dict, and nothing else.
+
+Rows that a planner of the user's planned, as the columns that native planning works on.
+
+Saves with a planner of the user's on native storage: its hooks run here, in DCP's order.
+
+What the planner plans becomes columns like those of a native capture, and what it resolves is
+checked against its own `WriteItem`s. Loads are in `planner_load`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from ray_dcp.core.values import Columns, Kind, NamePath
+from ray_dcp.errors import (
+    DamagedCheckpointError,
+    InvalidRequestError,
+    StateDictError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import OpKey
+from ray_dcp.torch_adapter.capture import Capture
+from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter, reserve
+from ray_dcp.torch_adapter.foreign import set_up_save_planner
+from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, simple_digest
+from ray_dcp.torch_adapter.per_rank import refuse_per_rank
+from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digest
+from ray_dcp.torch_adapter.state import stateful_to_state_dict
+from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes, is_plain, refusal
+
+__all__ = [
+    "Row",
+    "capture_with_planner",
+    "columns_of",
+    "is_path",
+    "metadata_problems",
+    "plans_globally",
+    "tensor_data_of",
+]
+
+
+def is_path(path: Any) -> bool:
+    """Whether this is a place in a nested state dict: mapping keys and list indices."""
+    return isinstance(path, (tuple, list)) and all(isinstance(key, (str, int)) for key in path)
+
+
+def metadata_problems(plans: Sequence[SavePlan], metadata: Metadata) -> list[str]:
+    """Returns where metadata says something else than the plans that it came with."""
+    problems = [
+        f"an attribute {name!r} of its own"
+        for name in sorted(set(vars(metadata)) - {field.name for field in fields(Metadata)})
+    ]
+    if metadata.storage_data is not None:
+        problems.append("storage_data")
+    planned: dict[str, set[Any]] = {}
+    for plan in plans:
+        for item in plan.items:
+            planned.setdefault(item.index.fqn, set()).add(_item_facts(item))
+    told = {name: _stored_facts(stored) for name, stored in metadata.state_dict_metadata.items()}
+    for name in sorted(planned.keys() | told.keys()):
+        if name not in told:
+            problems.append(f"nothing about {name!r}, which is planned")
+        elif name not in planned:
+            problems.append(f"{name!r}, which no rank has planned")
+        elif planned[name] != told[name]:
+            problems.append(f"{name!r} with another shape, dtype or chunks than planned")
+    return problems
+
+
+def _item_facts(item: WriteItem) -> Any:
+    data = item.tensor_data
+    if data is None:
+        return None
+    chunk = data.chunk
+    box = (tuple(chunk.offsets), tuple(chunk.sizes))
+    return tuple(data.size), data.properties.dtype, box
+
+
+def _stored_facts(stored: TensorStorageMetadata | BytesStorageMetadata) -> set[Any]:
+    if not isinstance(stored, TensorStorageMetadata):
+        return {None}
+    size, dtype = tuple(stored.size), stored.properties.dtype
+    return {(size, dtype, (tuple(c.offsets), tuple(c.sizes))) for c in stored.chunks}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One item; the fields are those of `Columns`, unpadded."""
+
+    name: str
+    kind: Kind
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    requires_grad: bool = False
+    splittable: bool = False
+    value: int = 0
+
+
+def columns_of(rows: Sequence[Row], paths: Mapping[str, NamePath]) -> Columns:
+    """Returns the rows as columns, boxes padded to the width of the widest.
+
+    Args:
+        rows: In the order of the planner's items.
+        paths: FQN to its place in the nested state dict; names that it lacks get None.
+    """
+    names = tuple(dict.fromkeys(row.name for row in rows))
+    dtypes = tuple(dict.fromkeys(row.dtype for row in rows if row.dtype is not None))
+    name_index = {name: index for index, name in enumerate(names)}
+    dtype_index: dict[str | None, int] = {dtype: index for index, dtype in enumerate(dtypes)}
+    width = max((1, *(len(row.shape) for row in rows)))
+
+    def boxes(field: str, fill: int) -> Any:
+        padded = [(*getattr(r, field), *[fill] * (width - len(r.shape))) for r in rows]
+        return np.array(padded, dtype=np.int64).reshape(len(rows), width)
+
+    return Columns(
+        names=names,
+        paths=tuple(paths.get(name) for name in names),
+        dtypes=dtypes,
+        name=np.array([name_index[row.name] for row in rows], dtype=np.int32),
+        kind=np.array([row.kind for row in rows], dtype=np.int8),
+        dtype=np.array([dtype_index.get(row.dtype, -1) for row in rows], dtype=np.int8),
+        ndim=np.array([len(row.shape) for row in rows], dtype=np.int8),
+        shape=boxes("shape", 1),
+        offset=boxes("offset", 0),
+        size=boxes("size", 1),
+        requires_grad=np.array([row.requires_grad for row in rows], dtype=np.bool_),
+        splittable=np.array([row.splittable for row in rows], dtype=np.bool_),
+        value=np.array([row.value for row in rows], dtype=np.uint64),
+    )
+
+
+def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
+    """Returns the `TensorWriteData` of an item, which must describe a box.
+
+    Args:
+        item: Of a tensor.
+        planner: Its class, for the error.
+        rank: For the error.
+
+    Raises:
+        StateDictError: It describes none.
+    """
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        raise StateDictError(
+            f"{planner} planned {item.index.fqn!r} as {item.type.name} without tensor_data",
+            rank=rank,
+            key=item.index.fqn,
+        )
+    if not len(data.size) == len(data.chunk.offsets) == len(data.chunk.sizes):
+        raise StateDictError(
+            f"{planner} planned {item.index.fqn!r} with a chunk at "
+            f"{tuple(data.chunk.offsets)} of {tuple(data.chunk.sizes)}, but the tensor has "
+            f"{len(data.size)} dimensions: {tuple(data.size)}",
+            rank=rank,
+            key=item.index.fqn,
+        )
+    return data
+
+
+SPLITTABLE_BYTES = 4 << 20
+"""Replicated floating tensors from this size on are cut over their holders, in bytes."""
+
+KEPT_BYTES = 256 << 20
+"""How much of what a planner resolves is kept from capture to writing, in bytes. Beyond that it
+is resolved again, which DCP's contract allows: `resolve_data` is idempotent."""
+
+
+def capture_with_planner(
+    next_key: Callable[[], OpKey],
+    state_dict: Mapping[str, Any],
+    planner: SavePlanner,
+    *,
+    rank: int,
+    world_size: int,
+    options: SaveOptions,
+    coordinator_rank: int = 0,
+    storage_meta: StorageMeta | None = None,
+    checkpoint_id: str | None = None,
+    stateful: bool = True,
+) -> Steps[Capture]:
+    """Runs a planner's hooks and returns what it wants saved.
+
+    `set_up_planner` and `create_local_plan` run on every rank. Only where the planner plans
+    globally in its own way (`plans_globally`) are plans exchanged, and `create_global_plan` runs
+    on the coordinator rank, `finish_plan` on all; else the plan of ray_dcp shares out replicas.
+    `resolve_data` runs to check each item, and where much was resolved again when bytes are read.
+
+    Args:
+        next_key: Names the next operation of the session (`Session.next_key`). Called now, not
+            when the generator runs, and equally often on all ranks.
+        state_dict: What to save.
+        planner: Any `SavePlanner`.
+        rank: This rank.
+        world_size: Number of ranks.
+        options: `objects` says what to do about objects that a safe load refuses;
+            `plan_timeout_s` is the deadline of the exchange.
+        coordinator_rank: The rank that plans for all.
+        storage_meta: For planners that take it.
+        checkpoint_id: For messages.
+        stateful: Replace top-level `Stateful` values by their state.
+
+    Raises:
+        CheckpointError: A hook raised; `.failures` has what it raised. The same error on every
+            rank if plans are exchanged, else on this rank.
+        InvalidRequestError: The planner resolves something else than it planned, or its metadata
+            can't be told by a native checkpoint; or the state dict has a `PerRank`.
+    """
+    refuse_per_rank(state_dict, f"the planner {type(planner).__name__}")
+    num_steps = int(plans_globally(planner))
+    next_of_save = reserve(next_key, num_steps=num_steps, world_size=world_size)
+    group = Group(
+        next_of_save, rank, world_size, options.plan_timeout_s, "save", checkpoint_id,
+        coordinator_rank,
+    )  # fmt: skip
+    hooks = _Hooks(planner, group, options)
+
+    def set_up() -> None:
+        state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
+        set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
+
+    return hooks.steps(set_up)
+
+
+def plans_globally(planner: SavePlanner) -> bool:
+    """Whether the planner decides between ranks.
+
+    That is when `create_global_plan` or `finish_plan` are its own, or it wants replicas from the
+    lowest rank. All ranks must agree on it, so it depends on nothing but the planner's class and
+    arguments.
+    """
+    if getattr(planner, "dedup_save_to_lowest_rank", False):
+        return True
+    return any(_is_own(planner, name) for name in _GLOBAL_HOOKS)
+
+
+_GLOBAL_HOOKS = (
+    "create_global_plan",
+    "_create_global_plan",
+    "_create_global_plan_with_caching",
+    "_dedup_save_plans",
+    "finish_plan",
+    "_finish_plan_with_caching",
+)
+
+
+def _is_own(planner: SavePlanner, name: str) -> bool:
+    default = getattr(DefaultSavePlanner, name, None)
+    return getattr(type(planner), name, default) is not default or name in vars(planner)
+
+
+class _Hooks:
+    """A planner on one rank during one save."""
+
+    def __init__(self, planner: SavePlanner, group: Group, options: SaveOptions) -> None:
+        self.planner = planner
+        self.name = type(planner).__name__
+        self.group = group
+        self.options = options
+
+    def guard(self, hook: str, code: Any) -> Any:
+        """Returns what `code` returns; errors of the planner come as `CheckpointError`."""
+        return call_user_code(f"{self.name}.{hook}", code, rank=self.group.rank)
+
+    def steps(self, set_up: Callable[[], None]) -> Steps[Capture]:
+        if plans_globally(self.planner):
+            return (yield from self.steps_of_all(set_up))
+        self.guard("set_up_planner", set_up)
+        plan = self.guard("create_local_plan", self.whole_local_plan)
+        return self.capture(plan.items, self.paths_of(plan.planner_data), is_shared=True)
+
+    def steps_of_all(self, set_up: Callable[[], None]) -> Steps[Capture]:
+        """As `steps`, for a planner that decides between ranks."""
+
+        def local_plan() -> SavePlan:
+            set_up()
+            return self.planner.create_local_plan()
+
+        part = yield from reduce_scatter(self.group, "plan", local_plan, self.global_plan)
+        plan, paths = self.guard("finish_plan", lambda: self.finished(part()))
+        return self.capture(plan.items, paths, is_shared=False)
+
+    def whole_local_plan(self) -> SavePlan:
+        """Returns the local plan, never "as last time": that only spares DCP its gather."""
+        planner: Any = self.planner
+        asked = getattr(planner, "_enable_plan_caching", False)
+        planner._enable_plan_caching = False
+        try:
+            plan: SavePlan = planner.create_local_plan()
+        finally:
+            planner._enable_plan_caching = asked
+        return plan
+
+    def global_plan(self, plans: list[SavePlan]) -> Sequence[Any]:
+        new_plans, metadata = self.planner.create_global_plan(plans)
+        whole = new_plans
+        if not all(plan.usable for plan in new_plans):
+            whole = self.planner.global_plan  # type: ignore[attr-defined]
+        paths = self.paths_of(metadata.planner_data, is_final=True)
+        problems = metadata_problems(whole, metadata)
+        if problems:
+            raise self.untellable("; ".join(problems[:8]))
+        return [
+            (new, {i.index.fqn: paths[i.index.fqn] for i in full.items if i.index.fqn in paths})
+            for new, full in zip(new_plans, whole, strict=True)
+        ]
+
+    def finished(
+        self, part: tuple[SavePlan, dict[str, NamePath]]
+    ) -> tuple[SavePlan, dict[str, NamePath]]:
+        plan, paths = part
+        return self.planner.finish_plan(plan), paths
+
+    def paths_of(self, planner_data: Any, *, is_final: bool = False) -> dict[str, NamePath]:
+        """Returns the flattening that a plan or metadata tells."""
+        if planner_data is None:
+            return {}
+        if isinstance(planner_data, Mapping) and all(map(is_path, planner_data.values())):
+            return {str(name): tuple(path) for name, path in planner_data.items()}
+        if is_final:
+            raise self.untellable(f"planner_data of type {type(planner_data).__name__}")
+        return {}
+
+    def untellable(self, what: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self.name}.create_global_plan returned metadata that a native checkpoint can't "
+            f"hold: {what}. It holds the tensors and objects of the plans and their place in the "
+            f"nested state dict; for more, pass as storage_writer a subclass of "
+            f"FileSystemWriter, which saves as DCP does",
+            rank=self.group.rank,
+        )
+
+    def capture(
+        self, items: Sequence[WriteItem], paths: Mapping[str, NamePath], *, is_shared: bool
+    ) -> Capture:
+        """Resolves and checks every item.
+
+        Args:
+            items: The final plan.
+            paths: FQN to its place in the nested state dict.
+            is_shared: Whether ray_dcp still has to choose among ranks with the same item.
+        """
+        resolved = _Resolved(self)
+        rows = [resolved.add(index, item, is_shared=is_shared) for index, item in enumerate(items)]
+        return Capture(
+            columns_of(rows, paths), resolved.source, resolved.deferred, tuple(resolved.warnings)
+        )
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Returns what `resolve_data` gives, if it is what the item says."""
+        fqn = item.index.fqn
+        data = self.guard(f"resolve_data for {fqn!r}", lambda: self.planner.resolve_data(item))
+        if item.type is WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise self.lie(item, "an io.BytesIO", type(data).__name__)
+            return data
+        planned = tensor_data_of(item, self.name, self.group.rank)
+        wanted = f"a tensor {planned.properties.dtype} of shape {tuple(planned.chunk.sizes)}"
+        if not isinstance(data, torch.Tensor):
+            raise self.lie(item, wanted, type(data).__name__)
+        if tuple(data.shape) != tuple(planned.chunk.sizes) or (
+            data.dtype != planned.properties.dtype
+        ):
+            raise self.lie(item, wanted, f"{data.dtype} of shape {tuple(data.shape)}")
+        return data
+
+    def lie(self, item: WriteItem, planned: str, found: str) -> StateDictError:
+        return StateDictError(
+            f"{self.name}.resolve_data gave {found} for {item.index.fqn!r}, but its own plan "
+            f"says {planned}; change the WriteItem in create_local_plan too, or resolve what was "
+            f"planned",
+            rank=self.group.rank,
+            key=item.index.fqn,
+        )
+
+
+class _Resolved:
+    """What the planner resolved, by row: the `source` and `deferred` of a capture."""
+
+    def __init__(self, hooks: _Hooks) -> None:
+        self.hooks = hooks
+        self.warnings: list[str] = []
+        self._items: list[WriteItem] = []
+        self._objects: dict[int, bytes] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._kept_bytes = 0
+
+    def add(self, row: int, item: WriteItem, *, is_shared: bool) -> Row:
+        self._items.append(item)
+        data = self.hooks.resolve(item)
+        if isinstance(data, io.BytesIO):
+            return self._add_object(row, item, data.getvalue(), is_shared=is_shared)
+        return self._add_tensor(row, item, data, is_shared=is_shared)
+
+    def source(self, row: int) -> memoryview:
+        return host_bytes(self._tensor(row))
+
+    def deferred(self, row: int) -> bytes:
+        if row in self._objects:
+            return self._objects[row]
+        tensor = self._tensor(row).detach().cpu()
+        return dump_object(tensor, fqn=self._items[row].index.fqn)
+
+    def _tensor(self, row: int) -> torch.Tensor:
+        kept = self._kept.get(row)
+        if kept is not None:
+            return kept
+        tensor = self.hooks.resolve(self._items[row])
+        if isinstance(tensor, io.BytesIO):
+            raise self.hooks.lie(self._items[row], "a tensor", "io.BytesIO")
+        return tensor
+
+    def _add_object(self, row: int, item: WriteItem, data: bytes, *, is_shared: bool) -> Row:
+        fqn = item.index.fqn
+        self._objects[row] = data
+        planned = item.bytes_io_data
+        if planned is not None and planned.nbytes != len(data):
+            # Why no error: DCP takes the size for a hint, and planners estimate it.
+            self.warnings.append(
+                f"{self.hooks.name} planned {planned.nbytes} bytes for {fqn!r} and gave {len(data)}"
+            )
+        value = bytes_digest(data)
+        try:
+            loaded = load_object(data, fqn=fqn)
+        except DamagedCheckpointError as error:
+            if self.hooks.options.objects == "refuse":
+                raise UnsupportedValueError(
+                    f"what {self.hooks.name}.resolve_data gave for {fqn!r} would not load: "
+                    f"{error.message}",
+                    rank=self.hooks.group.rank,
+                    key=fqn,
+                ) from error
+            self.warnings.append(f"saved, but a safe load will refuse it: {error.message}")
+        else:
+            if is_simple(loaded):
+                value = simple_digest(loaded)
+        return Row(fqn, Kind.OBJECT, value=value if is_shared else 0)
+
+    def _add_tensor(
+        self, row: int, item: WriteItem, tensor: torch.Tensor, *, is_shared: bool
+    ) -> Row:
+        planned = tensor_data_of(item, self.hooks.name, self.hooks.group.rank)
+        kind = Kind.TENSOR if is_plain(tensor) else Kind.OPAQUE
+        if kind is Kind.TENSOR and (why := refusal(tensor)):
+            raise UnsupportedValueError(
+                f"what {self.hooks.name}.resolve_data gave for {item.index.fqn!r} {why}",
+                rank=self.hooks.group.rank,
+                key=item.index.fqn,
+            )
+        if self._kept_bytes + tensor.nbytes <= KEPT_BYTES:
+            self._kept[row] = tensor
+            self._kept_bytes += tensor.nbytes
+        is_replica = item.type is WriteItemType.TENSOR
+        is_large = tensor.is_floating_point() and tensor.nbytes >= SPLITTABLE_BYTES
+        is_compared = is_shared and kind is Kind.TENSOR
+        return Row(
+            item.index.fqn,
+            kind,
+            dtype=dtype_name(planned.properties.dtype),
+            shape=tuple(planned.size),
+            offset=tuple(planned.chunk.offsets),
+            size=tuple(planned.chunk.sizes),
+            requires_grad=planned.properties.requires_grad,
+            splittable=is_compared and (is_large or not is_replica),
+            # Why of shards too: only the plans of all ranks tell which of them are replicas.
+            value=content_digest(tensor) if is_compared else 0,
+        )

@@ -1,0 +1,193 @@
+"""Digests of all bytes of a value, 64 bits each: by them ranks tell whether replicas differ.
+
+Equal bytes have equal digests on every device. A tensor on a GPU is digested there: of each 64 KiB
+only 64 bytes are copied to the host, and what it has behind its last whole 64 KiB.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_dcp.core.checksums import block_check, block_checks, digest_bytes
+from ray_dcp.core.values import UInt64Array
+from ray_dcp.torch_adapter.device_copy import device_bytes
+from ray_dcp.torch_adapter.tensors import host_bytes
+
+__all__ = ["bytes_digest", "content_digest", "content_digests", "content_digests_on_device"]
+
+SEGMENT_BYTES = 64 << 10
+"""A digest is made of the xxh3-64 of each segment, so that a GPU can hash many side by side."""
+
+_SEGMENTS_AT_ONCE = 512
+"""Takes three times as much memory of a device for a moment."""
+_MOST_SUMS = 16 << 10
+"""Segments of which the sums are kept: 64 MiB. Each run over them is 380 operations."""
+
+
+def bytes_digest(data: bytes | memoryview) -> int:
+    """Returns 64 bits that stand for the data (half of its xxh3-128), never 0."""
+    return int.from_bytes(digest_bytes(data)[:8], "little") or 1
+
+
+def content_digest(tensor: torch.Tensor) -> int:
+    """Returns 64 bits that stand for all elements of a plain tensor, never 0.
+
+    Complexity: 2 us for a small CPU tensor; 10 to 20 GB/s on a core.
+    """
+    if tensor.is_cuda:
+        return content_digests_on_device([tensor])[0]
+    data = host_bytes(tensor)
+    if len(data) <= SEGMENT_BYTES:
+        return block_check(data) or 1
+    return _of_segments(block_checks(data, SEGMENT_BYTES))
+
+
+def content_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns `content_digest` of each tensor; those of a GPU together."""
+    on_device: dict[torch.device, list[int]] = defaultdict(list)
+    found = [0] * len(tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.is_cuda:
+            on_device[tensor.device].append(index)
+        else:
+            found[index] = content_digest(tensor)
+    for indices in on_device.values():
+        digests = content_digests_on_device([tensors[index] for index in indices])
+        for index, value in zip(indices, digests, strict=True):
+            found[index] = value
+    return found
+
+
+def content_digests_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns `content_digest` of tensors of one device, made there by operations on integers.
+
+    Complexity: about 200 MiB of the device's memory, and a copy of one tensor that is not
+    contiguous.
+    """
+    sums: list[torch.Tensor] = []
+    rests: list[torch.Tensor] = []
+    counts: list[int] = []
+    checks: list[UInt64Array] = [np.zeros(0, np.uint64)]
+
+    def scan() -> None:
+        if sums:
+            checks.append(_segment_checks(torch.cat(sums)))
+            sums.clear()
+
+    with torch.no_grad():
+        for tensor in tensors:
+            flat = device_bytes(tensor)
+            counts.append(len(flat) // SEGMENT_BYTES)
+            whole, rest = flat.tensor_split([counts[-1] * SEGMENT_BYTES])
+            # Why: a view would keep a copy of all of it.
+            rests.append(rest if tensor.is_contiguous() else rest.clone())
+            for piece in whole.split(_SEGMENTS_AT_ONCE * SEGMENT_BYTES):
+                sums.append(_block_sums(piece))
+                if sum(map(len, sums)) >= _MOST_SUMS:
+                    scan()
+        scan()
+        known = np.split(np.concatenate(checks), np.cumsum(counts)[:-1])
+        behind = [block_checks(rest, SEGMENT_BYTES) for rest in _host_pieces(rests)]
+    return [_of_segments(np.concatenate(own)) for own in zip(known, behind, strict=True)]
+
+
+def _of_segments(checks: UInt64Array) -> int:
+    """Returns the digest of content whose segments have these checksums."""
+    if len(checks) == 1:
+        return int(checks[0]) or 1
+    return bytes_digest(checks.astype("<u8").tobytes()) if len(checks) else block_check(b"")
+
+
+def _host_pieces(pieces: list[torch.Tensor]) -> Iterator[memoryview]:
+    """Yields the bytes of short uint8 tensors, many of which are copied together."""
+    for start in range(0, len(pieces), _SEGMENTS_AT_ONCE):
+        some = pieces[start : start + _SEGMENTS_AT_ONCE]
+        data = host_bytes(torch.cat(some))
+        for low, high in pairwise(np.cumsum([0, *map(len, some)]).tolist()):
+            yield data[low:high]
+
+
+# The rest is xxh3-64 of segments: blocks of 16 stripes of 8 words, the last stripe apart.
+# Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md (long inputs, no seed).
+# Operations on int64 wrap as those on uint64; only a shift to the right has to be masked.
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32_1, _PRIME64_1 = 0x9E3779B1, 0x9E3779B185EBCA87
+_START = (
+    0xC2B2AE3D, _PRIME64_1, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, _PRIME32_1,
+)  # fmt: skip
+_LOW_HALF = (1 << 32) - 1
+_BLOCKS = SEGMENT_BYTES >> 10
+
+
+def _secret_words(offset: int) -> tuple[int, ...]:
+    """Returns 8 words of the secret, from any byte on."""
+    return struct.unpack_from("<8Q", _SECRET, offset)
+
+
+def _words_on(device: torch.device, words: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(words, np.uint64).view(np.int64)).to(device)
+
+
+@cache
+def _keys_on(device: torch.device) -> torch.Tensor:
+    keys = [[_secret_words(8 * stripe) for stripe in range(16)] for _ in range(_BLOCKS)]
+    keys[-1][-1] = _secret_words(121)
+    return _words_on(device, keys)
+
+
+def _block_sums(data: torch.Tensor) -> torch.Tensor:
+    """Returns what each block of whole segments adds to the 8 sums of its segment.
+
+    Args:
+        data: uint8[n * 65536].
+
+    Returns:
+        int64[n, 64, 8].
+    """
+    words = data if data.storage_offset() % 8 == 0 else data.clone()
+    words = words.view(torch.int64).view(-1, _BLOCKS, 16, 8)
+    mixed = words ^ _keys_on(data.device)
+    high = (mixed >> 32).bitwise_and_(_LOW_HALF)
+    mixed.bitwise_and_(_LOW_HALF).mul_(high)
+    swapped = words.sum(2).view(-1, _BLOCKS, 4, 2).flip(3).view(-1, _BLOCKS, 8)
+    return mixed.sum(2).add_(swapped)
+
+
+def _segment_checks(sums: torch.Tensor) -> UInt64Array:
+    """Returns the xxh3-64 of segments from what their blocks add: int64[n, 64, 8] to uint64[n]."""
+    found = _words_on(sums.device, _START).repeat(len(sums), 1)
+    scramble = _words_on(sums.device, _secret_words(128))
+    for block in range(_BLOCKS - 1):
+        found += sums[:, block]
+        found ^= (found >> 47).bitwise_and_((1 << 17) - 1)
+        found.bitwise_xor_(scramble).mul_(_PRIME32_1)
+    found += sums[:, _BLOCKS - 1]
+    keyed = found.cpu().numpy().view(np.uint64) ^ np.array(_secret_words(11), np.uint64)
+    result = _folded_product(keyed[:, 0::2], keyed[:, 1::2]).sum(1, dtype=np.uint64)
+    result += np.uint64(SEGMENT_BYTES * _PRIME64_1 % (1 << 64))
+    result ^= result >> np.uint64(37)
+    result *= np.uint64(0x165667919E3779F9)
+    return np.asarray(result ^ (result >> np.uint64(32)))
+
+
+def _folded_product(one: UInt64Array, other: UInt64Array) -> UInt64Array:
+    """Returns the low half of each product of 128 bits xor its high half."""
+    half, low = np.uint64(32), np.uint64(_LOW_HALF)
+    a, b, c, d = one & low, one >> half, other & low, other >> half
+    middle = (a * c >> half) + (b * c & low) + a * d
+    return np.asarray(one * other ^ (b * d + (b * c >> half) + (middle >> half)))

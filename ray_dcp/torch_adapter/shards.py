@@ -1,0 +1,340 @@
+"""Which boxes of a global tensor a rank holds, and the local tensor of each.
+
+Dispatches as DCP does: `DTensor`, `ShardedTensor`, and any tensor with DCP's own protocol
+(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ray_dcp.errors import UnsupportedValueError
+from ray_dcp.torch_adapter.tensors import is_plain
+
+__all__ = ["Box", "Layout", "Layouts", "Sharded", "chunk_spans", "is_sharded", "sharded"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size in the global tensor."""
+
+Span = tuple[int, int]
+"""Start and length."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What this rank holds of one global tensor.
+
+    Attributes:
+        shape: Of the global tensor.
+        dtype: Of its elements.
+        requires_grad: As the local part says.
+        boxes: The boxes; none when the rank is not in the tensor's mesh.
+        tensors: The local tensor of each box, of the box's size. Views, not copies.
+        replicated: Whether other ranks hold the same boxes by intention (`Replicate`).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    boxes: tuple[Box, ...]
+    tensors: tuple[torch.Tensor, ...]
+    replicated: bool = False
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether `sharded` understands the value."""
+    return isinstance(value, (DTensor, ShardedTensor)) or hasattr(value, "__create_chunk_list__")
+
+
+def sharded(
+    value: Any, fqn: str, layouts: Layouts, *, saving: bool, flatten_sharded_tensors: bool = True
+) -> Sharded:
+    """Returns what this rank holds of a sharded tensor.
+
+    Args:
+        value: For which `is_sharded` holds.
+        fqn: Its name, for messages and for DCP's protocol.
+        layouts: Cache for the call of save or load.
+        saving: Ask `__create_write_items__` rather than `__create_chunk_list__`.
+        flatten_sharded_tensors: Look into a `ShardedTensor` within a `ShardedTensor` (2-D FSDP1).
+
+    Raises:
+        UnsupportedValueError: A `Partial` placement, a local tensor that does not fit its box, or
+            a protocol answer without boxes.
+    """
+    if isinstance(value, DTensor):
+        return _from_dtensor(value, fqn, layouts, saving)
+    if isinstance(value, ShardedTensor):
+        return _from_sharded_tensor(value, fqn, flatten_sharded_tensors)
+    return _from_protocol(value, fqn, saving)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a rank's local tensor lies in the global one.
+
+    Attributes:
+        local_size: Shape that the local tensor must have.
+        boxes: What it covers; several boxes when a strided shard takes rows from several places.
+        starts: Where each box begins in the local tensor.
+        shape: Of the global tensor.
+        replicated: Whether other ranks hold the same boxes by intention.
+        partial: Whether the local tensor is only a summand.
+    """
+
+    local_size: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    starts: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+    replicated: bool
+    partial: bool
+
+
+class Layouts:
+    """The layout of each (mesh, placements, global shape), worked out once.
+
+    Keeps the meshes alive that it knows, so that their ids stay theirs.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, Any, Any], Layout] = {}
+        self._meshes: dict[int, Any] = {}
+
+    def of(self, tensor: DTensor) -> Layout:
+        """Returns the layout on this rank; without boxes when it is not in the tensor's mesh."""
+        mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+        key = (id(mesh), placements, shape)
+        layout = self._known.get(key)
+        if layout is None:
+            self._meshes[id(mesh)] = mesh
+            layout = self._known[key] = _layout(mesh, placements, shape)
+        return layout
+
+
+def chunk_spans(length: int, cuts: Sequence[tuple[int, int, int]]) -> list[Span]:
+    """Returns which spans of a dimension a rank holds after cutting it several times.
+
+    Args:
+        length: Of the whole dimension.
+        cuts: Left to right `(number of pieces, which one, split factor)`. The factor is 1 for a
+            plain `Shard`; a `_StridedShard` first cuts into that many parts, and then each part
+            into pieces.
+
+    Returns:
+        Spans in local order, adjacent ones merged, none empty.
+
+    Source: `torch/distributed/tensor/placement_types.py`, `_StridedShard._split_tensor`.
+
+    Example:
+        >>> chunk_spans(8, [(2, 1, 1)]), chunk_spans(8, [(2, 0, 2)])
+        ([(4, 4)], [(0, 2), (4, 2)])
+    """
+    spans = [(0, length)]
+    for pieces, index, factor in cuts:
+        total = sum(size for _, size in spans)
+        parts = [_chunk(total, factor, part) for part in range(factor)]
+        wanted = [
+            (start + begin, count)
+            for start, size in parts
+            for begin, count in [_chunk(size, pieces, index)]
+        ]
+        spans = _merge(piece for start, size in wanted for piece in _slice(spans, start, size))
+    return spans
+
+
+def _chunk(length: int, pieces: int, index: int) -> Span:
+    """The `index`-th piece by the rule of `torch.chunk`."""
+    full = -(-length // pieces)
+    start = min(length, full * index)
+    return start, min(length, start + full) - start
+
+
+def _slice(spans: list[Span], start: int, size: int) -> list[Span]:
+    """Elements `[start, start + size)` of the sequence that the spans make."""
+    found, before = [], 0
+    for first, count in spans:
+        low, high = max(start, before), min(start + size, before + count)
+        if low < high:
+            found.append((first + low - before, high - low))
+        before += count
+    return found
+
+
+def _merge(spans: Any) -> list[Span]:
+    merged: list[Span] = []
+    for start, size in spans:
+        if merged and merged[-1][0] + merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((start, size))
+    return merged
+
+
+def _layout(mesh: Any, placements: Sequence[Any], shape: torch.Size) -> Layout:
+    partial = any(isinstance(placement, Partial) for placement in placements)
+    if partial or mesh.get_coordinate() is None:
+        return Layout((), (), (), tuple(shape), replicated=False, partial=partial)
+    replicated = any(
+        isinstance(placement, Replicate) and mesh.size(dim) > 1
+        for dim, placement in enumerate(placements)
+    )
+    local_size, boxes, starts = _boxes(mesh, placements, shape)
+    return Layout(local_size, boxes, starts, tuple(shape), replicated, partial)
+
+
+def _boxes(
+    mesh: Any, placements: Sequence[Any], shape: torch.Size
+) -> tuple[tuple[int, ...], tuple[Box, ...], tuple[tuple[int, ...], ...]]:
+    """Returns local size, boxes and where they begin in the local tensor."""
+    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    whole = (tuple(offset), tuple(size))
+    if 0 in size or not any(isinstance(placement, _StridedShard) for placement in placements):
+        return tuple(size), (whole,), ((0,) * len(shape),)
+    # Why: torch tells where the first element lies; rows of a strided shard may lie elsewhere.
+    coordinate = mesh.get_coordinate()
+    spans, starts = [], []
+    for dim, length in enumerate(shape):
+        cuts = [
+            (mesh.size(mesh_dim), coordinate[mesh_dim], getattr(placement, "split_factor", 1))
+            for mesh_dim, placement in enumerate(placements)
+            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+        ]
+        spans.append(chunk_spans(length, cuts))
+        counts = [count for _, count in spans[-1]]
+        starts.append(list(itertools.accumulate(counts[:-1], initial=0)))
+    corners = list(itertools.product(*spans))
+    boxes = tuple((tuple(s for s, _ in corner), tuple(c for _, c in corner)) for corner in corners)
+    local_size = tuple(sum(count for _, count in dim_spans) for dim_spans in spans)
+    return local_size, boxes, tuple(itertools.product(*starts))
+
+
+def _from_dtensor(tensor: DTensor, fqn: str, layouts: Layouts, saving: bool) -> Sharded:
+    layout = layouts.of(tensor)
+    if layout.partial:
+        raise UnsupportedValueError(
+            f"{fqn!r} is a DTensor with Partial placement ({tensor.placements}), which is a sum "
+            "that was not made yet; call .redistribute() to Replicate or Shard first",
+            key=fqn,
+        )
+    dtype, requires_grad = tensor.dtype, tensor.requires_grad
+    if not layout.boxes:
+        return Sharded(layout.shape, dtype, requires_grad, (), ())
+    local: Any = tensor._local_tensor
+    if hasattr(local, "__create_chunk_list__"):
+        return _from_protocol(tensor, fqn, saving)
+    if not is_plain(local):
+        local = tensor.to_local()
+    if local.numel() == 0 and 0 in layout.local_size:
+        # Why: FSDP2 makes an empty shard with no rows, its placements tell of rows without columns.
+        local = local.reshape(layout.local_size)
+    _check_fit(local, layout.local_size, fqn, _cut_unevenly(tensor))
+    pieces = _pieces(local, layout)
+    return Sharded(layout.shape, dtype, requires_grad, layout.boxes, pieces, layout.replicated)
+
+
+def _pieces(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    if len(layout.boxes) == 1:
+        return (local,)
+    pieces = []
+    for start, (_, size) in zip(layout.starts, layout.boxes, strict=True):
+        piece = local
+        for dim, (low, count) in enumerate(zip(start, size, strict=True)):
+            piece = piece.narrow(dim, low, count)
+        pieces.append(piece)
+    return tuple(pieces)
+
+
+def _cut_unevenly(tensor: DTensor) -> str | None:
+    """Returns why torch's parts of a tensor are others than its placements say, and the way out."""
+    for placement in tensor.placements:
+        if isinstance(placement, _StridedShard):
+            dim, shape = placement.dim, tuple(tensor.shape)
+            whole = math.prod(
+                tensor.device_mesh.size(number)
+                for number, other in enumerate(tensor.placements)
+                if isinstance(other, (Shard, _StridedShard)) and other.dim == dim
+            )
+            if shape[dim] % whole:
+                return (
+                    f"dimension {dim} of {shape} is cut over two dimensions of its mesh, into "
+                    f"{whole} parts that are not equal, which FSDP2 cuts otherwise than its own "
+                    f"placements {tensor.placements} say. Make it a multiple of {whole}, shard "
+                    f"another dimension (shard_placement_fn of fully_shard), or save full_tensor()"
+                )
+    return None
+
+
+def _check_fit(local: Any, size: tuple[int, ...], fqn: str, why: str | None = None) -> None:
+    if tuple(local.shape) != size:
+        why = why or "was it made by DTensor.from_local without the global shape, or padded?"
+        raise UnsupportedValueError(
+            f"the local tensor of {fqn!r} has shape {tuple(local.shape)}, but its mesh and "
+            f"placements say {size}; {why}",
+            key=fqn,
+        )
+
+
+def _from_sharded_tensor(tensor: ShardedTensor, fqn: str, flatten: bool) -> Sharded:
+    boxes, tensors = [], []
+    shards = tensor.local_shards()
+    for shard in shards:
+        offset, local = tuple(shard.metadata.shard_offsets), shard.tensor
+        size = tuple(shard.metadata.shard_sizes)
+        if isinstance(local, ShardedTensor):
+            if not flatten or len(shards) != 1 or len(local.local_shards()) != 1:
+                raise UnsupportedValueError(
+                    f"{fqn!r} is a ShardedTensor of ShardedTensors; only one local shard in one "
+                    "local shard can be saved, with flatten_sharded_tensors=True",
+                    key=fqn,
+                )
+            inner = local.local_shards()[0]
+            offset = tuple(a + b for a, b in zip(offset, inner.metadata.shard_offsets, strict=True))
+            size, local = tuple(inner.metadata.shard_sizes), inner.tensor
+        _check_fit(local, size, fqn)
+        boxes.append((offset, size))
+        tensors.append(local)
+    metadata = tensor.metadata()
+    properties = metadata.tensor_properties
+    return Sharded(
+        tuple(metadata.size), properties.dtype, properties.requires_grad,
+        tuple(boxes), tuple(tensors),
+    )  # fmt: skip
+
+
+def _from_protocol(value: Any, fqn: str, saving: bool) -> Sharded:
+    chunks, indices, shape = [], [], tuple(value.size())
+    requires_grad = bool(getattr(value, "requires_grad", False))
+    if saving:
+        for item in value.__create_write_items__(fqn, value):
+            if item.tensor_data is None or item.index.fqn != fqn:
+                raise UnsupportedValueError(
+                    f"{fqn!r} ({type(value).__qualname__}) describes itself as {item.index.fqn!r} "
+                    f"of type {item.type.name}; only boxes of the tensor itself can be saved "
+                    "without a planner of your own",
+                    key=fqn,
+                )
+            chunks.append(item.tensor_data.chunk)
+            indices.append(item.index)
+            shape = tuple(item.tensor_data.size)
+            requires_grad = bool(item.tensor_data.properties.requires_grad)
+    else:
+        chunks = list(value.__create_chunk_list__())
+        indices = [MetadataIndex(fqn, chunk.offsets, i) for i, chunk in enumerate(chunks)]
+    boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+    tensors = tuple(value.__get_tensor_shard__(index) for index in indices)
+    for tensor, (_, size) in zip(tensors, boxes, strict=True):
+        if 0 not in size:
+            _check_fit(tensor, size, fqn)
+    dtype = tensors[0].dtype if tensors else value.dtype
+    return Sharded(shape, dtype, requires_grad, boxes, tensors)

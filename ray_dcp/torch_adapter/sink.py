@@ -1,0 +1,378 @@
+"""The memory that loaded bytes go into, and the boxes that they are of.
+
+The memory that loaded bytes go into: a target tensor's own where possible, else a copy for now.
+
+Which tensors are targets, and of which boxes, is decided in `targets`.
+
+New tensors in the place of targets that have no memory, or another dtype than is to be kept.
+
+The boxes that a load wants, collected one by one or many at once, and the sink of bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ray_dcp.core.values import Int64Array, widen
+from ray_dcp.planning.reads import Wanted
+from ray_dcp.torch_adapter.shards import Layouts, sharded
+from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, writable_bytes
+
+__all__ = [
+    "Boxes",
+    "Fresh",
+    "TensorSink",
+    "copy_into",
+    "default_device",
+    "fresh_dtensor",
+    "fresh_like",
+    "fresh_plain",
+    "is_direct",
+    "is_writable",
+]
+
+_copy_memory = ctypes.PyDLL(None).memmove
+# Why PyDLL: a copy of a few KB does not pay for giving up Python's global lock and taking it again.
+_copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_memory.restype = None
+
+
+class Fresh:
+    """A meta tensor that gets memory when its first byte arrives.
+
+    Args:
+        make: Returns the new value of the state dict and the local tensors of its boxes.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Any, tuple[torch.Tensor, ...]]]) -> None:
+        self._make = make
+        self._made: tuple[Any, tuple[torch.Tensor, ...]] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def value(self) -> Any:
+        """What takes the meta tensor's place."""
+        return self._get()[0]
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """Returns the local tensor of the index-th box."""
+        return self._get()[1][index]
+
+    def _get(self) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+
+class TensorSink:
+    """Buffers of wanted rows; see `targets.TargetSink`.
+
+    A row whose target is a contiguous CPU tensor of the stored dtype is read in place. For any
+    other a CPU tensor of the stored dtype is made when it is first asked for, copied to the target
+    by `done`, and freed.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Any] = []
+        self._stored: list[Any] = []
+        self._direct: list[bool] = []
+        self._temporary: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def add(self, tensor: torch.Tensor, stored: torch.dtype) -> bool:
+        """Appends a row with this target, whose box is the whole tensor.
+
+        Returns:
+            Whether it will be read in place.
+        """
+        direct = _in_place(tensor, stored)
+        self._tensors.append(tensor)
+        self._stored.append(stored)
+        self._direct.append(direct)
+        return direct
+
+    def add_direct(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Appends rows like `add`, for plain tensors of the stored dtypes that are `is_direct`."""
+        self._tensors += tensors
+        self._stored += [None] * len(tensors)  # Why: nobody asks for theirs.
+        self._direct += [True] * len(tensors)
+
+    def add_fresh(self, fresh: Fresh, index: int, stored: torch.dtype) -> None:
+        """Appends a row whose target does not exist yet."""
+        self._tensors.append((fresh, index))
+        self._stored.append(stored)
+        self._direct.append(False)
+
+    def buffer(self, row: int) -> memoryview:
+        """Returns the writable bytes of a row; the same memory until `done`."""
+        if self._direct[row]:
+            return host_bytes(self._tensors[row])
+        return writable_bytes(self.region(row))
+
+    def put_many(
+        self,
+        rows: Sequence[int],
+        source: memoryview,
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> list[int]:
+        """Fills whole rows that are read in place; see `filling.ManySink`.
+
+        Complexity: 0.8 us for a small tensor.
+        """
+        tensors, direct = self._tensors, self._direct
+        first, length = np.frombuffer(source, np.uint8).ctypes.data, len(source)
+        left = []
+        for index, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            tensor = tensors[row]
+            # Why again: somebody may have taken the memory from the tensor meanwhile.
+            if (
+                direct[row]
+                and tensor.is_cpu
+                and tensor.nbytes == count
+                and 0 <= start <= length - count
+                and (place := tensor.data_ptr())
+            ):
+                _copy_memory(place, first + start, count)
+            else:
+                left.append(index)
+        return left
+
+    def done(self, row: int) -> None:
+        """Copies a row that could not be read in place to its target."""
+        if self._direct[row]:
+            return
+        with self._lock:
+            temporary = self._temporary.pop(row, None)
+        if temporary is not None:
+            copy_into(self._tensors[row], temporary)
+
+    def region(self, row: int) -> torch.Tensor:
+        """Returns the tensor that `buffer` shows the bytes of."""
+        with self._lock:
+            if row in self._temporary:
+                return self._temporary[row]
+            target = self._tensors[row]
+            if isinstance(target, tuple):
+                target = self._make(row)
+            if self._direct[row]:
+                plain: torch.Tensor = target.detach()
+                return plain
+            made = torch.empty(tuple(target.shape), dtype=self._stored[row], device="cpu")
+            self._temporary[row] = made
+            return made
+
+    def target(self, row: int) -> torch.Tensor:
+        """Returns the tensor that the row is for."""
+        with self._lock:
+            target = self._tensors[row]
+            found: torch.Tensor = self._make(row) if isinstance(target, tuple) else target
+            return found
+
+    def _make(self, row: int) -> torch.Tensor:
+        fresh, index = self._tensors[row]
+        target: torch.Tensor = fresh.tensor(index)
+        self._tensors[row] = target
+        self._direct[row] = _in_place(target, self._stored[row])
+        return target
+
+    def finish(self) -> None:
+        """Does every row that is not done, and tells autograd what was written behind its back."""
+        for row in list(self._temporary):
+            self.done(row)
+        changed = [
+            tensor for tensor, direct in zip(self._tensors, self._direct, strict=True) if direct
+        ]
+        try:
+            torch.autograd.graph.increment_version(changed)
+        except RuntimeError:  # Inference tensors have no version; a step more of others is no harm.
+            tracked = [tensor for tensor in changed if not tensor.is_inference()]
+            torch.autograd.graph.increment_version(tracked)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies values into a tensor in place, whatever its device, dtype, strides or class."""
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
+        target.detach().copy_(source)
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a plain tensor holds its elements in C order, for the CPU to write."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _in_place(tensor: torch.Tensor, stored: torch.dtype) -> bool:
+    return tensor.dtype == stored and is_plain(tensor) and is_direct(tensor)
+
+
+def fresh_like(value: torch.Tensor, device_type: str | None = None) -> torch.Tensor:
+    """Returns an uninitialised tensor like a meta tensor.
+
+    Args:
+        value: On the meta device.
+        device_type: Where; by default what the process group works on, or torch's default device.
+
+    Source: `torch/distributed/checkpoint/planner_helpers.py`, `_init_state_dict`.
+    """
+    return torch.empty_like(value, device=_current_device(device_type or _default_type()))
+
+
+def default_device() -> torch.device:
+    """Returns what the process group works on, or torch's default device."""
+    return _current_device(_default_type())
+
+
+def _current_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _default_type() -> str:
+    if dist.is_available() and dist.is_initialized():
+        types = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+        return "cpu" if "cpu" in types else types[0]
+    default = torch.get_default_device().type
+    return "cpu" if default == "meta" else default
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Whether each element has a place of its own in memory (it was not expanded)."""
+    return not is_plain(tensor) or not any(
+        stride == 0 and length > 1
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def fresh_plain(
+    tensor: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Returns a new tensor like a plain one, as what it is and as the parts to fill.
+
+    Args:
+        tensor: On any device; one on the meta device gets memory.
+        dtype: Of the new one.
+    """
+    made = _fresh(tensor, dtype, None)
+    if isinstance(tensor, torch.nn.Parameter):
+        may_learn = tensor.requires_grad and (dtype.is_floating_point or dtype.is_complex)
+        return torch.nn.Parameter(made, requires_grad=may_learn), (made,)
+    return made, (made,)
+
+
+def fresh_dtensor(
+    tensor: DTensor, fqn: str, dtype: torch.dtype
+) -> tuple[DTensor, tuple[torch.Tensor, ...]]:
+    """Returns a new DTensor like one, as what it is and as the parts to fill.
+
+    Args:
+        tensor: On any device; one on the meta device gets memory.
+        fqn: For messages.
+        dtype: Of the new one.
+    """
+    # Shape and stride are told, as the tensor may be sharded unevenly.
+    made = DTensor.from_local(
+        _fresh(tensor.to_local(), dtype, tensor.device_mesh.device_type),
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        shape=tensor.size(),
+        stride=tensor.stride(),
+    )
+    return made, sharded(made, fqn, Layouts(), saving=False).tensors
+
+
+def _fresh(tensor: torch.Tensor, dtype: torch.dtype, device_type: str | None) -> torch.Tensor:
+    if not tensor.is_meta:
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    if dtype != tensor.dtype:
+        tensor = torch.empty_like(tensor, dtype=dtype)
+    return fresh_like(tensor, device_type)
+
+
+class Boxes:
+    """Wanted boxes in the making, and the sink of their bytes.
+
+    Args:
+        itemsizes: Bytes of a stored element, by tensor; of those that `add` is called for.
+    """
+
+    def __init__(self, itemsizes: Mapping[int, int]) -> None:
+        self.sink = TensorSink()
+        self._itemsizes = itemsizes
+        self._tensor: list[int] = []
+        self._offset: list[tuple[int, ...]] = []
+        self._size: list[tuple[int, ...]] = []
+        self._ended: list[Wanted] = []
+
+    def add_direct(
+        self,
+        tensors: Int64Array,
+        targets: Sequence[torch.Tensor],
+        shape: Int64Array,
+        itemsize: Int64Array,
+    ) -> None:
+        """Appends targets that are read in place, whole, and their boxes.
+
+        Args:
+            tensors: int64[n].
+            targets: Of each; the empty ones are left out.
+            shape: int64[n, D], theirs, then 1.
+            itemsize: int64[n], of an element.
+        """
+        full = (shape > 0).all(axis=1)
+        if not full.all():
+            targets = [targets[row] for row in np.flatnonzero(full).tolist()]
+            tensors, shape, itemsize = tensors[full], shape[full], itemsize[full]
+        self._end()
+        zeros = np.zeros_like(shape)
+        self._ended.append(Wanted(tensors.astype(np.int32), zeros, shape, itemsize))
+        self.sink.add_direct(targets)
+
+    def add(self, tensor: int, offset: tuple[int, ...], size: tuple[int, ...]) -> None:
+        """Appends the box of the next row of the sink."""
+        self._tensor.append(tensor)
+        self._offset.append(offset)
+        self._size.append(size)
+
+    def wanted(self) -> Wanted:
+        """Returns the boxes as columns."""
+        self._end()
+        if len(self._ended) == 1:
+            return self._ended[0]
+        width = max(part.offset.shape[1] for part in self._ended)
+        boxes = [widen(part.offset, part.size, width) for part in self._ended]
+        return Wanted(
+            np.concatenate([part.tensor for part in self._ended]),
+            np.concatenate([offset for offset, _ in boxes]),
+            np.concatenate([size for _, size in boxes]),
+            np.concatenate([part.itemsize for part in self._ended]),
+        )
+
+    def _end(self) -> None:
+        """Makes columns of what `add` was called for."""
+        if not self._tensor and self._ended:
+            return
+        num = len(self._tensor)
+        ndim = np.fromiter(map(len, self._size), np.int64, num)
+        width = max(1, int(ndim.max(initial=0)))
+        inside = np.arange(width) < ndim[:, None]
+        offset, size = np.zeros((num, width), np.int64), np.ones((num, width), np.int64)
+        count = int(ndim.sum())
+        offset[inside] = np.fromiter(chain.from_iterable(self._offset), np.int64, count)
+        size[inside] = np.fromiter(chain.from_iterable(self._size), np.int64, count)
+        itemsize = np.fromiter(map(self._itemsizes.__getitem__, self._tensor), np.int64, num)
+        self._ended.append(Wanted(np.array(self._tensor, np.int32), offset, size, itemsize))
+        self._tensor, self._offset, self._size = [], [], []

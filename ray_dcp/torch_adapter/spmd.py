@@ -1,0 +1,414 @@
+"""torch_xla's SPMD planners: state dicts with `XLAShardedTensor`s, saved and loaded shard by shard.
+
+`_CpuShards`, which torch_xla makes to save in the background, are such tensors too. The planners
+work through ray_dcp and through stock DCP, with the keys and chunks of torch_xla's own, which each
+of them can read. torch_xla is imported only where it is loaded already. How a state is primed for
+a load is in `priming`.
+
+Source: `torch_xla/experimental/distributed_checkpoint/planners.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict_v_2_3
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ray_dcp.errors import MissingKeyError, ShapeMismatchError, StateDictError
+from ray_dcp.torch_adapter.objects import load_object
+
+__all__ = ["SPMDLoadPlanner", "SPMDSavePlanner", "is_on_xla", "xla_modules"]
+
+Path = tuple[str | int, ...]
+
+
+class SPMDSavePlanner(DefaultSavePlanner):
+    """Plans a save of a state dict that may have tensors which are sharded under SPMD.
+
+    Each distinct shard is one chunk. Where several devices hold the same shard (a tensor that is
+    sharded over one axis of the mesh and replicated over another) it is saved once; torch_xla's
+    own planner saves such tensors not at all. Tensors are brought to the CPU one after the other.
+
+    Example:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     metadata = ray_dcp.save(
+        ...         {"model": {"w": torch.ones(2)}}, checkpoint_id=root, planner=SPMDSavePlanner()
+        ...     )
+        ...     sorted(metadata.state_dict_metadata)
+        ['model.w']
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._sharded: dict[str, Any] = {}
+        self._held: tuple[str, dict[torch.Size, torch.Tensor]] | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """See `SavePlanner.set_up_planner`.
+
+        Raises:
+            StateDictError: Two values would have one name.
+        """
+        flat, self.mappings = _flattened(state_dict)
+        self._held = None
+        self._sharded, plain = _split(flat)
+        # Why off: the state is flat already, as torch_xla flattens it; global plans then merge
+        # what `mappings` says of it.
+        self.flatten_state_dict = False
+        super().set_up_planner(plain, storage_meta, is_coordinator)
+        self.flatten_state_dict = True
+
+    def create_local_plan(self) -> SavePlan:
+        """See `SavePlanner.create_local_plan`."""
+        plain = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        items = [item for fqn, t in self._sharded.items() for item in _write_items(fqn, t)]
+        self.plan = SavePlan([*plain.items, *items], planner_data=self.mappings)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """See `DefaultSavePlanner.lookup_object`."""
+        if index.fqn not in self._sharded:
+            return super().lookup_object(index)
+        if self._held is None or self._held[0] != index.fqn:
+            tensor = self._sharded[index.fqn]
+            shards = _local_shards(tensor)
+            data = {
+                offsets: shards[holders[0]].unpadded_data
+                for (offsets, _), holders in _distinct(_indices_of(tensor)).items()
+            }
+            self._held = (index.fqn, data)
+        # Why by place: the number in an index is a hint, which a global plan may rewrite.
+        return self._held[1][torch.Size(index.offset or ())]
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
+        """See `DefaultSavePlanner.transform_object`."""
+        found = super().transform_object(write_item, object)
+        return found.detach().cpu() if isinstance(found, torch.Tensor) else found
+
+
+@dataclass
+class _Filling:
+    """A target whose shards are filled on the CPU."""
+
+    shards: list[Any]
+    """As torch_xla gives them, padded: copies of those on devices, else the target's own."""
+    holders: dict[torch.Size, list[int]]
+    """By offset of each distinct box: the shards that hold it; the first is filled."""
+    left: int
+    """Elements that are not read yet."""
+
+
+class SPMDLoadPlanner(DefaultLoadPlanner):
+    """Plans a load into a state dict whose tensors are on XLA devices, with their sharding.
+
+    Tensors are filled in place, each when its last element has come. Another global shape is an
+    error: torch_xla's own planner then loads nothing, or a part, and says nothing.
+
+    Example:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     state = {"w": torch.ones(2)}
+        ...     _ = ray_dcp.save(state, checkpoint_id=root, planner=SPMDSavePlanner())
+        ...     state = {"w": torch.zeros(2)}
+        ...     _ = ray_dcp.load(state, checkpoint_id=root, planner=SPMDLoadPlanner())
+        ...     state["w"]
+        tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._sharded: dict[str, Any] = {}
+        self._filling: dict[str, _Filling] = {}
+        self._devices: dict[str, torch.Tensor] = {}
+        self._left: dict[str, int] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: MutableMapping[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """See `LoadPlanner.set_up_planner`.
+
+        Raises:
+            StateDictError: Two values would have one name.
+        """
+        flat, mappings = _flattened(state_dict)
+        self._sharded, plain = _split(flat)
+        self._filling, self._left = {}, {}
+        # Why: what is read goes to the CPU first, and to its device at once when all has come.
+        self._devices = {fqn: t for fqn, t in plain.items() if is_on_xla(t)}
+        for fqn, tensor in self._devices.items():
+            plain[fqn] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._left[fqn] = max(1, tensor.numel())
+        super().set_up_planner(plain, metadata, is_coordinator)
+        self.original_state_dict = state_dict  # type: ignore[assignment]
+        self.mappings = mappings
+
+    def create_local_plan(self) -> LoadPlan:
+        """See `LoadPlanner.create_local_plan`.
+
+        Raises:
+            MissingKeyError: The checkpoint lacks keys; all are named.
+            ShapeMismatchError: A tensor has another global shape there; all are named.
+        """
+        if self.metadata is None:
+            raise StateDictError("set_up_planner was not given the metadata of a checkpoint")
+        known = self.metadata.state_dict_metadata
+        wanted = {**self.state_dict, **self._sharded}
+        missing = [fqn for fqn in wanted if fqn not in known]
+        if missing:
+            raise MissingKeyError(
+                f"Missing key in checkpoint state_dict: {', '.join(missing)}. The checkpoint has "
+                f"{len(known)} keys; an optimizer that never stepped is primed by prime_optimizer",
+                key=missing[0],
+            )
+        wrong = [
+            f"{fqn}: {tuple(size)} wanted, {_shape(known[fqn])} stored"
+            for fqn, t in wanted.items()
+            if (size := _size_of(t)) is not None and tuple(size) != _shape(known[fqn])
+        ]
+        if wrong:
+            raise ShapeMismatchError(
+                f"tensors have other global shapes in the checkpoint: {'; '.join(wrong)}. Load "
+                f"into tensors of the stored shapes",
+                key=wrong[0].partition(":")[0],
+            )
+        plan = create_default_local_load_plan(self.state_dict, self.metadata)
+        for fqn, tensor in self._sharded.items():
+            plan.items.extend(self._read_items(fqn, tensor, known[fqn]))
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See `LoadPlanner.load_bytes`. Objects load by the rules of `ray_dcp.load`."""
+        fqn = read_item.dest_index.fqn
+        loaded = load_object(value.getvalue(), fqn=fqn)
+        self.state_dict[fqn] = loaded
+        set_element(self.original_state_dict, self.mappings[fqn], loaded)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """See `DefaultLoadPlanner.lookup_tensor`."""
+        if index.fqn not in self._sharded:
+            return super().lookup_tensor(index)
+        filling = self._filling[index.fqn]
+        if not filling.shards:
+            filling.shards = _local_shards(self._sharded[index.fqn])
+        chosen = filling.holders[torch.Size(index.offset or ())][0]
+        data: torch.Tensor = filling.shards[chosen].data
+        return data
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """See `LoadPlanner.commit_tensor`."""
+        fqn = read_item.dest_index.fqn
+        count = _volume(read_item.lengths)
+        if fqn in self._devices:
+            self._left[fqn] -= max(1, count)
+            if self._left[fqn] <= 0:
+                with torch.no_grad():
+                    self._devices[fqn].detach().copy_(self.state_dict[fqn])
+        elif fqn in self._sharded:
+            filling = self._filling[fqn]
+            filling.left -= count
+            if filling.left <= 0:
+                self._load_shards(fqn, filling)
+
+    def _read_items(self, fqn: str, tensor: Any, stored: Any) -> list[ReadItem]:
+        distinct = _distinct(_indices_of(tensor))
+        chunks = [ChunkStorageMetadata(*box) for box in distinct]
+        left = sum(_volume(chunk.sizes) for chunk in chunks)
+        holders = {offsets: found for (offsets, _), found in distinct.items()}
+        self._filling[fqn] = _Filling([], holders, left)
+        items: list[ReadItem] = create_read_items_for_chunk_list(fqn, stored, chunks)
+        return items
+
+    def _load_shards(self, fqn: str, filling: _Filling) -> None:
+        for chosen, *others in filling.holders.values():
+            for other in others:
+                filling.shards[other].data.copy_(filling.shards[chosen].data)
+        if not _is_cpu_shards(self._sharded[fqn]):
+            self._sharded[fqn].load_local_shards_(filling.shards)
+        filling.shards = []
+
+
+# --- what torch_xla is asked --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class XlaModules:
+    """The modules of torch_xla that are needed, where it is loaded."""
+
+    root: Any
+    spmd: Any
+    model: Any = field(default=None)
+
+
+def xla_modules() -> XlaModules | None:
+    """Returns torch_xla's modules; None where it is not loaded: nothing is on its devices."""
+    if "torch_xla" not in sys.modules:
+        return None
+    spmd = importlib.import_module("torch_xla.distributed.spmd")
+    model = importlib.import_module("torch_xla.core.xla_model")
+    return XlaModules(sys.modules["torch_xla"], spmd, model)
+
+
+def is_on_xla(value: object) -> bool:
+    """Tells whether a value is a tensor on an XLA device."""
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+def _is_cpu_shards(value: object) -> bool:
+    """Tells whether a value is a sharded tensor whose shards torch_xla brought to the CPU."""
+    helpers = sys.modules.get("torch_xla.experimental.distributed_checkpoint._helpers")
+    return helpers is not None and isinstance(value, helpers._CpuShards)
+
+
+def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tensors that are sharded, and everything else as plain tensors and objects."""
+    modules = xla_modules()
+    if modules is None:
+        return {}, dict(flat)
+    sharded: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for fqn, value in flat.items():
+        if _is_cpu_shards(value):
+            sharded[fqn] = value
+            continue
+        wrapped = modules.spmd.wrap_if_sharded(value) if is_on_xla(value) else value
+        if not isinstance(wrapped, modules.spmd.XLAShardedTensor):
+            plain[fqn] = value
+        elif wrapped.sharding_type == modules.spmd.ShardingType.REPLICATED:
+            plain[fqn] = wrapped.global_tensor
+        else:
+            sharded[fqn] = wrapped
+    return sharded, plain
+
+
+def _indices_of(tensor: Any) -> list[list[slice]]:
+    """Returns the place of each local shard in the whole, without fetching their data."""
+    if _is_cpu_shards(tensor):
+        return [shard.indices for shard in tensor.shards]
+    modules = xla_modules()
+    if modules is None:
+        raise StateDictError("a sharded tensor of torch_xla, but torch_xla is not loaded")
+    ask = modules.root._XLAC._get_local_shard_replica_and_indices
+    return [indices for _, indices in ask([tensor.global_tensor])[0]]
+
+
+def _local_shards(tensor: Any) -> list[Any]:
+    """Returns the local shards, padded: copies on the CPU, or those that are there already."""
+    return list(tensor.shards if _is_cpu_shards(tensor) else tensor.local_shards)
+
+
+def _size_of(value: Any) -> torch.Size | None:
+    """Returns the global shape of a tensor; None for what is none."""
+    if _is_cpu_shards(value):
+        return torch.Size(value.global_shape)
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+# --- plan values --------------------------------------------------------------------------------
+
+
+def _write_items(fqn: str, tensor: Any) -> list[WriteItem]:
+    one = tensor.shards[0].data if _is_cpu_shards(tensor) else tensor.global_tensor
+    properties = TensorProperties.create_from_tensor(one)
+    size = torch.Size(_size_of(tensor) or ())
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, offsets, holders[0]),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, sizes), properties=properties, size=size
+            ),
+        )
+        for (offsets, sizes), holders in _distinct(_indices_of(tensor)).items()
+    ]
+
+
+def _distinct(
+    indices: list[list[slice]],
+) -> dict[tuple[torch.Size, torch.Size], list[int]]:
+    """Returns the distinct boxes of local shards, each with the shards that hold it.
+
+    Empty ones (of a dimension that the devices do not divide) are left out, unless all are.
+    """
+    found: dict[tuple[torch.Size, torch.Size], list[int]] = {}
+    for number, box in enumerate(indices):
+        offsets = torch.Size(int(one.start) for one in box)
+        sizes = torch.Size(int(one.stop) - int(one.start) for one in box)
+        found.setdefault((offsets, sizes), []).append(number)
+    filled = {box: holders for box, holders in found.items() if _volume(box[1])}
+    return filled or dict(list(found.items())[:1])
+
+
+def _flattened(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Returns a state by name, and where each name lies; as torch_xla flattens it.
+
+    A collection without any tensor below it is one object.
+    """
+
+    def is_tensor(value: object) -> bool:
+        return isinstance(value, torch.Tensor) or _is_cpu_shards(value)
+
+    flat: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+
+    def visit(path: Path, value: Any) -> None:
+        fqn = ".".join(map(str, path))
+        if fqn in flat:
+            raise StateDictError(
+                f"duplicated flatten key {fqn}: two values of the state dict have this name; "
+                f"rename one",
+                key=fqn,
+            )
+        flat[fqn] = value
+        paths[fqn] = path
+
+    traverse_state_dict_v_2_3(dict(state_dict), visit, is_tensor)
+    return flat, paths
+
+
+def _shape(stored: Any) -> tuple[int, ...] | None:
+    return tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else None
+
+
+def _volume(sizes: Any) -> int:
+    count = 1
+    for size in sizes:
+        count *= int(size)
+    return count

@@ -1,0 +1,231 @@
+"""Whatever is written and however it is asked for, the bytes are those of numpy slices."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_dcp.errors import DamagedCheckpointError
+from ray_dcp.io import read_jobs
+from ray_dcp.io import reader as filling
+from ray_dcp.io.reader import read_chunks
+from ray_dcp.io.writer import write_file
+from ray_dcp.options import LoadOptions
+from ray_dcp.planning.reads import Wanted, pair_bytes, plan_reads
+from ray_dcp.store.memory import MemoryStorage
+from tests.unit.transfer_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of
+
+DTYPES = {"uint8": "u1", "int16": "<i2", "float32": "<f4", "int64": "<i8", "complex128": "<c16"}
+
+
+@st.composite
+def saves(draw):
+    """Tensors cut into chunks along a random grid."""
+    names, dtypes, arrays, chunks = [], [], [], []
+    for tensor in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        count = int(np.prod(shape))
+        itemsize = np.dtype(DTYPES[dtype]).itemsize
+        data = draw(st.randoms(use_true_random=False)).randbytes(count * itemsize)
+        arrays.append(np.frombuffer(data, DTYPES[dtype]).reshape(shape))
+        names.append(f"model.{tensor}")
+        dtypes.append(dtype)
+        cuts = [
+            sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) if n else [0, 0]
+            for n in shape
+        ]
+        for cell in np.ndindex(*[len(c) - 1 for c in cuts]):
+            low = tuple(c[i] for c, i in zip(cuts, cell, strict=True))
+            high = tuple(c[i + 1] for c, i in zip(cuts, cell, strict=True))
+            box = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
+            chunks.append(Chunk(tensor, low, arrays[-1][box]))
+    order = draw(st.permutations(range(len(chunks))))
+    return names, dtypes, arrays, [chunks[index] for index in order]
+
+
+@st.composite
+def questions(draw, arrays):
+    """Boxes of those tensors."""
+    boxes = []
+    for _ in range(draw(st.integers(0, 5))):
+        tensor = draw(st.integers(0, len(arrays) - 1))
+        low = [draw(st.integers(0, n)) for n in arrays[tensor].shape]
+        size = [draw(st.integers(0, n - a)) for n, a in zip(arrays[tensor].shape, low, strict=True)]
+        boxes.append((tensor, tuple(low), tuple(size)))
+    return boxes
+
+
+def wanted_of(boxes, arrays):
+    width = max([len(a.shape) for a in arrays], default=1) or 1
+    return Wanted(
+        tensor=np.array([b[0] for b in boxes], np.int32),
+        offset=pad([b[1] for b in boxes], width, 0),
+        size=pad([b[2] for b in boxes], width, 1),
+        itemsize=np.array([arrays[b[0]].itemsize for b in boxes], np.int64),
+    )
+
+
+@st.composite
+def limits(draw):
+    """Thresholds so small that every path is taken by small tensors."""
+    sizes = st.sampled_from([1, 8, 40, 200, 1 << 20])
+    return {
+        (read_jobs, "DIRECT_BYTES"): draw(sizes),
+        (read_jobs, "SLICE_BYTES"): draw(sizes),
+        (read_jobs, "SPAN_BYTES"): draw(sizes),
+        (read_jobs, "SCRATCH_BYTES"): draw(st.sampled_from([1, 64, 1 << 20])),
+        (read_jobs, "_SPAN_PAIR_BYTES"): draw(sizes),
+        (read_jobs, "FREE_GAP_BYTES"): 0,
+        (read_jobs, "MOST_GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
+        (filling, "_VERIFY_BYTES"): draw(sizes),
+    }
+
+
+def options_of(draw):
+    return LoadOptions(
+        verify=draw(st.sampled_from(["always", "always", "sample", "never"])),
+        num_threads=draw(st.integers(1, 3)),
+    )
+
+
+def write(storage, names, dtypes, arrays, chunks, block_bytes):
+    plan = file_plan(
+        [Piece(i, dtypes[c.tensor], c.data.shape) for i, c in enumerate(chunks)],
+        block_bytes=block_bytes,
+        large=512,
+    )
+    receipt = write_file(
+        storage, plan, "a1", source=lambda row: raw(chunks[row].data), deferred=None
+    )
+    return table_of(names, dtypes, [a.shape for a in arrays], chunks, plan, receipt)
+
+
+def read(storage, table, boxes, arrays, options, patches):
+    wanted = wanted_of(boxes, arrays)
+    plan = plan_reads(table, wanted)
+    sink = Sink([int(np.prod(b[2])) * arrays[b[0]].itemsize for b in boxes])
+    with pytest.MonkeyPatch.context() as patch:
+        for (module, name), value in patches.items():
+            patch.setattr(module, name, value)
+        stats = read_chunks(storage, table, plan, wanted, sink, options=options)
+    return sink, stats, plan, wanted
+
+
+def slice_bytes(arrays, box):
+    tensor, low, size = box
+    index = tuple(slice(a, a + n) for a, n in zip(low, size, strict=True))
+    return np.ascontiguousarray(arrays[tensor][index]).tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), block_bytes=st.sampled_from([1, 3, 8, 16, 64, 4096]))
+def test_what_is_read_are_the_slices_of_what_was_written(data, block_bytes):
+    names, dtypes, arrays, chunks = data.draw(saves())
+    boxes = data.draw(questions(arrays))
+    options = options_of(data.draw)
+    storage = MemoryStorage("property-roundtrip")
+    storage.delete(entry.key for entry in storage.list())
+    table = write(storage, names, dtypes, arrays, chunks, block_bytes)
+    sink, stats, plan, _ = read(storage, table, boxes, arrays, options, data.draw(limits()))
+    assert [bytes(b) for b in sink.buffers] == [slice_bytes(arrays, b) for b in boxes]
+    assert sorted(sink.finished) == list(range(len(boxes)))
+    assert stats.bytes_needed == plan.bytes_needed
+    assert (stats.blocks_checked == 0) == (options.verify == "never" or len(plan) == 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), block_bytes=st.sampled_from([1, 3, 8, 16, 64, 4096]))
+def test_a_flipped_bit_is_found_where_it_is_read_and_nowhere_else(data, block_bytes):
+    names, dtypes, arrays, chunks = data.draw(saves())
+    boxes = data.draw(questions(arrays))
+    options = replace(options_of(data.draw), verify="always")
+    storage = MemoryStorage("property-damage")
+    storage.delete(entry.key for entry in storage.list())
+    table = write(storage, names, dtypes, arrays, chunks, block_bytes)
+    file = table.files[0]
+    stored = bytearray(storage.read(file))
+    position = data.draw(st.integers(0, len(stored) - 1)) if stored else 0
+    wanted = wanted_of(boxes, arrays)
+    plan = plan_reads(table, wanted)
+    extents = pair_bytes(table, wanted, plan)
+    payload = table.payload_offset[plan.chunk]
+    if len(plan) and data.draw(st.booleans()):  # aim at a byte that is needed
+        pair = data.draw(st.integers(0, len(plan) - 1))
+        edge = data.draw(st.sampled_from([extents.chunk_low[pair], extents.chunk_high[pair] - 1]))
+        position = int(payload[pair] + edge)
+    if stored:
+        stored[position] ^= 1 << data.draw(st.integers(0, 7))
+    storage.write(file, stored)
+    patches = data.draw(limits())
+    block = np.full(len(plan), block_bytes)
+    inside = (position >= payload + extents.read_low) & (position < payload + extents.read_high)
+    local = np.where(inside, position - payload, 0) // block * block
+    edges = (extents.chunk_low, extents.chunk_high - 1)
+    at_edge = np.logical_or(*[e // block * block == local for e in edges])
+    needed = inside & (extents.chunk_contiguous | at_edge)
+    damage = None
+    try:
+        sink, *_ = read(storage, table, boxes, arrays, options, patches)
+    except DamagedCheckpointError as exc:
+        damage = exc
+    if damage is None:
+        assert not needed.any(), "a damaged block was taken"
+        assert [bytes(b) for b in sink.buffers] == [slice_bytes(arrays, b) for b in boxes]
+    else:
+        assert inside.any(), "an error for bytes that nobody asked for"
+        assert damage.key == file
+        told = re.search(rf"bytes \[(\d+), (\d+)\) of {file}", str(damage))
+        low, high = map(int, told.groups())
+        assert low <= position < high
+        assert high - low <= block_bytes
+        hit = table.tensor[plan.chunk[np.flatnonzero(inside)[0]]]
+        assert f"'{names[hit]}' is damaged" in str(damage)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_stock_items_of_any_stride_are_read_as_what_they_hold(data):
+    names, dtypes, arrays, chunks = data.draw(saves())
+    boxes = data.draw(questions(arrays))
+    storage = MemoryStorage("property-stock")
+    storage.delete(entry.key for entry in storage.list())
+    stored, places = bytearray(), []
+    for chunk in chunks:
+        tensor = torch.from_numpy(np.array(chunk.data))
+        if data.draw(st.booleans()):
+            tensor = tensor.mT.contiguous().mT if tensor.ndim >= 2 else tensor
+        if data.draw(st.booleans()):
+            tensor = torch.stack([torch.zeros_like(tensor), tensor])[1]
+        stream = io.BytesIO()
+        torch.save(tensor, stream)
+        places.append((len(stored), len(stream.getvalue())))
+        stored += stream.getvalue() + bytes(data.draw(st.integers(0, 9)))
+    storage.write("__0_0.distcp", stored)
+    plan = file_plan([Piece(i, dtypes[c.tensor], c.data.shape) for i, c in enumerate(chunks)])
+    native = table_of(
+        names, dtypes, [a.shape for a in arrays], chunks, plan, None, key="__0_0.distcp"
+    )
+    table = replace(
+        native,
+        item_offset=np.array([p[0] for p in places], np.int64),
+        item_bytes=np.array([p[1] for p in places], np.int64),
+        payload_offset=np.full(len(chunks), -1),
+        block_bytes=np.zeros(len(chunks), np.int64),
+        check_start=np.zeros(len(chunks) + 1, np.int64),
+    )
+    patches = data.draw(limits())
+    from ray_dcp.io import reader
+
+    patches[(reader, "_WHOLE_ITEM_BYTES")] = data.draw(st.sampled_from([1, 1 << 20]))
+    sink, stats, *_ = read(storage, table, boxes, arrays, options_of(data.draw), patches)
+    assert stats.opaque == ()
+    assert [bytes(b) for b in sink.buffers] == [slice_bytes(arrays, b) for b in boxes]
+    assert sorted(sink.finished) == list(range(len(boxes)))

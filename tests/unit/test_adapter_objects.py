@@ -1,0 +1,268 @@
+"""Objects go through `torch.save`, come back under the allow-list, and nothing else runs."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import threading
+import types
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError, UnsupportedValueError
+from ray_dcp.torch_adapter.objects import (
+    dump_object,
+    is_simple,
+    load_object,
+    load_problem,
+    simple_digest,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Settings:
+    """A class of the user, on no allow-list."""
+
+    def __init__(self, value: int = 3) -> None:
+        self.value = value
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.mark),))
+
+
+class NamedDict(dict):  # type: ignore[type-arg]
+    """What torch's safe unpickler can't fill even when it is allowed."""
+
+
+VALUES: dict[str, Any] = {
+    "array": np.arange(6.0).reshape(2, 3),
+    "fortran order": np.asfortranarray(np.ones((2, 3))),
+    "object array": np.array([1, "a"], dtype=object),
+    "text array": np.array(["a", "bb"]),
+    "record array": np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
+    "dates": np.array(["2020-01-01"], dtype="M8[D]"),
+    "scalar": np.float32(1.5),
+    "bool scalar": np.bool_(True),
+    "text scalar": np.str_("x"),
+    "dtype": np.dtype("<f4"),
+    "numpy state": np.random.RandomState(0).get_state(legacy=False),
+    "generator state": np.random.default_rng(0).bit_generator.state,
+    "python state": random.Random(0).getstate(),
+    "datetime": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+    "date": datetime.date(2020, 1, 1),
+    "timedelta": datetime.timedelta(1),
+    "decimal": decimal.Decimal("1.5"),
+    "fraction": fractions.Fraction(1, 3),
+    "path": pathlib.Path("/a"),
+    "windows path": pathlib.PureWindowsPath("a"),
+    "uuid": uuid.UUID(int=5),
+    "deque": collections.deque([1, 2], maxlen=3),
+    "defaultdict": collections.defaultdict(list, {1: [2]}),
+    "counter": collections.Counter("aab"),
+    "ordered": collections.OrderedDict(a=1),
+    "frozenset": frozenset({1, "a"}),
+    "range": range(3),
+    "slice": slice(1, 2),
+    "bytes": (b"abc", bytearray(b"x")),
+    "complex": 1j,
+    "namespace": types.SimpleNamespace(a=1),
+    "arguments": argparse.Namespace(lr=0.1),
+    "ellipsis": (..., NotImplemented, int, float),
+    "torch": (torch.float32, torch.device("cpu"), torch.Size([1, 2]), torch.strided),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_state_dicts_come_back_equal_and_of_the_same_class(name: str) -> None:
+    value = VALUES[name]
+    data = dump_object(value, fqn="a")
+    assert load_problem(value, data, fqn="a") is None
+    back = load_object(data, fqn="a")
+    assert type(back) is type(value)
+    if isinstance(value, dict) and "state" in value:
+        assert str(back) == str(value)
+    else:
+        assert np.all(back == value)
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_whatever_way_torch_saves_them_they_load(name: str, protocol: int, is_zip: bool) -> None:
+    buffer = io.BytesIO()
+    torch.save(
+        VALUES[name], buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip
+    )
+    data = buffer.getvalue()
+    back, trusted = (load_object(data, fqn="a", weights_only=safe) for safe in (True, False))
+    assert type(back) is type(trusted) is type(VALUES[name])
+    assert str(back) == str(trusted)
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        np.random.RandomState(3), np.random.default_rng(3),
+        np.random.Generator(np.random.MT19937(3)), np.random.Generator(np.random.Philox(3)),
+        np.random.Generator(np.random.SFC64(3)), np.random.Generator(np.random.PCG64DXSM(3)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_random_generators_go_on_where_they_were(generator: Any) -> None:
+    generator.random(5)
+    back = load_object(dump_object(generator, fqn="rng"), fqn="rng")
+    assert back.random(4).tolist() == generator.random(4).tolist()
+
+
+def test_torch_and_python_generators_go_on_where_they_were() -> None:
+    torch_generator = torch.Generator().manual_seed(3)
+    back = load_object(dump_object(torch_generator, fqn="rng"), fqn="rng")
+    assert torch.rand(3, generator=back).equal(torch.rand(3, generator=torch_generator))
+    python = random.Random(3)
+    assert load_object(dump_object(python, fqn="r"), fqn="r").random() == python.random()
+
+
+def test_tensors_and_streams_inside_objects_come_back() -> None:
+    value = (1, torch.arange(3), torch.nn.Parameter(torch.ones(2)), io.BytesIO(b"abc"))
+    back = load_object(dump_object(value, fqn="a"), fqn="a")
+    assert back[1].equal(value[1])
+    assert isinstance(back[2], torch.nn.Parameter)
+    assert back[3].read() == b"abc"
+
+
+def test_a_class_of_the_user_is_told_with_the_line_that_allows_it_and_loads_after_that() -> None:
+    data = dump_object(Settings(5), fqn="cfg")
+    line = f"torch.serialization.add_safe_globals([{Settings.__module__}.Settings])"
+    problem = load_problem(Settings(5), data, fqn="cfg")
+    assert problem is not None
+    assert line in problem
+    assert "'cfg'" in problem
+    assert f"{Settings.__module__}.Settings" in problem
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        load_object(data, fqn="cfg")
+    assert line in str(caught.value)
+    assert caught.value.key == "cfg"
+    with torch.serialization.safe_globals([Settings]):
+        assert load_problem(Settings(5), data, fqn="cfg") is None
+        assert load_object(data, fqn="cfg").value == 5
+    assert load_object(data, fqn="cfg", weights_only=False).value == 5
+
+
+def test_an_object_that_no_line_can_allow_says_so() -> None:
+    for value in (NamedDict(a=1), 1 << 5000):
+        with torch.serialization.safe_globals([NamedDict]):
+            problem = load_problem(value, dump_object(value, fqn="a"), fqn="a")
+        assert problem is not None
+        assert "store what it is made of" in problem
+        assert "add_safe_globals" not in problem
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "exploded"
+    data = dump_object((1, Bomb(mark)), fqn="a")
+    with pytest.raises(UnsafeCheckpointError, match="mkdir"):
+        load_object(data, fqn="a")
+    assert not mark.exists()
+    load_object(data, fqn="a", weights_only=False)
+    assert mark.exists(), "the bomb is none"
+
+
+def test_a_fraction_that_would_fill_the_memory_is_refused() -> None:
+    class Huge:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (fractions.Fraction, ("1e999999999",))
+
+    with pytest.raises(UnsafeCheckpointError, match="exponent"):
+        load_object(dump_object(Huge(), fqn="a"), fqn="a")
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "flip"])
+def test_damaged_bytes_are_called_damaged(damage: Any) -> None:
+    data = dump_object({"a": [1.5] * 50}, fqn="a")
+    if damage == "half":
+        damage = data[: len(data) // 2]
+    elif damage == "flip":
+        damage = data[:30] + b"\xff" * 200 + data[230:]
+    with pytest.raises(DamagedCheckpointError):
+        load_object(damage, fqn="a")
+
+
+def test_what_does_not_pickle_is_refused_by_name_and_class() -> None:
+    with pytest.raises(UnsupportedValueError, match=r"'hook' holds a builtins\.function"):
+        dump_object(lambda: 1, fqn="hook")
+
+
+def test_the_users_own_allow_list_is_as_it_was_after_loads_in_threads() -> None:
+    with torch.serialization.safe_globals([np.ndarray, Settings]):
+        before = set(torch.serialization.get_safe_globals())
+        data = dump_object(np.arange(3), fqn="a")
+        failures: list[BaseException] = []
+
+        def load() -> None:
+            try:
+                for _ in range(20):
+                    load_object(data, fqn="a")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_simple_values_are_told_from_others() -> None:
+    for simple in (1, 1.5, "a", None, True, b"x", [1, [2, (3, "b")]], {"a": {1: {2, 3}}}, ()):
+        assert is_simple(simple)
+        assert load_problem(simple, dump_object(simple, fqn="a"), fqn="a") is None
+    loop: list[Any] = []
+    loop.append(loop)
+    for other in (np.float32(1), collections.OrderedDict(), 1 << 5000, loop, [torch.ones(1)]):
+        assert not is_simple(other)
+
+
+def test_the_digest_of_a_simple_value_is_one_of_its_value_not_of_its_objects() -> None:
+    long = "".join(["long", "er"])
+    assert simple_digest([long, long]) == simple_digest(["longer", "".join(["longe", "r"])])
+    different = [1, 1.0, True, "1", None, [1], (1,), {1}, frozenset({1}), {1: 1}, [[1]], b"1", []]
+    assert len({simple_digest(value) for value in different}) == len(different)
+
+
+def test_the_digest_of_a_set_is_the_same_in_another_process() -> None:
+    program = (
+        "from ray_dcp.torch_adapter.objects import simple_digest\n"
+        "print(simple_digest({'k': [{'alpha', 'beta', 'gamma', 'delta'}]}))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+            cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(digests) == 1

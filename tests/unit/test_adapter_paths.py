@@ -1,0 +1,286 @@
+"""Which path a save or load takes, and what is made of the arguments of torch's own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _extension, filesystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+from ray_dcp.errors import InvalidRequestError
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import Target
+from ray_dcp.torch_adapter.dispatch import (
+    MissingTargetError,
+    PlannerFlags,
+    decide_load,
+    decide_save,
+)
+
+
+class WriterSubclass(dcp.FileSystemWriter):
+    pass
+
+
+class ReaderSubclass(dcp.FileSystemReader):
+    pass
+
+
+class SavePlannerSubclass(dcp.DefaultSavePlanner):
+    pass
+
+
+class LoadPlannerSubclass(dcp.DefaultLoadPlanner):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "url"),
+    [
+        ("/data/x", "/data/x"),
+        (Path("/data/x"), "/data/x"),
+        ("file:///data/x", "file:///data/x"),
+        ("memory://x", "memory://x"),
+    ],
+)
+def test_an_id_alone_is_native(checkpoint_id, url):
+    for decision in (
+        decide_save(checkpoint_id=checkpoint_id),
+        decide_load(checkpoint_id=checkpoint_id),
+    ):
+        assert decision.path == "native"
+        assert decision.target == Target(url)
+        assert decision.planner is None
+        assert decision.flags == PlannerFlags()
+
+
+def test_a_relative_path_is_made_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert decide_save(checkpoint_id="step-1").target == Target(str(tmp_path / "step-1"))
+
+
+def test_torchs_own_storage_is_native_at_its_path(tmp_path):
+    assert decide_save(None, dcp.FileSystemWriter(tmp_path)).target == Target(str(tmp_path))
+    assert decide_load(None, dcp.FileSystemReader(tmp_path)).target == Target(str(tmp_path))
+    for url in (str(tmp_path), f"file://{tmp_path}"):
+        assert decide_save(None, FsspecWriter(url)).path == "native"
+        assert decide_load(None, FsspecReader(url)).target == Target(str(tmp_path))
+
+
+def test_an_id_takes_the_place_of_the_writers_path(tmp_path):
+    writer = dcp.FileSystemWriter(tmp_path / "one")
+    assert decide_save(None, writer, tmp_path / "two").target == Target(str(tmp_path / "two"))
+    assert writer.path == tmp_path / "one"
+
+
+def test_arguments_of_the_writer_become_options(tmp_path):
+    writer = dcp.FileSystemWriter(
+        tmp_path,
+        single_file_per_rank=False,
+        sync_files=False,
+        thread_count=7,
+        per_thread_copy_ahead=1,
+        cache_staged_state_dict=True,
+        overwrite=False,
+        serialization_format=filesystem.SerializationFormat.SAFETENSORS,
+    )
+    decision = decide_save(None, writer)
+    assert decision.apply(SaveOptions()) == SaveOptions(
+        sync_files=False, num_threads=7, overwrite=False, container="safetensors"
+    )
+
+
+def test_default_arguments_of_the_writer_leave_the_callers_options_alone(tmp_path):
+    decision = decide_save(None, dcp.FileSystemWriter(tmp_path))
+    options = SaveOptions(overwrite=False, num_threads=9, sync_files=False)
+    assert decision.apply(options) == options
+
+
+def test_what_the_caller_set_stands_against_the_writer(tmp_path):
+    decision = decide_save(None, dcp.FileSystemWriter(tmp_path, thread_count=7))
+    assert decision.apply(SaveOptions(num_threads=3)).num_threads == 3
+
+
+@pytest.mark.parametrize("thread_count", [0, -1, 1.5, "many"])
+def test_a_thread_count_that_is_none_is_named(tmp_path, thread_count):
+    writer = dcp.FileSystemWriter(tmp_path, thread_count=thread_count)
+    with pytest.raises(InvalidRequestError, match="thread_count"):
+        decide_save(None, writer)
+
+
+def test_flags_of_the_default_planners_are_mapped(tmp_path):
+    saving = decide_save(
+        dcp.DefaultSavePlanner(
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+            dedup_save_to_lowest_rank=True,
+            enable_plan_caching=True,
+        ),
+        checkpoint_id=tmp_path,
+    )
+    assert saving.path == "native"
+    assert saving.flags == PlannerFlags(
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+    )
+    assert saving.apply(SaveOptions()).dedup_save_to_lowest_rank
+    loading = decide_load(
+        dcp.DefaultLoadPlanner(flatten_state_dict=False, allow_partial_load=True),
+        checkpoint_id=tmp_path,
+    )
+    assert loading.flags == PlannerFlags(flatten_state_dict=False)
+    assert loading.apply(LoadOptions()).strict is False
+    assert loading.apply(LoadOptions(strict=True)).strict is True
+
+
+@pytest.mark.parametrize(
+    ("decide", "planner"),
+    [
+        (decide_save, SavePlannerSubclass()),
+        (decide_load, LoadPlannerSubclass()),
+        (decide_load, _EmptyStateDictLoadPlanner()),
+    ],
+)
+def test_a_planner_subclass_takes_the_hooks_on_native_storage(decide, planner, tmp_path):
+    decision = decide(planner, checkpoint_id=tmp_path)
+    assert decision.path == "planner hooks"
+    assert decision.planner is planner
+    assert decision.target == Target(str(tmp_path))
+    assert type(planner).__name__ in decision.reason
+
+
+def test_a_default_planner_with_a_patched_method_takes_the_hooks(tmp_path):
+    planner = dcp.DefaultSavePlanner()
+    planner.resolve_data = lambda item: None  # type: ignore[method-assign,assignment,return-value]
+    decision = decide_save(planner, checkpoint_id=tmp_path)
+    assert decision.path == "planner hooks"
+    assert "resolve_data" in decision.reason
+
+
+def test_subclasses_of_torchs_storage_are_foreign(tmp_path):
+    for decision in (
+        decide_save(SavePlannerSubclass(), WriterSubclass(tmp_path)),
+        decide_load(LoadPlannerSubclass(), ReaderSubclass(tmp_path)),
+        decide_save(SavePlannerSubclass(), dcp.HuggingFaceStorageWriter(str(tmp_path))),
+    ):
+        assert decision.path == "foreign storage"
+        assert decision.target is None
+        assert decision.planner is not None
+        assert decision.storage is not None
+
+
+def test_a_writer_with_a_patched_method_or_other_file_system_is_foreign(tmp_path):
+    patched = dcp.FileSystemWriter(tmp_path)
+    patched.finish = lambda metadata, results: None  # type: ignore[method-assign]
+    assert "finish" in decide_save(None, patched).reason
+
+    class OtherFileSystem(filesystem.FileSystem):
+        pass
+
+    swapped = dcp.FileSystemWriter(tmp_path)
+    swapped.fs = OtherFileSystem()
+    assert decide_save(None, swapped).path == "foreign storage"
+    assert "OtherFileSystem" in decide_save(None, swapped).reason
+
+
+def test_stream_extensions_make_a_writer_foreign(tmp_path):
+    extension = _extension.ZStandard()
+    assert decide_save(None, dcp.FileSystemWriter(tmp_path, _extensions=[])).path == "native"
+    with_one = dcp.FileSystemWriter(tmp_path, _extensions=[extension])
+    assert decide_save(None, with_one).path == "foreign storage"
+
+
+def test_only_a_registry_of_ones_own_makes_a_reader_foreign(tmp_path):
+    default, own = _extension.ExtensionRegistry(), _extension.ExtensionRegistry()
+    own.extensions["mine"] = _extension.ZStandard
+    reader = dcp.FileSystemReader
+    assert decide_load(None, reader(tmp_path, _extension_registry=default)).path == "native"
+    assert decide_load(None, reader(tmp_path, _extension_registry=own)).path == "foreign storage"
+
+
+def test_an_fsspec_writer_is_native_on_any_protocol_with_the_filesystem_it_was_given():
+    writer = FsspecWriter("memory://ckpt")
+    decision = decide_save(None, writer)
+    assert (decision.path, decision.target.url) == ("native", "memory://ckpt")
+    assert decision.target.filesystem is writer.fs.fs
+    assert decide_load(None, FsspecReader("memory://ckpt")).target == decision.target
+
+
+def test_an_id_moves_an_fsspec_writer_and_its_options_stay(tmp_path):
+    made = FsspecWriter("memory://run/step-1", skip_instance_cache=True, of_mine="x")
+    moved = decide_save(None, made, "memory://run/step-2").target
+    assert moved.url == "memory://run/step-2"
+    assert moved.filesystem is made.fs.fs
+    assert moved.filesystem.storage_options["of_mine"] == "x"
+
+
+def test_an_id_moves_an_fsspec_writer_to_another_protocol(tmp_path):
+    there = decide_save(None, FsspecWriter(str(tmp_path)), "memory://x").target
+    assert there.url == "memory://x"
+    assert there.filesystem is fsspec.filesystem("memory")
+    back = decide_save(None, FsspecWriter("memory://x"), f"file://{tmp_path}")
+    assert (back.path, back.target.url, back.target.filesystem) == ("native", str(tmp_path), None)
+
+
+def test_a_protocol_that_only_fsspec_serves_is_native_too():
+    decision = decide_save(checkpoint_id="simplecache::memory://x")
+    assert decision.path == "native"
+    assert decision.target.url.startswith("simplecache")
+
+
+def test_a_protocol_that_nothing_serves_is_told_with_the_way_out():
+    with pytest.raises(InvalidRequestError, match=r"nosuch://x.*install the package"):
+        decide_save(checkpoint_id="nosuch://x")
+
+
+def test_a_plugin_that_does_its_own_work_takes_no_filesystem_for_an_id(tmp_path):
+    with pytest.raises(InvalidRequestError, match="WriterSubclass does its own work"):
+        decide_save(None, WriterSubclass(tmp_path), fsspec.filesystem("memory"))
+
+
+def test_neither_id_nor_storage_is_an_invalid_request_and_a_runtime_error():
+    for decide in (decide_save, decide_load):
+        for nothing in (None, ""):
+            with pytest.raises(MissingTargetError, match="found neither") as raised:
+                decide(checkpoint_id=nothing)
+            assert isinstance(raised.value, RuntimeError)
+            assert isinstance(raised.value, InvalidRequestError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: decide_save(None, dcp.FileSystemReader(p)), r"StorageWriter, but is FileSyst"),
+        (lambda p: decide_load(None, dcp.FileSystemWriter(p)), r"StorageReader, but is FileSyst"),
+        (lambda p: decide_save(None, str(p)), r"StorageWriter, but is str, which has no reset"),
+        (lambda p: decide_save(None, dcp.FileSystemWriter), r"the class FileSystemWriter"),
+        (lambda p: decide_save(dcp.DefaultLoadPlanner(), None, p), r"this is a LoadPlanner"),
+        (lambda p: decide_load(dcp.DefaultSavePlanner(), None, p), r"this is a SavePlanner"),
+        (lambda p: decide_save(checkpoint_id=7), r"checkpoint_id must be .* but is int"),
+        (lambda p: decide_save(checkpoint_id=b"x"), r"checkpoint_id must be .* but is bytes"),
+    ],
+)
+def test_a_wrong_type_is_named(call, message, tmp_path):
+    with pytest.raises(InvalidRequestError, match=message):
+        call(tmp_path)
+
+
+def test_what_only_behaves_like_a_writer_is_foreign():
+    class Duck:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    assert decide_save(None, Duck()).path == "foreign storage"
+
+
+def test_dedup_to_the_lowest_rank_stays_native():
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    decision = decide_save(planner, checkpoint_id="/somewhere/step-1")
+    assert decision.path == "native"
+    assert decision.apply(SaveOptions()).dedup_save_to_lowest_rank
+    assert not decide_save(checkpoint_id="/x").apply(SaveOptions()).dedup_save_to_lowest_rank

@@ -1,0 +1,1169 @@
+"""Planners of the user's on native storage: hooks run as in DCP, what they give is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import pickle
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    TensorWriteData,
+    WriteItemType,
+)
+
+import ray_dcp
+from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.errors import (
+    CheckpointError,
+    CoverageError,
+    DamagedCheckpointError,
+    InternalError,
+    InvalidRequestError,
+    MissingKeyError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.planning.reads import plan_reads
+from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.rank_load import save_rank
+from ray_dcp.torch_adapter import planner_save
+from ray_dcp.torch_adapter.capture import Capture
+from ray_dcp.torch_adapter.foreign import foreign_save
+from ray_dcp.torch_adapter.planner_load import targets_with_planner
+from ray_dcp.torch_adapter.planner_save import capture_with_planner, plans_globally
+from ray_dcp.torch_adapter.replica_digests import content_digest
+from ray_dcp.torch_adapter.targets import Targets
+from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
+from tests.unit.seam_ranks import Ended, keys, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(fill: float = 1.0) -> dict[str, Any]:
+    return {
+        "w": torch.arange(12.0).reshape(4, 3) * fill,
+        "t": (torch.arange(6.0).reshape(2, 3) * fill).t(),
+        "nested": {"b": torch.full((2,), fill, dtype=torch.bfloat16), "name": f"x{fill}"},
+        "scalar": torch.tensor(int(fill)),
+        "lr": fill,
+    }
+
+
+def zeros() -> dict[str, Any]:
+    return {
+        "w": torch.zeros(4, 3),
+        "t": torch.zeros(3, 2),
+        "nested": {"b": torch.zeros(2, dtype=torch.bfloat16), "name": ""},
+        "scalar": torch.tensor(0),
+        "lr": 0.0,
+    }
+
+
+# --- save planners ------------------------------------------------------------------------------
+
+
+class Transform(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+        if write_item.type is WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, {"was": object})
+        return super().transform_object(write_item, object * 2)
+
+
+class Lookup(dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        return found + 1 if isinstance(found, torch.Tensor) else found
+
+
+class RenamedItems(dcp.DefaultSavePlanner):
+    """Renames in the plan, and looks up by the old name."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan = super().create_local_plan()
+        items = [
+            dataclasses.replace(i, index=dataclasses.replace(i.index, fqn=f"new_{i.index.fqn}"))
+            for i in plan.items
+        ]
+        return dataclasses.replace(plan, items=items)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(dataclasses.replace(index, fqn=index.fqn[4:]))
+
+
+class RenamedState(dcp.DefaultSavePlanner):
+    """DCP's own example of rewriting the state dict."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        renamed = {f"foo_{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+class Half(dcp.DefaultSavePlanner):
+    """DCP's own example of modifying plan and lookup in tandem."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        return found.to(torch.float16) if isinstance(found, torch.Tensor) else found
+
+
+class Balancing(dcp.DefaultSavePlanner):
+    """DCP's own example of central decisions: deals the items of rank 0 to all ranks."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        iters = [iter(all_plans[0].items)] * len(all_plans)
+        dealt = [
+            [item for item in items if item is not None]
+            for items in zip(*zip_longest(*iters), strict=True)
+        ]
+        plans = [dataclasses.replace(p, items=i) for p, i in zip(all_plans, dealt, strict=True)]
+        return super().create_global_plan(plans)
+
+
+class Finishing(dcp.DefaultSavePlanner):
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
+        return dataclasses.replace(super().finish_plan(new_plan), items=new_plan.items[::-1])
+
+
+SAVE_PLANNERS = [Transform, Lookup, RenamedItems, RenamedState, Half, Balancing, Finishing]
+
+
+def capture(planner: Any, state_dict: Any = None, *, options: SaveOptions | None = None) -> Capture:
+    return captures([planner], [state() if state_dict is None else state_dict], options)[0].get()
+
+
+def captures(
+    planners: list[Any], states: list[Any], options: SaveOptions | None = None
+) -> list[Ended]:
+    return run(
+        [
+            capture_with_planner(
+                keys(), states[rank], planner,
+                rank=rank, world_size=len(planners), options=options or SaveOptions(),
+            )
+            for rank, planner in enumerate(planners)
+        ]
+    )  # fmt: skip
+
+
+def captured_values(captured: Capture) -> dict[Any, Any]:
+    """Returns (FQN, offset) to the bytes and facts of each item."""
+    columns, found = captured.columns, {}
+    for row in range(len(columns)):
+        name, ndim = columns.names[columns.name[row]], columns.ndim[row]
+        if columns.kind[row] == Kind.OBJECT:
+            found[name, None] = torch.load(io.BytesIO(captured.deferred(row)), weights_only=True)
+            continue
+        offset, size = (tuple(map(int, a[row][:ndim])) for a in (columns.offset, columns.size))
+        dtype = columns.dtypes[columns.dtype[row]]
+        found[name, offset] = (dtype, size, bytes(captured.source(row)))
+    return found
+
+
+def stored_values(path: Path) -> dict[Any, Any]:
+    """Returns the same of what stock DCP stored."""
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    found = {}
+    for index, info in metadata.storage_data.items():
+        with (path / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            value = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            found[index.fqn, None] = value
+        else:
+            facts = dtype_name(value.dtype), tuple(value.shape), bytes(host_bytes(value))
+            found[index.fqn, tuple(index.offset)] = facts
+    return found
+
+
+@pytest.mark.parametrize("planner_class", SAVE_PLANNERS)
+def test_a_planner_captures_what_it_makes_stock_dcp_store(planner_class, tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path, planner=planner_class(), no_dist=True)
+    captured = capture(planner_class())
+    assert captured_values(captured) == stored_values(tmp_path)
+    assert captured.warnings == ()
+
+
+def test_paths_in_the_nested_state_come_along():
+    columns = capture(Transform()).columns
+    assert dict(zip(columns.names, columns.paths, strict=True))["nested.b"] == ("nested", "b")
+    columns = capture(Balancing()).columns
+    assert dict(zip(columns.names, columns.paths, strict=True))["nested.b"] == ("nested", "b")
+    assert set(capture(RenamedItems()).columns.paths) == {None}
+    assert set(capture(Transform(flatten_state_dict=False)).columns.paths) == {None}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_plans_of_all_ranks_go_through_the_planners_own_global_plan(world_size):
+    ends = captures([Balancing() for _ in range(world_size)], [state()] * world_size)
+    found = [captured_values(end.get()) for end in ends]
+    merged = {key: value for values in found for key, value in values.items()}
+    assert sum(map(len, found)) == len(merged) == 6
+    assert merged == captured_values(capture(dcp.DefaultSavePlanner()))
+    assert max(map(len, found)) <= -(-6 // world_size)
+
+
+def test_replicas_are_left_for_ray_dcp_to_share_out_unless_the_planner_does_it():
+    big = {"p": torch.ones(1 << 20), "i": torch.ones(1 << 20, dtype=torch.int64)}
+    left = [end.get().columns for end in captures([Transform(), Transform()], [big, big])]
+    for columns in left:
+        assert dict(zip(columns.names, columns.splittable, strict=True)) == {"p": True, "i": False}
+        assert np.all(columns.value != 0)
+    assert np.array_equal(left[0].value, left[1].value)
+    dealt = [end.get().columns for end in captures([Balancing(), Balancing()], [big, big])]
+    assert [len(columns) for columns in dealt] == [1, 1]
+    assert not any(columns.splittable.any() or columns.value.any() for columns in dealt)
+
+
+def test_other_content_on_another_rank_has_another_value():
+    first, second = (
+        end.get().columns for end in captures([Transform(), Transform()], [state(1.0), state(2.0)])
+    )
+    assert not np.any(first.value == second.value)
+
+
+def test_lowest_rank_wins_where_the_planner_wants_it():
+    planners = [Transform(dedup_save_to_lowest_rank=True) for _ in range(3)]
+    sizes = [len(end.get().columns) for end in captures(planners, [state()] * 3)]
+    assert sizes == [6, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("planner", "globally"),
+    [
+        (Transform(), False),
+        (Lookup(), False),
+        (RenamedItems(), False),
+        (Balancing(), True),
+        (Finishing(), True),
+        (Transform(dedup_save_to_lowest_rank=True), True),
+    ],
+)
+def test_plans_are_exchanged_only_for_planners_that_decide_between_ranks(planner, globally):
+    assert plans_globally(planner) == globally
+    seen: list[Any] = []
+    run(
+        [
+            capture_with_planner(
+                keys(), state(), type(planner)(
+                    dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank
+                ),
+                rank=rank, world_size=2, options=SaveOptions(),
+            )
+            for rank in range(2)
+        ],
+        seen=seen,
+    )  # fmt: skip
+    assert len(seen) == (4 if globally else 0)
+
+
+class Shards(dcp.DefaultSavePlanner):
+    """Plans `s` as this rank's rows."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        return dcp.SavePlan(
+            [
+                dcp.WriteItem(
+                    MetadataIndex("s", (2 * self.rank, 0)),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(torch.Size((2 * self.rank, 0)), torch.Size((2, 3))),
+                        TensorProperties(torch.float32, requires_grad=True),
+                        torch.Size((2 * self.world_size, 3)),
+                    ),
+                )
+            ],
+            planner_data=self.mappings,
+        )
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict["s"]
+
+
+def test_boxes_of_sharded_items_are_those_of_the_plan():
+    world = 3
+    ends = captures(
+        [Shards(rank, world) for rank in range(world)],
+        [{"s": torch.full((2, 3), float(rank))} for rank in range(world)],
+    )
+    for rank, end in enumerate(ends):
+        columns = end.get().columns
+        assert columns.shape.tolist() == [[6, 3]]
+        assert columns.offset.tolist() == [[2 * rank, 0]]
+        assert columns.size.tolist() == [[2, 3]]
+        assert columns.requires_grad.tolist() == columns.splittable.tolist() == [True]
+        assert columns.value.tolist() == [content_digest(torch.full((2, 3), float(rank)))]
+        assert np.frombuffer(end.get().source(0), np.float32).tolist() == [float(rank)] * 6
+
+
+def test_a_planner_with_nothing_to_save_gives_no_rows():
+    columns = capture(Transform(), {}).columns
+    assert len(columns) == 0
+    assert columns.shape.shape == (0, 1)
+
+
+@pytest.mark.parametrize("given", [{"step": 5}, {}, {"scalar": torch.tensor(2.0)}])
+def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path):
+    class Own(dcp.DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            return super().lookup_object(index)
+
+    ray_dcp.save(dict(given), checkpoint_id=tmp_path / "c", planner=Own(), no_dist=True)
+    assert ray_dcp.read_state_dict(tmp_path / "c") == given
+
+
+def test_ranks_that_a_planner_leaves_without_items_save_too(tmp_path):
+    planners = [Transform(dedup_save_to_lowest_rank=True) for _ in range(3)]
+    ends = captures(planners, [state()] * 3)
+    ranks = [
+        save_rank(
+            OpKey("save", 0), rank=rank, world_size=3, target=Target(str(tmp_path / "c")),
+            options=SaveOptions(), capture=end.get,
+        )
+        for rank, end in enumerate(ends)
+    ]  # fmt: skip
+    for result in run_ranks(ranks):
+        result.get()
+    found = ray_dcp.read_state_dict(tmp_path / "c")
+    ray_dcp.save(state(), checkpoint_id=tmp_path / "alone", planner=Transform(), no_dist=True)
+    assert repr(found) == repr(ray_dcp.read_state_dict(tmp_path / "alone"))
+
+
+def test_hooks_run_in_every_save_whatever_a_planner_says_of_itself(tmp_path):
+    wanted = ["a"]
+
+    class Choosing(dcp.DefaultSavePlanner):
+        def plan_settings(self) -> tuple[()]:
+            return ()
+
+        def create_local_plan(self) -> dcp.SavePlan:
+            plan = super().create_local_plan()
+            items = [item for item in plan.items if item.index.fqn in wanted]
+            return dataclasses.replace(plan, items=items)
+
+    for number, name in enumerate("aaab"):
+        wanted[:] = [name]
+        both = {"a": torch.ones(2), "b": torch.ones(3)}
+        path = tmp_path / f"step-{number}"
+        ray_dcp.save(both, checkpoint_id=path, planner=Choosing(), no_dist=True)
+        assert list(ray_dcp.read_state_dict(path)) == [name]
+
+
+def test_stateful_values_are_saved_by_their_state():
+    captured = capture(Lookup(), {"m": torch.nn.Linear(2, 1)})
+    assert set(captured.columns.names) == {"m.weight", "m.bias"}
+
+
+def test_what_is_not_kept_is_resolved_again(monkeypatch):
+    monkeypatch.setattr(planner_save, "KEPT_BYTES", 0)
+    asked: list[str] = []
+
+    class Asked(Transform):
+        def resolve_data(self, write_item: Any) -> Any:
+            asked.append(write_item.index.fqn)
+            return super().resolve_data(write_item)
+
+    captured = capture(Asked(), {"a": torch.ones(3)})
+    assert np.frombuffer(captured.source(0), np.float32).tolist() == [2.0, 2.0, 2.0]
+    assert asked == ["a", "a"]
+
+
+def test_a_plan_that_the_planner_says_is_as_before_is_saved_whole(tmp_path):
+    class Cached(RenamedItems):
+        pass
+
+    for step in range(2):
+        # Stock DCP fills the caches, which are one per process and planner class.
+        dcp.save(
+            state(),
+            checkpoint_id=tmp_path / str(step),
+            planner=Cached(enable_plan_caching=True),
+            no_dist=True,
+        )
+    planner = Cached(enable_plan_caching=True)
+    assert captured_values(capture(planner)) == captured_values(capture(RenamedItems()))
+    assert planner._enable_plan_caching
+
+
+def test_plan_caching_of_a_planner_that_decides_between_ranks_goes_on_working():
+    class CachedDeal(Balancing):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            return dcp.DefaultSavePlanner.create_global_plan(self, all_plans)
+
+    fresh = {"a": torch.ones(2), "b": 3}
+    for _ in range(3):
+        # One rank: the caches of torch are one per process.
+        captured = capture(CachedDeal(enable_plan_caching=True), fresh)
+        assert set(captured.columns.names) == {"a", "b"}
+        assert set(captured.columns.paths) == {("a",), ("b",)}
+
+
+# --- planners that do not say the truth ---------------------------------------------------------
+
+
+class OtherShape(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+        found = super().transform_object(write_item, object)
+        return found.reshape(-1) if isinstance(found, torch.Tensor) else found
+
+
+class OtherDtype(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+        found = super().transform_object(write_item, object)
+        return found.double() if isinstance(found, torch.Tensor) else found
+
+
+class OtherKind(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+        return b"bytes"
+
+
+class NoTensorData(dcp.DefaultSavePlanner):
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan = super().create_local_plan()
+        items = [dataclasses.replace(i, tensor_data=None) for i in plan.items]
+        return dataclasses.replace(plan, items=items)
+
+
+class OtherRank(dcp.DefaultSavePlanner):
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            item.tensor_data.chunk.offsets = torch.Size((0,))
+        return plan
+
+
+@pytest.mark.parametrize(
+    ("planner_class", "message"),
+    [
+        (OtherShape, r"OtherShape.resolve_data gave torch.float32 of shape \(12,\) for 'w'.*"
+                     r"float32 of shape \(4, 3\)"),
+        (OtherDtype, r"OtherDtype.resolve_data gave torch.float64 .* for 'w'"),
+        (OtherKind, r"OtherKind.resolve_data gave bytes for 'w'"),
+        (NoTensorData, r"NoTensorData planned 'w' as TENSOR without tensor_data"),
+        (OtherRank, r"OtherRank planned 'w' with a chunk at \(0,\).* 2 dimensions"),
+    ],
+)  # fmt: skip
+def test_a_planner_that_resolves_something_else_is_named_with_the_fqn(planner_class, message):
+    with pytest.raises(StateDictError, match=message) as raised:
+        capture(planner_class(), {"w": torch.ones(4, 3)})
+    assert raised.value.key == "w"
+    assert raised.value.rank == 0
+
+
+def test_an_object_that_is_no_bytes_io_is_refused():
+    with pytest.raises(StateDictError, match=r"gave bytes for 'o'.*io.BytesIO"):
+        capture(OtherKind(), {"o": 3})
+
+
+def test_a_wrong_size_hint_is_a_warning():
+    class Hinting(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> dcp.SavePlan:
+            plan = super().create_local_plan()
+            items = [dataclasses.replace(i, bytes_io_data=BytesIOWriteData(3)) for i in plan.items]
+            return dataclasses.replace(plan, items=items)
+
+    (warning,) = capture(Hinting(), {"o": 3}).warnings
+    assert "planned 3 bytes for 'o'" in warning
+
+
+class JsonSave(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(json.dumps(object).encode())
+        return object
+
+
+def test_bytes_that_a_safe_load_refuses_are_a_warning_or_an_error():
+    (warning,) = capture(JsonSave(), {"o": 3}).warnings
+    assert "safe load will refuse" in warning
+    assert "'o'" in warning
+    with pytest.raises(UnsupportedValueError, match="'o'"):
+        capture(JsonSave(), {"o": 3}, options=SaveOptions(objects="refuse"))
+
+
+@pytest.mark.parametrize("hook", ["set_up_planner", "create_local_plan", "resolve_data"])
+def test_an_error_of_a_hook_names_planner_hook_and_cause(hook):
+    error = ZeroDivisionError("oops")
+
+    class Broken(dcp.DefaultSavePlanner):
+        pass
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    setattr(Broken, hook, fail)
+    with pytest.raises(CheckpointError, match=rf"Broken.{hook}.*oops") as raised:
+        capture(Broken(), {"a": 1}) if hook != "set_up_planner" else _capture_old(Broken())
+    assert raised.value.failures[0][0] is error
+    assert raised.value.__cause__ is error
+
+
+def _capture_old(planner: Any) -> None:
+    with pytest.warns(UserWarning, match="storage_meta"):
+        capture(planner, {"a": 1})
+
+
+def test_an_error_while_planning_for_all_is_the_same_on_all_ranks():
+    class Refusing(Balancing):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            raise ValueError("not these")
+
+    ends = captures([Refusing() for _ in range(3)], [state()] * 3)
+    for end in ends:
+        assert isinstance(end.error, CheckpointError)
+        assert str(end.error.failures[0][0]) == "not these"
+
+
+class ExtraData(dcp.DefaultSavePlanner):
+    """DCP's own example of saving additional metadata."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data=["per-rank-data"])
+
+
+class ExtraAttribute(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.mcore_data = {}
+        return plans, metadata
+
+
+class ExtraKey(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.state_dict_metadata["ghost"] = BytesStorageMetadata()
+        return plans, metadata
+
+
+class LostKey(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        del metadata.state_dict_metadata["w"]
+        return plans, metadata
+
+
+class OtherSize(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.state_dict_metadata["w"].size = torch.Size((12,))
+        return plans, metadata
+
+
+@pytest.mark.parametrize(
+    ("planner_class", "what"),
+    [
+        (ExtraData, "planner_data of type list"),
+        (ExtraAttribute, "an attribute 'mcore_data'"),
+        (ExtraKey, "'ghost', which no rank has planned"),
+        (LostKey, "nothing about 'w'"),
+        (OtherSize, "'w' with another shape"),
+    ],
+)
+def test_metadata_that_a_native_checkpoint_cannot_hold_is_refused_with_the_way_out(
+    planner_class, what
+):
+    with pytest.raises(InvalidRequestError, match=r"subclass of FileSystemWriter") as raised:
+        capture(planner_class())
+    assert what in str(raised.value)
+
+
+# --- load planners ------------------------------------------------------------------------------
+
+
+class LoadRenamed(dcp.DefaultLoadPlanner):
+    """Reads `new_x` into `x` by rewriting the plan."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        ours, self.state_dict = (
+            self.state_dict,
+            {f"new_{key}": value for key, value in self.state_dict.items()},
+        )
+        plan = super().create_local_plan()
+        self.state_dict = ours
+        return dcp.LoadPlan(
+            [
+                dataclasses.replace(
+                    i, dest_index=dataclasses.replace(i.dest_index, fqn=i.dest_index.fqn[4:])
+                )
+                for i in plan.items
+            ]
+        )
+
+
+class LoadLookup(dcp.DefaultLoadPlanner):
+    """Loads into clones, and only `commit_tensor` brings them home."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return super().lookup_tensor(index).clone()
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        home = super().lookup_tensor(read_item.dest_index)
+        for dim, (low, n) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            home = home.narrow(dim, low, n)
+        home.copy_(tensor)
+
+
+class LoadTransform(dcp.DefaultLoadPlanner):
+    """Loads into a temporary of another dtype and layout, and doubles it on commit."""
+
+    def transform_tensor(self, read_item: Any, tensor: torch.Tensor) -> torch.Tensor:
+        self.home = super().transform_tensor(read_item, tensor)
+        return torch.empty(tuple(self.home.shape)[::-1], dtype=torch.float64).permute(
+            tuple(range(self.home.dim()))[::-1]
+        )
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float64
+        home = self.lookup_tensor(read_item.dest_index)
+        super().transform_tensor(read_item, home).copy_(tensor * 2)
+
+
+class LoadBytes(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        assert value.tell() == 0
+        super().load_bytes(read_item, value)
+        self.loaded = [*getattr(self, "loaded", []), read_item.dest_index.fqn]
+
+
+class LoadGlobal(dcp.DefaultLoadPlanner):
+    """Rank 0 takes the objects from every plan but its own."""
+
+    def create_global_plan(self, global_plan: Any) -> Any:
+        for plan in global_plan[1:]:
+            plan.items = [i for i in plan.items if i.type is dcp.planner.LoadItemType.TENSOR]
+        return super().create_global_plan(global_plan)
+
+
+LOAD_PLANNERS = [LoadLookup, LoadTransform, LoadBytes, LoadGlobal]
+
+
+def table_of(path: Path) -> tuple[Metadata, ChunkTable, list[bytes], list[bytes]]:
+    """Returns a stock checkpoint as metadata, chunk table, raw bytes and item bytes by chunk."""
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    stored = metadata.state_dict_metadata
+    names = list(stored)
+    shapes = [tuple(getattr(stored[n], "size", ())) for n in names]
+    width = max(map(len, shapes), default=0)
+    dtypes = sorted({dtype_name(m.properties.dtype) for m in stored.values() if hasattr(m, "size")})
+    chunks, payloads, items = [], [], []
+    for index, info in metadata.storage_data.items():
+        with (path / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            items.append(file.read(info.length))
+        value = torch.load(io.BytesIO(items[-1]), weights_only=False)
+        raw = bytes(host_bytes(value)) if isinstance(value, torch.Tensor) else items[-1]
+        payloads.append(raw)
+        size = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        chunks.append((names.index(index.fqn), tuple(index.offset or ()), size))
+
+    def pad(rows: Any, fill: int) -> Any:
+        padded = [(*row, *[fill] * (width - len(row))) for row in rows]
+        return np.array(padded, dtype=np.int64).reshape(len(padded), width)
+
+    n = len(chunks)
+    is_tensor = [hasattr(stored[name], "size") for name in names]
+    return (
+        metadata,
+        ChunkTable(
+            names=tuple(names),
+            paths=(None,) * len(names),
+            dtypes=tuple(dtypes),
+            files=("f",),
+            kind=np.array([Kind.TENSOR if t else Kind.OBJECT for t in is_tensor], np.int8),
+            dtype=np.array(
+                [
+                    dtypes.index(dtype_name(stored[name].properties.dtype)) if tensor else -1
+                    for name, tensor in zip(names, is_tensor, strict=True)
+                ],
+                np.int8,
+            ),
+            ndim=np.array([len(shape) for shape in shapes], np.int8),
+            shape=pad(shapes, 1),
+            requires_grad=np.zeros(len(names), bool),
+            tensor=np.array([c[0] for c in chunks], np.int32),
+            offset=pad([c[1] for c in chunks], 0),
+            size=pad([c[2] for c in chunks], 1),
+            file=np.zeros(n, np.int32),
+            item_offset=np.arange(n, dtype=np.int64) * 1_000_000,
+            item_bytes=np.array([len(item) for item in items], np.int64),
+            payload_offset=np.arange(n, dtype=np.int64) * 1_000_000,
+            payload_bytes=np.array([len(raw) for raw in payloads], np.int64),
+            block_bytes=np.zeros(n, np.int64),
+            check_start=np.zeros(n + 1, np.int64),
+            checks=np.zeros(0, np.uint64),
+        ),
+        payloads,
+        items,
+    )
+
+
+def fill(targets: Targets, table: ChunkTable, payloads: list[bytes], items: list[bytes]) -> None:
+    """Reads as the runtime does: boxes, then objects, then `finish`."""
+    wanted = targets.wanted
+    plan = plan_reads(table, wanted)
+    targets.check_coverage(plan)
+    arrays = {}
+    for row in range(len(wanted)):
+        buffer = targets.sink.buffer(row)
+        kind = np.dtype((np.void, int(wanted.itemsize[row])))
+        arrays[row] = np.frombuffer(buffer, kind).reshape(wanted.size[row])
+    for pair in range(len(plan)):
+        chunk, row = plan.chunk[pair], plan.wanted[pair]
+        source = np.frombuffer(payloads[chunk], arrays[row].dtype).reshape(table.size[chunk])
+        low, size = plan.offset[pair], plan.size[pair]
+
+        def part(origin: Any, low: Any = low, size: Any = size) -> Any:
+            return tuple(slice(a - o, a - o + n) for a, o, n in zip(low, origin, size, strict=True))
+
+        arrays[row][part(wanted.offset[row])] = source[part(table.offset[chunk])]
+    for row in range(len(wanted)):
+        targets.sink.done(row)
+    for chunk, take in targets.objects:
+        take(items[chunk])
+    targets.finish()
+
+
+def load(
+    path: Path,
+    state_dict: Any,
+    planner: Any,
+    options: LoadOptions | None = None,
+    change: Callable[[ChunkTable], ChunkTable] = lambda table: table,
+) -> Targets:
+    metadata, table, payloads, items = table_of(path)
+    table = change(table)
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), state_dict, planner, metadata, table,
+                rank=0, world_size=1, options=options or LoadOptions(),
+            )
+        ]
+    )[0].get()  # fmt: skip
+    fill(targets, table, payloads, items)
+    return targets
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    dcp.save(state(3.0), checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+def flat(state_dict: Any) -> dict[str, Any]:
+    found, _ = torch.distributed.checkpoint._nested_dict.flatten_state_dict(state_dict)
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+@pytest.mark.parametrize("planner_class", LOAD_PLANNERS)
+def test_a_load_planner_loads_what_it_makes_stock_dcp_load(planner_class, checkpoint):
+    by_stock, by_us = zeros(), zeros()
+    dcp.load(by_stock, checkpoint_id=checkpoint, planner=planner_class(), no_dist=True)
+    home = by_us["w"]
+    options = LoadOptions(dtype="cast") if planner_class is LoadTransform else None
+    targets = load(checkpoint, by_us, planner_class(), options)
+    assert flat(by_us) == flat(by_stock)
+    assert flat(by_us) != flat(zeros())
+    assert by_us["w"] is home
+    assert targets.unexpected == targets.missing == ()
+    assert set(targets.loaded) == set(flat(by_us))
+
+
+def test_renamed_items_load_from_what_a_renaming_planner_saved(tmp_path):
+    dcp.save(state(3.0), checkpoint_id=tmp_path, planner=RenamedItems(), no_dist=True)
+    by_stock, by_us = zeros(), zeros()
+    dcp.load(by_stock, checkpoint_id=tmp_path, planner=LoadRenamed(), no_dist=True)
+    load(tmp_path, by_us, LoadRenamed())
+    assert flat(by_us) == flat(by_stock) == flat(state(3.0))
+
+
+def test_the_planner_that_makes_the_state_dict_from_metadata_works(checkpoint):
+    made: dict[str, Any] = {}
+    metadata, table, payloads, items = table_of(checkpoint)
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), made, _EmptyStateDictLoadPlanner(), metadata, table,
+                rank=0, world_size=1, options=LoadOptions(), stateful=False,
+            )
+        ]
+    )[0].get()  # fmt: skip
+    fill(targets, table, payloads, items)
+    assert flat(made) == flat(state(3.0))
+
+
+def test_hooks_are_called_as_often_as_by_stock_dcp(checkpoint):
+    counts: list[dict[str, int]] = []
+
+    def counting() -> Any:
+        count: dict[str, int] = {}
+        counts.append(count)
+
+        class Counting(dcp.DefaultLoadPlanner):
+            pass
+
+        for hook in (
+            "set_up_planner", "create_local_plan", "finish_plan", "resolve_tensor",
+            "lookup_tensor", "transform_tensor", "commit_tensor", "load_bytes",
+        ):  # fmt: skip
+
+            def counted(self: Any, *args: Any, hook: str = hook, **kwargs: Any) -> Any:
+                count[hook] = count.get(hook, 0) + 1
+                return getattr(dcp.DefaultLoadPlanner, hook)(self, *args, **kwargs)
+
+            setattr(Counting, hook, counted)
+        return Counting()
+
+    dcp.load(zeros(), checkpoint_id=checkpoint, planner=counting(), no_dist=True)
+    load(checkpoint, zeros(), counting())
+    assert counts[0] == counts[1]
+    assert counts[1]["commit_tensor"] == 4
+
+
+def test_a_global_load_plan_reaches_the_ranks(checkpoint):
+    metadata, table, payloads, items = table_of(checkpoint)
+    states = [zeros(), zeros()]
+    seen: list[Any] = []
+    ends = run(
+        [
+            targets_with_planner(
+                keys(), states[rank], LoadGlobal(), metadata, table,
+                rank=rank, world_size=2, options=LoadOptions(),
+            )
+            for rank in range(2)
+        ],
+        seen=seen,
+    )  # fmt: skip
+    for end in ends:
+        fill(end.get(), table, payloads, items)
+    assert len(seen) == 4
+    assert states[0]["lr"] == 3.0
+    assert states[1]["lr"] == 0.0
+    assert torch.equal(states[1]["w"], state(3.0)["w"])
+
+
+def test_a_shard_is_read_from_the_chunks_that_meet_it(tmp_path):
+    class Subclass(dcp.FileSystemWriter):
+        pass
+
+    ends = run(
+        [
+            foreign_save(
+                keys(), {"s": torch.full((2, 3), float(rank))}, Subclass(tmp_path),
+                Shards(rank, 3), rank=rank, world_size=3, timeout_s=60.0,
+            )
+            for rank in range(3)
+        ]
+    )  # fmt: skip
+    assert all(end.error is None for end in ends)
+
+    class Middle(dcp.DefaultLoadPlanner):
+        """Wants rows 1 to 5 of the six, as one destination."""
+
+        def create_local_plan(self) -> dcp.LoadPlan:
+            box = ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((4, 3)))
+            return dcp.LoadPlan(
+                dcp.planner_helpers.create_read_items_for_chunk_list(
+                    "s", self.metadata.state_dict_metadata["s"], [box]
+                )
+            )
+
+        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+            return self.state_dict["s"]
+
+    target = {"s": torch.zeros(4, 3)}
+    load(tmp_path, target, Middle())
+    assert target["s"][:, 0].tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+# --- what a load planner may not do -------------------------------------------------------------
+
+
+def test_a_missing_key_is_told_as_such_before_anything_is_touched(checkpoint):
+    target = {**zeros(), "more": torch.zeros(1)}
+    with pytest.raises(MissingKeyError, match="more") as raised:
+        load(checkpoint, target, LoadBytes())
+    assert isinstance(raised.value.failures[0][0], RuntimeError)
+    assert not target["w"].any()
+    targets = load(checkpoint, target, LoadBytes(allow_partial_load=True))
+    assert targets.missing == ("more",)
+
+
+def test_another_shape_is_told_as_such(checkpoint):
+    with pytest.raises(ShapeMismatchError, match="w"):
+        load(checkpoint, {"w": torch.zeros(3, 4)}, LoadBytes())
+
+
+def test_unexpected_keys_are_reported_and_refused_when_strict(checkpoint):
+    target = {"w": torch.zeros(4, 3)}
+    assert set(load(checkpoint, target, LoadBytes()).unexpected) == {
+        "t", "nested.b", "nested.name", "scalar", "lr",
+    }  # fmt: skip
+    with pytest.raises(StateDictError, match="does not ask for"):
+        load(checkpoint, target, LoadBytes(), LoadOptions(strict=True))
+
+
+@pytest.mark.parametrize("planner_class", [LoadBytes, LoadLookup])
+def test_a_dtype_that_would_lose_values_is_refused_unless_cast(planner_class, checkpoint):
+    def target() -> Any:
+        return {"w": torch.zeros(4, 3, dtype=torch.float16)}
+
+    with pytest.raises(ShapeMismatchError, match=r"'w' is stored as torch.float32"):
+        load(checkpoint, target(), planner_class())
+    loaded = target()
+    load(checkpoint, loaded, planner_class(), LoadOptions(dtype="cast"))
+    assert loaded["w"].tolist() == state(3.0)["w"].tolist()
+
+
+def test_a_dtype_that_widens_is_cast_and_reported(checkpoint):
+    target = {"nested": {"b": torch.zeros(2)}}
+    targets = load(checkpoint, target, LoadBytes())
+    assert targets.cast == (("nested.b", "bfloat16", "float32"),)
+    assert target["nested"]["b"].tolist() == [3.0, 3.0]
+    with pytest.raises(ShapeMismatchError):
+        load(checkpoint, target, LoadBytes(), LoadOptions(dtype="error"))
+
+
+def test_a_target_of_another_shape_than_planned_is_refused(checkpoint):
+    class Wrong(dcp.DefaultLoadPlanner):
+        def transform_tensor(self, read_item: Any, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.reshape(-1)
+
+    with pytest.raises(ShapeMismatchError, match=r"Wrong planned to read \(4, 3\).*'w'.*\(12,\)"):
+        load(checkpoint, {"w": torch.zeros(4, 3)}, Wrong())
+
+
+class Wild(dcp.DefaultLoadPlanner):
+    """Changes the first read item."""
+
+    def __init__(self, **change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        plan = super().create_local_plan()
+        return dcp.LoadPlan([dataclasses.replace(plan.items[0], **self.change)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"storage_index": MetadataIndex("ghost", (0, 0))}, "'ghost', which the checkpoint"),
+        ({"storage_index": MetadataIndex("lr")}, "'lr' as TENSOR, but it is stored as an object"),
+        ({"storage_offsets": torch.Size((3, 0))}, r"\(3, 0\) of \(4, 3\).*shape \(4, 3\)"),
+        ({"lengths": torch.Size((4,))}, "stored with 2 dimensions"),
+    ],
+)
+def test_a_read_item_outside_of_the_checkpoint_names_planner_and_fqn(change, message, checkpoint):
+    with pytest.raises(StateDictError, match=rf"Wild planned to read .*{message}"):
+        load(checkpoint, {"w": torch.zeros(4, 3)}, Wild(**change))
+
+
+def test_a_checkpoint_with_a_chunk_lost_is_not_loaded_in_part(checkpoint):
+    def without_w(table: ChunkTable) -> ChunkTable:
+        keep = table.tensor != table.names.index("w")
+        per_chunk = (
+            "tensor", "offset", "size", "file", "item_offset", "item_bytes",
+            "payload_offset", "payload_bytes", "block_bytes",
+        )  # fmt: skip
+        return dataclasses.replace(
+            table, **{name: getattr(table, name)[keep] for name in per_chunk}
+        )
+
+    with pytest.raises(CoverageError, match="lacks parts of 'w'"):
+        load(checkpoint, zeros(), LoadBytes(), change=without_w)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("import sys; sys.evil_ran = True",))
+
+
+def test_an_object_that_runs_code_is_refused_before_the_planner_gets_it(tmp_path):
+    dcp.save({"o": Evil()}, checkpoint_id=tmp_path, no_dist=True)
+
+    planner = LoadBytes()
+    metadata, table, payloads, items = _table_unread(tmp_path)
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), {"o": 0}, planner, metadata, table,
+                rank=0, world_size=1, options=LoadOptions(),
+            )
+        ]
+    )[0].get()  # fmt: skip
+    with pytest.raises(UnsafeCheckpointError, match="exec"):
+        fill(targets, table, payloads, items)
+    assert not hasattr(planner, "loaded")
+
+
+def _table_unread(path: Path) -> Any:
+    """Returns `table_of` of a checkpoint with one object that must not be loaded."""
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    (info,) = metadata.storage_data.values()
+    item = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+    (path / "safe").mkdir()
+    dcp.save({"o": 1}, checkpoint_id=path / "safe", no_dist=True)
+    _, table, _, _ = table_of(path / "safe")
+    return metadata, table, [item], [item]
+
+
+class JsonLoad(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = json.loads(value.getvalue())
+
+
+def test_bytes_of_a_planners_own_format_need_the_users_trust(checkpoint):
+    metadata, table, payloads, _ = table_of(checkpoint)
+    target = {"lr": 0.0}
+
+    def targets(options: LoadOptions) -> Targets:
+        return run(
+            [
+                targets_with_planner(
+                    keys(), target, JsonLoad(), metadata, table,
+                    rank=0, world_size=1, options=options,
+                )
+            ]
+        )[0].get()  # fmt: skip
+
+    own = [b"[1, 2]"] * table.num_chunks
+    with pytest.raises(UnsafeCheckpointError, match=r"JsonLoad\.load_bytes"):
+        fill(targets(LoadOptions()), table, payloads, own)
+    fill(targets(LoadOptions(weights_only=False)), table, payloads, own)
+    assert target["lr"] == [1, 2]
+
+
+def test_damaged_object_bytes_are_damage_for_the_default_format(checkpoint):
+    metadata, table, payloads, items = table_of(checkpoint)
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), {"lr": 0.0}, LoadLookup(), metadata, table,
+                rank=0, world_size=1, options=LoadOptions(),
+            )
+        ]
+    )[0].get()  # fmt: skip
+    with pytest.raises(DamagedCheckpointError) as raised:
+        fill(targets, table, payloads, [item[: len(item) // 2] for item in items])
+    assert not isinstance(raised.value, UnsafeCheckpointError)
+
+
+def test_a_box_that_was_never_read_is_an_internal_error(checkpoint):
+    metadata, table, _, _ = table_of(checkpoint)
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), {"w": torch.zeros(4, 3)}, LoadBytes(), metadata, table,
+                rank=0, world_size=1, options=LoadOptions(),
+            )
+        ]
+    )[0].get()  # fmt: skip
+    with pytest.raises(InternalError, match="'w' was never read"):
+        targets.finish()
+
+
+# --- chunks that only torch.load understands ----------------------------------------------------
+
+
+def opaque(table: ChunkTable) -> ChunkTable:
+    kind = np.where(table.kind == Kind.TENSOR, Kind.OPAQUE, table.kind).astype(np.int8)
+    return dataclasses.replace(table, kind=kind)
+
+
+@pytest.mark.parametrize("planner_class", [LoadBytes, LoadLookup])
+def test_opaque_tensors_are_loaded_and_committed(planner_class, checkpoint):
+    target = zeros()
+    targets = load(checkpoint, target, planner_class(), change=opaque)
+    assert len(targets.wanted) == 0
+    assert flat(target) == flat(state(3.0))
+
+
+def test_an_opaque_item_of_another_shape_is_damage(checkpoint):
+    metadata, table, payloads, items = table_of(checkpoint)
+    table = opaque(table)
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), zeros(), LoadBytes(), metadata, table,
+                rank=0, world_size=1, options=LoadOptions(),
+            )
+        ]
+    )[0].get()  # fmt: skip
+    wrong = io.BytesIO()
+    torch.save(torch.zeros(99), wrong)
+    with pytest.raises(DamagedCheckpointError, match=r"should be a tensor of shape"):
+        fill(targets, table, payloads, [wrong.getvalue()] * len(items))
+
+
+def test_a_raw_box_can_be_brought_by_whole_items_too(checkpoint):
+    metadata, table, _, items = table_of(checkpoint)
+    target = {"w": torch.zeros(4, 3)}
+    targets = run(
+        [
+            targets_with_planner(
+                keys(), target, LoadBytes(), metadata, table,
+                rank=0, world_size=1, options=LoadOptions(),
+            )
+        ]
+    )[0].get()  # fmt: skip
+    chunk = int(np.flatnonzero(table.tensor == table.names.index("w"))[0])
+    targets.place_item(chunk, items[chunk])
+    targets.finish()
+    assert torch.equal(target["w"], state(3.0)["w"])
+
+
+def test_a_tensor_subclass_is_captured_as_a_deferred_item():
+    class Tagged(torch.Tensor):
+        pass
+
+    class Tagging(dcp.DefaultSavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
+            return object.as_subclass(Subclassed)
+
+    captured = capture(Tagging(), {"w": torch.ones(2)})
+    assert captured.columns.kind.tolist() == [Kind.OPAQUE]
+    assert captured.columns.splittable.tolist() == [False]
+    with torch.serialization.safe_globals([Subclassed]):
+        loaded = torch.load(io.BytesIO(captured.deferred(0)), weights_only=True)
+    assert loaded.tolist() == [1.0, 1.0]
+
+
+class Subclassed(torch.Tensor):
+    pass

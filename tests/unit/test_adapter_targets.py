@@ -1,0 +1,492 @@
+"""What was captured comes back in place, for any layout, and what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ray_dcp.core.values import ChunkTable
+from ray_dcp.errors import (
+    CoverageError,
+    DamagedCheckpointError,
+    InternalError,
+    MissingKeyError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from ray_dcp.options import LoadOptions
+from ray_dcp.planning.reads import plan_reads
+from ray_dcp.torch_adapter.capture import capture
+from ray_dcp.torch_adapter.objects import dump_object
+from ray_dcp.torch_adapter.targets import Targets, plan_targets
+
+from .seam_support import as_rank, fill, on_ranks, stored
+
+
+def saved(state_dict: dict[str, Any], **flags: bool) -> tuple[ChunkTable, list[bytes]]:
+    return stored(capture(state_dict, rank=0, world_size=1, **flags))
+
+
+def load(checkpoint: tuple[ChunkTable, list[bytes]], target: Any, **options: Any) -> Targets:
+    table, payloads = checkpoint
+    targets = plan_targets(target, table, options=LoadOptions(**options))
+    fill(table, payloads, targets)
+    return targets
+
+
+def test_everything_comes_back_in_place_and_tensors_keep_their_identity() -> None:
+    def state(factor: float) -> dict[str, Any]:
+        base = torch.arange(12.0).reshape(3, 4) * factor
+        return {
+            "w": base.clone(), "param": nn.Parameter(base.clone()), "transposed": base.clone().T,
+            "strided": base.clone()[:, ::2], "half": base.bfloat16(), "scalar": base[2, 3].clone(),
+            "complex": torch.complex(base, -base).conj(), "negative": torch.complex(base, base),
+            "empty": torch.zeros(0, 3), "bool": base > 3 * factor,
+            "fp8": base.to(torch.float8_e5m2),
+            "nested": {"list": [{"x": base[0].clone()}, 5 * factor], 7: {"y": base[1].clone()}},
+            "object": (1, factor), "numpy": np.arange(3) * factor,
+        }  # fmt: skip
+
+    def tensors(of: dict[str, Any]) -> dict[str, torch.Tensor]:
+        values, _ = flatten_state_dict(of)
+        return {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+
+    source, target = state(1.0), state(0.0)
+    source["negative"] = source["negative"].conj().imag
+    target["negative"] = target["negative"].conj().imag
+    before = tensors(target)
+    versions = {key: value._version for key, value in before.items()}
+    targets = load(saved(source), target)
+    after = tensors(target)
+    assert all(after[key] is value for key, value in before.items())
+    for key, value in tensors(source).items():
+        assert torch.equal(
+            after[key].detach().resolve_conj().resolve_neg().to(torch.complex64),
+            value.detach().resolve_conj().resolve_neg().to(torch.complex64),
+        ), key
+        assert value.numel() == 0 or after[key]._version > versions[key], key
+    assert target["object"] == (1, 1.0)
+    assert target["numpy"].tolist() == [0, 1, 2]
+    assert target["nested"]["list"][1] == 5
+    assert sorted(targets.loaded) == sorted(flatten_state_dict(source)[0])
+    assert (targets.missing, targets.unexpected, targets.cast) == ((), (), ())
+
+
+def test_values_under_integer_keys_go_back_to_them() -> None:
+    target = {"state": {3: {"step": 0}}, "list": [0, {1: 0}]}
+    load(saved({"state": {3: {"step": 7}}, "list": [1, {1: 9}]}), target)
+    assert target == {"state": {3: {"step": 7}}, "list": [1, {1: 9}]}
+    numbered = {2: 0, 10: 0}
+    load(saved({2: "two", 10: "ten"}), numbered)
+    assert numbered == {2: "two", 10: "ten"}
+
+
+class Holder:
+    """A Stateful that remembers what it was given."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((2,), value)
+        self.step = int(value)
+        self.given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = dict(state_dict)
+        self.step = state_dict["step"]
+
+
+def test_a_stateful_at_the_top_is_loaded_in_place_and_given_its_state() -> None:
+    table, payloads = saved({"a": Holder(3.0), "x": 1})
+    holder = Holder(0.0)
+    target = {"a": holder, "x": 0}
+    targets = plan_targets(target, table)
+    assert holder.given is None
+    fill(table, payloads, targets)
+    assert target["a"] is holder
+    assert holder.given is not None
+    assert holder.given["tensor"] is holder.tensor
+    assert holder.tensor.tolist() == [3, 3]
+    assert (holder.step, target["x"]) == (3, 1)
+
+
+def test_a_module_and_its_optimizer_come_back() -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(0)
+    other, other_optimizer = made(1)
+    parameters = list(other.parameters())
+    checkpoint = saved({"model": model, "optimizer": optimizer})
+    load(checkpoint, {"model": other, "optimizer": other_optimizer})
+    assert all(a is b for a, b in zip(other.parameters(), parameters, strict=True))
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value)
+    state = optimizer.state_dict()["state"]
+    for number, entry in other_optimizer.state_dict()["state"].items():
+        assert all(torch.equal(entry[key], state[number][key]) for key in entry)
+
+
+def test_without_stateful_nothing_is_asked_and_objects_go_straight_in() -> None:
+    holder = Holder(1.0)
+    table, payloads = saved({"a": 5, "w": torch.ones(2)})
+    target = {"a": holder, "w": torch.zeros(2)}
+    targets = plan_targets(target, table, stateful=False)
+    fill(table, payloads, targets)
+    assert target["a"] == 5
+    assert target["w"].tolist() == [1, 1]
+    assert holder.given is None
+
+
+def test_without_flattening_the_top_level_is_replaced() -> None:
+    table, payloads = saved({"m": {"w": torch.ones(2)}, "x": torch.ones(3)},
+                            flatten_state_dict=False)  # fmt: skip
+    target = {"m": None, "x": torch.zeros(3)}
+    tensor = target["x"]
+    fill(table, payloads, plan_targets(target, table, flatten_state_dict=False))
+    assert target["m"]["w"].tolist() == [1, 1]
+    assert target["x"] is tensor
+
+
+def test_all_missing_keys_are_told_with_the_similar_ones() -> None:
+    checkpoint = saved({"model.layer.weight": torch.ones(2), "z": 1})
+    target = {"layer": {"weight": torch.zeros(2)}, "q": {"b": 1}, "z": 0}
+    with pytest.raises(MissingKeyError, match="Missing key in checkpoint state_dict") as caught:
+        load(checkpoint, target)
+    message = str(caught.value)
+    for words in ("'layer.weight'", "'q.b'", "'model.layer.weight'", "strict=False"):
+        assert words in message
+    assert target["z"] == 0
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load(checkpoint, target)
+    targets = load(checkpoint, target, strict=False)
+    assert targets.missing == ("layer.weight", "q.b")
+    assert targets.unexpected == ("model.layer.weight",)
+    assert (targets.loaded, target["z"]) == (("z",), 1)
+
+
+def test_unexpected_keys_are_reported_and_refused_when_strict() -> None:
+    checkpoint = saved({"a": 1, "b": {"c": 2, "d": 3}})
+    assert load(checkpoint, {"a": 0}).unexpected == ("b.c", "b.d")
+    with pytest.raises(StateDictError, match=r"2 key\(s\).*'b.c', 'b.d'"):
+        load(checkpoint, {"a": 0}, strict=True)
+
+
+def test_all_mismatches_of_shape_and_dtype_are_told_and_nothing_is_touched() -> None:
+    checkpoint = saved({
+        "shape": torch.ones(2, 3), "narrow": torch.ones(2), "int": torch.ones(2).long(),
+        "fine": torch.ones(2), "object": 5,
+    })  # fmt: skip
+    target = {
+        "shape": torch.zeros(3, 2), "narrow": torch.zeros(2).half(), "int": torch.zeros(2),
+        "fine": torch.zeros(2), "object": 0,
+    }  # fmt: skip
+    before = copy.deepcopy(target)
+    with pytest.raises(ShapeMismatchError, match=r"Size mismatch between saved.*3 value\(s\)") as e:
+        load(checkpoint, target)
+    for words in ("(2, 3) and wanted as (3, 2)", "float32 and wanted as float16", "int64 and"):
+        assert words in str(e.value)
+    for key, value in before.items():
+        assert torch.equal(torch.as_tensor(target[key]), torch.as_tensor(value))
+
+
+def test_casts_follow_the_policy() -> None:
+    checkpoint = saved({"w": torch.tensor([1.5, 70000.0]).bfloat16(), "n": torch.tensor([1, 2])})
+    wider = {"w": torch.zeros(2), "n": torch.zeros(2).long()}
+    targets = load(checkpoint, wider)
+    assert wider["w"].tolist() == [1.5, 70144.0]
+    assert targets.cast == (("w", "bfloat16", "float32"),)
+    with pytest.raises(ShapeMismatchError, match="forbids"):
+        load(checkpoint, {"w": torch.zeros(2), "n": torch.zeros(2).long()}, dtype="error")
+    narrow = {"w": torch.zeros(2).half(), "n": torch.zeros(2)}
+    with pytest.raises(ShapeMismatchError, match="may lose values"):
+        load(checkpoint, narrow)
+    targets = load(checkpoint, narrow, dtype="cast")
+    assert narrow["w"].tolist() == [1.5, float("inf")]
+    assert narrow["n"].tolist() == [1, 2]
+    assert len(targets.cast) == 2
+
+
+def test_a_tensor_for_a_value_that_is_none_is_an_error_and_an_object_for_a_tensor_replaces() -> (
+    None
+):
+    with pytest.raises(StateDictError, match=r"'step' \(int\)"):
+        load(saved({"step": torch.tensor(3)}), {"step": 0})
+    target = {"step": torch.tensor(0)}
+    load(saved({"step": 3}), target)
+    assert target == {"step": 3}
+
+
+def test_targets_that_cannot_be_written_are_refused() -> None:
+    checkpoint = saved({"w": torch.ones(2, 3), "t": 1})
+    with pytest.raises(UnsupportedValueError, match="'w' is expanded"):
+        load(checkpoint, {"w": torch.zeros(3).expand(2, 3)})
+    with pytest.raises(UnsupportedValueError, match="to_dense"):
+        load(checkpoint, {"w": torch.zeros(2, 3).to_sparse()})
+
+
+def test_meta_tensors_get_memory_and_are_replaced_where_they_sit() -> None:
+    meta = torch.device("meta")
+    inner = {
+        "w": torch.empty(2, 3, device=meta),
+        5: [torch.empty(3, device=meta, dtype=torch.half)],
+    }
+    target = {"a": inner, "empty": torch.empty(0, 2, device=meta)}
+    source = {"a": {"w": torch.ones(2, 3), 5: [torch.ones(3).half()]}, "empty": torch.empty(0, 2)}
+    load(saved(source), target)
+    assert target["a"] is inner
+    assert inner["w"].tolist() == [[1] * 3] * 2
+    assert inner[5][0].dtype == torch.half
+    assert inner[5][0].tolist() == [1, 1, 1]
+    assert target["empty"].device.type == "cpu"
+
+
+def test_a_meta_tensor_of_another_dtype_is_cast_into() -> None:
+    target = {"w": torch.empty(2, device="meta", dtype=torch.float64)}
+    load(saved({"w": torch.tensor([1.0, 2.0])}), target)
+    assert target["w"].dtype == torch.float64
+    assert target["w"].tolist() == [1, 2]
+
+
+def test_a_meta_dtensor_becomes_a_dtensor_with_memory() -> None:
+    full = torch.arange(10.0).reshape(5, 2)
+    checkpoint = saved({"w": full})
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (4,))
+            real = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+            meta = DTensor.from_local(
+                torch.empty_like(real.to_local(), device="meta"), mesh, [Shard(0)],
+                run_check=False, shape=full.shape, stride=full.stride(),
+            )  # fmt: skip
+            target = {"w": meta}
+            load(checkpoint, target)
+            assert isinstance(target["w"], DTensor)
+            assert target["w"].shape == full.shape
+            assert target["w"].placements == (Shard(0),)
+            assert torch.equal(target["w"].to_local(), real.to_local())
+
+
+LAYOUTS = [
+    ((4,), [Shard(0)]), ((4,), [Shard(1)]), ((4,), [Replicate()]), ((2, 2), [Shard(1), Shard(0)]),
+    ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ((2, 2), [Shard(0), _StridedShard(0, split_factor=2)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("to", LAYOUTS, ids=str)
+@pytest.mark.parametrize("of", LAYOUTS, ids=str)
+def test_a_tensor_saved_in_one_layout_loads_in_any_other(of: Any, to: Any) -> None:
+    full = torch.arange(63.0).reshape(9, 7)
+
+    def distributed(value: torch.Tensor, layout: Any) -> DTensor:
+        mesh = init_device_mesh("cpu", layout[0])
+        return distribute_tensor(value, mesh, layout[1], src_data_rank=None)
+
+    def save(rank: int) -> Any:
+        captured = capture({"w": distributed(full, of)}, rank=rank, world_size=4)
+        return stored(captured) if len(captured.columns) else None
+
+    def captured_payloads() -> tuple[ChunkTable, list[bytes]]:
+        parts = [part for part in on_ranks(4, save) if part is not None]
+        table = parts[0][0]
+        for other, _ in parts[1:]:
+            table = joined(table, other)
+        return table, [payload for _, payloads in parts for payload in payloads]
+
+    table, payloads = captured_payloads()
+
+    def check(rank: int) -> None:
+        target = {"w": distributed(torch.full_like(full, -1), to)}
+        fill(table, payloads, plan_targets(target, table))
+        assert torch.equal(target["w"].to_local(), distributed(full, to).to_local())
+
+    on_ranks(4, check)
+
+
+def joined(table: ChunkTable, other: ChunkTable) -> ChunkTable:
+    """The chunks of two tables of the same tensors; replicated boxes stay twice."""
+    columns = ("tensor", "offset", "size", "file", "item_offset", "item_bytes", "payload_offset",
+               "payload_bytes", "block_bytes")  # fmt: skip
+    both = {name: np.concatenate([getattr(table, name), getattr(other, name)]) for name in columns}
+    return replace(table, **both)
+
+
+def test_a_rank_outside_the_mesh_loads_nothing_and_misses_nothing() -> None:
+    checkpoint = saved({"w": torch.arange(6.0)})
+    with as_rank(0, 4):
+        mesh = DeviceMesh("cpu", [1, 3])
+        tensor = DTensor.from_local(torch.empty(0), mesh, [Shard(0)], run_check=False,
+                                    shape=(6,), stride=(1,))  # fmt: skip
+        targets = load(checkpoint, {"w": tensor})
+    assert len(targets.wanted) == 0
+    assert targets.loaded == ("w",)
+
+
+def test_several_local_shards_are_filled_each() -> None:
+    full = torch.arange(24.0).reshape(6, 4)
+    checkpoint = saved({"w": full})
+    for rank in range(2):
+        with as_rank(rank, 2):
+            locals_ = [torch.zeros(6, 1), torch.zeros(6, 1)]
+            wrapper = LocalShardsWrapper(locals_, [(0, 2 * rank), (0, 2 * rank + 1)])
+            mesh = init_device_mesh("cpu", (2,))
+            tensor = DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False,
+                                        shape=full.shape, stride=full.stride())  # fmt: skip
+            load(checkpoint, {"w": tensor})
+            assert torch.equal(torch.cat(locals_, 1), full[:, 2 * rank : 2 * rank + 2])
+
+
+def test_checkpoints_flattened_before_torch_2_4_load() -> None:
+    def state(value: float) -> dict[str, Any]:
+        return {
+            "w": torch.full((2,), value),
+            "cfg": {"lr": value, "b": {"c": value}},
+            "groups": [{"lr": value}, {"t": torch.full((1,), value)}],
+        }
+
+    try:
+        _version._derived_version = "2_3"
+        old, _ = flatten_state_dict(state(3.0))
+    finally:
+        _version._derived_version = None
+    assert "cfg" in old
+    checkpoint = saved(old, flatten_state_dict=False)
+    target = state(0.0)
+    tensor = target["w"]
+    load(checkpoint, target)
+    assert target == {**state(3.0), "w": tensor, "groups": target["groups"]}
+    assert tensor.tolist() == [3, 3]
+    assert target["groups"][0] == {"lr": 3.0}
+    assert target["groups"][1]["t"].tolist() == [3]
+
+
+def test_holes_are_found_before_anything_is_touched() -> None:
+    table, _ = saved({"w": torch.ones(4), "v": torch.ones(2), "x": 5})
+    keep = np.array([table.names[t] != "x" for t in table.tensor])
+    size = table.size.copy()
+    size[table.tensor == table.names.index("w")] = [3]
+    holed = replace(table, tensor=table.tensor[keep], offset=table.offset[keep], size=size[keep],
+                    file=table.file[keep], payload_offset=table.payload_offset[keep],
+                    item_offset=table.item_offset[keep])  # fmt: skip
+    target = {"w": torch.zeros(4), "v": torch.zeros(2), "x": 0}
+    targets = plan_targets(target, holed)
+    with pytest.raises(CoverageError) as caught:
+        targets.check_coverage(plan_reads(holed, targets.wanted))
+    assert "'w' (4 bytes)" in str(caught.value)
+    assert "'x'" in str(caught.value)
+    assert "'v'" not in str(caught.value)
+    assert target["w"].tolist() == [0] * 4
+
+
+class Marked(torch.Tensor):
+    """A subclass that pickles as itself."""
+
+
+def test_a_stored_tensor_subclass_is_copied_into_plain_and_sharded_targets() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    with torch.serialization.safe_globals([Marked]):
+        checkpoint = saved({"w": full.as_subclass(Marked)})
+        target = {"w": torch.zeros(4, 3, dtype=torch.float64)}
+        targets = load(checkpoint, target)
+        assert len(targets.wanted) == 0
+        assert torch.equal(target["w"], full.double())
+        marked = {"w": torch.zeros(4, 3).as_subclass(Marked)}
+        load(checkpoint, marked)
+        assert torch.equal(marked["w"].as_subclass(torch.Tensor), full)
+        with as_rank(1, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            part = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
+            load(checkpoint, {"w": part})
+            assert torch.equal(part.to_local(), full[2:])
+    with pytest.raises(UnsafeCheckpointError, match="Marked"):
+        load(checkpoint, target)
+    load(checkpoint, target, weights_only=False)
+
+
+def test_a_plain_tensor_loads_into_a_subclass() -> None:
+    target = {"w": torch.zeros(3).as_subclass(Marked)}
+    load(saved({"w": torch.arange(3.0)}), target)
+    assert type(target["w"]) is Marked
+    assert target["w"].tolist() == [0, 1, 2]
+
+
+def test_whole_items_without_raw_bytes_go_into_the_buffers_of_all_rows_they_meet() -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    table, _ = saved({"w": full, "v": full.T.contiguous()})
+    target = {"w": torch.zeros(4, 3), "v": torch.zeros(3, 4, dtype=torch.float64)}
+    targets = plan_targets(target, table)
+    for chunk, tensor in enumerate((full, full.T)):
+        targets.place_item(chunk, dump_object(tensor, fqn="w"))
+    targets.finish()
+    assert torch.equal(target["w"], full)
+    assert torch.equal(target["v"], full.T.double())
+    with pytest.raises(DamagedCheckpointError, match=r"shape \(4, 3\)"):
+        targets.place_item(0, dump_object(full.T, fqn="w"))
+    with pytest.raises(DamagedCheckpointError, match="shape"):
+        targets.place_item(0, dump_object(5, fqn="w"))
+
+
+def test_an_object_that_was_never_read_is_an_internal_error() -> None:
+    table, _ = saved({"a": 1})
+    with pytest.raises(InternalError, match="a"):
+        plan_targets({"a": 0}, table).finish()
+
+
+def test_objects_with_code_are_refused_unless_asked_for() -> None:
+    checkpoint = saved({"h": Holder(2.0)}, stateful=False)
+    with pytest.raises(UnsafeCheckpointError, match="'h'"):
+        load(checkpoint, {"h": None})
+    target = {"h": None}
+    load(checkpoint, target, weights_only=False)
+    assert target["h"].step == 2
+
+
+def test_a_buffer_is_the_same_memory_in_every_thread_until_done() -> None:
+    table, _ = saved({"w": torch.ones(1000)})
+    target = {"w": torch.empty(1000, device="meta", dtype=torch.float64)}
+    sink = plan_targets(target, table).sink
+    buffers: list[memoryview] = []
+    barrier = threading.Barrier(8)
+
+    def ask() -> None:
+        barrier.wait()
+        buffers.append(sink.buffer(0))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers}) == 1
+    assert buffers[0].nbytes == 4000
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_targets_are_filled() -> None:
+    full = torch.arange(12.0).reshape(3, 4)
+    target = {"w": torch.zeros(3, 4, device="cuda"), "t": torch.zeros(3, 4, device="cuda").T}
+    load(saved({"w": full.cuda(), "t": full.T.cuda()}), target)
+    assert torch.equal(target["w"].cpu(), full)
+    assert torch.equal(target["t"].cpu(), full.T)
