@@ -42,8 +42,6 @@ from ray_dcp.torch_adapter.dispatch import FOREIGN, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
-__all__ = ["run_async_save"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -104,9 +102,12 @@ class _Save:
         self._session = session
         self._options = options
         self._account = Account(
-            "async_save", handle.checkpoint_id,
-            rank=session.rank, world_size=session.world_size, path=decision.path,
-        )  # fmt: skip
+            "async_save",
+            handle.checkpoint_id,
+            rank=session.rank,
+            world_size=session.world_size,
+            path=decision.path,
+        )
         self._staging = ""
         handle._run_by(self)
 
@@ -167,9 +168,11 @@ class _Save:
             logger.error(
                 "The asynchronous save to %s has not ended after %g s and is left; ask "
                 "ray_dcp.outcome(%r, %r) what became of it",
-                self._handle.checkpoint_id, timeout_s, self._handle.checkpoint_id,
+                self._handle.checkpoint_id,
+                timeout_s,
+                self._handle.checkpoint_id,
                 self._account.attempt,
-            )  # fmt: skip
+            )
         self._handle._tell_if_unseen()
 
 
@@ -225,10 +228,17 @@ class _NativeSave(_Save):
         self._staging = keeping.kind
         self._key = session.next_key()
         join = join_save(
-            self._key, rank=session.rank, world_size=session.world_size, target=target,
-            options=options, capture=take, staged=keeping.survives, vitals=vitals,
-            memory=session.plans, node=session.node,
-        )  # fmt: skip
+            self._key,
+            rank=session.rank,
+            world_size=session.world_size,
+            target=target,
+            options=options,
+            capture=take,
+            staged=keeping.survives,
+            vitals=vitals,
+            memory=session.plans,
+            node=session.node,
+        )
         go, captured = drive(join, call)
         self._key = vitals.key or self._key
         account.planned(go)
@@ -304,9 +314,15 @@ class _StagedByUser(_Save):
                 else:
                     state = staged
                 return run_save(
-                    self._decision, session, state, self._options, self._checkpoint_id,
-                    stateful=False, use_collectives=self.use_collectives, account=self._account,
-                )  # fmt: skip
+                    self._decision,
+                    session,
+                    state,
+                    self._options,
+                    self._checkpoint_id,
+                    stateful=False,
+                    use_collectives=self.use_collectives,
+                    account=self._account,
+                )
             finally:
                 self._close()
 

@@ -293,9 +293,7 @@ def read_into(
     if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
         # Why: what differs was asked for.
         options = replace(options, dtype="cast")
-    load(
-        flat, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
-    )  # fmt: skip
+    load(flat, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options)
 
 
 def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -543,9 +541,12 @@ def torch_save_to_dcp(
         state = _subset(state, include, key_map)
     planner = None if dtype is None else CastingSavePlanner(dtype)
     save(
-        dict(state), checkpoint_id=dcp_checkpoint_dir, planner=planner, no_dist=True,
+        dict(state),
+        checkpoint_id=dcp_checkpoint_dir,
+        planner=planner,
+        no_dist=True,
         options=options,
-    )  # fmt: skip
+    )
 
 
 def _empty(stored: Stored) -> torch.Tensor | None:

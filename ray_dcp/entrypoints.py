@@ -94,9 +94,14 @@ def save(
         decision = decide_save(planner, writer, checkpoint_id)
         session = session_for(process_group, no_dist)
         return run_save(
-            decision, session, state_dict, options, checkpoint_id,
-            use_collectives=use_collectives, log=log,
-        )  # fmt: skip
+            decision,
+            session,
+            state_dict,
+            options,
+            checkpoint_id,
+            use_collectives=use_collectives,
+            log=log,
+        )
 
 
 def async_save(
@@ -168,9 +173,14 @@ def async_save(
         decision = decide_save(planner, storage_writer, checkpoint_id)
         session = session_for(process_group, no_dist)
         handle = run_async_save(
-            decision, session, state_dict, options, checkpoint_id,
-            stager=async_stager, use_collectives=use_collectives,
-        )  # fmt: skip
+            decision,
+            session,
+            state_dict,
+            options,
+            checkpoint_id,
+            stager=async_stager,
+            use_collectives=use_collectives,
+        )
         log.uploading(handle)
         return handle
 
@@ -339,9 +349,13 @@ def load_newest(
     check_planner(planner, LoadPlanner)
     with OperationLog("load_newest", checkpoint_id=run, planner=planner):
         report = run_load_newest(
-            session := session_for(process_group, no_dist), state_dict, options or LoadOptions(),
-            absolute_target(run), planner, StepRange(at_most=at_most, newer_than=newer_than),
-        )  # fmt: skip
+            session := session_for(process_group, no_dist),
+            state_dict,
+            options or LoadOptions(),
+            absolute_target(run),
+            planner,
+            StepRange(at_most=at_most, newer_than=newer_than),
+        )
     # Why only now: a warning can be an error, and the other ranks must not wait for this one.
     if session.rank == 0:
         for path, error in report.damaged:

@@ -101,9 +101,14 @@ def plan_export(
     num_objects = len(objects)
     rewritten = format == "dcp" and not _is_copy(view, include, cast)
     plan = ExportPlan(
-        view.url, os.fspath(target), format, len(names) - num_objects, num_objects, num_bytes,
+        view.url,
+        os.fspath(target),
+        format,
+        len(names) - num_objects,
+        num_objects,
+        num_bytes,
         num_bytes * (2 if rewritten else 1),
-    )  # fmt: skip
+    )
     _check_target(plan)
     return plan
 
@@ -217,9 +222,13 @@ def import_checkpoint(
         check_space(target, num_bytes)
         with watched(target, told, 0, num_bytes):
             torch_save_to_dcp(
-                path, target, include=list(include), dtype=cast, weights_only=weights_only,
+                path,
+                target,
+                include=list(include),
+                dtype=cast,
+                weights_only=weights_only,
                 options=options,
-            )  # fmt: skip
+            )
     elif path.is_file():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, path.name).symlink_to(path.absolute())

@@ -222,8 +222,10 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
             self._looked_at = True
             logger.error(
                 "The asynchronous save to %s failed, and nobody asked its handle: %s: %s",
-                self.checkpoint_id, type(error).__name__, error,
-            )  # fmt: skip
+                self.checkpoint_id,
+                type(error).__name__,
+                error,
+            )
 
     def __del__(self) -> None:
         self._tell_if_unseen()

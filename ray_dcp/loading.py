@@ -39,8 +39,6 @@ from ray_dcp.torch_adapter.planner_load import targets_with_planner
 from ray_dcp.torch_adapter.targets import plan_targets
 from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
 
-__all__ = ["run_load", "run_load_newest"]
-
 PLANNER_KEYS = 8
 """Operations that a load planner of the user's may need to plan with all ranks."""
 
@@ -85,19 +83,29 @@ def run_load(
         if decision.target is not None:
             _await_staged(memory, decision.target.url, activity, options)
         steps = _load_steps(
-            decision, activity, state_dict, options, checkpoint_id,
-            coordinator_rank=coordinator_rank, stateful=stateful, overwritten=set(),
-            peers=peers_of(session), memory=memory,
-        )  # fmt: skip
+            decision,
+            activity,
+            state_dict,
+            options,
+            checkpoint_id,
+            coordinator_rank=coordinator_rank,
+            stateful=stateful,
+            overwritten=set(),
+            peers=peers_of(session),
+            memory=memory,
+        )
         report = drive(steps, account.watching(activity.call))
         return replace(report, seconds=dict(account.seconds))
 
 
 def _account(session: RankSession, url: CheckpointId | None, path: str = "native") -> Account:
     return Account(
-        "load", None if url is None else str(url),
-        rank=session.rank, world_size=session.world_size, path=path,
-    )  # fmt: skip
+        "load",
+        None if url is None else str(url),
+        rank=session.rank,
+        world_size=session.world_size,
+        path=path,
+    )
 
 
 def run_load_newest(
@@ -134,10 +142,17 @@ def run_load_newest(
             chosen = replace(chosen, plan_timeout_s=longer_s)
         tried.append(checkpoint_id)
         return _load_steps(
-            decision, activity, state_dict, chosen, checkpoint_id,
-            coordinator_rank=0, stateful=True, overwritten=overwritten, peers=peers_of(session),
+            decision,
+            activity,
+            state_dict,
+            chosen,
+            checkpoint_id,
+            coordinator_rank=0,
+            stateful=True,
+            overwritten=overwritten,
+            peers=peers_of(session),
             memory=memory,
-        )  # fmt: skip
+        )
 
     with (
         _account(session, run.url) as account,
@@ -146,11 +161,16 @@ def run_load_newest(
         _await_staged(memory, run.url, activity, options)
         found = drive(
             load_newest_rank(
-                activity.next_key(), rank=session.rank, world_size=session.world_size,
-                run=run, steps=steps, timeout_s=options.plan_timeout_s, load=load,
+                activity.next_key(),
+                rank=session.rank,
+                world_size=session.world_size,
+                run=run,
+                steps=steps,
+                timeout_s=options.plan_timeout_s,
+                load=load,
             ),
             account.watching(activity.call),
-        )  # fmt: skip
+        )
     return replace(
         found.value, step=found.step, skipped=found.skipped, seconds=dict(account.seconds)
     )
@@ -192,16 +212,25 @@ def _load_steps(
             decision.storage.weights_only = options.weights_only
             decision.storage.num_ranks = world_size
         yield from foreign_load(
-            session.next_key, state_dict, decision.storage,
+            session.next_key,
+            state_dict,
+            decision.storage,
             decision.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
-            rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
-            timeout_s=options.read_timeout_s, coordinator_rank=coordinator_rank,
+            rank=rank,
+            world_size=world_size,
+            checkpoint_id=checkpoint_id,
+            timeout_s=options.read_timeout_s,
+            coordinator_rank=coordinator_rank,
             stateful=stateful,
-        )  # fmt: skip
+        )
         return LoadReport(
-            loaded=(), missing=(), unexpected=(), cast=(), path=FOREIGN,
+            loaded=(),
+            missing=(),
+            unexpected=(),
+            cast=(),
+            path=FOREIGN,
             checkpoint_id=None if checkpoint_id is None else str(checkpoint_id),
-        )  # fmt: skip
+        )
     target = target_of(decision)
     works: list[Any] = []
     # Why taken now: a rank that fails before its planner is called must not fall out of step.
@@ -211,27 +240,46 @@ def _load_steps(
     def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
         if decision.path == HOOKS:
             work = yield from targets_with_planner(
-                planner_keys.__next__, state_dict, decision.planner, metadata_of(checkpoint),
-                checkpoint.table, rank=rank, world_size=world_size, options=options,
-                coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
-            )  # fmt: skip
+                planner_keys.__next__,
+                state_dict,
+                decision.planner,
+                metadata_of(checkpoint),
+                checkpoint.table,
+                rank=rank,
+                world_size=world_size,
+                options=options,
+                coordinator_rank=coordinator_rank,
+                checkpoint_id=target.url,
+                stateful=stateful,
+            )
         else:
             work = plan_targets(
-                state_dict, checkpoint.tensors, narrow=checkpoint.narrow, options=options,
+                state_dict,
+                checkpoint.tensors,
+                narrow=checkpoint.narrow,
+                options=options,
                 flatten_state_dict=decision.flags.flatten_state_dict,
                 flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
-                stateful=stateful, rank=rank, world_size=world_size,
-            )  # fmt: skip
+                stateful=stateful,
+                rank=rank,
+                world_size=world_size,
+            )
         _check_replaces(work.loaded, overwritten)
         works.append(work)
         return work
 
     try:
         result: LoadResult = yield from load_rank(
-            session.next_key(), rank=rank, world_size=world_size, target=target,
-            options=options.without_choices(), plan=plan, vitals=session.vitals,
-            kept=memory.storage, peers=peers,
-        )  # fmt: skip
+            session.next_key(),
+            rank=rank,
+            world_size=world_size,
+            target=target,
+            options=options.without_choices(),
+            plan=plan,
+            vitals=session.vitals,
+            kept=memory.storage,
+            peers=peers,
+        )
     except CheckpointError:
         overwritten.update(*(work.loaded for work in works))
         raise
@@ -252,9 +300,7 @@ def _load_steps(
     )
 
 
-def _await_staged(
-    memory: NodeMemory, url: str, session: Activity, options: LoadOptions
-) -> None:  # fmt: skip
+def _await_staged(memory: NodeMemory, url: str, session: Activity, options: LoadOptions) -> None:
     """Waits for what is staged and will be committed."""
     if options.from_memory:
         session.vitals.enter("waiting for a save that is staged")

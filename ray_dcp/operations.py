@@ -19,7 +19,8 @@ from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
-from ray_dcp.runtime.rank_load import drive, save_rank
+from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.torch_adapter.capture import Capture, capture, check_measurable, measured
@@ -28,17 +29,6 @@ from ray_dcp.torch_adapter.foreign import foreign_save
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.operation_log import OperationLog
 from ray_dcp.torch_adapter.planner_save import capture_with_planner
-
-__all__ = [
-    "CheckpointId",
-    "RankCalls",
-    "RankSession",
-    "StateDict",
-    "capture_of",
-    "run_save",
-    "session_for",
-    "target_of",
-]
 
 StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
@@ -114,14 +104,25 @@ def run_save(
         if account is None:
             account = stack.enter_context(
                 Account(
-                    "save", decision.target.url if decision.target else _text(checkpoint_id),
-                    rank=rank, world_size=world_size, path=decision.path,
+                    "save",
+                    decision.target.url if decision.target else _text(checkpoint_id),
+                    rank=rank,
+                    world_size=world_size,
+                    path=decision.path,
                 )
-            )  # fmt: skip
+            )
         return _run_save(
-            decision, session, state_dict, options, checkpoint_id, account, log,
-            coordinator_rank=coordinator_rank, stateful=stateful, use_collectives=use_collectives,
-        )  # fmt: skip
+            decision,
+            session,
+            state_dict,
+            options,
+            checkpoint_id,
+            account,
+            log,
+            coordinator_rank=coordinator_rank,
+            stateful=stateful,
+            use_collectives=use_collectives,
+        )
 
 
 def _run_save(
@@ -144,19 +145,30 @@ def _run_save(
         if decision.path == FOREIGN:
             check_measurable(options, FOREIGN)
             steps = foreign_save(
-                activity.next_key, state_dict, decision.storage, decision.planner,
-                rank=rank, world_size=world_size, checkpoint_id=checkpoint_id,
-                timeout_s=options.write_timeout_s, coordinator_rank=coordinator_rank,
-                use_collectives=use_collectives, stateful=stateful,
-            )  # fmt: skip
+                activity.next_key,
+                state_dict,
+                decision.storage,
+                decision.planner,
+                rank=rank,
+                world_size=world_size,
+                checkpoint_id=checkpoint_id,
+                timeout_s=options.write_timeout_s,
+                coordinator_rank=coordinator_rank,
+                use_collectives=use_collectives,
+                stateful=stateful,
+            )
             metadata: Metadata = drive(steps, activity.call)
             account.done("write")
             return metadata
         target = target_of(decision)
         take = capture_of(
-            decision, activity, state_dict, options,
-            coordinator_rank=coordinator_rank, stateful=stateful,
-        )  # fmt: skip
+            decision,
+            activity,
+            state_dict,
+            options,
+            coordinator_rank=coordinator_rank,
+            stateful=stateful,
+        )
         how: dict[str, Any] = {
             "rank": rank, "world_size": world_size, "target": target, "options": options,
             "capture": take, "vitals": activity.vitals, "memory": activity.plans,
@@ -201,18 +213,26 @@ def capture_of(
     """
     if decision.path == HOOKS:
         planned = _planned_by_user(
-            decision, session, state_dict, options, target_of(decision),
-            coordinator_rank=coordinator_rank, stateful=stateful,
-        )  # fmt: skip
+            decision,
+            session,
+            state_dict,
+            options,
+            target_of(decision),
+            coordinator_rank=coordinator_rank,
+            stateful=stateful,
+        )
         return measured(planned, options, session.rank)
 
     def take() -> Capture:
         return capture(
-            state_dict, rank=session.rank, world_size=session.world_size, options=options,
+            state_dict,
+            rank=session.rank,
+            world_size=session.world_size,
+            options=options,
             flatten_state_dict=decision.flags.flatten_state_dict,
             flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
             stateful=stateful,
-        )  # fmt: skip
+        )
 
     return measured(take, options, session.rank)
 
@@ -232,11 +252,17 @@ def _planned_by_user(
     Why later: this rank must join the save to tell the others that its planner failed.
     """
     steps = capture_with_planner(
-        session.next_key, state_dict, decision.planner,
-        rank=session.rank, world_size=session.world_size, options=options,
-        coordinator_rank=coordinator_rank, checkpoint_id=target.url, stateful=stateful,
+        session.next_key,
+        state_dict,
+        decision.planner,
+        rank=session.rank,
+        world_size=session.world_size,
+        options=options,
+        coordinator_rank=coordinator_rank,
+        checkpoint_id=target.url,
+        stateful=stateful,
         storage_meta=StorageMeta(checkpoint_id=target.url),
-    )  # fmt: skip
+    )
     try:
         planned = drive(steps, session.call)
     except CheckpointError as failed:

@@ -111,9 +111,15 @@ class SaveOptions:
     def __post_init__(self) -> None:
         _check_literals(self)
         _check_positive(
-            self, "part_bytes", "num_threads", "max_pending", "plan_timeout_s", "write_timeout_s",
-            "commit_timeout_s", "heartbeat_timeout_s",
-        )  # fmt: skip
+            self,
+            "part_bytes",
+            "num_threads",
+            "max_pending",
+            "plan_timeout_s",
+            "write_timeout_s",
+            "commit_timeout_s",
+            "heartbeat_timeout_s",
+        )
         keep = self.keep_in_memory
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidRequestError(

@@ -36,7 +36,6 @@ from ray_dcp.view.wording import count_text, size_text
 if TYPE_CHECKING:
     from ray_dcp.runtime.records import CollectReport
 
-__all__ = ["gc", "metadata", "rm", "tag"]
 
 _MOST_SHOWN = 20
 
@@ -121,9 +120,10 @@ class _Marks:
         finally:
             # Why all: a manager may have decided to remove another step because this one stood.
             fence(
-                self._shared, lambda name: open_storage(place_below(self._run, name)),
+                self._shared,
+                lambda name: open_storage(place_below(self._run, name)),
                 f"step {self._step} was removed",
-            )  # fmt: skip
+            )
 
     def forget(self) -> None:
         """Takes away what is told about a step that is gone: its number may come again."""
@@ -142,9 +142,10 @@ class _Marks:
 @click.command()
 @click.argument("root")
 @click.option(
-    "--abort-unfinished", is_flag=True,
+    "--abort-unfinished",
+    is_flag=True,
     help="End saves that may still be committed, too: right when their jobs are gone.",
-)  # fmt: skip
+)
 @click.option("--quiet", is_flag=True, help="Name no files.")
 @yes
 @dry_run

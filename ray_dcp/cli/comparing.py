@@ -14,8 +14,6 @@ from ray_dcp.cli.places import checkpoint_at
 from ray_dcp.view.difference import CheckpointDiff, ValueDiff
 from ray_dcp.view.wording import size_text
 
-__all__ = ["diff", "reshard"]
-
 _STYLES = {"changed": "yellow", "added": "green", "removed": "red", "undecided": "magenta",
            "reshaped": "cyan", "retyped": "cyan"}  # fmt: skip
 
@@ -48,10 +46,11 @@ def diff(
     with progress("comparing") as told:
         found = one.diff(other, read=not hashes_only, told=told)
     shown = [
-        row for row in found.tensors
+        row
+        for row in found.tensors
         if (pattern is None or fnmatchcase(row.name, pattern))
         and (show_all or row.change != "unchanged")
-    ]  # fmt: skip
+    ]
     by_name: dict[str, ValueDiff] = {}
     if values:
         chosen = {row.name for row in shown}
@@ -96,17 +95,26 @@ def _print(
             continue
         value = by_name.get(row.name)
         told = (
-            [number_text(value.norm), number_text(value.relative), number_text(value.max_abs),
-             f"{value.num_changed}/{value.num_elements}"]
-            if value is not None else ["-" for _ in more]
-        )  # fmt: skip
+            [
+                number_text(value.norm),
+                number_text(value.relative),
+                number_text(value.max_abs),
+                f"{value.num_changed}/{value.num_elements}",
+            ]
+            if value is not None
+            else ["-" for _ in more]
+        )
         same = row.first == row.second
         table.add(
-            row.change, row.name,
-            size_text(row.num_bytes), size_text(row.changed_bytes),
-            row.first, "" if same else row.second, *told,
+            row.change,
+            row.name,
+            size_text(row.num_bytes),
+            size_text(row.changed_bytes),
+            row.first,
+            "" if same else row.second,
+            *told,
             styled=(0, _STYLES.get(row.change, "")),
-        )  # fmt: skip
+        )
     if chosen:
         table.print()
     counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
@@ -120,9 +128,12 @@ def _print(
 @click.command()
 @click.argument("path")
 @click.option(
-    "--to", "layout", required=True, metavar="LAYOUT",
+    "--to",
+    "layout",
+    required=True,
+    metavar="LAYOUT",
     help="8 or 8:row, 8:column, 4x2 (rows over 4, columns over 2), row=4,column=2.",
-)  # fmt: skip
+)
 @click.option("--tensor", "pattern", metavar="GLOB", help="Only names that match.")
 @as_json
 def reshard(path: str, layout: str, pattern: str | None, as_json: bool) -> None:
@@ -150,9 +161,14 @@ def reshard(path: str, layout: str, pattern: str | None, as_json: bool) -> None:
     for one in found.ranks:
         times = one.bytes_read / one.bytes_needed if one.bytes_needed else 1.0
         table.add(
-            one.rank, size_text(one.bytes_needed), size_text(one.bytes_read),
-            one.num_ranges, one.num_files, f"{times:.2f}", size_text(one.peak_bytes),
-        )  # fmt: skip
+            one.rank,
+            size_text(one.bytes_needed),
+            size_text(one.bytes_read),
+            one.num_ranges,
+            one.num_files,
+            f"{times:.2f}",
+            size_text(one.peak_bytes),
+        )
     table.print()
     click.echo(
         f"{found.layout}: {len(found.ranks)} ranks read {size_text(found.bytes_read)} for "

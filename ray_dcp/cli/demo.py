@@ -16,8 +16,6 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ray_dcp.runtime.worker_group import WorkerGroup
 
-__all__ = ["demo"]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -157,7 +155,11 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
     for row in rows:
         ratio = "" if not row.bytes_needed else f"{row.num_bytes / row.bytes_needed:.2f}"
         table.add_row(
-            row.what, str(row.ranks), f"{row.seconds:.2f}", f"{row.num_bytes / 1e6:.2f}",
-            "" if row.files is None else str(row.files), ratio,
-        )  # fmt: skip
+            row.what,
+            str(row.ranks),
+            f"{row.seconds:.2f}",
+            f"{row.num_bytes / 1e6:.2f}",
+            "" if row.files is None else str(row.files),
+            ratio,
+        )
     console.print(table)

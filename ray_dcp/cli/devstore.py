@@ -9,8 +9,6 @@ import click
 
 from ray_dcp.testing.dev_store import DevStore
 
-__all__ = ["devstore"]
-
 
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False), required=False)

@@ -22,8 +22,6 @@ from ray_dcp.store.storage import KeyExistsError, Storage
 from ray_dcp.view.run_view import RunView
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
-__all__ = ["Finding", "doctor"]
-
 Level = Literal["ok", "note", "wrong"]
 _STYLES = {"ok": "green", "note": "yellow", "wrong": "red"}
 _PACKAGES = ("torch", "ray", "numpy", "pyarrow", "fsspec", "obstore")
@@ -47,9 +45,10 @@ class Finding:
 @click.command()
 @click.argument("root")
 @click.option(
-    "--write", is_flag=True,
+    "--write",
+    is_flag=True,
     help="Try to write as well: whether names can be created once, and how fast. Cleans up.",
-)  # fmt: skip
+)
 @as_json
 def doctor(root: str, write: bool, as_json: bool) -> None:
     """Look for what is wrong with the run at ROOT, or with its storage.

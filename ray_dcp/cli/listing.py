@@ -26,8 +26,6 @@ from ray_dcp.view.listing import list_checkpoints
 from ray_dcp.view.run_view import KINDS, RunView, StepView, nearest_paths, usage_of
 from ray_dcp.view.wording import age_text, count_text, metric_names, seconds_text, size_text
 
-__all__ = ["changes", "du", "listed", "ls", "run_of", "watch"]
-
 MOST_LOOKED_INTO = 50
 """Of so many steps what is in them is told without being asked for."""
 _MOST_METRICS = 4
@@ -38,10 +36,11 @@ _STYLES = {"committed": "green", "damaged": "red", "in flight": "yellow", "abort
 @click.command()
 @click.argument("root")
 @click.option(
-    "--full/--brief", default=None,
+    "--full/--brief",
+    default=None,
     help=f"Look into the steps for NEW, LAYOUT, STALL and DURABLE; default up to "
     f"{MOST_LOOKED_INTO} steps.",
-)  # fmt: skip
+)
 @as_json
 def ls(root: str, full: bool | None, as_json: bool) -> None:
     """List the checkpoints at and below ROOT.
@@ -113,9 +112,16 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
     has_tags = any(step.tags for step in run)
     more = ("new<", "layout", "stall<", "durable<") if full else ()
     table = Rows(
-        "name", "step<", "state", "size<", "ranks<", "age<", *more,
-        *(f"{name}<" for name in metrics), *(["tags"] if has_tags else []),
-    )  # fmt: skip
+        "name",
+        "step<",
+        "state",
+        "size<",
+        "ranks<",
+        "age<",
+        *more,
+        *(f"{name}<" for name in metrics),
+        *(["tags"] if has_tags else []),
+    )
     latest, best = _marked(run)
     for step in run:
         one = step.listed
@@ -123,13 +129,17 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
         mark += " *best" if step is best else ""
         state = f"{one.state}{mark}"
         table.add(
-            one.name, "-" if one.step is None else one.step, state,
-            size_text(one.num_bytes), "-" if one.num_ranks is None else one.num_ranks,
+            one.name,
+            "-" if one.step is None else one.step,
+            state,
+            size_text(one.num_bytes),
+            "-" if one.num_ranks is None else one.num_ranks,
             "-" if one.created_s is None else age_text(now_s - one.created_s),
             *(_details(step) if full else ()),
             *(number_text(one.metrics[n]) if n in one.metrics else "-" for n in metrics),
-            *([" ".join(one.tags)] if has_tags else []), styled=(2, _STYLES.get(one.state, "")),
-        )  # fmt: skip
+            *([" ".join(one.tags)] if has_tags else []),
+            styled=(2, _STYLES.get(one.state, "")),
+        )
     table.print()
     for step in run:
         if step.state == "damaged":
@@ -193,8 +203,13 @@ def du(root: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("root")
-@click.option("--interval", type=click.FloatRange(0.0), default=5.0, show_default=True,
-              help="Seconds between looks.")  # fmt: skip
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.0),
+    default=5.0,
+    show_default=True,
+    help="Seconds between looks.",
+)
 @click.option("--looks", type=click.IntRange(1), help="End after so many; else with Ctrl-C.")
 @as_json
 def watch(root: str, interval: float, looks: int | None, as_json: bool) -> None:

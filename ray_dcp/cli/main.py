@@ -16,8 +16,6 @@ import click
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 
-__all__ = ["LazyGroup", "main"]
-
 # Name -> `module:attribute` of its click command, in the order of a look at a run.
 COMMANDS = {
     "ls": "ray_dcp.cli.listing:ls",
@@ -166,9 +164,12 @@ def _debug_option() -> click.Option:
             ctx.find_root().meta[DEBUG] = True
 
     return click.Option(
-        ["--debug"], is_flag=True, expose_value=False, callback=note,
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        callback=note,
         help="Show a traceback before the message of an error.",
-    )  # fmt: skip
+    )
 
 
 def _trace(ctx: click.Context) -> None:

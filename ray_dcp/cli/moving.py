@@ -17,12 +17,13 @@ from ray_dcp.io.copying import check_free, plan_copy
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.wording import count_text, size_text
 
-__all__ = ["cp", "export", "import_"]
-
 _include = click.option(
-    "--tensor", "include", metavar="GLOB", multiple=True,
+    "--tensor",
+    "include",
+    metavar="GLOB",
+    multiple=True,
     help="Only names that match; may be given often.",
-)  # fmt: skip
+)
 _dtype = click.option("--dtype", help="What floating tensors are cast to, as bf16 or float32.")
 
 
@@ -30,10 +31,13 @@ _dtype = click.option("--dtype", help="What floating tensors are cast to, as bf1
 @click.argument("source")
 @click.argument("target", type=click.Path())
 @click.option(
-    "--format", "kind", type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
-    default="safetensors", show_default=True,
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
+    default="safetensors",
+    show_default=True,
     help="safetensors, torch: one file; hf: a folder with an index; dcp: for stock DCP.",
-)  # fmt: skip
+)
 @_include
 @_dtype
 @dry_run

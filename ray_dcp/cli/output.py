@@ -12,10 +12,6 @@ import click
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = [
-    "Rows", "agree", "as_json", "dry_run", "number_text", "print_json", "progress", "yes",
-]  # fmt: skip
-
 _MOST_DRAWN = 500
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -115,8 +111,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         TransferSpeedColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-               TransferSpeedColumn(), TimeElapsedColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

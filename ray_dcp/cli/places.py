@@ -17,17 +17,6 @@ from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.naming import split_address
 from ray_dcp.view.run_view import RunView, StepView, nearest_paths, open_run
 
-__all__ = [
-    "check_answers",
-    "checkpoint_at",
-    "hint_at",
-    "place_of",
-    "run_at",
-    "step_at",
-    "step_in_run",
-]
-
-
 PATIENCE_S = 10.0
 """How long an object store may take to answer for the first time."""
 

@@ -26,8 +26,6 @@ from ray_dcp.view.wording import count_text, size_text
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
 
-__all__ = ["Node", "show", "tree_lines", "tree_of", "verify"]
-
 
 @dataclass
 class Node:
@@ -157,9 +155,14 @@ def _print_rows(view: CheckpointView, names: list[str], *, stats: bool) -> None:
         )
         shape = "x".join(map(str, info.shape)) or "scalar"
         table.add(
-            name, shape, info.dtype, info.num_chunks, size_text(info.num_bytes),
-            view.layouts[name], *told,
-        )  # fmt: skip
+            name,
+            shape,
+            info.dtype,
+            info.num_chunks,
+            size_text(info.num_bytes),
+            view.layouts[name],
+            *told,
+        )
     table.print()
 
 

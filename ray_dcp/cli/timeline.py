@@ -24,8 +24,6 @@ from ray_dcp.format.save_trace import SaveTrace, Span
 from ray_dcp.view.trace import chrome_trace
 from ray_dcp.view.wording import count_text, seconds_text, size_text
 
-__all__ = ["gantt", "timeline"]
-
 MARKS = {"capture": "░", "plan": "·", "stage": "▒", "write": "█", "commit": "-"}
 """How a phase of a rank is drawn; also without colours."""
 STYLES = {"capture": "yellow", "plan": "dim", "stage": "magenta", "write": "blue", "commit": "dim"}
@@ -39,9 +37,12 @@ _MOST_LANES = 64
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of bars.")
 @click.option(
-    "--chrome", "chrome_file", metavar="FILE", type=click.Path(dir_okay=False),
+    "--chrome",
+    "chrome_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
     help="Write the trace to FILE for chrome://tracing and ui.perfetto.dev.",
-)  # fmt: skip
+)
 def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
     """Show what took how long on which rank when the checkpoint at PATH was saved.
 
@@ -52,10 +53,11 @@ def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
     trace = view.trace
     if trace is None:
         why = (
-            f"a {view.kind} checkpoint has none" if view.attempt is None
+            f"a {view.kind} checkpoint has none"
+            if view.attempt is None
             else "it was saved with SaveOptions(trace=False) or by an older ray_dcp, or the trace "
             "could not be written"
-        )  # fmt: skip
+        )
         raise CheckpointNotFoundError(
             f"expected the trace of a save beside the checkpoint, but there is none: {why}",
             checkpoint_id=view.url,

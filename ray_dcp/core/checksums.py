@@ -24,27 +24,6 @@ import xxhash
 from ray_dcp.core.values import Int64Array, UInt64Array
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
 
-__all__ = [
-    "ALIGNMENT",
-    "CHECK_BYTES",
-    "DIGEST_BYTES",
-    "MAX_BLOCK_BYTES",
-    "MIN_BLOCK_BYTES",
-    "block_bytes_for",
-    "block_bytes_for_many",
-    "block_check",
-    "block_checks",
-    "digest",
-    "digest_bytes",
-    "digest_many",
-    "digest_parts",
-    "end_checks",
-    "first_bad_block",
-    "length_with_checks",
-    "num_blocks",
-    "num_blocks_many",
-]
-
 Buffer = bytes | bytearray | memoryview
 
 block_check: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest

@@ -29,21 +29,6 @@ import pyarrow.compute
 from ray_dcp.core.values import Columns, Int64Array, IntKey, Kind, NamePath
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 
-__all__ = [
-    "ArrowArray",
-    "ColumnsBuilder",
-    "check",
-    "decode",
-    "encode",
-    "from_bytes",
-    "from_numpy",
-    "from_texts",
-    "int_keys",
-    "is_missing",
-    "texts",
-    "to_numpy",
-]
-
 ArrowArray = Any
 """An Arrow array; typed loosely, since Arrow's stubs differ from release to release."""
 

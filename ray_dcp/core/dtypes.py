@@ -21,17 +21,6 @@ import numpy.typing as npt
 
 from ray_dcp.errors import UnsupportedValueError
 
-__all__ = [
-    "DTYPE_OF_STORAGE",
-    "ITEMSIZE",
-    "NUMPY_DTYPES",
-    "READABLE",
-    "STORAGE_OF_DTYPE",
-    "as_numbers",
-    "itemsize_of",
-    "raw_dtype",
-]
-
 STORAGE_OF_DTYPE = MappingProxyType(
     {
         "bfloat16": "BFloat16Storage",

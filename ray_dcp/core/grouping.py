@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from ray_dcp.core.values import Int64Array
 
-__all__ = ["first_rows", "group_rows", "offsets_of", "run_of", "running_max", "within"]
-
 _ODD = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
 

@@ -13,8 +13,6 @@ from functools import lru_cache
 
 from ray_dcp.core.values import Columns, NamePath
 
-__all__ = ["ANY", "for_rank", "is_own", "name_for", "number_in", "path_for", "without_rank"]
-
 ANY = "*"
 """Stands for a rank's own number."""
 

@@ -25,31 +25,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "NO_GROUPS",
-    "BoolArray",
-    "ChunkTable",
-    "Columns",
-    "FilePlan",
-    "GlobalPlan",
-    "Int8Array",
-    "Int32Array",
-    "Int64Array",
-    "IntKey",
-    "Kind",
-    "NamePath",
-    "RankPlan",
-    "UInt64Array",
-    "ValueGroups",
-    "box_text",
-    "contains",
-    "intersect",
-    "pad",
-    "strides",
-    "volume",
-    "widen",
-]
-
 BoolArray = npt.NDArray[np.bool_]
 Int8Array = npt.NDArray[np.int8]
 Int32Array = npt.NDArray[np.int32]

@@ -27,37 +27,6 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
 from ray_dcp.format.names import check_attempt, check_file_key, check_file_keys
 
-__all__ = [
-    "FORMAT_VERSION",
-    "AbortRecord",
-    "DeleteRecord",
-    "FileEntry",
-    "FilesColumns",
-    "Manifest",
-    "PlaceRun",
-    "Record",
-    "Verdict",
-    "attempt",
-    "damaged",
-    "deciding",
-    "decode_record",
-    "encode_record",
-    "entry",
-    "files_from",
-    "files_to",
-    "flag",
-    "hex_digits",
-    "integer",
-    "integers",
-    "items",
-    "newest",
-    "record_key",
-    "seconds",
-    "short",
-    "slot_of",
-    "text",
-]
-
 T = TypeVar("T")
 Reader = Callable[[Any, str], T]
 

@@ -44,28 +44,6 @@ from ray_dcp.format.names import check_attempt, resolved_key
 from ray_dcp.format.safe_pickle import Builder, Global, Instance, damaged, read_pickle
 from ray_dcp.format.table_check import check_table, volumes
 
-__all__ = [
-    "ATTEMPT_ATTRIBUTE",
-    "DCP_VERSION",
-    "MEMOIZE_AND_POP",
-    "ForeignMetadata",
-    "Opcodes",
-    "PickleWriter",
-    "allowed_global",
-    "decode_metadata",
-    "encode_metadata",
-    "fill_metadata",
-    "metadata_template",
-    "pickled_int",
-    "pickled_ints",
-    "pickled_text",
-    "pickled_tuple",
-    "rows",
-    "side_by_side",
-    "uneven_rows",
-    "with_length",
-]
-
 Opcodes = npt.NDArray[np.uint8]
 """uint8[n, w]: w bytes of opcodes for each of n rows."""
 
@@ -508,9 +486,12 @@ def _places(writer: PickleWriter, table: ChunkTable, shared: _Shared) -> bytes:
 
 
 def _place_rows(
-    writer: PickleWriter, table: ChunkTable, shared: _Shared, which: BoolArray,
+    writer: PickleWriter,
+    table: ChunkTable,
+    shared: _Shared,
+    which: BoolArray,
     hints: tuple[bytes | Opcodes, ...],
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Returns `MetadataIndex` and `_StorageInfo` of some chunks."""
     index = _object(writer, _METADATA, "MetadataIndex", "fqn")
     info = _BUILD + _object(writer, _FILESYSTEM, "_StorageInfo", "relative_path")

@@ -21,26 +21,6 @@ from dataclasses import dataclass, field
 
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, UnsafeCheckpointError
 
-__all__ = [
-    "CATALOGUE",
-    "MAX_NOTE_BYTES",
-    "NOTES",
-    "SHARED_FOLDER",
-    "STEP_NAME",
-    "TAGS",
-    "StepNames",
-    "check_attempt",
-    "check_file_key",
-    "check_file_keys",
-    "check_note",
-    "check_tag",
-    "note_key",
-    "noted_step",
-    "resolved_key",
-    "tag_key",
-    "tag_of",
-]
-
 _MAX_KEY_CHARS = 4096
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")

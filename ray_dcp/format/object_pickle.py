@@ -49,17 +49,6 @@ from ray_dcp.format.safe_pickle import PickleMachine
 if TYPE_CHECKING:
     import mmap
 
-__all__ = [
-    "NUMPY",
-    "PYTHON",
-    "Known",
-    "ObjectMachine",
-    "Table",
-    "Unfinished",
-    "array_of",
-    "need",
-    "set_attributes",
-]
 
 _BYTES_A_BYTE = 64
 _FREE_BYTES = 1 << 20
@@ -892,10 +881,16 @@ def _check_flat(machine: ObjectMachine, value: Any) -> None:
 
 
 _PLAIN: tuple[type, ...] = (
-    bool, int, float, complex, str, bytes, type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
     *(type(np.datetime64(0, unit).item()) for unit in ("D", "s")),
     type(np.timedelta64(0, "s").item()),
-)  # fmt: skip
+)
 
 
 def _from_buffer(machine: ObjectMachine, args: tuple[Any, ...]) -> np.ndarray[Any, Any]:
@@ -949,16 +944,22 @@ def _are_natural(values: Any) -> bool:
 _BIT_GENERATORS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64,
+        np.random.MT19937,
+        np.random.PCG64,
+        np.random.PCG64DXSM,
+        np.random.Philox,
+        np.random.SFC64,
     )
-}  # fmt: skip
+}
 
 
 def _class_of(value: Any) -> Any:
     """Returns the class of a bit generator that a pickle names by text or as a class."""
-    name = value if type(value) is str else next(
-        (name for name, cls in _BIT_GENERATORS.items() if cls is value), ""
-    )  # fmt: skip
+    name = (
+        value
+        if type(value) is str
+        else next((name for name, cls in _BIT_GENERATORS.items() if cls is value), "")
+    )
     return _BIT_GENERATORS[name]
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
-__all__ = ["Builder", "Global", "Instance", "PickleMachine", "damaged", "read_pickle"]
-
 MAX_PICKLE_BYTES = 1 << 30
 """Longest pickle; its values take at most about 100 times as much memory."""
 

@@ -20,20 +20,6 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
 from ray_dcp.format.torch_items import NeedMoreBytes
 
-__all__ = [
-    "ALL_CODES",
-    "DATA_ALIGNMENT",
-    "DTYPE_CODE",
-    "Entry",
-    "SafetensorsHeader",
-    "global_shapes",
-    "header",
-    "packed",
-    "parse_header",
-    "saved_offsets",
-    "sharding_metadata",
-]
-
 DATA_ALIGNMENT = 4096
 """File offset of the first raw byte is a multiple of this."""
 MAX_HEADER_BYTES = 100_000_000

@@ -19,20 +19,6 @@ import numpy.typing as npt
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError
 
-__all__ = [
-    "MAX_TRACE_BYTES",
-    "PHASES",
-    "PhaseSummary",
-    "RankTimes",
-    "SaveTrace",
-    "Span",
-    "Straggler",
-    "decode_trace",
-    "encode_trace",
-    "make_trace",
-    "trace_key",
-]
-
 PHASES = ("capture", "plan", "stage", "write")
 """Phases of a rank, in their order; see `Span.phase`."""
 
@@ -244,10 +230,15 @@ def make_trace(
     for phase, columns in known.items():
         rows = np.flatnonzero(np.isin(columns.rank, chosen))
         spans += [
-            Span(phase, int(columns.rank[row]), _tidy(columns.start_s[row]),
-                 _tidy(columns.stop_s[row]), int(columns.num_bytes[row]))
+            Span(
+                phase,
+                int(columns.rank[row]),
+                _tidy(columns.start_s[row]),
+                _tidy(columns.stop_s[row]),
+                int(columns.num_bytes[row]),
+            )
             for row in rows.tolist()
-        ]  # fmt: skip
+        ]
     order = {phase: index for index, phase in enumerate(PHASES)}
     spans.sort(key=lambda span: (-1, 0) if span.rank is None else (span.rank, order[span.phase]))
     return SaveTrace(
@@ -364,9 +355,7 @@ def _summary(phase: str, columns: RankTimes) -> PhaseSummary:
     return PhaseSummary(phase, len(seconds), low, median, p90, p99, high, num_bytes)
 
 
-def _stragglers(
-    times: Mapping[str, RankTimes], where: Mapping[int, str]
-) -> tuple[Straggler, ...]:  # fmt: skip
+def _stragglers(times: Mapping[str, RankTimes], where: Mapping[int, str]) -> tuple[Straggler, ...]:
     found: list[Straggler] = []
     for phase, columns in times.items():
         if phase == "plan":

@@ -16,18 +16,6 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
 from ray_dcp.format.manifest import attempt, damaged, integer, seconds, short, text
 
-__all__ = [
-    "CatalogueRow",
-    "StepInfo",
-    "check_metadata",
-    "decode_catalogue",
-    "decode_info",
-    "encode_catalogue",
-    "encode_info",
-    "info_key",
-    "info_slot",
-]
-
 _INFO_KEY = re.compile(r"step-info-([0-9]{8,16})\.json")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,16})?")
 _VERSION = 1
@@ -139,13 +127,15 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
 def encode_catalogue(rows: list[CatalogueRow]) -> bytes:
     """Returns the bytes of a catalogue."""
     infos = [None if row.info is None else asdict(row.info) for row in rows]
-    return _sealed({
-        "version": _VERSION,
-        "rows": [
-            [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
-            for row, info in zip(rows, infos, strict=True)
-        ],
-    })  # fmt: skip
+    return _sealed(
+        {
+            "version": _VERSION,
+            "rows": [
+                [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
+                for row, info in zip(rows, infos, strict=True)
+            ],
+        }
+    )
 
 
 def decode_catalogue(data: bytes) -> list[CatalogueRow]:
@@ -161,12 +151,15 @@ def decode_catalogue(data: bytes) -> list[CatalogueRow]:
     try:
         return [
             CatalogueRow(
-                text(name, "name"), integer(last, "last_slot"), integer(slot, "slot"),
-                attempt(saved_by, "attempt"), seconds(created_s, "created_s"),
+                text(name, "name"),
+                integer(last, "last_slot"),
+                integer(slot, "slot"),
+                attempt(saved_by, "attempt"),
+                seconds(created_s, "created_s"),
                 None if info is None else _info_of({"version": _VERSION, **info}),
             )
             for name, last, slot, saved_by, created_s, info in rows
-        ]  # fmt: skip
+        ]
     except (TypeError, ValueError) as error:
         raise damaged("rows of a catalogue", str(error)) from error
 

@@ -14,8 +14,6 @@ import pyarrow
 
 from ray_dcp.errors import DamagedCheckpointError
 
-__all__ = ["MAX_OBJECT_BYTES", "ZSTD", "check_plain", "unpacked_item"]
-
 pa: Any = pyarrow
 
 MAX_OBJECT_BYTES = 4 << 30

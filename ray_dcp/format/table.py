@@ -49,7 +49,6 @@ from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, widen
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_file import (
-    FORMAT_VERSION,
     INDEX_KEY,
     MAX_ROWS,
     MAX_TABLE_BYTES,
@@ -77,27 +76,6 @@ from ray_dcp.planning.structure import (
     expand,
     is_expandable,
 )
-
-__all__ = [
-    "FORMAT_VERSION",
-    "MAX_TABLE_BYTES",
-    "GroupedTable",
-    "TableIndex",
-    "boxes_of_groups",
-    "decode_few",
-    "decode_index",
-    "decode_table",
-    "encode_groups",
-    "encode_index",
-    "encode_table",
-    "end_of",
-    "expanded",
-    "extra_of",
-    "fits",
-    "group_bounds",
-    "structure_from",
-    "structure_to",
-]
 
 MOST_GROUPS = 1 << 16
 MOST_INDEX_BYTES = 1 << 29
@@ -268,10 +246,12 @@ def decode_index(data: bytes, table: ChunkTable, end: int) -> TableIndex:
         ),
         group=group.astype(np.int32),
         boxes=Boxes(
-            tensor.astype(np.int32), np.ascontiguousarray(offset), np.ascontiguousarray(size),
+            tensor.astype(np.int32),
+            np.ascontiguousarray(offset),
+            np.ascontiguousarray(size),
             table.num_tensors,
         ),
-    )  # fmt: skip
+    )
 
 
 def _unpacked(data: bytes) -> Int64Array:
@@ -538,7 +518,7 @@ def _mesh_to(mesh: Mesh) -> dict[str, Any]:
 
 def expanded(
     table: ChunkTable, structure: Structure, ranks: Int64Array | None = None
-) -> ChunkTable:  # fmt: skip
+) -> ChunkTable:
     """Returns the chunk table of all ranks, or the chunks of some.
 
     Args:
@@ -599,9 +579,13 @@ def structure_from(value: Any, table: ChunkTable) -> Structure:
         if size != prod(mesh.lengths):
             raise damaged(f"a mesh of {size} ranks", f"one of {prod(mesh.lengths)}")
     return Structure(
-        meshes, part.astype(np.int32), leaders, kind.astype(np.int32), file_kind.astype(np.int32),
+        meshes,
+        part.astype(np.int32),
+        leaders,
+        kind.astype(np.int32),
+        file_kind.astype(np.int32),
         _own_from(value, table, len(kind)),
-    )  # fmt: skip
+    )
 
 
 def _own_from(value: dict[str, Any], table: ChunkTable, world_size: int) -> Int64Array:

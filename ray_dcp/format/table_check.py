@@ -13,8 +13,6 @@ from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind
 from ray_dcp.format.names import check_file_keys
 from ray_dcp.format.table_file import damaged
 
-__all__ = ["check_table", "volumes"]
-
 _MAX_VOLUME = float(1 << 62)
 
 

@@ -43,42 +43,6 @@ from ray_dcp.core.columns import (
 from ray_dcp.core.values import BoolArray, ChunkTable, Int8Array, Int64Array, IntKey, Kind, NamePath
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "INDEX_KEY",
-    "MAX_ROWS",
-    "MAX_TABLE_BYTES",
-    "READ_SCHEMA",
-    "SAYS_CORRUPT",
-    "SCHEMA",
-    "TEXTS",
-    "WRITING",
-    "ArrowArray",
-    "ColumnClaim",
-    "FooterClaim",
-    "TableFile",
-    "TensorRows",
-    "chunkless",
-    "chunks_of_rows",
-    "count_of",
-    "damaged",
-    "digests_of",
-    "int_column",
-    "most_values",
-    "no_table",
-    "own_metadata",
-    "padded",
-    "page_bytes",
-    "paths_of",
-    "paths_to_arrow",
-    "ragged",
-    "read_footer",
-    "rows_of",
-    "table_of_rows",
-    "tensors_of_rows",
-    "with_rows",
-]
-
 _MAX_INDEX_CHARS = 20
 
 pa: Any = pyarrow
@@ -849,10 +813,12 @@ class TableFile:
         self._footer = _check_claims(data)
         # Why as dictionaries: of a text that a file holds once, a million copies would be made.
         self._file = pq.ParquetFile(
-            pa.BufferReader(data), read_dictionary=[*TEXTS, "path.list.element"],
-            page_checksum_verification=True, thrift_string_size_limit=MAX_VALUES,
+            pa.BufferReader(data),
+            read_dictionary=[*TEXTS, "path.list.element"],
+            page_checksum_verification=True,
+            thrift_string_size_limit=MAX_VALUES,
             thrift_container_size_limit=1 << 20,
-        )  # fmt: skip
+        )
         # Of the file, and of its schema: what is known only at the end of writing is not in that.
         metadata = {
             **(self._file.metadata.metadata or {}), **(self._file.schema_arrow.metadata or {}),

@@ -19,8 +19,6 @@ from ray_dcp.format.manifest import Manifest, PlaceRun
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.table_file import damaged
 
-__all__ = ["DeferredRows", "checks_follow", "place_runs", "starts_of_files", "with_places"]
-
 MOST_CHECKS = 1 << 29
 """Of which no byte is in the table: those of 512 TiB in blocks of 1 MiB."""
 
@@ -89,10 +87,13 @@ def with_places(
     item_offset, item_bytes, block_bytes, payload_offset, payload_bytes = (
         column.copy()
         for column in (
-            table.item_offset, table.item_bytes, table.block_bytes,
-            table.payload_offset, table.payload_bytes,
+            table.item_offset,
+            table.item_bytes,
+            table.block_bytes,
+            table.payload_offset,
+            table.payload_bytes,
         )
-    )  # fmt: skip
+    )
     item_offset[late], item_bytes[late], block_bytes[late] = found.T
     payload_offset[late], payload_bytes[late] = found[:, 0], found[:, 1]
     if (item_offset < 0).any() or (payload_bytes < 0).any() or (block_bytes < 0).any():

@@ -13,19 +13,6 @@ from math import sqrt
 
 from ray_dcp.errors import DamagedCheckpointError
 
-__all__ = [
-    "MAX_STATS_BYTES",
-    "Part",
-    "PartStats",
-    "TensorStats",
-    "combine",
-    "decode_parts",
-    "decode_stats",
-    "encode_parts",
-    "encode_stats",
-    "stats_key",
-]
-
 MAX_STATS_BYTES = 256 << 20
 _FORMAT, _VERSION = "ray_dcp.stats", 1
 

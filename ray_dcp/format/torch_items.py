@@ -54,23 +54,6 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
 )
 
-__all__ = [
-    "FRAME_ALIGNMENT",
-    "ITEMSIZE",
-    "Frame",
-    "NeedMoreBytes",
-    "NotPlainTensor",
-    "StoredView",
-    "TensorItem",
-    "check_directory",
-    "frame_bytes",
-    "frame_bytes_many",
-    "parse_torch_save",
-    "read_tensor_pickle",
-    "stored_records",
-    "torch_save_frame",
-]
-
 _MAX_NDIM = 64
 
 
@@ -641,9 +624,11 @@ def frame_bytes(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:
 
 
 def frame_bytes_many(
-    dtypes: Sequence[str], dtype: npt.NDArray[np.integer], ndim: npt.NDArray[np.integer],
+    dtypes: Sequence[str],
+    dtype: npt.NDArray[np.integer],
+    ndim: npt.NDArray[np.integer],
     size: Int64Array,
-) -> tuple[Int64Array, Int64Array]:  # fmt: skip
+) -> tuple[Int64Array, Int64Array]:
     """Returns `frame_bytes` of many tensors at once, without making the frames.
 
     Args:
@@ -710,10 +695,27 @@ def _central_entry(name: bytes, crc: int, length: int, offset: int, extra: bytes
     version = 45 if extra else 20
     return (
         _CENTRAL.pack(
-            b"PK\1\2", version, version, 0, 0, 0, 0, crc, length, length,
-            len(name), len(extra), 0, 0, 0, 0, offset,
-        ) + name + extra
-    )  # fmt: skip
+            b"PK\1\2",
+            version,
+            version,
+            0,
+            0,
+            0,
+            0,
+            crc,
+            length,
+            length,
+            len(name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            offset,
+        )
+        + name
+        + extra
+    )
 
 
 def _data_header(payload_bytes: int, start: int, zip64: bytes) -> bytes:
@@ -723,10 +725,10 @@ def _data_header(payload_bytes: int, start: int, zip64: bytes) -> bytes:
     length = _FULL32 if zip64 else payload_bytes
     version = 45 if zip64 else 20
     return (
-        _LOCAL.pack(
-            b"PK\3\4", version, 0, 0, 0, 0, 0, length, length, len(_DATA_NAME), len(extra)
-        ) + _DATA_NAME + extra
-    )  # fmt: skip
+        _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, 0, 0, length, length, len(_DATA_NAME), len(extra))
+        + _DATA_NAME
+        + extra
+    )
 
 
 def _end_of_directory(directory: bytes, count: int, offset: int) -> bytes:
@@ -801,13 +803,16 @@ def _int_lengths(values: Int64Array) -> Int64Array:
 
 
 _RECORDS_BASE = (
-    _LOCAL.size + len("archive/data.pkl")
+    _LOCAL.size
+    + len("archive/data.pkl")
     + sum(_LOCAL.size + len(name) + len(data) for name, data in _SMALL_RECORDS)
-)  # fmt: skip
+)
 _DIRECTORY_BASE = (
-    4 * _CENTRAL.size + len("archive/data.pkl") + len(_DATA_NAME)
+    4 * _CENTRAL.size
+    + len("archive/data.pkl")
+    + len(_DATA_NAME)
     + sum(len(name) for name, _ in _SMALL_RECORDS)
-)  # fmt: skip
+)
 
 
 def stored_records(data: bytes | memoryview) -> list[tuple[str, memoryview]]:

@@ -24,8 +24,6 @@ from torch.distributed.tensor import DTensor
 import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = ["ModelConfig", "Run", "digests", "restore", "save", "start", "train"]
-
 
 @dataclass(frozen=True)
 class ModelConfig:

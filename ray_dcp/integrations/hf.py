@@ -15,8 +15,6 @@ from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.restoring import RestoreReport
 from ray_dcp.torch_adapter.state import prime_optimizer
 
-__all__ = ["RayDcpCallback"]
-
 logger = logging.getLogger(__name__)
 
 TRAINER = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")

@@ -25,8 +25,6 @@ from ray_dcp.runtime.records import target_of
 from ray_dcp.torch_adapter.tensors import dtype_of
 from ray_dcp.view.checkpoint_view import open as open_view
 
-__all__ = ["RayDcpCheckpointIO"]
-
 STRUCTURE = "structure"
 _TENSOR = "__ray_dcp_tensor__"
 

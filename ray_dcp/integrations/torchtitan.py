@@ -25,8 +25,6 @@ from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.options import LoadOptions
 
-__all__ = ["RayDcpCheckpointManager"]
-
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -81,15 +79,22 @@ class RayDcpCheckpointManager(BaseCheckpointManager):
             )
         self._config = config
         self._states = states
-        self._states.update({
-            MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers, DATALOADER: dataloader,
-            LR_SCHEDULER: lr_schedulers,
-        })  # fmt: skip
+        self._states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
         folder = f"{base_folder.rstrip('/')}/{config.folder}" if base_folder else config.folder
         self._manager = CheckpointManager(
-            folder, config.interval, config.keep_latest_k, chkpt_on_preemption=False,
+            folder,
+            config.interval,
+            config.keep_latest_k,
+            chkpt_on_preemption=False,
             also_read=("step-{step}",),
-        )  # fmt: skip
+        )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self._config.load_only or not self._is_due(curr_step, last_step):

@@ -55,24 +55,6 @@ from ray_dcp.io.table_parts import CheckFile, TableParts, check_against, table_p
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = [
-    "METADATA_KEY",
-    "Checkpoint",
-    "CheckpointKind",
-    "Committed",
-    "Found",
-    "checkpoint_from",
-    "decode_foreign",
-    "find_checkpoint",
-    "is_ours",
-    "is_stale",
-    "newest_record",
-    "not_found",
-    "projects",
-    "read_checkpoint",
-    "read_records",
-]
-
 CheckpointKind = Literal["native", "stock", "safetensors"]
 
 

@@ -22,8 +22,6 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-__all__ = ["INDEX_NAME", "consolidate", "file_name", "write_file", "write_index"]
-
 INDEX_NAME = "model.safetensors.index.json"
 
 

@@ -18,9 +18,6 @@ from ray_dcp.io.threads import Stop, run_tasks
 from ray_dcp.store.opening import Told
 from ray_dcp.store.storage import KeyMissingError, PartWriter, Storage
 
-__all__ = ["CopyPlan", "copy_checkpoint", "plan_copy"]
-
-
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
 _LEAVING_S = 30.0

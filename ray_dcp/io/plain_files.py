@@ -18,8 +18,6 @@ from ray_dcp.format.table_check import check_table
 from ray_dcp.format.torch_items import NeedMoreBytes
 from ray_dcp.store.storage import Entry, Storage
 
-__all__ = ["plain_files", "plain_table"]
-
 _HEAD_BYTES = 64 << 10
 
 

@@ -32,20 +32,6 @@ from ray_dcp.planning.reads import (
     slabs,
 )
 
-__all__ = [
-    "Direct",
-    "Geometry",
-    "Job",
-    "PairNumbers",
-    "ReadCost",
-    "Span",
-    "Strided",
-    "geometry",
-    "job_reads",
-    "make_jobs",
-    "slab_reads",
-]
-
 SPAN_BYTES = 2 << 20
 """Small pairs are read together up to this length; see `SLICE_BYTES`."""
 FREE_GAP_BYTES = 2 << 10
@@ -261,9 +247,11 @@ def job_reads(
             found, number = [(job.low, job.high)], job.file
         else:
             place, number = int(geo.place[job.pair]), int(geo.file[job.pair])
-            ranges = [_whole_blocks(geo, job)] if isinstance(job, Direct) else (
-                slab_reads(geo, job, cost).tolist()
-            )  # fmt: skip
+            ranges = (
+                [_whole_blocks(geo, job)]
+                if isinstance(job, Direct)
+                else (slab_reads(geo, job, cost).tolist())
+            )
             found = [(place + a, place + b) for a, b in ranges]
         for a, b in found:
             file.append(number)
@@ -293,9 +281,7 @@ def _whole_blocks(geo: Geometry, job: Direct) -> tuple[int, int]:
     return job.low // block * block, stop
 
 
-def _spans(
-    geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost
-) -> list[Span]:  # fmt: skip
+def _spans(geo: Geometry, chosen: Int64Array, max_bytes: int, cost: ReadCost) -> list[Span]:
     unparsed = geo.unparsed[chosen]
     low = np.where(unparsed, geo.item_low[chosen], geo.place[chosen] + geo.bytes.read_low[chosen])
     high = np.where(
@@ -305,9 +291,13 @@ def _spans(
     order = np.lexsort((low, file))
     low, high, file = low[order], high[order], file[order]
     gap = affordable_gap(
-        file, low, high,
-        free_gap_bytes=FREE_GAP_BYTES, max_gap_bytes=cost.gap_bytes, share=GAP_SHARE,
-    )  # fmt: skip
+        file,
+        low,
+        high,
+        free_gap_bytes=FREE_GAP_BYTES,
+        max_gap_bytes=cost.gap_bytes,
+        share=GAP_SHARE,
+    )
     bounds = coalesce(file, low, high, max_gap_bytes=gap, max_bytes=max_bytes)
     pairs = chosen[order].tolist()
     starts = bounds[:-1]

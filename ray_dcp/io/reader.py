@@ -60,28 +60,6 @@ from ray_dcp.options import LoadOptions, Verify
 from ray_dcp.planning.reads import ReadPlan, Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 
-__all__ = [
-    "ELEMENT_TYPES",
-    "BlockVerifier",
-    "Filler",
-    "ManySink",
-    "Prepared",
-    "ReadStats",
-    "TargetSink",
-    "Transforms",
-    "item_bytes_at_most",
-    "locate_item",
-    "naming_tensor",
-    "parse_item",
-    "prepare_reads",
-    "read_chunks",
-    "read_cost",
-    "read_item",
-    "read_prepared",
-    "read_stored",
-    "view_of_item",
-]
-
 _SAMPLED = 16
 """`verify="sample"` checks every 16th of the blocks read of a chunk, beginning with the first."""
 
@@ -814,9 +792,15 @@ def read_prepared(
     wanted, parts = prepared.wanted, prepared.parts
     lengths = volume(wanted.size) * wanted.itemsize
     filler = Filler(
-        storage, prepared.table, prepared.geo, sink, lengths.tolist(), parts.tolist(),
-        options.verify, prepared.cost,
-    )  # fmt: skip
+        storage,
+        prepared.table,
+        prepared.geo,
+        sink,
+        lengths.tolist(),
+        parts.tolist(),
+        options.verify,
+        prepared.cost,
+    )
     for row in np.flatnonzero((parts == 0) & (lengths == 0)).tolist():
         sink.done(row)
     run_tasks(prepared.jobs, filler.do, min(options.num_threads, len(prepared.jobs)))

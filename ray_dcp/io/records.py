@@ -41,8 +41,6 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 
-__all__ = ["Announced", "Deciding", "Slots", "announced", "fence", "read_slots", "used_slots"]
-
 _MOST_TRIES = 20
 """How often the slots are listed again; each time a save or delete came in between."""
 

@@ -20,8 +20,6 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.planning.reads import RankShare
 from ray_dcp.store.storage import Storage, StorageWrapper
 
-__all__ = ["PATIENCE_S", "SharedReadStorage", "Transport", "bytes_asked"]
-
 PATIENCE_S = 20.0
 """How long a reader waits for the others to use what it has read, in seconds, before it leaves the
 rest to everybody: one that is frozen must not keep the others from reading."""

@@ -25,7 +25,8 @@ from ray_dcp.core.grouping import offsets_of, within
 from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.manifest import FileEntry, Manifest
-from ray_dcp.format.table import MAX_TABLE_BYTES, GroupedTable, decode_few, expanded
+from ray_dcp.format.table import GroupedTable, decode_few, expanded
+from ray_dcp.format.table_file import MAX_TABLE_BYTES
 from ray_dcp.format.table_places import (
     DeferredRows,
     checks_follow,
@@ -36,18 +37,6 @@ from ray_dcp.io.threads import run_tasks
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.planning.structure import Structure, num_chunks_of, ranks_around
 from ray_dcp.store.storage import KeyMissingError, Storage
-
-__all__ = [
-    "CheckFile",
-    "TableParts",
-    "check_against",
-    "same_as",
-    "table_parts",
-    "verified",
-    "verified_bytes",
-    "verified_end",
-    "verified_table",
-]
 
 
 def verified(storage: Storage, entry: FileEntry) -> bytes:

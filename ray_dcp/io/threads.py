@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-__all__ = ["Stop", "run_tasks", "run_within"]
-
 T = TypeVar("T")
 
 UNWIND_S = 1.0

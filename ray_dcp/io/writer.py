@@ -52,26 +52,6 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import DeferredPlace, FileReceipt
 from ray_dcp.store.storage import KeyExistsError, PartWriter, Storage
 
-__all__ = [
-    "BytesLike",
-    "Deferred",
-    "ItemPieces",
-    "ManySource",
-    "PartFile",
-    "PieceSource",
-    "Pieces",
-    "Region",
-    "Run",
-    "Source",
-    "contradiction",
-    "part_key",
-    "pieces_of",
-    "same_file_is_published",
-    "write_file",
-    "write_part",
-    "write_pieces",
-]
-
 _NO_FRAME = Frame(b"", b"")
 
 

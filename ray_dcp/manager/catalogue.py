@@ -35,13 +35,8 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.names import (
     CATALOGUE,
-    NOTES,
     SHARED_FOLDER,
-    TAGS,
     StepNames,
-    check_tag,
-    note_key,
-    tag_key,
     tag_of,
 )
 from ray_dcp.format.step_info import (
@@ -59,24 +54,6 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import url_below
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.listing import PART_NAME
-
-__all__ = [
-    "CATALOGUE",
-    "FOLDER",
-    "NOTES",
-    "READING",
-    "TAGS",
-    "Catalogue",
-    "Root",
-    "StepFound",
-    "check_tag",
-    "look",
-    "look_at_step",
-    "note_key",
-    "publish",
-    "tag_key",
-    "tag_of",
-]
 
 FOLDER = SHARED_FOLDER
 READING = "reading/"
@@ -233,9 +210,10 @@ def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None
     known = _known(storage, before, CATALOGUE in shared)
     numbered = ((names.step_of(name), name, keys) for name, keys in sorted(folders.items()))
     looked = [
-        (step, name, _look_into(step, name, keys, known)) for step, name, keys in numbered
+        (step, name, _look_into(step, name, keys, known))
+        for step, name, keys in numbered
         if step is not None
-    ]  # fmt: skip
+    ]
     unread = [one for _, _, one in looked if isinstance(one, _Unread)]
     found.num_read = len(unread)
     read = iter(_read_all(unread, root, opener, storage))
@@ -391,8 +369,13 @@ def _preferred(known: StepFound | None, other: StepFound, names: StepNames) -> S
         return other
     chosen = known if known.name == names.name_of(known.step) else other
     left = other if chosen is known else known
-    logger.warning("%s and %s are both step %d: %s is left alone", chosen.name, left.name,
-                   known.step, left.name)  # fmt: skip
+    logger.warning(
+        "%s and %s are both step %d: %s is left alone",
+        chosen.name,
+        left.name,
+        known.step,
+        left.name,
+    )
     return chosen
 
 

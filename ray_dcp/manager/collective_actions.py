@@ -33,8 +33,9 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
+from ray_dcp.format.names import check_tag
 from ray_dcp.handle import SaveHandle
-from ray_dcp.manager.catalogue import Root, check_tag
+from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
 from ray_dcp.manager.settings import Item, Settings, state_of
@@ -50,8 +51,6 @@ from ray_dcp.runtime.rank_save import attempt, refusal
 from ray_dcp.runtime.tasks import new_attempt, settle
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_save
-
-__all__ = ["CollectiveActions", "Finisher", "Telling", "UnderWay", "agree", "within"]
 
 T = TypeVar("T")
 
@@ -120,9 +119,15 @@ def agree(
         return within(timeout_s, what, lambda: decide([facts]))
     with session.activity(heartbeat_s, key) as activity:
         steps = _steps(
-            activity.next_key, session.rank, session.world_size, what, facts, decide, timeout_s,
+            activity.next_key,
+            session.rank,
+            session.world_size,
+            what,
+            facts,
+            decide,
+            timeout_s,
             error,
-        )  # fmt: skip
+        )
         return drive(steps, activity.call)
 
 
@@ -342,10 +347,15 @@ class CollectiveActions:
         """Returns what rank 0 decides; see `agreeing.agree`."""
         options = self._settings.unnamed.save_options
         return agree(
-            session or self.session(), f"{what} in {self._root.url}", facts, decide,
+            session or self.session(),
+            f"{what} in {self._root.url}",
+            facts,
+            decide,
             timeout_s=options.plan_timeout_s if timeout_s is None else timeout_s,
-            heartbeat_s=options.heartbeat_timeout_s, error=error, key=key,
-        )  # fmt: skip
+            heartbeat_s=options.heartbeat_timeout_s,
+            error=error,
+            key=key,
+        )
 
     def should_save(self, step: int) -> bool:
         """Tells whether a step is due, on all ranks the same.
@@ -361,10 +371,13 @@ class CollectiveActions:
         alone = bool(policy.due(SaveFacts(step=step)))
         if asks_only_the_step(policy) or (step % self._settings.sync_every and not alone):
             return alone
-        return bool(self.agree(
-            f"whether step {step} is due", partial(self._decide_due, step),
-            facts=self._preemption.is_told,
-        ))  # fmt: skip
+        return bool(
+            self.agree(
+                f"whether step {step} is due",
+                partial(self._decide_due, step),
+                facts=self._preemption.is_told,
+            )
+        )
 
     def is_preempted(self, step: int) -> bool:
         """Tells whether some rank was told that its machine is taken away.
@@ -449,9 +462,12 @@ class CollectiveActions:
         left = threading.Event()
         try:
             decided = self.agree(
-                f"saving step {step}", partial(self._decide_save, step, force, telling, left),
-                facts=self._preemption.is_told, error=error, session=session,
-            )  # fmt: skip
+                f"saving step {step}",
+                partial(self._decide_save, step, force, telling, left),
+                facts=self._preemption.is_told,
+                error=error,
+                session=session,
+            )
         except BaseException:
             left.set()
             self._writer.give_up(step)
@@ -476,10 +492,14 @@ class CollectiveActions:
         if not self._writer.due(step, any(preempted), force=force):
             return None
         place = self._writer.begin(
-            step, preempted=any(preempted), replace=telling.replace, metrics=telling.metrics,
-            metadata=telling.metadata, tags=[check_tag(tag) for tag in telling.tags],
+            step,
+            preempted=any(preempted),
+            replace=telling.replace,
+            metrics=telling.metrics,
+            metadata=telling.metadata,
+            tags=[check_tag(tag) for tag in telling.tags],
             wanted=lambda: not left.is_set(),
-        )  # fmt: skip
+        )
         return place.name, place.last_slot, new_attempt()
 
     def _parts(self) -> list[tuple[str, Item]]:
@@ -511,9 +531,12 @@ class CollectiveActions:
             folders = {name: place.folder_of(name) for name in self._settings.items}
             alone = InlineSession("step", new_attempt=lambda: begun.attempt)
             run_save(
-                decide_save(None, None, begun.target), alone,
-                {"step": place.step, "items": folders}, SaveOptions(), begun.target,
-            )  # fmt: skip
+                decide_save(None, None, begun.target),
+                alone,
+                {"step": place.step, "items": folders},
+                SaveOptions(),
+                begun.target,
+            )
 
         options = self._settings.unnamed.save_options
         # Why so long: where the items are committed is learned by one rank after the other.
@@ -533,9 +556,10 @@ class CollectiveActions:
         rank = self.session().rank
         try:
             ended = within(
-                timeout_s, what,
+                timeout_s,
+                what,
                 lambda: settle(begun.target, begun.attempt, reason=error.message, rank=rank),
-            )  # fmt: skip
+            )
         except StorageError as silent:
             ended = Open(silent)
         match ended:
@@ -557,9 +581,10 @@ class CollectiveActions:
         what = f"the end of step {begun.place.step}"
         try:
             within(
-                self._settings.unnamed.save_options.commit_timeout_s, what,
+                self._settings.unnamed.save_options.commit_timeout_s,
+                what,
                 lambda: self._writer.finish(begun.place, committed),
-            )  # fmt: skip
+            )
         except StorageError as error:
             logger.warning("%s: %s", what, error)
 

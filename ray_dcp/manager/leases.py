@@ -38,17 +38,6 @@ from ray_dcp.manager.catalogue import READING, Root
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 
-__all__ = [
-    "LEASE_S",
-    "Lease",
-    "LeaseHolder",
-    "LeaseRenewal",
-    "Readers",
-    "Unchanged",
-    "WriterLease",
-    "this_process",
-]
-
 
 @dataclass(frozen=True)
 class LeaseHolder:
@@ -73,9 +62,12 @@ class LeaseHolder:
         try:
             found = json.loads(data)
             return cls(
-                str(found["machine"]), int(found["pid"]), str(found["started"]),
-                str(found["host"]), str(found["nonce"]),
-            )  # fmt: skip
+                str(found["machine"]),
+                int(found["pid"]),
+                str(found["started"]),
+                str(found["host"]),
+                str(found["nonce"]),
+            )
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -331,8 +323,10 @@ class WriterLease:
             return lives
         logger.info(
             "%s was written by %s; looking for %g s whether it still is",
-            self._root.url, holder, self._lease_s,
-        )  # fmt: skip
+            self._root.url,
+            holder,
+            self._lease_s,
+        )
         first = _content(storage, _beat(number))
         for _ in range(_BEATS + 1):
             self._wait(self._lease_s / _BEATS)

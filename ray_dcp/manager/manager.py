@@ -37,8 +37,6 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.records import target_of
 from ray_dcp.store.opening import open_storage
 
-__all__ = ["CheckpointManager", "close_at_exit", "forget"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -169,13 +167,24 @@ class CheckpointManager(ReadOnlySteps):
         no_dist: bool = False,
     ) -> None:
         settings = make_settings(
-            save_interval=save_interval, max_to_keep=max_to_keep,
-            max_pending_async=max_pending_async, num_of_threads=num_of_threads,
-            chkpt_on_preemption=chkpt_on_preemption, save_policy=save_policy, retention=retention,
-            item=item, items=items, step_name=step_name, also_read=also_read, order=order,
-            read_only=read_only, takeover=takeover, sync_every=sync_every, lease_s=lease_s,
+            save_interval=save_interval,
+            max_to_keep=max_to_keep,
+            max_pending_async=max_pending_async,
+            num_of_threads=num_of_threads,
+            chkpt_on_preemption=chkpt_on_preemption,
+            save_policy=save_policy,
+            retention=retention,
+            item=item,
+            items=items,
+            step_name=step_name,
+            also_read=also_read,
+            order=order,
+            read_only=read_only,
+            takeover=takeover,
+            sync_every=sync_every,
+            lease_s=lease_s,
             on_failure=on_failure,
-        )  # fmt: skip
+        )
         root = Root(target_of(path, None))
         super().__init__(root, settings, Writer(root, settings, open_storage))
         self._preemption = Preemption()
@@ -293,8 +302,9 @@ class CheckpointManager(ReadOnlySteps):
             error = failed[0][1]
             for step, other in failed[1:]:
                 error.__notes__ = [
-                    *getattr(error, "__notes__", ()), f"Step {step} failed as well: {other}"
-                ]  # fmt: skip
+                    *getattr(error, "__notes__", ()),
+                    f"Step {step} failed as well: {other}",
+                ]
             raise error
 
     def reached_preemption(self, step: int) -> bool:

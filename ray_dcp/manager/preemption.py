@@ -16,8 +16,6 @@ import weakref
 from types import FrameType
 from typing import Any
 
-__all__ = ["Preemption"]
-
 logger = logging.getLogger(__name__)
 
 SAME_NOTICE_S = 5.0

@@ -16,8 +16,6 @@ from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.writer import Writer
 from ray_dcp.store.opening import open_storage
 
-__all__ = ["ReadOnlySteps"]
-
 
 class ReadOnlySteps:
     """The part of a `CheckpointManager` that only looks.

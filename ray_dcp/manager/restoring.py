@@ -40,18 +40,6 @@ from ray_dcp.runtime.rank_load import falls_back
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.load_report import LoadReport
 
-__all__ = [
-    "RestoreReport",
-    "Restoring",
-    "SavedStep",
-    "Wanted",
-    "best_step_of",
-    "candidates",
-    "check_wanted",
-    "saved_step",
-    "targets_of",
-]
-
 Wanted = int | Literal["latest", "best", "auto"]
 MOST_TRIED = 100
 """Steps that `auto` falls back over at most."""
@@ -296,9 +284,7 @@ class Restoring:
             catalogue = self._writer.look()
             found = candidates(wanted, catalogue, self._settings.retention, self._root.url)
             first = found[0]
-            lease = Lease(
-                self._root, first.step, open_storage, lease_s=self._settings.lease_s
-            )  # fmt: skip
+            lease = Lease(self._root, first.step, open_storage, lease_s=self._settings.lease_s)
             try:
                 leases.enter_context(lease)
                 if left.is_set():  # nobody waits for the answer any more
@@ -346,7 +332,7 @@ class Restoring:
             self._tell(step, skipped)
             return RestoreReport(
                 step=step, checkpoint_id=folder.url, reports=reports, skipped=tuple(skipped)
-            )  # fmt: skip
+            )
         raise DamagedCheckpointError(
             f"expected a step that can be loaded, but {unread(skipped, self._root.url)}. The state "
             f"dict may hold parts of what was tried. `ray-dcp verify` lists all the damage",
@@ -366,12 +352,15 @@ class Restoring:
         parts = targets_of(folder, saved, settings.items, settings.unnamed, state_dict, step)
         return {
             name: load(
-                state, checkpoint_id=path, planner=item.planner_for_load(),
-                process_group=self._group, no_dist=self._no_dist,
+                state,
+                checkpoint_id=path,
+                planner=item.planner_for_load(),
+                process_group=self._group,
+                no_dist=self._no_dist,
                 options=_options(options, item, is_late),
             )
             for name, item, path, state in parts
-        }  # fmt: skip
+        }
 
     def _check_replaced(
         self, reports: Mapping[str, LoadReport], skipped: Sequence[tuple[int, CheckpointError]]

@@ -13,24 +13,6 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = [
-    "BestN",
-    "KeepAllOf",
-    "KeepAnyOf",
-    "KeepEveryHours",
-    "KeepEverySteps",
-    "KeepNot",
-    "LatestN",
-    "Mode",
-    "RetentionPolicy",
-    "StepFacts",
-    "best_of",
-    "check_metrics",
-    "check_retention",
-    "rankings",
-    "superfluous",
-]
-
 Mode = Literal["min", "max"]
 
 

@@ -13,21 +13,6 @@ from typing import Protocol, runtime_checkable
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = [
-    "AllOf",
-    "AnyOf",
-    "AtSteps",
-    "EveryMinutes",
-    "EverySteps",
-    "Not",
-    "OnPreemption",
-    "SaveFacts",
-    "SavePolicy",
-    "asks_only_the_step",
-    "check_save_policy",
-    "listens_for_preemption",
-]
-
 MOST_PROBED = 1_000_000
 """Steps that are tried to find out whether a policy is ever due."""
 

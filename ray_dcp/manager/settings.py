@@ -23,8 +23,6 @@ from ray_dcp.manager.steps import Order, check_item_name
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.torch_adapter.dispatch import check_planner
 
-__all__ = ["Item", "Settings", "make_settings", "state_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
@@ -120,9 +118,11 @@ def make_settings(
             other.
     """
     for name, number, least in (
-        ("max_to_keep", max_to_keep, 0), ("max_pending_async", max_pending_async, 1),
-        ("num_of_threads", num_of_threads, 1), ("sync_every", sync_every, 1),
-    ):  # fmt: skip
+        ("max_to_keep", max_to_keep, 0),
+        ("max_pending_async", max_pending_async, 1),
+        ("num_of_threads", num_of_threads, 1),
+        ("sync_every", sync_every, 1),
+    ):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise InvalidRequestError(
                 f"{name} must be a whole number from {least}, but is {number!r}", key=name

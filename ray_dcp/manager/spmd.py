@@ -11,8 +11,6 @@ from ray_dcp.manager.manager import CheckpointManager
 from ray_dcp.manager.settings import Item
 from ray_dcp.torch_adapter.spmd import SPMDLoadPlanner, SPMDSavePlanner, xla_modules
 
-__all__ = ["SPMDCheckpointManager"]
-
 
 class SPMDCheckpointManager(CheckpointManager):
     """The manager of `ray_dcp.xla`: as `ray_dcp.CheckpointManager`, with these defaults.
@@ -62,9 +60,15 @@ class SPMDCheckpointManager(CheckpointManager):
         more.setdefault("order", "any")
         more.setdefault("also_read", ("{step}",))
         super().__init__(
-            path, save_interval, max_to_keep, max_pending_async, num_of_threads, process_group,
-            chkpt_on_preemption, **more,
-        )  # fmt: skip
+            path,
+            save_interval,
+            max_to_keep,
+            max_pending_async,
+            num_of_threads,
+            process_group,
+            chkpt_on_preemption,
+            **more,
+        )
 
     def save(self, step: int, state_dict: Any, force: bool = False, **more: Any) -> bool:
         """See `CheckpointManager.save`; what the devices have been asked is done first."""

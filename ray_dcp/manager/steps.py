@@ -17,35 +17,15 @@ from typing import Literal
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key, slot_of
-from ray_dcp.format.names import StepNames
+from ray_dcp.format.names import TAGS, StepNames, check_tag, tag_key, tag_of
 from ray_dcp.format.step_info import StepInfo, encode_info, info_key, info_slot
 from ray_dcp.io.records import read_slots, used_slots
-from ray_dcp.manager.catalogue import (
-    TAGS,
-    Catalogue,
-    Root,
-    StepFound,
-    check_tag,
-    look,
-    tag_key,
-    tag_of,
-)
+from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look
 from ray_dcp.manager.retention import RetentionPolicy, superfluous
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import Storage
-
-__all__ = [
-    "Going",
-    "Order",
-    "StepTarget",
-    "Steps",
-    "check_item_name",
-    "going",
-    "remove_folder",
-    "remove_step",
-]
 
 Opener = Callable[[Target], Storage]
 Order = Literal["increasing", "any"]
@@ -188,9 +168,7 @@ class Steps:
         Raises:
             StorageError: It could not be written.
         """
-        self.opener(self.root.below(place.name)).write(
-            info_key(place.last_slot), encode_info(info)
-        )  # fmt: skip
+        self.opener(self.root.below(place.name)).write(info_key(place.last_slot), encode_info(info))
         had = self.tags_of(place.step) if place.last_slot else frozenset()
         for tag in sorted({*tags} - had):
             self.tag(place.step, tag)

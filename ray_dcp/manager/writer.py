@@ -26,18 +26,10 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
+from ray_dcp.format.names import check_tag, note_key
 from ray_dcp.format.step_info import StepInfo, check_metadata
 from ray_dcp.io.records import Announced, fence
-from ray_dcp.manager.catalogue import (
-    READING,
-    Catalogue,
-    Root,
-    StepFound,
-    check_tag,
-    look_at_step,
-    note_key,
-    publish,
-)
+from ray_dcp.manager.catalogue import READING, Catalogue, Root, StepFound, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics
 from ray_dcp.manager.save_policy import SaveFacts
@@ -46,8 +38,6 @@ from ray_dcp.manager.steps import Going, Steps, StepTarget, remove_step
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.storage import Storage
-
-__all__ = ["Remover", "Writer"]
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
@@ -165,8 +155,11 @@ class Remover:
         if self._tries >= MOST_TRIES:
             logger.warning(
                 "Steps of %s could not be deleted in %d tries and are left: %s. The next save "
-                "tries again", self._url, self._tries, told,
-            )  # fmt: skip
+                "tries again",
+                self._url,
+                self._tries,
+                told,
+            )
             return
         if self._tries == 1:
             logger.info("Deleting from %s is tried again: %s", self._url, told)
@@ -218,7 +211,7 @@ class Writer:
         self._now = now
         self._right = WriterLease(
             root, opener, lease_s=settings.lease_s, holder=holder, beats=threaded
-        )  # fmt: skip
+        )
         self._readers = Readers(lease_s=settings.lease_s, holder=holder)
         self._added_tags: dict[int, frozenset[str]] = {}
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
@@ -316,9 +309,12 @@ class Writer:
                 self._fence(f"step {step} is saved again", step)
             place = self.steps.place(step)
             info = StepInfo(
-                step=step, created_s=float(self._now()), metrics=metrics, metadata=metadata,
+                step=step,
+                created_s=float(self._now()),
+                metrics=metrics,
+                metadata=metadata,
                 items={name: place.folder_of(name) for name in self._settings.items},
-            )  # fmt: skip
+            )
             added = self.steps.prepare(place, info, tags)
         except BaseException:
             self.give_up(step)

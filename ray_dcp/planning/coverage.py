@@ -24,8 +24,6 @@ from ray_dcp.core.values import (
     widen,
 )
 
-__all__ = ["Coverage", "check_coverage", "holes", "missing_volumes", "problems"]
-
 _PAIRS_TOLD = 8
 
 Box = tuple[Int64Array, Int64Array]

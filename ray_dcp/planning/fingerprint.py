@@ -26,8 +26,6 @@ from ray_dcp.core.rank_names import is_own, number_in, without_rank
 from ray_dcp.core.values import Columns, Int64Array, NamePath
 from ray_dcp.version import __version__
 
-__all__ = ["FINGERPRINT_BYTES", "Fingerprints", "alike", "fingerprint", "plan_key"]
-
 FINGERPRINT_BYTES = 32
 
 _ITEMS_BYTES = 16
@@ -89,9 +87,14 @@ class Fingerprints:
     """
 
     def __init__(
-        self, columns: Columns, *, world_size: int, container: str, part_bytes: int,
+        self,
+        columns: Columns,
+        *,
+        world_size: int,
+        container: str,
+        part_bytes: int,
         to_lowest_rank: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         options = (world_size, container, part_bytes, to_lowest_rank)
         self._items = _items_of(columns, options)
         names = without_rank(columns, world_size).names

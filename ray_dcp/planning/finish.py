@@ -22,8 +22,6 @@ from ray_dcp.protocol.messages import (
     pack_receipts,
 )
 
-__all__ = ["checked_receipts", "finish_table", "num_checks"]
-
 Receipts = Mapping[int, FileReceipt] | FileReceipts
 """By file, or as columns in the order of the files."""
 

@@ -27,16 +27,6 @@ from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
 from ray_dcp.planning.sharing import Pieces, share_out
 
-__all__ = [
-    "MIN_PIECE_BYTES",
-    "MIN_WRITER_BYTES",
-    "RankPlans",
-    "digest_of",
-    "make_plan",
-    "plan_of_layout",
-    "rank_plan",
-]
-
 _CONTAINERS = ("torch_save", "safetensors")
 
 MIN_PIECE_BYTES = LARGE_BYTES

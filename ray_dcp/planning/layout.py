@@ -17,8 +17,6 @@ from ray_dcp.format.torch_items import frame_bytes_many
 from ray_dcp.planning.merge import Held
 from ray_dcp.planning.sharing import ITEM_COST_BYTES, Pieces
 
-__all__ = ["LARGE_ALIGNMENT", "LARGE_BYTES", "SMALL_ALIGNMENT", "Layout", "lay_out"]
-
 LARGE_BYTES = 64 << 10
 """From this length on, a payload starts on a page, for direct I/O and mmap."""
 LARGE_ALIGNMENT = 4096

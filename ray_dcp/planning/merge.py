@@ -40,23 +40,6 @@ from ray_dcp.core.values import (
 from ray_dcp.errors import CoverageError, InternalError, PlanConflictError
 from ray_dcp.planning.coverage import check_coverage
 
-__all__ = [
-    "Boxes",
-    "Held",
-    "check_held",
-    "contents_of",
-    "differing",
-    "digests_of",
-    "distinct_boxes",
-    "find_disagreements",
-    "group_values",
-    "groups_of",
-    "merge",
-    "ranks_text",
-    "with_contents",
-    "without_contents",
-]
-
 _TOLD = 1000
 """Longest list of conflicts in one message; the rest is counted."""
 

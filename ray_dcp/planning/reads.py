@@ -39,32 +39,6 @@ from ray_dcp.core.values import (
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.planning.coverage import missing_volumes
 
-__all__ = [
-    "UNIT_BYTES",
-    "Boxes",
-    "PairBytes",
-    "Ranges",
-    "RankShare",
-    "ReadNeeds",
-    "ReadPlan",
-    "ReadShares",
-    "ShareCost",
-    "Slab",
-    "Wanted",
-    "affordable_gap",
-    "block_ranges",
-    "byte_runs",
-    "coalesce",
-    "may_pay",
-    "meetings",
-    "merged",
-    "needed_blocks",
-    "pair_bytes",
-    "plan_reads",
-    "share_reads",
-    "slabs",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Slab:
@@ -866,7 +840,7 @@ def _cut(whole: Ranges, unit_bytes: int) -> Ranges:
 
 def _incidences(
     units: Ranges, distinct: Sequence[Ranges]
-) -> tuple[Int64Array, Int64Array, Int64Array]:  # fmt: skip
+) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Returns `(unit, group, bytes that it needs of it)` of all that meet, by unit."""
     base = _bases(units.file, units.high)
     unit_low, unit_high = units.low + base[units.file], units.high + base[units.file]

@@ -31,8 +31,6 @@ from ray_dcp.core.values import BoolArray, Columns, Int32Array, Int64Array, Kind
 from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.planning.merge import Held, differing
 
-__all__ = ["MeshOwners", "Part", "Regular", "Shared", "find_holders", "infer", "probes"]
-
 _AT_ONCE = 1 << 16
 """Of so many numbers boxes are made at once: they stay in the cache of a core."""
 
@@ -392,9 +390,12 @@ class _Box(NamedTuple):
 
 
 def _add_common(
-    gathered: _Gathered, parts: Sequence[Part], base: Held, starts: Int64Array,
+    gathered: _Gathered,
+    parts: Sequence[Part],
+    base: Held,
+    starts: Int64Array,
     several: Sequence[tuple[int, _Cut]],
-) -> bool:  # fmt: skip
+) -> bool:
     """Adds the boxes of tensors that several parts hold; returns whether that could be done."""
     if sum(len(cut.rows) * len(cut.places) for _, cut in several) > MOST_BOXES:
         return False

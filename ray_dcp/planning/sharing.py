@@ -25,21 +25,6 @@ from ray_dcp.core.values import BoolArray, Int32Array, Int64Array, Kind, volume
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.planning.merge import Boxes, Held, ranks_text
 
-__all__ = [
-    "ITEM_COST_BYTES",
-    "Cuts",
-    "Loads",
-    "Pieces",
-    "cut_boxes",
-    "itemsizes",
-    "lead_lengths",
-    "leads_of",
-    "level_shares",
-    "node_numbers",
-    "share_alike",
-    "share_out",
-]
-
 Ranks = npt.NDArray[np.integer]
 
 
@@ -56,9 +41,7 @@ def node_numbers(nodes: Sequence[str]) -> tuple[int, ...]:
         (0, 0, 1, 2, 3, 0)
     """
     known: dict[object, int] = {}
-    return tuple(
-        [known.setdefault(name or rank, len(known)) for rank, name in enumerate(nodes)]
-    )  # fmt: skip
+    return tuple([known.setdefault(name or rank, len(known)) for rank, name in enumerate(nodes)])
 
 
 class Loads:
@@ -313,9 +296,15 @@ def share_out(
     for members in _by_holders(held, boxes, np.flatnonzero(free)):
         start, stop = boxes.start[members[0] : members[0] + 2].tolist()
         shared = share_alike(
-            members, num_bytes[members], lead_lengths(held, boxes, members), cuttable[members],
-            held.rank[boxes.holder[start:stop]], loads, min_piece_bytes, min_writer_bytes,
-        )  # fmt: skip
+            members,
+            num_bytes[members],
+            lead_lengths(held, boxes, members),
+            cuttable[members],
+            held.rank[boxes.holder[start:stop]],
+            loads,
+            min_piece_bytes,
+            min_writer_bytes,
+        )
         parts += [cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared]
     box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
     offset, size, begin = cut_boxes(held, boxes, itemsize, box, first, count)

@@ -63,8 +63,6 @@ from ray_dcp.planning.structure import (
     num_chunks_of,
 )
 
-__all__ = ["MANY_ROWS", "StructuralPlan", "make_structural_plan"]
-
 
 class StructuralPlan(GlobalPlan):
     """As `GlobalPlan`; what has a row for each chunk of all ranks is made when it is asked for.
@@ -519,9 +517,15 @@ class _Job:
         cuttable = self.holders.splittable[rows] & (self.base.kind[rows] == Kind.TENSOR)
         cuttable &= num_bytes >= 2 * min_piece_bytes
         found = share_alike(
-            np.arange(len(rows)), num_bytes, leads_of(size), cuttable,
-            shared.ranks.astype(np.int32), loads, min_piece_bytes, min_writer_bytes,
-        )  # fmt: skip
+            np.arange(len(rows)),
+            num_bytes,
+            leads_of(size),
+            cuttable,
+            shared.ranks.astype(np.int32),
+            loads,
+            min_piece_bytes,
+            min_writer_bytes,
+        )
         box, first, count, holder = map(np.concatenate, zip(*found, strict=True))
         order = np.argsort(holder, kind="stable")
         told = []

@@ -26,21 +26,6 @@ from ray_dcp.core.values import BoolArray, ChunkTable, Int32Array, Int64Array, p
 from ray_dcp.errors import InternalError
 from ray_dcp.planning.reads import Wanted
 
-__all__ = [
-    "MOST_BYTES",
-    "MOST_RANKS",
-    "Expanded",
-    "Mesh",
-    "Structure",
-    "Tensors",
-    "expand",
-    "files_of",
-    "is_expandable",
-    "names_of",
-    "num_chunks_of",
-    "ranks_around",
-]
-
 MOST_BYTES = 2 << 30
 """Of memory for all that is made of a structure: 14 million chunks of matrices. Why a bound: a
 short file may claim a large mesh."""
@@ -257,9 +242,7 @@ def num_chunks_of(table: ChunkTable, structure: Structure) -> int:
     return sum(one * many for one, many in zip(counts.tolist(), ranks.tolist(), strict=True))
 
 
-def expand(
-    table: ChunkTable, structure: Structure, ranks: Int64Array | None = None
-) -> Expanded:  # fmt: skip
+def expand(table: ChunkTable, structure: Structure, ranks: Int64Array | None = None) -> Expanded:
     """Returns the chunks of all ranks, in the order of their files.
 
     Args:
@@ -397,9 +380,11 @@ def ranks_around(
     has[structure.file_kind[table.file], table.tensor] = True
     chosen = np.zeros(structure.world_size, dtype=bool)
     numbers = np.concatenate(
-        [np.array(tensors, dtype=np.int64), *(boxes.tensor[is_own[known.base[boxes.tensor]]]
-                                              for boxes in wanted)]
-    )  # fmt: skip
+        [
+            np.array(tensors, dtype=np.int64),
+            *(boxes.tensor[is_own[known.base[boxes.tensor]]] for boxes in wanted),
+        ]
+    )
     base = known.base[numbers]
     chosen[known.rank[numbers[is_own[base]]]] = True
     chosen |= np.asarray(has[:, base[~is_own[base]]].any(axis=1))[structure.kind]
@@ -456,10 +441,15 @@ def _mark(
     # Most tensors of a model lie alike: they are looked at once.
     # The row of zeros: tensors may have no dimension at all.
     alike = [
-        np.zeros(len(tensor), np.int64), *table.shape[tensor].T,
-        *mesh.offset[at].T, *np.concatenate(mesh.steps[:, at], axis=1).T,
-        *extents[0][row].T, *extents[1][row].T, *low.T, *high.T,
-    ]  # fmt: skip
+        np.zeros(len(tensor), np.int64),
+        *table.shape[tensor].T,
+        *mesh.offset[at].T,
+        *np.concatenate(mesh.steps[:, at], axis=1).T,
+        *extents[0][row].T,
+        *extents[1][row].T,
+        *low.T,
+        *high.T,
+    ]
     first, group = group_rows([np.ascontiguousarray(column) for column in alike])
     kinds = structure.kind[ranks]
     of_group = np.zeros((len(first), len(structure.leaders)), dtype=bool)

@@ -41,20 +41,6 @@ from ray_dcp.protocol.messages import (
     pack_receipts,
 )
 
-__all__ = [
-    "MOST_GATHERERS",
-    "Batch",
-    "BatchWindow",
-    "BatchedJoins",
-    "BatchedReceipts",
-    "BatchedReplies",
-    "Batches",
-    "MessageBatch",
-    "group_of",
-    "is_gathered",
-    "together",
-]
-
 
 @dataclass(frozen=True)
 class BatchedJoins:
@@ -107,11 +93,13 @@ class BatchedReceipts:
         each = zip(self.ranks, self.num_files, self.staged_s, strict=True)
         return [
             replace(
-                self.first, rank=rank, files=tuple(next(files) for _ in range(count)),
+                self.first,
+                rank=rank,
+                files=tuple(next(files) for _ in range(count)),
                 staged_s=staged_s,
             )
             for rank, count, staged_s in each
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,46 +38,7 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
     SaveStaged,
     Target,
-)  # fmt: skip
-
-__all__ = [
-    "Answer",
-    "Answers",
-    "Arm",
-    "BuildCommit",
-    "CheckpointRead",
-    "CollectReplaced",
-    "Command",
-    "CommitBuilt",
-    "CreateAbort",
-    "CreateRecord",
-    "Disarm",
-    "Failed",
-    "Finished",
-    "MakeMetadata",
-    "MakePlan",
-    "OutcomeRead",
-    "Overtaken",
-    "Perform",
-    "Planned",
-    "PublishMetadata",
-    "Published",
-    "ReadCheckpoint",
-    "ReadOutcome",
-    "ReadRecord",
-    "ReadRecords",
-    "ReadsShared",
-    "RecordCreated",
-    "RecordsRead",
-    "Result",
-    "RowsMissing",
-    "ShareReads",
-    "SlotFree",
-    "SlotTaken",
-    "Task",
-    "WriteTable",
-    "step_of",
-]
+)
 
 
 @dataclass(frozen=True)

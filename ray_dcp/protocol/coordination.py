@@ -60,17 +60,6 @@ from ray_dcp.protocol.planning import PlanCache
 from ray_dcp.protocol.save import SaveMachine
 from ray_dcp.protocol.staged_save import StagedPlan, StagedSaveMachine
 
-__all__ = [
-    "Coordination",
-    "Early",
-    "Forgotten",
-    "Machine",
-    "StagerHearing",
-    "admit",
-    "let_in",
-    "trim",
-]
-
 
 def admit(
     queued: StagedSaveMachine, under_way: Sequence[StagedSaveMachine]

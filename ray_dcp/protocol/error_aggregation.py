@@ -34,27 +34,6 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
 )
 
-__all__ = [
-    "Call",
-    "Opening",
-    "blame",
-    "call_of",
-    "check_world",
-    "combine",
-    "deadline",
-    "describe",
-    "describe_call",
-    "disagreement",
-    "identity",
-    "located",
-    "lost_rank",
-    "name_known",
-    "name_ranks",
-    "unknown",
-    "unknown_operation",
-    "went_ahead",
-]
-
 MOST_TOLD = 16
 """Missing ranks of which an error tells all that is known; the others are only named."""
 

@@ -13,8 +13,6 @@ from ray_dcp.protocol.error_aggregation import combine, name_ranks
 from ray_dcp.protocol.messages import Exchange, Exchanged, Request
 from ray_dcp.protocol.operation import Commands, Operation
 
-__all__ = ["ExchangeMachine"]
-
 
 class ExchangeMachine(Operation):
     """One exchange between all ranks of a session.

@@ -28,18 +28,6 @@ from ray_dcp.format.manifest import (
 from ray_dcp.format.save_trace import trace_key
 from ray_dcp.format.tensor_stats import stats_key
 
-__all__ = [
-    "GarbagePlan",
-    "KeptFile",
-    "Owned",
-    "attempts_of",
-    "left_by_others",
-    "owner_of",
-    "sweep",
-    "verdicts",
-    "was_committed",
-]
-
 MOST_DECIDED = 64
 """How many earlier attempts a record remembers. Each takes 50 bytes; one save adds one or two."""
 

@@ -21,16 +21,6 @@ from ray_dcp.errors import DeadlineError
 from ray_dcp.protocol.error_aggregation import Call, call_of, describe_call
 from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Request, SaveJoin
 
-__all__ = [
-    "LONG_WAIT_S",
-    "AwakeClock",
-    "Doing",
-    "Heartbeat",
-    "HeartbeatAck",
-    "Liveness",
-    "beat_interval_s",
-]
-
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""
 

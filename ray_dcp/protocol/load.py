@@ -48,19 +48,6 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.operation import Commands, Operation
 
-__all__ = [
-    "Decline",
-    "Enter",
-    "Leave",
-    "Listen",
-    "LoadMachine",
-    "Offer",
-    "SharedReads",
-    "UnitUpdate",
-    "Use",
-    "Word",
-]
-
 SHARE_S = 60.0
 """How long may be thought about who reads what for whom, in seconds; after that everybody reads
 for himself."""
@@ -169,9 +156,12 @@ class LoadMachine(Operation):
                 within_s = min(SHARE_S, options.plan_timeout_s, options.read_timeout_s)
                 return self._step("sharing", sharing, within_s)
         outcome = LoadOutcome(
-            self._bytes_needed, self._bytes_read, self._bytes_from_memory,
-            self._bytes_from_peers, self._bytes_read_instead,
-        )  # fmt: skip
+            self._bytes_needed,
+            self._bytes_read,
+            self._bytes_from_memory,
+            self._bytes_from_peers,
+            self._bytes_read_instead,
+        )
         return (*self._conclude(outcome), *self._end("done"))
 
     def _proceed(self, shares: ReadShares | None) -> Commands:

@@ -26,41 +26,6 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalErro
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import RankShare, ReadNeeds
 
-__all__ = [
-    "Ack",
-    "DeferredPlace",
-    "Exchange",
-    "Exchanged",
-    "Fenceable",
-    "FileReceipt",
-    "FileReceipts",
-    "LoadDone",
-    "LoadGo",
-    "LoadJoin",
-    "LoadOutcome",
-    "LoadProceed",
-    "LoadReady",
-    "OpKey",
-    "PartsHeld",
-    "PartsWritten",
-    "PlanOrigin",
-    "Refused",
-    "Renumbered",
-    "Reply",
-    "Request",
-    "SaveAgain",
-    "SaveGo",
-    "SaveJoin",
-    "SaveOutcome",
-    "SaveReceipt",
-    "SaveStaged",
-    "SendItems",
-    "TakeOver",
-    "Target",
-    "join_receipts",
-    "pack_receipts",
-]
-
 PlanOrigin = Literal["cold", "warm"]
 """Where the plan of a save is from: made for it; of an earlier save of the job; read beside the
 checkpoints, where another job had left it."""

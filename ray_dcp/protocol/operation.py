@@ -43,17 +43,6 @@ from ray_dcp.protocol.error_aggregation import (
 )
 from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
 
-__all__ = [
-    "GRACE_S",
-    "LOST_GRACE_S",
-    "Barrier",
-    "Commands",
-    "Operation",
-    "compact",
-    "content",
-    "two_calls",
-]
-
 
 class Barrier:
     """One roll-call: which ranks have come, which failed, who is missing.

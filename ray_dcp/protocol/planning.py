@@ -33,8 +33,6 @@ from ray_dcp.protocol.commands import (
 from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems, Target
 
-__all__ = ["PlanCache", "Planning", "differences"]
-
 MOST_ROWS_BYTES = 1 << 30
 """Of ranks' rows, as they were sent. Ranks that hold the same need them once."""
 
@@ -232,9 +230,14 @@ class Planning:
         else:
             columns, contents, fingerprints = tuple(join.columns for join in joins), (), ()
         return MakePlan(
-            columns, options.container, options.part_bytes, options.dedup_save_to_lowest_rank,
-            contents, fingerprints, self._nodes,
-        )  # fmt: skip
+            columns,
+            options.container,
+            options.part_bytes,
+            options.dedup_save_to_lowest_rank,
+            contents,
+            fingerprints,
+            self._nodes,
+        )
 
     def lacks(self, ranks: Iterable[int]) -> None:
         """Takes that the rows of ranks do not follow from what is known: they have to send them."""

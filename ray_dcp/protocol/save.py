@@ -88,25 +88,6 @@ from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import PlanCache, Planning
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Vote, VoteTask, Won
 
-__all__ = [
-    "MOST_TOLD_BYTES",
-    "REASON_LENGTH",
-    "REPLACED_SINCE",
-    "JoinedSave",
-    "SaveMachine",
-    "both_gone",
-    "disagreeing_values",
-    "fenced_off",
-    "lost_race",
-    "no_overwrite",
-    "other_attempt",
-    "overtaken",
-    "replaced_since",
-    "slow",
-    "undecided",
-    "warning",
-]
-
 REPLACED_SINCE = (
     "The checkpoint was committed, but it does not stand any more: another save of the same "
     "checkpoint id, or a delete, came right after. Only one save at a time should have an id"
@@ -605,15 +586,22 @@ class SaveMachine(JoinedSave):
         self._attempt = self._new_attempt()
         if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
             # Why possible: whoever makes up attempts may tell them to others before.
-            return self._fail(SaveCancelledError(
-                f"Attempt {self._attempt} was ended by another rank before this save was planned"
-            ))  # fmt: skip
+            return self._fail(
+                SaveCancelledError(
+                    f"Attempt {self._attempt} was ended by another rank before this save had "
+                    "its plan"
+                )
+            )
         self._vote = self._new_vote()
         self._call("writing")
         go = partial(
-            self._planning.go, planned=planned, attempt=self._attempt, epoch=self._epoch,
-            warnings=planned.warnings, create_if_absent=self._seen.create_if_absent,
-        )  # fmt: skip
+            self._planning.go,
+            planned=planned,
+            attempt=self._attempt,
+            epoch=self._epoch,
+            warnings=planned.warnings,
+            create_if_absent=self._seen.create_if_absent,
+        )
         told = self._give(go, go(0) if self._planning.all_know(planned) else None)
         self._planning.clear()
         return (self._arm(self._options.write_timeout_s), *told)

@@ -27,8 +27,6 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
 )
 
-__all__ = ["SaveRecorder"]
-
 TASKS: dict[type, str] = {
     ReadRecords: "look",
     MakePlan: "plan",

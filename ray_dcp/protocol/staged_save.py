@@ -73,8 +73,6 @@ from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.save import SaveMachine, both_gone, undecided
 from ray_dcp.protocol.vote import Won
 
-__all__ = ["Holding", "Pace", "QueuedSave", "StagedPlan", "StagedSaveMachine", "laggards"]
-
 
 class QueuedSave(SaveMachine):
     """See `SaveMachine`; between its phases "joining" and "reading" is "queued"."""

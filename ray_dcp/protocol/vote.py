@@ -31,8 +31,6 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.messages import Target
 
-__all__ = ["Decision", "Fenced", "Lost", "Open", "Vote", "VoteTask", "Won"]
-
 TRIES = 1
 """How often a record is tried after failures whose fate is unknown. Storages retry by themselves
 as well; this is for those that lose answers."""

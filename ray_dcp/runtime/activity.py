@@ -16,8 +16,6 @@ from ray_dcp.protocol.messages import OpKey, Renumbered, Reply, Request
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
 
-__all__ = ["LEAVING_S", "ActiveSession", "Activity"]
-
 LEAVING_S = 10.0
 """How long a rank that is interrupted takes to tell the others so, in seconds."""
 

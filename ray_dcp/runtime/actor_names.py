@@ -11,19 +11,6 @@ import secrets
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = [
-    "LEASE_S",
-    "MOST_CALLS",
-    "NAMESPACE",
-    "PROTOCOL_VERSION",
-    "check_lease",
-    "coordinator_name",
-    "gatherer_name",
-    "group_name",
-    "memory_owner",
-    "stager_name",
-]
-
 NAMESPACE = "ray_dcp"
 """The Ray namespace of all our actors, unless the caller names another."""
 

@@ -19,8 +19,6 @@ from ray_dcp.runtime import environment, private_ray, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE
 from ray_dcp.runtime.private_ray import OwnRay
 
-__all__ = ["Invitation", "attach", "attach_named", "attached_address", "leave_lost"]
-
 LEAVE_S = 120.0
 """How long Ray may take to let go of a Ray of our own that was lost (5 to 15 s), in seconds."""
 

@@ -61,16 +61,6 @@ from ray_dcp.runtime.rendezvous import Rendezvous, RendezvousCalls
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.stage.values import StageReport
 
-__all__ = [
-    "BatchedCalls",
-    "Coordinator",
-    "Membership",
-    "SharedReadDispatch",
-    "await_ready",
-    "coordinator_of",
-    "in_own_thread",
-]
-
 Member = tuple[str, int]
 """A session's name and a rank."""
 
@@ -340,8 +330,11 @@ class Coordinator:
             logger.warning(
                 "The coordinator of session %s died and was started anew (%s, epoch %d): "
                 "asynchronous saves that were staged go on, other saves and loads that were under "
-                "way fail and have to be called again", name, me, self.epoch,
-            )  # fmt: skip
+                "way fail and have to be called again",
+                name,
+                me,
+                self.epoch,
+            )
         self._rehearsal = begin_rehearsal()
         self._start(self._resume())
         self._start(self._watch())
@@ -650,8 +643,12 @@ def _warn_of_takeovers(commands: Sequence[Command]) -> None:
     for (key, reason), ranks in asked.items():
         logger.warning(
             "Operation %d of session %s: ranks %s hand what is not written to another stager, as "
-            "theirs is slow or lost: %s", key.seq, key.session, sorted(ranks), reason,
-        )  # fmt: skip
+            "theirs is slow or lost: %s",
+            key.seq,
+            key.session,
+            sorted(ranks),
+            reason,
+        )
 
 
 def await_ready(coordinator: Any, timeout_s: float) -> None:

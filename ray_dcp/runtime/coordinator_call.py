@@ -22,8 +22,6 @@ from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, Partic
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.private_ray import OwnRay
 
-__all__ = ["call_actor", "check_ray"]
-
 MOST_REPEATS = 20
 """How often a call is repeated when the actor can't be reached or has to be made again."""
 

@@ -29,7 +29,6 @@ from ray_dcp.runtime.registry import meet
 if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session
 
-__all__ = ["session_of"]
 
 _STORE_KEY = "ray_dcp/own_ray"
 
@@ -113,8 +112,10 @@ def _continued(group: Any, lost: Session) -> Session:
         logger.warning(
             "The Ray that this job had started for itself was lost; rank %d goes on with another "
             "one at %s. If that happens again, look at the memory of this machine, or set "
-            "RAY_ADDRESS", lost.rank, own.address,
-        )  # fmt: skip
+            "RAY_ADDRESS",
+            lost.rank,
+            own.address,
+        )
         return session
 
 
@@ -195,8 +196,11 @@ def _own_ray(store: Any, number: int, lease_s: float) -> OwnRay:
             "No Ray was named, so this job has started one of its own at %s: about 0.8 GB of "
             "memory on this machine, files in %s. It ends %g s after its last use (process %d). "
             "To use a cluster instead, set RAY_ADDRESS",
-            own.address, own.directory, lease_s, own.keeper_pid,
-        )  # fmt: skip
+            own.address,
+            own.directory,
+            lease_s,
+            own.keeper_pid,
+        )
         if store is not None:
             store.set(f"{key}/told", own.encode())
         return own

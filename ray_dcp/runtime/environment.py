@@ -11,14 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = [
-    "daemons_environment",
-    "named_address",
-    "own_ray_environment",
-    "pinned_to_loopback",
-    "token_environment",
-]
-
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 _INLINE_BYTES = 256 << 20

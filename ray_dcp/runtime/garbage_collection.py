@@ -40,8 +40,6 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-__all__ = ["collect", "delete"]
-
 Opener = Callable[[Target], Storage]
 
 COLLECTED = "ray_dcp.collect(abort_unfinished=True) was called"

@@ -17,7 +17,6 @@ from ray_dcp.protocol.messages import Reply, Request
 if TYPE_CHECKING:
     from ray_dcp.runtime.ray_private import Caller
 
-__all__ = ["GatheredCalls"]
 
 LOOK_S = 0.5
 """How often a call that waits looks whether Ray is still up, in seconds."""

@@ -27,8 +27,6 @@ from ray_dcp.runtime.actor_names import MOST_CALLS, check_lease, gatherer_name
 from ray_dcp.runtime.coordinator import coordinator_of
 from ray_dcp.runtime.ray_private import Caller
 
-__all__ = ["Gatherer", "gatherer_of"]
-
 LOOK_S = 5.0
 """How often it looks whether anybody needs it, in seconds."""
 

@@ -25,8 +25,6 @@ from ray_dcp.protocol.messages import Refused
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.rank_progress import RankProgress
 
-__all__ = ["HeartbeatSender"]
-
 FIRST_BEAT_S = 1.0
 """A call of the user that is over before this many seconds sends no beat at all."""
 
@@ -61,9 +59,7 @@ class HeartbeatSender:
         who: The coordinator in words, for errors.
     """
 
-    def __init__(
-        self, reach: Callable[[bool], Any], session: str, rank: int, who: str
-    ) -> None:  # fmt: skip
+    def __init__(self, reach: Callable[[bool], Any], session: str, rank: int, who: str) -> None:
         self._reach = reach
         self._session = session
         self._rank = rank

@@ -67,19 +67,6 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-__all__ = [
-    "Fate",
-    "InlineSession",
-    "Performer",
-    "RankResult",
-    "Shell",
-    "Time",
-    "Tracing",
-    "begin_rehearsal",
-    "rehearse",
-    "run_ranks",
-]
-
 Performer = Callable[[Task], Result]
 
 
@@ -689,9 +676,14 @@ def rehearse(capture: Callable[[], Captured] | None = None) -> None:
     session = InlineSession("rehearsal")
     try:
         save = save_rank(
-            session.next_key(), rank=0, world_size=1, target=Target(url), options=SaveOptions(),
-            capture=capture or _Small, memory=session.plans,
-        )  # fmt: skip
+            session.next_key(),
+            rank=0,
+            world_size=1,
+            target=Target(url),
+            options=SaveOptions(),
+            capture=capture or _Small,
+            memory=session.plans,
+        )
         drive(save, session.call)
     finally:
         storage = MemoryStorage(url.removeprefix("memory://"))

@@ -26,8 +26,6 @@ from ray_dcp.stage.memory_tier import Part, TierEntry, TierFile, cut, registered
 from ray_dcp.stage.values import InFlight
 from ray_dcp.store.storage import Storage, StorageWrapper
 
-__all__ = ["MemoryTierStorage", "NodeMemory", "memory_of"]
-
 ANSWER_S = 10.0
 """How long a stager may take to answer, in seconds; after that bytes come from storage."""
 

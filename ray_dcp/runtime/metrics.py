@@ -40,8 +40,6 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime import metrics
 
-__all__ = ["METRICS", "Account", "count", "staging_memory"]
-
 logger = logging.getLogger(__name__)
 
 SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0]
@@ -250,14 +248,15 @@ class Account:
             took_s = self._clock() - self._began_s
         outcome = outcome_of(error, "loaded" if self._kind == "load" else "committed")
         self._tell(
-            outcome, took_s,
+            outcome,
+            took_s,
             self.bytes.get("read", 0) if self._kind == "load" else self.bytes_written,
             error=None if error is None else f"{type(error).__name__}: {error}",
             stall_s=None if self._kind == "load" else self.stall_s,
             staged_bytes=self.bytes.get("stage", 0),
             takeovers=self.takeovers,
             memory_bytes=self._memory_bytes,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Account:
         return self
@@ -301,11 +300,18 @@ class Account:
     def _tell(self, outcome: str, seconds: float, num_bytes: int, **more: object) -> None:
         try:
             event = Event(
-                name=f"{self._kind}.{outcome}", checkpoint_id=self._checkpoint_id,
-                rank=self._rank, world_size=self._world_size, mode=self._mode, path=self._path,
-                attempt=self.attempt, plan=self.plan, seconds=seconds, num_bytes=num_bytes,
+                name=f"{self._kind}.{outcome}",
+                checkpoint_id=self._checkpoint_id,
+                rank=self._rank,
+                world_size=self._world_size,
+                mode=self._mode,
+                path=self._path,
+                attempt=self.attempt,
+                plan=self.plan,
+                seconds=seconds,
+                num_bytes=num_bytes,
                 **more,  # type: ignore[arg-type]
-            )  # fmt: skip
+            )
             events.emit(event)
             metrics.count(event)
         except Exception as failed:  # noqa: BLE001 - a user's log handler must not fail a save

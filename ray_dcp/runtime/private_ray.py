@@ -31,8 +31,6 @@ from ray_dcp.errors import DeadlineError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import environment
 from ray_dcp.runtime.actor_names import LEASE_S, check_lease
 
-__all__ = ["OwnRay", "SupervisorOrder", "joined", "set_joined", "start_own_ray"]
-
 READY = "ready.json"
 LOG = "keeper.log"
 TOKEN = "token"  # noqa: S105 - a file name

@@ -28,8 +28,6 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import environment, ray_private
 from ray_dcp.runtime.private_ray import READY, TOKEN, OwnRay, SupervisorOrder
 
-__all__ = ["keep"]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

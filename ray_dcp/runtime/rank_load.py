@@ -80,35 +80,15 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.rank_save import (
-    Captured,
     attempt,
     naming_checkpoint,
     refusal,
     reported,
-    save_rank,
 )
 from ray_dcp.runtime.shared_reads import Peers
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
 from ray_dcp.view.listing import Run, StepFolder, list_run
-
-__all__ = [
-    "Captured",
-    "InMemory",
-    "KeptIn",
-    "LoadResult",
-    "LoadWork",
-    "MemorySource",
-    "Newest",
-    "ReadCounts",
-    "Reading",
-    "StepRange",
-    "drive",
-    "falls_back",
-    "load_newest_rank",
-    "load_rank",
-    "save_rank",
-]
 
 
 class InMemory(Storage, Protocol):
@@ -311,9 +291,7 @@ class Reading:
             self._memory.ask(self._opened, found.attempt)
         return found
 
-    def prepare(
-        self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan
-    ) -> Prepared:  # fmt: skip
+    def prepare(self, checkpoint: Checkpoint, work: LoadWork, read_plan: ReadPlan) -> Prepared:
         """Returns what is to be read; no target is touched.
 
         Args:
@@ -392,8 +370,9 @@ class Reading:
                 raise
             logger.warning(
                 "What was in memory or came from other ranks could not be used, storage is read: "
-                "%s", error,
-            )  # fmt: skip
+                "%s",
+                error,
+            )
             counts = self._fill(storage, checkpoint, work, prepared)
             return replace(counts, instead=from_peers)
         return replace(counts, from_memory=0 if memory is None else memory.bytes_from_memory)
@@ -413,10 +392,17 @@ class Reading:
         if exchange is None:
             return None
         return SharedReadStorage(
-            storage, checkpoint.table.files, share, self._rank, prepared.reads(), exchange,
+            storage,
+            checkpoint.table.files,
+            share,
+            self._rank,
+            prepared.reads(),
+            exchange,
             budget_bytes=self._peers.budget_bytes(share.here),
-            num_threads=options.num_threads, check=vitals.check, moved=vitals.moved,
-        )  # fmt: skip
+            num_threads=options.num_threads,
+            check=vitals.check,
+            moved=vitals.moved,
+        )
 
     def _fill(
         self,
@@ -491,9 +477,12 @@ class Reading:
                     _ended.notify_all()
 
         overdue = partial(
-            self._vitals.overdue, "read its share", "LoadOptions.read_timeout_s",
-            self._options.read_timeout_s, self._rank,
-        )  # fmt: skip
+            self._vitals.overdue,
+            "read its share",
+            "LoadOptions.read_timeout_s",
+            self._options.read_timeout_s,
+            self._rank,
+        )
         try:
             return run_within(marked, end_s - time.monotonic(), self._vitals.stop, overdue)
         finally:
@@ -609,9 +598,15 @@ def load_rank(
             raise located(vitals.abandoned, target.url)
         counts = counts or ReadCounts()
         done = LoadDone(
-            key, rank, counts.needed, counts.read, error, counts.from_memory,
-            counts.from_peers, counts.instead,
-        )  # fmt: skip
+            key,
+            rank,
+            counts.needed,
+            counts.read,
+            error,
+            counts.from_memory,
+            counts.from_peers,
+            counts.instead,
+        )
         outcome = yield done
         vitals.over = True
         if not isinstance(outcome, LoadOutcome):

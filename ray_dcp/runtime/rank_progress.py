@@ -18,8 +18,6 @@ from ray_dcp.protocol.liveness import Doing
 from ray_dcp.protocol.messages import OpKey
 from ray_dcp.store.storage import Entry, PartWriter, Storage, StorageWrapper
 
-__all__ = ["RankProgress", "WatchedStorage"]
-
 
 class RankProgress:
     """What one rank does now. Safe to use from several threads.

@@ -74,22 +74,6 @@ from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-__all__ = [
-    "Captured",
-    "PlanMemory",
-    "Remembered",
-    "Unchanged",
-    "attempt",
-    "await_outcome",
-    "check_unchanged",
-    "join_save",
-    "naming_checkpoint",
-    "refusal",
-    "reported",
-    "save_rank",
-    "write_share",
-]
-
 
 class Captured(Protocol):
     """What a rank holds; `ray_dcp.torch_adapter.capture.Capture` is one."""
@@ -333,9 +317,12 @@ def _first(
     """Returns the join, and the part of an earlier plan that it names."""
     options = join.options
     name = fingerprint(
-        columns, world_size=join.world_size, container=options.container,
-        part_bytes=options.part_bytes, to_lowest_rank=options.dedup_save_to_lowest_rank,
-    )  # fmt: skip
+        columns,
+        world_size=join.world_size,
+        container=options.container,
+        part_bytes=options.part_bytes,
+        to_lowest_rank=options.dedup_save_to_lowest_rank,
+    )
     known = memory.get(name)
     if known is not None:
         values = known.values(contents_of(columns))
@@ -391,17 +378,35 @@ def save_rank(
     """
     vitals = vitals or RankProgress()
     go, captured = yield from join_save(
-        key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        vitals=vitals, memory=memory, node=node,
-    )  # fmt: skip
+        key,
+        rank=rank,
+        world_size=world_size,
+        target=target,
+        options=options,
+        capture=capture,
+        vitals=vitals,
+        memory=memory,
+        node=node,
+    )
     receipt = write_share(
-        key, go, target, options, rank=rank, source=captured.source, deferred=captured.deferred,
-        opener=opener, vitals=vitals,
-    )  # fmt: skip
+        key,
+        go,
+        target,
+        options,
+        rank=rank,
+        source=captured.source,
+        deferred=captured.deferred,
+        opener=opener,
+        vitals=vitals,
+    )
     outcome = yield from await_outcome(
-        receipt, target, opener, timeout_s=options.commit_timeout_s, vitals=vitals,
+        receipt,
+        target,
+        opener,
+        timeout_s=options.commit_timeout_s,
+        vitals=vitals,
         create_if_absent=go.create_if_absent,
-    )  # fmt: skip
+    )
     vitals.over = True
     warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
     return replace(outcome, warnings=tuple(warnings))
@@ -437,9 +442,13 @@ def write_share(
 
     def write() -> tuple[FileReceipt, ...]:
         return write_part(
-            WatchedStorage(opener(target), vitals), go.plan, go.attempt,
-            source=source, deferred=deferred, options=options,
-        )  # fmt: skip
+            WatchedStorage(opener(target), vitals),
+            go.plan,
+            go.attempt,
+            source=source,
+            deferred=deferred,
+            options=options,
+        )
 
     timeout_s = options.write_timeout_s
     overdue = partial(
@@ -482,10 +491,14 @@ def await_outcome(
     vitals.enter("waiting")
     held = receipt.held if isinstance(receipt, SaveStaged) else None
     ask = partial(
-        _settled, attempt_id=attempt_id, rank=rank, target=target, opener=opener,
+        _settled,
+        attempt_id=attempt_id,
+        rank=rank,
+        target=target,
+        opener=opener,
         timeout_s=SaveOptions().commit_timeout_s if timeout_s is None else timeout_s,
         create_if_absent=create_if_absent,
-    )  # fmt: skip
+    )
     if vitals.abandoned is not None:
         return ask(vitals.abandoned)
     try:
@@ -550,9 +563,13 @@ def _look(
 ) -> SaveOutcome:
     reason = f"rank {rank} has no answer: {type(unanswered).__name__}"
     decision = settle(
-        target, attempt_id, reason=reason, rank=rank, opener=opener,
+        target,
+        attempt_id,
+        reason=reason,
+        rank=rank,
+        opener=opener,
         create_if_absent=create_if_absent,
-    )  # fmt: skip
+    )
     match decision:
         case Won():
             warning = f"The coordinator did not confirm the commit, but it stands: {unanswered}"

@@ -24,31 +24,6 @@ from ray.exceptions import RaySystemError
 from ray_dcp.errors import InternalError
 from ray_dcp.runtime import private_ray, ray_calls
 
-__all__ = [
-    "TESTED",
-    "Caller",
-    "ClusterUse",
-    "Life",
-    "gone",
-    "has_ray_client",
-    "id_of",
-    "job_place",
-    "job_store",
-    "life_of",
-    "local_token",
-    "loopback_addresses",
-    "next_epoch",
-    "recall",
-    "remember",
-    "signal_handlers_kept",
-    "starting_no_ray",
-    "store_bytes",
-    "survive_shutdown",
-    "this_caller",
-    "train_ranks",
-    "uncaught_errors_untold",
-]
-
 TESTED = ("2.60",)
 """Ray versions with which these hooks were tested."""
 

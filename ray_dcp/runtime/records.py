@@ -63,29 +63,6 @@ from ray_dcp.store.storage import (
     read_traits_of,
 )
 
-__all__ = [
-    "CollectReport",
-    "Listing",
-    "Standing",
-    "check_ours",
-    "confirm_record",
-    "decision_of",
-    "everything",
-    "foreign_metadata",
-    "look_at",
-    "named_by_metadata",
-    "overtaken",
-    "publish",
-    "read_standing",
-    "remove",
-    "republish",
-    "standing_records",
-    "target_of",
-    "withdraw",
-    "without_stock_files",
-    "write_metadata",
-]
-
 STOCK_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 

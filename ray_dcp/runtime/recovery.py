@@ -31,8 +31,6 @@ from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.stager_backend import key_of
 from ray_dcp.stage.values import StageKey, StageProgress, StageReport
 
-__all__ = ["StagedPlans", "StagerWatch", "parts_written"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
@@ -122,12 +120,14 @@ class StagerWatch:
             self._lost.add(name)
             logger.warning(
                 "Lost stager %s: %s. It had bytes of %s: ranks that live hand theirs to another "
-                "stager, and a save whose rank is dead as well fails", name, why,
+                "stager, and a save whose rank is dead as well fails",
+                name,
+                why,
                 "; ".join(
                     f"ranks {ranks} in operation {key.seq} of session {key.session}"
                     for key, ranks in self._coordination.held_by(name).items()
                 ),
-            )  # fmt: skip
+            )
         self._tell_lost(name)
         self._carry_out(self._coordination.stager_lost(name, why))
 
@@ -142,9 +142,15 @@ def parts_written(report: StageReport, stager: str = "") -> PartsWritten:
     key, epoch = key_of(report.key.save)
     files = () if report.receipt is None else (report.receipt,)
     return PartsWritten(
-        key, report.key.rank, report.key.attempt, epoch, stager, report.key.incarnation,
-        files, report.error,
-    )  # fmt: skip
+        key,
+        report.key.rank,
+        report.key.attempt,
+        epoch,
+        stager,
+        report.key.incarnation,
+        files,
+        report.error,
+    )
 
 
 def _by_operation(paces: Mapping[StageKey, tuple[int, int]]) -> dict[Any, dict[int, Any]]:
@@ -291,9 +297,11 @@ class StagedPlans:
         except (CheckpointError, RayError) as error:
             logger.warning(
                 "Operation %d of session %s is lost if its coordinator dies: Ray's control store "
-                "did not take where its plan is (%r); it is asked again", key.seq, key.session,
+                "did not take where its plan is (%r); it is asked again",
+                key.seq,
+                key.session,
                 error,
-            )  # fmt: skip
+            )
         else:
             saved.registered = text
 
@@ -310,10 +318,14 @@ class StagedPlans:
                 saved.lost.add(stager)
                 logger.warning(
                     "Stager %s did not take the plan of operation %d of session %s: %r. %s",
-                    stager, key.seq, key.session, error,
-                    f"{', '.join(saved.copies)} has it" if saved.copies else
-                    "Nobody has it: the save is lost if its coordinator dies",
-                )  # fmt: skip
+                    stager,
+                    key.seq,
+                    key.session,
+                    error,
+                    f"{', '.join(saved.copies)} has it"
+                    if saved.copies
+                    else "Nobody has it: the save is lost if its coordinator dies",
+                )
             else:
                 saved.copies.append(stager)
 
@@ -338,22 +350,33 @@ class StagedPlans:
             logger.warning(
                 "An asynchronous save of a coordinator that died can't be taken up: none of the "
                 "stagers %s has its plan any more. It ends with what its storage says (%s)",
-                copies, name,
-            )  # fmt: skip
+                copies,
+                name,
+            )
             await asyncio.to_thread(ray_private.remember, name, "")
             return
         planned = pickle.loads(data)
         first, key = planned.first, planned.first.key
         saved = self._saved[key] = _Saved(
-            data, first.options.heartbeat_timeout_s, copies, registered=text,
-            taken_up=(planned.epoch, planned.attempt), asked=set(holders), unasked=[*holders],
-        )  # fmt: skip
+            data,
+            first.options.heartbeat_timeout_s,
+            copies,
+            registered=text,
+            taken_up=(planned.epoch, planned.attempt),
+            asked=set(holders),
+            unasked=[*holders],
+        )
         logger.warning(
             "Took up attempt %s of %s: operation %d of session %s with %d ranks, planned by a "
             "coordinator (epoch %d) that died; it asks stagers %s what they hold and have written",
-            planned.attempt, first.target.url, key.seq, key.session, first.world_size,
-            planned.epoch, ", ".join(holders),
-        )  # fmt: skip
+            planned.attempt,
+            first.target.url,
+            key.seq,
+            key.session,
+            first.world_size,
+            planned.epoch,
+            ", ".join(holders),
+        )
         self._carry_out(self._coordination.resume(planned))
         await self._hear(key, saved)
 

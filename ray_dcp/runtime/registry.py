@@ -28,20 +28,6 @@ from ray_dcp.protocol.liveness import LONG_WAIT_S
 if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session
 
-__all__ = [
-    "announced",
-    "close_all",
-    "connects",
-    "explicit",
-    "forget",
-    "leaves_connect",
-    "may_have_company",
-    "meet",
-    "of_group",
-    "set_explicit",
-    "set_group",
-]
-
 
 @dataclass(frozen=True)
 class _Entry:
@@ -170,8 +156,10 @@ def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) ->
             logger.warning(
                 "Rank %d has waited %.0f s to make a session: %s of the process group called "
                 "neither save nor load. All ranks of a group have to",
-                rank, waited_s, name_ranks(missing),
-            )  # fmt: skip
+                rank,
+                waited_s,
+                name_ranks(missing),
+            )
             is_told = True
         if _all_came(store, [f"{group}/{other}" for other in missing], look_s):
             return

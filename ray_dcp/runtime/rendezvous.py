@@ -17,8 +17,6 @@ from collections.abc import Callable
 
 from ray_dcp.errors import InvalidRequestError, RankDisagreementError
 
-__all__ = ["Rendezvous", "RendezvousCalls"]
-
 
 class Rendezvous:
     """Ranks that come to one name.

@@ -67,19 +67,6 @@ if TYPE_CHECKING:
     from ray_dcp.runtime.staging import RankStaging
     from ray_dcp.stage.values import StagerOptions
 
-__all__ = [
-    "MARGIN_S",
-    "CallTimeouts",
-    "Connection",
-    "Disconnected",
-    "Session",
-    "check_connect",
-    "connect",
-    "current_session",
-    "shut_down_meanwhile",
-    "until_disconnected",
-]
-
 
 def check_connect(rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None:
     """Raises `InvalidRequestError` for arguments that `connect` can't use, or a second connect."""
@@ -317,9 +304,12 @@ class Session:
         with self._staging_lock:
             if self._staging is None:
                 self._staging = RankStaging.open(
-                    f"{self.name}:{self.rank}", owner=memory_owner(self._actor, self.rank),
-                    namespace=self.namespace, lease_s=self.lease_s, options=options,
-                )  # fmt: skip
+                    f"{self.name}:{self.rank}",
+                    owner=memory_owner(self._actor, self.rank),
+                    namespace=self.namespace,
+                    lease_s=self.lease_s,
+                    options=options,
+                )
             return self._staging
 
     def coordinator(self) -> Any:
@@ -387,8 +377,11 @@ class Session:
         if not isinstance(answer, str) and timeout_s > LONG_WAIT_S:
             logger.warning(
                 "Rank %d has waited %g s to connect as %r: %s did not come yet",
-                self.rank, LONG_WAIT_S, self._actor, name_ranks(answer),
-            )  # fmt: skip
+                self.rank,
+                LONG_WAIT_S,
+                self._actor,
+                name_ranks(answer),
+            )
             answer = self._enter(word, timeout_s - LONG_WAIT_S)
         if isinstance(answer, str):
             return answer
@@ -418,9 +411,12 @@ class Session:
             ParticipantError: Its coordinator is out of reach.
         """
         after = Session(
-            f"{self.name}-{where}", self.rank, self.world_size,
-            namespace=self.namespace, lease_s=self.lease_s,
-        )  # fmt: skip
+            f"{self.name}-{where}",
+            self.rank,
+            self.world_size,
+            namespace=self.namespace,
+            lease_s=self.lease_s,
+        )
         with self._lock:
             after._next_seq, after.skipped_calls = self._next_seq, self.skipped_calls
         after.greet()
@@ -453,9 +449,13 @@ class Session:
         from ray_dcp.runtime.coordinator_call import call_actor
 
         return call_actor(
-            self._who, self._reach, send,
-            timeout_s=timeout_s, rank=self.rank, given_up=given_up,
-        )  # fmt: skip
+            self._who,
+            self._reach,
+            send,
+            timeout_s=timeout_s,
+            rank=self.rank,
+            given_up=given_up,
+        )
 
     def _reach(self, fresh: bool) -> Any:
         from ray_dcp.runtime.coordinator import coordinator_of

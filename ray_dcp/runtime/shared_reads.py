@@ -20,8 +20,6 @@ from ray_dcp.planning.reads import RankShare
 from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, UnitUpdate, Use, Word
 from ray_dcp.protocol.messages import OpKey
 
-__all__ = ["Peers", "RayPeers", "RayTransport", "peers_of"]
-
 LISTEN_S = 5.0
 """How long the coordinator keeps a question for news, in seconds."""
 
@@ -176,8 +174,11 @@ class RayTransport:
                 if time.monotonic() > self._heard_s[reader] + PATIENCE_S:
                     logger.warning(
                         "Rank %d has handed on nothing for %.0f s; rank %d reads the rest of its "
-                        "share from storage itself", reader, PATIENCE_S, self._rank,
-                    )  # fmt: skip
+                        "share from storage itself",
+                        reader,
+                        PATIENCE_S,
+                        self._rank,
+                    )
                     self._silent.add(reader)
                     return None
                 self._check()

@@ -50,17 +50,6 @@ from ray_dcp.stage.values import (
 )
 from ray_dcp.stage.write_queue import WriteQueue, step_behind
 
-__all__ = [
-    "SHARE_OF_MEMORY",
-    "SHARE_OF_STORE",
-    "Reporter",
-    "Reports",
-    "Stager",
-    "StagingAddress",
-    "as_window",
-    "stager_of",
-]
-
 
 @dataclass(frozen=True)
 class StagingAddress:
@@ -120,7 +109,7 @@ class Reports:
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, give_up: Callable[[StageKey], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loop = loop
         self._give_up = give_up
 
@@ -147,8 +136,11 @@ class Reports:
             await asyncio.sleep(min(0.1 * 2**attempt, 10.0))
         logger.warning(
             "Nobody took what became of file %d of %s (%s: %s). It is kept until it is released",
-            report.file, report.key, type(error).__name__, error,
-        )  # fmt: skip
+            report.file,
+            report.key,
+            type(error).__name__,
+            error,
+        )
 
 
 SHARE_OF_MEMORY = 0.5
@@ -239,7 +231,7 @@ class Stager:
 
     async def enter(
         self, name: str, process: str, caller: Caller, pid: int | None, owner: str
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> tuple[int, ...]:
         """Takes that a rank is there: while it lives the stager stays, and it sees it die.
 
         Args:

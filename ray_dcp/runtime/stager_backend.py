@@ -13,14 +13,14 @@ from ray_dcp.protocol.messages import Ack, OpKey, PartsHeld, SaveGo, SaveStaged,
 from ray_dcp.runtime import ray_calls
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import Captured, attempt, await_outcome, check_unchanged, refusal
-from ray_dcp.runtime.staging import Reporter, Staged
+from ray_dcp.runtime.stager import Reporter
+from ray_dcp.runtime.staging import Staged
 from ray_dcp.stage.values import StageKey
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.session import Session
     from ray_dcp.runtime.staging_backend import Finish
 
-__all__ = ["StagerBackend", "key_of", "name_of"]
 
 REPORT_METHOD = "take_report"
 """Method of the coordinator that takes `StageReport`s."""
@@ -98,10 +98,13 @@ class StagerBackend:
         if self._finish is None:
             raise CheckpointError("finish comes after stage. Please report this")
         return await_outcome(
-            self._finish, self._target, hand_over=self._hand_over,
-            timeout_s=self._commit_timeout_s, vitals=self._vitals,
+            self._finish,
+            self._target,
+            hand_over=self._hand_over,
+            timeout_s=self._commit_timeout_s,
+            vitals=self._vitals,
             create_if_absent=self._create_if_absent,
-        )  # fmt: skip
+        )
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -127,9 +130,13 @@ class StagerBackend:
         session = self._session
         staged = self._staged = session.staging().stage(
             StageKey(name_of(key, go.epoch), session.rank, go.attempt),
-            go.plan, captured, target=target, options=options,
-            reporter=Reporter(session.coordinator(), REPORT_METHOD), stop=stop,
-        )  # fmt: skip
+            go.plan,
+            captured,
+            target=target,
+            options=options,
+            reporter=Reporter(session.coordinator(), REPORT_METHOD),
+            stop=stop,
+        )
         try:
             check_unchanged(captured)
         except CheckpointError:
@@ -149,9 +156,13 @@ class StagerBackend:
         self.takeovers += 1
         last = self._finish
         return self._tell(
-            self._staged, last.key, last.attempt, last.epoch, asked.incarnation,
+            self._staged,
+            last.key,
+            last.attempt,
+            last.epoch,
+            asked.incarnation,
             helps=helper is not None,
-        )  # fmt: skip
+        )
 
     def _helper(self, names: tuple[str, ...]) -> Any:
         """Returns the handle of one of the stagers that are done, another one for each rank."""
@@ -162,9 +173,15 @@ class StagerBackend:
         raise CheckpointError("no stager that has ended its own part is there any more")
 
     def _tell(
-        self, staged: Staged, key: OpKey, attempt_id: str, epoch: int, incarnation: int,
-        *, helps: bool = False,
-    ) -> PartsHeld:  # fmt: skip
+        self,
+        staged: Staged,
+        key: OpKey,
+        attempt_id: str,
+        epoch: int,
+        incarnation: int,
+        *,
+        helps: bool = False,
+    ) -> PartsHeld:
         """Tells the coordinator who holds the bytes; only then may the rank die."""
         session = self._session
         stager = staged.stager_name

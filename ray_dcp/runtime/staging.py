@@ -53,19 +53,6 @@ from ray_dcp.stage.values import (
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows, plan_digest
 from ray_dcp.stage.write_queue import step_behind
 
-__all__ = [
-    "Handed",
-    "Link",
-    "RankStaging",
-    "Reporter",
-    "Staged",
-    "StagerGone",
-    "ask",
-    "hand_in",
-    "link_to",
-    "map_behind",
-]
-
 ENTER_S = 60.0
 """How long a stager may take to start and to answer a first call, in seconds."""
 
@@ -332,9 +319,7 @@ def hand_in(
     try:
         _hand_windows(link, order, plan, handed, grant, fill, timeout_s, stop)
         silence_s = order.options.heartbeat_timeout_s
-        sealed = link.call(
-            "seal", order.key, timeout_s=timeout_s, silence_s=silence_s, stop=stop
-        )  # fmt: skip
+        sealed = link.call("seal", order.key, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
         _known(link, sealed)
     except BaseException:
         # Why: until the rank says so, its memory is given to nobody else.
@@ -351,9 +336,13 @@ def ask(
     for given in (None, plan) if known else (plan,):
         sent = replace(order, plan=given)
         answer = link.call(
-            method, link.stager, sent, *arguments,
-            timeout_s=timeout_s, silence_s=order.options.heartbeat_timeout_s,
-        )  # fmt: skip
+            method,
+            link.stager,
+            sent,
+            *arguments,
+            timeout_s=timeout_s,
+            silence_s=order.options.heartbeat_timeout_s,
+        )
         if answer != Unknown("plan"):
             break
     link.known_plans.add(order.plan_id)
@@ -382,9 +371,13 @@ def _hand_windows(
                 # Nothing is written, and so no room made, before the stager knows of it.
                 link.post("deliver", order.key, window - 1)
             more = link.call(
-                "more", order.key, len(slots),
-                timeout_s=timeout_s, silence_s=order.options.heartbeat_timeout_s, stop=stop,
-            )  # fmt: skip
+                "more",
+                order.key,
+                len(slots),
+                timeout_s=timeout_s,
+                silence_s=order.options.heartbeat_timeout_s,
+                stop=stop,
+            )
             grant = _known(link, more)
             slots.extend(grant.slots)
             for freed in grant.freed:
@@ -557,9 +550,17 @@ class RankStaging:
             if arena is not None and copier.pin is not None:
                 arena.pin_with(copier.pin)
             order = StageOrder(
-                key, self._owner, self._process, plan_id, None, lengths, target, options,
-                link.channel, link.window_bytes,
-            )  # fmt: skip
+                key,
+                self._owner,
+                self._process,
+                plan_id,
+                None,
+                lengths,
+                target,
+                options,
+                link.channel,
+                link.window_bytes,
+            )
             try:
                 handed = hand_in(
                     link, order, plan, reporter, fill, timeout_s=options.write_timeout_s, stop=stop
@@ -612,17 +613,25 @@ class RankStaging:
                 dead.end_stager(timeout_s)
                 dead.close()
                 self._link = link_to(
-                    self._stager, self.name, self._process,
-                    owner=self._owner, not_this=dead.stager, timeout_s=timeout_s,
-                )  # fmt: skip
+                    self._stager,
+                    self.name,
+                    self._process,
+                    owner=self._owner,
+                    not_this=dead.stager,
+                    timeout_s=timeout_s,
+                )
             return self._link
 
     def link_elsewhere(self, stager: Any, timeout_s: float) -> Link:
         """Returns the way to the stager of another node."""
         return link_to(
-            lambda: stager, self.name, self._process,
-            owner=self._owner, may_map=False, timeout_s=timeout_s,
-        )  # fmt: skip
+            lambda: stager,
+            self.name,
+            self._process,
+            owner=self._owner,
+            may_map=False,
+            timeout_s=timeout_s,
+        )
 
 
 class Staged:
@@ -748,13 +757,26 @@ class Staged:
             # Suppressed: it can't open our memory, so the bytes go through the store.
             with suppress(LimitError):
                 address = self._arena.address
-                ask(link, "adopt", order, self._plan, self._reporter, address, slots,
-                    timeout_s=timeout_s)  # fmt: skip
+                ask(
+                    link,
+                    "adopt",
+                    order,
+                    self._plan,
+                    self._reporter,
+                    address,
+                    slots,
+                    timeout_s=timeout_s,
+                )
                 return
         handed = hand_in(
-            link, replace(order, channel="store"), self._plan, self._reporter, self._fill,
-            timeout_s=order.options.write_timeout_s, stop=stop,
-        )  # fmt: skip
+            link,
+            replace(order, channel="store"),
+            self._plan,
+            self._reporter,
+            self._fill,
+            timeout_s=order.options.write_timeout_s,
+            stop=stop,
+        )
         self._handed.refs.update(handed.refs)
 
     def _fill(self, layout: StagingLayout, window: int, into: np.ndarray) -> None:

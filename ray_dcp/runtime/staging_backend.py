@@ -49,8 +49,6 @@ from ray_dcp.stage.copying import copy_all, device_filler_of, fill_rows
 from ray_dcp.stage.memory import Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
 
-__all__ = ["InProcessBackend", "StagingBackend", "keeping_of", "save_staged_rank", "warm_process"]
-
 Finish = Generator[Request, Reply, SaveOutcome]
 
 
@@ -175,17 +173,28 @@ class InProcessBackend:
             else:
                 source, deferred = copy
                 receipt = write_share(
-                    key, go, target, options, rank=rank, source=source, deferred=deferred,
-                    opener=self._opener, vitals=vitals, staged_s=staged_s,
-                )  # fmt: skip
+                    key,
+                    go,
+                    target,
+                    options,
+                    rank=rank,
+                    source=source,
+                    deferred=deferred,
+                    opener=self._opener,
+                    vitals=vitals,
+                    staged_s=staged_s,
+                )
             self._ended = receipt.error is None
             return (
                 yield from await_outcome(
-                    receipt, target, self._opener,
-                    timeout_s=options.commit_timeout_s, vitals=vitals,
+                    receipt,
+                    target,
+                    self._opener,
+                    timeout_s=options.commit_timeout_s,
+                    vitals=vitals,
                     create_if_absent=go.create_if_absent,
                 )
-            )  # fmt: skip
+            )
 
         self._finish = finish
         self._vitals = vitals
@@ -294,9 +303,17 @@ def save_staged_rank(
         CheckpointError: As `save_rank` does.
     """
     go, captured = yield from join_save(
-        key, rank=rank, world_size=world_size, target=target, options=options, capture=capture,
-        staged=keeping.survives, vitals=vitals, memory=memory, node=node,
-    )  # fmt: skip
+        key,
+        rank=rank,
+        world_size=world_size,
+        target=target,
+        options=options,
+        capture=capture,
+        staged=keeping.survives,
+        vitals=vitals,
+        memory=memory,
+        node=node,
+    )
     committed = False
     try:
         vitals.enter("staging")

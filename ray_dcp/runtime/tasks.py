@@ -111,8 +111,6 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 
-__all__ = ["Outcome", "build_commit", "new_attempt", "outcome", "perform", "plan_of", "settle"]
-
 SAMPLES = 16
 
 
@@ -274,9 +272,12 @@ def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
     if any(len(own) != len(part.ranks) for own, part in zip(contents, parts, strict=True)):
         return None
     return structural.make_structural_plan(
-        parts, contents,
-        part_bytes=task.part_bytes, min_writer_bytes=MIN_WRITER_BYTES, nodes=task.nodes,
-    )  # fmt: skip
+        parts,
+        contents,
+        part_bytes=task.part_bytes,
+        min_writer_bytes=MIN_WRITER_BYTES,
+        nodes=task.nodes,
+    )
 
 
 def _contents(task: MakePlan, part: Part) -> UInt64Array:
@@ -290,17 +291,23 @@ def _contents(task: MakePlan, part: Part) -> UInt64Array:
 
 def _names(task: MakePlan, first: Columns) -> Fingerprints:
     return Fingerprints(
-        first, world_size=len(task.columns), container=task.container,
-        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-    )  # fmt: skip
+        first,
+        world_size=len(task.columns),
+        container=task.container,
+        part_bytes=task.part_bytes,
+        to_lowest_rank=task.to_lowest_rank,
+    )
 
 
 def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
     """Returns the fingerprint of columns under the options of a task."""
     return fingerprint(
-        columns, world_size=len(task.columns), container=task.container,
-        part_bytes=task.part_bytes, to_lowest_rank=task.to_lowest_rank,
-    )  # fmt: skip
+        columns,
+        world_size=len(task.columns),
+        container=task.container,
+        part_bytes=task.part_bytes,
+        to_lowest_rank=task.to_lowest_rank,
+    )
 
 
 MOST_KEPT_BYTES = 64 << 20

@@ -37,8 +37,6 @@ from ray_dcp.runtime import ray_calls, ray_private, registry
 from ray_dcp.runtime.attach import attach_named
 from ray_dcp.store.location import AnyPlace
 
-__all__ = ["Rank", "WorkerGroup", "WorkerOptions", "gather", "this_rank", "worker_options"]
-
 _this: list[Rank] = []
 
 

@@ -18,8 +18,6 @@ from typing import Generic, TypeVar
 from ray_dcp.errors import InternalError
 from ray_dcp.stage.values import Slot
 
-__all__ = ["Granted", "SlotAllocator"]
-
 J = TypeVar("J", bound=Hashable)
 
 

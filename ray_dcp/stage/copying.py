@@ -27,18 +27,6 @@ from ray_dcp.errors import InternalError
 from ray_dcp.io.writer import ManySource, Source
 from ray_dcp.stage.windows import StagingLayout
 
-__all__ = [
-    "DeviceSource",
-    "Filler",
-    "HostFiller",
-    "Pin",
-    "copy_all",
-    "device_filler_of",
-    "fill_rows",
-    "fill_window",
-    "filler_of",
-]
-
 _SLICE_BYTES = 4 << 20
 """Longer memory is cut for the threads."""
 _MOST_THREADS = 4

@@ -30,20 +30,6 @@ from ray_dcp.stage.values import (
 from ray_dcp.stage.windows import StagingLayout
 from ray_dcp.store.storage import Storage
 
-__all__ = [
-    "Channel",
-    "Job",
-    "StagedPieces",
-    "answer",
-    "arena_channel",
-    "channel_of",
-    "died",
-    "lost_memory",
-    "no_thread",
-    "unwritten",
-    "write_staged",
-]
-
 
 @dataclass(eq=False)
 class Channel:

@@ -29,8 +29,6 @@ from ray_dcp.stage.copying import Pin
 from ray_dcp.stage.memory_tier import Part
 from ray_dcp.stage.values import MemoryAddress, Slot
 
-__all__ = ["Lease", "PrivateMemory", "StagingMemory", "free_memory_bytes", "touch"]
-
 _PAGE = 4096
 _POPULATE_READ, _POPULATE_WRITE, _REMOVE = 22, 23, 9
 """MADV_POPULATE_READ and _WRITE: touch pages without changing them (Linux 5.14). MADV_REMOVE: free

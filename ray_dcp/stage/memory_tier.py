@@ -17,8 +17,6 @@ from ray_dcp.core.values import Int64Array
 from ray_dcp.stage.values import MemoryAddress, Slot
 from ray_dcp.stage.windows import StagingLayout
 
-__all__ = ["Part", "TierEntry", "TierFile", "cut", "kept_file", "registered_name", "too_many"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -13,19 +13,6 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import FileReceipt, Target
 
-__all__ = [
-    "Grant",
-    "InFlight",
-    "MemoryAddress",
-    "Slot",
-    "StageKey",
-    "StageOrder",
-    "StageProgress",
-    "StageReport",
-    "StagerOptions",
-    "Unknown",
-]
-
 MIB = 1 << 20
 
 

@@ -14,8 +14,6 @@ from ray_dcp.core.checksums import block_bytes_for_many, digest_bytes
 from ray_dcp.core.values import FilePlan, Int32Array, Int64Array, RankPlan
 from ray_dcp.errors import InternalError
 
-__all__ = ["DEFERRED_ALIGNMENT", "StagingLayout", "lay_out_windows", "plan_digest"]
-
 DEFERRED_ALIGNMENT = 64
 """What deferred items are aligned to in their file."""
 

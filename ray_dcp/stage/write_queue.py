@@ -59,8 +59,6 @@ from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-__all__ = ["KnownPlans", "TierRetention", "WriteQueue", "WriteQueueState", "step_behind"]
-
 
 class TierRetention:
     """The jobs of a spool whose bytes stay.

@@ -13,8 +13,6 @@ from ray_dcp.store.location import split_url
 from ray_dcp.store.storage import Storage
 from ray_dcp.store.storage_adapter import HiddenStream, StorageAdapter, temporary_beside
 
-__all__ = ["ArrowPort", "ArrowStorage", "place_in_arrow"]
-
 _SCHEMES = {"gcs": "gs", "abfs": "az"}
 
 

@@ -14,8 +14,6 @@ from contextlib import suppress
 
 from ray_dcp.errors import StorageError
 
-__all__ = ["creates_if_absent_in", "forget_probes"]
-
 Put = Callable[[str, bytes], bool]
 """Creates a hidden key; False when it is there already."""
 Get = Callable[[str], bytes | None]

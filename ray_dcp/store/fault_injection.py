@@ -26,8 +26,6 @@ from ray_dcp.store.storage import (
     os_failure,
 )
 
-__all__ = ["Call", "CrashError", "Effect", "Fault", "FaultyStorage", "Operation", "Script"]
-
 Operation = Literal[
     "read", "read_into", "write", "open_writer", "writer.write", "commit", "list", "delete"
 ]

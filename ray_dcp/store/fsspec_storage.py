@@ -19,8 +19,6 @@ from ray_dcp.store.location import split_url
 from ray_dcp.store.storage import Storage
 from ray_dcp.store.storage_adapter import HiddenStream, StorageAdapter, redacted, temporary_beside
 
-__all__ = ["FsspecPort", "FsspecStorage", "place_by_url", "place_in_fsspec"]
-
 
 class FsspecStorage(StorageAdapter):
     """Implements `Storage` on a filesystem of fsspec.

@@ -59,25 +59,6 @@ from ray_dcp.store.storage import (
     os_failure,
 )
 
-__all__ = [
-    "LocalStorage",
-    "LocalWriter",
-    "OpenFiles",
-    "create_temp",
-    "creates_if_absent",
-    "creates_once",
-    "first_existing_parent",
-    "is_network_disk",
-    "make_directories",
-    "may_create_twice",
-    "mount_kind",
-    "open_regular",
-    "open_temp",
-    "publish",
-    "sync_directory",
-    "write_all",
-]
-
 _MODE = 0o666
 _NAME_MAX = 255
 # What filesystems without hard links answer to link().

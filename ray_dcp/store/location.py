@@ -15,17 +15,6 @@ from typing import Any
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 
-__all__ = [
-    "AnyPlace",
-    "Location",
-    "brings_filesystem",
-    "checked_url",
-    "is_place",
-    "kind_of_filesystem",
-    "split_url",
-    "url_below",
-]
-
 # "::" chains protocols in fsspec, such as "simplecache::s3://".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)://(.*)", re.DOTALL)
 _MANGLED = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|memory):/[^/]")

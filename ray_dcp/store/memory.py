@@ -21,8 +21,6 @@ from ray_dcp.store.storage import (
     check_range,
 )
 
-__all__ = ["MemoryStorage"]
-
 # Why one dict of full paths: `memory://runs` then lists what lies in `memory://runs/step-10`.
 _LOCK = threading.Lock()
 _CONTENT: dict[str, bytes] = {}

@@ -58,17 +58,6 @@ from ray_dcp.store.storage import (
     check_range,
 )
 
-__all__ = [
-    "ConflictError",
-    "ObjectStorage",
-    "ObjectWriter",
-    "UploadBudget",
-    "is_about_credentials",
-    "is_past_the_end",
-    "object_failure",
-    "worth_s",
-]
-
 _Ask = Callable[[Callable[[], Any]], Any]
 
 _PIECE_BYTES = 4 << 20
@@ -364,9 +353,13 @@ class _Upload:
         # shorter. obstore repeats the request of each part by itself.
         def put() -> None:
             obstore.put(
-                store, path, pieces, use_multipart=True,
-                chunk_size=options.request_bytes, max_concurrency=options.num_requests,
-            )  # fmt: skip
+                store,
+                path,
+                pieces,
+                use_multipart=True,
+                chunk_size=options.request_bytes,
+                max_concurrency=options.num_requests,
+            )
 
         try:
             ask(put)
@@ -723,19 +716,25 @@ class ObjectStorage:
             self._asked("create", key, partial(self._create, path, view))
         else:
             self._asked(
-                "write", key,
+                "write",
+                key,
                 lambda: self._obstore.put(self._calls, path, view, use_multipart=False),
-            )  # fmt: skip
+            )
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
         check_key(key)
         return ObjectWriter(
-            self._store, self._path(key), key, self._where(key), self._options,
-            create=self._create, look=partial(self._obstore.head, self._calls),
+            self._store,
+            self._path(key),
+            key,
+            self._where(key),
+            self._options,
+            create=self._create,
+            look=partial(self._obstore.head, self._calls),
             ask=partial(self._asked, "publish", key),
             ask_once=partial(self._asked, "publish", key, repeat=False),
-        )  # fmt: skip
+        )
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`."""
@@ -854,9 +853,10 @@ class ObjectStorage:
         path = self._path(TEMP_PREFIX + name)
         try:
             return self._asked(
-                "read", TEMP_PREFIX + name,
+                "read",
+                TEMP_PREFIX + name,
                 lambda: bytes(self._obstore.get(self._calls, path).bytes()),
-            )  # fmt: skip
+            )
         except KeyMissingError:
             return None
 

@@ -25,19 +25,6 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import split_url
 from ray_dcp.store.retry import Retrying
 
-__all__ = [
-    "PROVIDERS",
-    "ObjectOptions",
-    "base_url",
-    "client_of",
-    "forget_store",
-    "make_store",
-    "name_of_store",
-    "place_in",
-    "provider_of",
-    "split_options",
-]
-
 MIB = 1 << 20
 
 # fsspec's name -> obstore's, of s3fs, gcsfs and adlfs; the same in obstore's own words stay.
@@ -215,10 +202,12 @@ def client_of(store: Any, timeout_s: float) -> Client:
             calls = store
             if provider_of(store) is not None:
                 calls = type(store)(
-                    prefix=store.prefix, config=store.config, client_options=store.client_options,
+                    prefix=store.prefix,
+                    config=store.config,
+                    client_options=store.client_options,
                     credential_provider=store.credential_provider,
                     retry_config={"max_retries": 0},
-                )  # fmt: skip
+                )
             # Why the store as well: its id is not given to another one while it is kept.
             found = (store, Client(calls, Retrying(timeout_s)))
         _CLIENTS[key] = found

@@ -31,16 +31,6 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_stores import PROVIDERS
 from ray_dcp.store.storage import Storage
 
-__all__ = [
-    "Told",
-    "absolute_target",
-    "as_target",
-    "open_storage",
-    "place_below",
-    "place_by_fsspec",
-    "watched",
-]
-
 
 def as_target(place: AnyPlace) -> Target:
     """Returns where a place is.

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["Retrying", "pauses"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -124,8 +122,10 @@ class Retrying:
                     self._is_told = True
                     logger.warning(
                         "%s. Tried for %.0f s, and again for up to %.0f s",
-                        say(error), now_s - start_s, limit_s,
-                    )  # fmt: skip
+                        say(error),
+                        now_s - start_s,
+                        limit_s,
+                    )
             else:
                 self._is_told = False
                 self._down_until_s.pop(kind, None)

@@ -36,8 +36,6 @@ from ray_dcp.store.storage import (
     os_failure,
 )
 
-__all__ = ["FilesystemPort", "HiddenStream", "StorageAdapter", "redacted"]
-
 _SHORTEST = 4
 
 

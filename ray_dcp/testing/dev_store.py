@@ -135,19 +135,27 @@ class DevStore:
         with log.open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - the program that was found
                 [
-                    self._program, "mini", f"-dir={data}", f"-ip={self._host}",
-                    f"-ip.bind={self._host}", f"-bucket={self._bucket}", *_FLAGS,
+                    self._program,
+                    "mini",
+                    f"-dir={data}",
+                    f"-ip={self._host}",
+                    f"-ip.bind={self._host}",
+                    f"-bucket={self._bucket}",
+                    *_FLAGS,
                     f"-master.volumeSizeLimitMB={self._volume_mb}",
                     *(f"-{name}={port}" for name, port in ports.items()),
                 ],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=home,
                 env={
                     **os.environ,
                     "AWS_ACCESS_KEY_ID": self.access_key_id,
                     "AWS_SECRET_ACCESS_KEY": self.secret_access_key,
                 },
                 start_new_session=True,
-            )  # fmt: skip
+            )
         try:
             self._wait(log, time.monotonic() + timeout_s, timeout_s)
         except BaseException:

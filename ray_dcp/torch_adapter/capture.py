@@ -47,17 +47,6 @@ from ray_dcp.torch_adapter.tensors import (
     refusals,
 )
 
-__all__ = [
-    "Capture",
-    "MeasuredCapture",
-    "TensorBytes",
-    "capture",
-    "check_measurable",
-    "measured",
-    "padded",
-    "part_stats",
-]
-
 SPLIT_BYTES = 4 << 20
 """Plain floating tensors from this size on are cut over the ranks that hold them."""
 
@@ -276,8 +265,13 @@ class _Rows:
             self._sharded(fqn, value)
         elif isinstance(value, torch.Tensor):
             data = self._dump(fqn, _alone(value, fqn))
-            self._add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, tuple(value.shape),
-                      value.requires_grad)  # fmt: skip
+            self._add(
+                _OPAQUE,
+                _Deferred(fqn, None, data),
+                value.dtype,
+                tuple(value.shape),
+                value.requires_grad,
+            )
             self._value.append(bytes_digest(data) if self._digests else 0)
         elif type(value) is PerRank:
             self._add(_OBJECT, _Deferred(fqn, None, self._dump(fqn, value.value)), None, (), False)
@@ -292,9 +286,12 @@ class _Rows:
 
     def _sharded(self, fqn: str, value: Any) -> None:
         held = sharded(
-            value, fqn, self._layouts, saving=True,
+            value,
+            fqn,
+            self._layouts,
+            saving=True,
             flatten_sharded_tensors=self._flatten_sharded_tensors,
-        )  # fmt: skip
+        )
         for box, tensor in zip(held.boxes, held.tensors, strict=True):
             row, digest = len(self.values), 0
             kind, source = _TENSOR, tensor  # type: tuple[int, Any]
@@ -431,10 +428,11 @@ def check_measurable(options: SaveOptions, path: str) -> None:
     asked = [
         name
         for name, is_set in (
-            ("stats=True", options.stats), (f"nonfinite={options.nonfinite!r}", _looks(options))
+            ("stats=True", options.stats),
+            (f"nonfinite={options.nonfinite!r}", _looks(options)),
         )
         if is_set
-    ]  # fmt: skip
+    ]
     if asked:
         raise InvalidRequestError(
             f"SaveOptions({', '.join(asked)}) needs a storage of ray_dcp, but this save goes "
@@ -476,9 +474,12 @@ def measured(take: Callable[[], Capture], options: SaveOptions, rank: int) -> Ca
                 warn(told, UserWarning, stacklevel=2)
             warnings = (*warnings, told)
         return MeasuredCapture(
-            captured.columns, captured.source, captured.deferred, warnings,
+            captured.columns,
+            captured.source,
+            captured.deferred,
+            warnings,
             encode_parts(parts) if options.stats else b"",
-        )  # fmt: skip
+        )
 
     return look
 
@@ -528,9 +529,14 @@ def _looks(options: SaveOptions) -> bool:
 def _parts(captured: Capture) -> Iterator[Part]:
     columns: Columns = captured.columns
     rows = zip(
-        columns.name.tolist(), columns.kind.tolist(), columns.dtype.tolist(),
-        columns.ndim.tolist(), columns.offset.tolist(), columns.size.tolist(), strict=True,
-    )  # fmt: skip
+        columns.name.tolist(),
+        columns.kind.tolist(),
+        columns.dtype.tolist(),
+        columns.ndim.tolist(),
+        columns.offset.tolist(),
+        columns.size.tolist(),
+        strict=True,
+    )
     for row, (name, kind, code, ndim, offset, size) in enumerate(rows):
         dtype = columns.dtypes[code] if code >= 0 else ""
         if kind != Kind.TENSOR or dtype not in READABLE:

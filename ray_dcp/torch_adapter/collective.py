@@ -35,22 +35,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Refused, Reply
 
-__all__ = [
-    "GRACE_S",
-    "Failure",
-    "Group",
-    "Part",
-    "Sealed",
-    "Steps",
-    "all_reduce",
-    "as_checkpoint_error",
-    "call_user_code",
-    "combined_error",
-    "failure_of",
-    "reduce_scatter",
-    "reserve",
-]
-
 T = TypeVar("T")
 
 Failure = tuple[BaseException, traceback.StackSummary]

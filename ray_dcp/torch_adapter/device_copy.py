@@ -22,8 +22,6 @@ import torch
 
 from ray_dcp.errors import InternalError
 
-__all__ = ["Cuda", "DeviceFiller", "Driver", "device_bytes", "filler_for", "pin_for"]
-
 logger = logging.getLogger(__name__)
 
 _JOINED_BYTES = 8 << 20

@@ -40,21 +40,6 @@ from ray_dcp.store.opening import absolute_target, as_target, place_by_fsspec
 from ray_dcp.torch_adapter.hugging_face import HuggingFaceFiles
 from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
 
-__all__ = [
-    "FOREIGN",
-    "HOOKS",
-    "NATIVE",
-    "MissingTargetError",
-    "PathName",
-    "PlannerFlags",
-    "Route",
-    "check_id",
-    "check_planner",
-    "check_storage",
-    "decide_load",
-    "decide_save",
-]
-
 _METHODS: dict[type, tuple[str, ...]] = {
     StorageWriter: (
         "reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan",

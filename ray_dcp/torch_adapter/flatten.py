@@ -28,17 +28,6 @@ from ray_dcp.core.values import IntKey, NamePath
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, StateDictError
 from ray_dcp.options import KeyMap
 
-__all__ = [
-    "Flat",
-    "below",
-    "concerns",
-    "flatten",
-    "flatten_top",
-    "renamer",
-    "set_by_path",
-    "stored_names",
-]
-
 MAX_DEPTH = 200
 """Containers in containers. A state dict that is deeper contains itself, or would need more of
 Python's stack than there is."""

@@ -52,8 +52,6 @@ from ray_dcp.torch_adapter.state import (
     stateful_to_state_dict,
 )
 
-__all__ = ["await_future", "foreign_load", "foreign_save", "set_up_save_planner"]
-
 
 def await_future(future: Any, timeout_s: float, *, doing: str, rank: int) -> Any:
     """Returns the value of a future of a storage plug-in.
@@ -182,8 +180,13 @@ def foreign_save(
     refuse_per_rank(state_dict, f"the storage {type(storage_writer).__name__}")
     group = Group(
         reserve(next_key, num_steps=2, world_size=world_size),
-        rank, world_size, timeout_s, "save", _text(checkpoint_id), coordinator_rank,
-    )  # fmt: skip
+        rank,
+        world_size,
+        timeout_s,
+        "save",
+        _text(checkpoint_id),
+        coordinator_rank,
+    )
     chosen = DefaultSavePlanner() if planner is None else planner
     save = _Save(group, storage_writer, chosen, use_collectives)
 
@@ -238,8 +241,13 @@ def foreign_load(
     """
     group = Group(
         reserve(next_key, num_steps=3, world_size=world_size),
-        rank, world_size, timeout_s, "load", _text(checkpoint_id), coordinator_rank,
-    )  # fmt: skip
+        rank,
+        world_size,
+        timeout_s,
+        "load",
+        _text(checkpoint_id),
+        coordinator_rank,
+    )
     load = _Load(group, storage_reader, DefaultLoadPlanner() if planner is None else planner)
     loaded: LoadTargets | None = None
 

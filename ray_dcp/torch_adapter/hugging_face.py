@@ -27,8 +27,6 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
 
-__all__ = ["HuggingFaceFiles"]
-
 
 class HuggingFaceFiles(StorageWriter):
     """Writes the files that torch's `HuggingFaceStorageWriter` is set up to write.

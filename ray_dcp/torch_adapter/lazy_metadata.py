@@ -30,8 +30,6 @@ from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.tensors import dtype_of
 
-__all__ = ["CommittedMetadata", "metadata_of", "metadata_of_table"]
-
 DCP_VERSION = "1.0.0"
 """What torch's `FileSystemWriter.finish` writes."""
 
@@ -203,9 +201,14 @@ def _storage_data(
     places: dict[MetadataIndex, _StorageInfo] = {}
     ndims = table.ndim.tolist()
     rows = zip(
-        table.tensor.tolist(), table.offset.tolist(), table.size.tolist(), table.file.tolist(),
-        table.item_offset.tolist(), table.item_bytes.tolist(), strict=True,
-    )  # fmt: skip
+        table.tensor.tolist(),
+        table.offset.tolist(),
+        table.size.tolist(),
+        table.file.tolist(),
+        table.item_offset.tolist(),
+        table.item_bytes.tolist(),
+        strict=True,
+    )
     for number, offset, size, file, item_offset, item_bytes in rows:
         name, ndim = table.names[number], ndims[number]
         metadata = stored[name]

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["LoadReport"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:

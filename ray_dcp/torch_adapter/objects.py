@@ -59,17 +59,6 @@ from ray_dcp.format.stream_transforms import check_plain
 from ray_dcp.format.torch_items import stored_records
 from ray_dcp.torch_adapter.replica_digests import bytes_digest
 
-__all__ = [
-    "dump_object",
-    "fill_storages",
-    "is_simple",
-    "load_object",
-    "load_problem",
-    "load_torch_file",
-    "read_torch_save",
-    "simple_digest",
-]
-
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
 _TENSOR_BYTES = 512

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed import c10d_logger
 from torch.distributed.checkpoint import logger as _stock
 
-__all__ = ["DCP_LOGGER", "OperationLog"]
-
 DCP_LOGGER: logging.Logger = _stock._dcp_logger
 """The logger that DCP's own functions use: handlers that a job put there hear ray_dcp too."""
 

@@ -16,8 +16,6 @@ from ray_dcp.errors import (
 from ray_dcp.torch_adapter.collective import call_user_code
 from ray_dcp.torch_adapter.flatten import Flat
 
-__all__ = ["OwnValues", "PerRank", "name_of_rank", "named_for_rank", "refuse_per_rank"]
-
 Merge = Callable[[Sequence[Any], int, int], Any]
 RULES = ("error", "keep", "wrap")
 

@@ -48,8 +48,6 @@ from ray_dcp.torch_adapter.tensors import (
     writable_bytes,
 )
 
-__all__ = ["BoxItem", "Boxes", "PlannedReads", "targets_with_planner"]
-
 Offsets = tuple[int, ...]
 
 
@@ -298,8 +296,13 @@ def targets_with_planner(
     is_global = _is_own(planner, "create_global_plan")
     group = Group(
         reserve(next_key, num_steps=int(is_global), world_size=world_size),
-        rank, world_size, options.plan_timeout_s, "load", checkpoint_id, coordinator_rank,
-    )  # fmt: skip
+        rank,
+        world_size,
+        options.plan_timeout_s,
+        "load",
+        checkpoint_id,
+        coordinator_rank,
+    )
     return _steps(group, state_dict, planner, metadata, table, options, stateful=stateful)
 
 

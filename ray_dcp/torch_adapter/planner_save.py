@@ -55,16 +55,6 @@ from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digest
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes, is_plain, refusal
 
-__all__ = [
-    "Row",
-    "capture_with_planner",
-    "columns_of",
-    "is_path",
-    "metadata_problems",
-    "plans_globally",
-    "tensor_data_of",
-]
-
 
 def is_path(path: Any) -> bool:
     """Whether this is a place in a nested state dict: mapping keys and list indices."""
@@ -240,9 +230,14 @@ def capture_with_planner(
     num_steps = int(plans_globally(planner))
     next_of_save = reserve(next_key, num_steps=num_steps, world_size=world_size)
     group = Group(
-        next_of_save, rank, world_size, options.plan_timeout_s, "save", checkpoint_id,
+        next_of_save,
+        rank,
+        world_size,
+        options.plan_timeout_s,
+        "save",
+        checkpoint_id,
         coordinator_rank,
-    )  # fmt: skip
+    )
     hooks = _Hooks(planner, group, options)
 
     def set_up() -> None:

@@ -21,8 +21,6 @@ from ray_dcp.core.values import UInt64Array
 from ray_dcp.torch_adapter.device_copy import device_bytes
 from ray_dcp.torch_adapter.tensors import host_bytes
 
-__all__ = ["bytes_digest", "content_digest", "content_digests", "content_digests_on_device"]
-
 SEGMENT_BYTES = 64 << 10
 """A digest is made of the xxh3-64 of each segment, so that a GPU can hash many side by side."""
 

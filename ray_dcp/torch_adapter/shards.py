@@ -22,8 +22,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ray_dcp.errors import UnsupportedValueError
 from ray_dcp.torch_adapter.tensors import is_plain
 
-__all__ = ["Box", "Layout", "Layouts", "Sharded", "chunk_spans", "is_sharded", "sharded"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size in the global tensor."""
 
@@ -307,9 +305,12 @@ def _from_sharded_tensor(tensor: ShardedTensor, fqn: str, flatten: bool) -> Shar
     metadata = tensor.metadata()
     properties = metadata.tensor_properties
     return Sharded(
-        tuple(metadata.size), properties.dtype, properties.requires_grad,
-        tuple(boxes), tuple(tensors),
-    )  # fmt: skip
+        tuple(metadata.size),
+        properties.dtype,
+        properties.requires_grad,
+        tuple(boxes),
+        tuple(tensors),
+    )
 
 
 def _from_protocol(value: Any, fqn: str, saving: bool) -> Sharded:

@@ -27,19 +27,6 @@ from ray_dcp.planning.reads import Wanted
 from ray_dcp.torch_adapter.shards import Layouts, sharded
 from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, writable_bytes
 
-__all__ = [
-    "Boxes",
-    "Fresh",
-    "TensorSink",
-    "copy_into",
-    "default_device",
-    "fresh_dtensor",
-    "fresh_like",
-    "fresh_plain",
-    "is_direct",
-    "is_writable",
-]
-
 _copy_memory = ctypes.PyDLL(None).memmove
 # Why PyDLL: a copy of a few KB does not pay for giving up Python's global lock and taking it again.
 _copy_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

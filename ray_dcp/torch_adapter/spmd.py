@@ -46,8 +46,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ray_dcp.errors import MissingKeyError, ShapeMismatchError, StateDictError
 from ray_dcp.torch_adapter.objects import load_object
 
-__all__ = ["SPMDLoadPlanner", "SPMDSavePlanner", "is_on_xla", "xla_modules"]
-
 Path = tuple[str | int, ...]
 
 

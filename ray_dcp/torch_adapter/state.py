@@ -33,17 +33,6 @@ from ray_dcp.errors import InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.flatten import below, concerns, flatten
 from ray_dcp.torch_adapter.spmd import is_on_xla, xla_modules
 
-__all__ = [
-    "LoadTargets",
-    "Stored",
-    "check_all_taken",
-    "check_mapping",
-    "prime",
-    "prime_optimizer",
-    "stateful_to_load_targets",
-    "stateful_to_state_dict",
-]
-
 AT_ONCE_BYTES = 256 << 20
 """Parameters that are primed together, in bytes: as much memory is needed beside them."""
 
@@ -435,9 +424,11 @@ class _Optimizer:
         with _as_if_stepped(self._optimizer):
             # Why not strict: a parameter that never had a gradient has no state.
             _stock.set_optimizer_state_dict(
-                self._module, self._optimizer, _copied(state_dict),
+                self._module,
+                self._optimizer,
+                _copied(state_dict),
                 options=StateDictOptions(strict=False),
-            )  # fmt: skip
+            )
 
     def _named(self) -> dict[str, Any]:
         if self._module is None:

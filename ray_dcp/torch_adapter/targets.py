@@ -62,16 +62,6 @@ from ray_dcp.torch_adapter.state import (
 )
 from ray_dcp.torch_adapter.tensors import dtype_name, dtype_of, find_dtype, loses_nothing, refusal
 
-__all__ = [
-    "ItemPlacer",
-    "ObjectTaker",
-    "Placing",
-    "Resizing",
-    "TargetSink",
-    "Targets",
-    "plan_targets",
-]
-
 
 class Resizing:
     """What `LoadOptions.resize` allows, and what is left to fill.
@@ -251,8 +241,10 @@ class Placing:
                 self._unsupported.append(error.message)
         rows = np.array(numbers, np.int64)
         # 0: what -1 finds, the dtype of objects.
-        sizes = [0 if (dtype := find_dtype(name)) is None else dtype.itemsize
-                 for name in self.table.dtypes]  # fmt: skip
+        sizes = [
+            0 if (dtype := find_dtype(name)) is None else dtype.itemsize
+            for name in self.table.dtypes
+        ]
         itemsize = np.array([*sizes, 0], np.int64)[self.table.dtype[rows]]
         self.raw.add_direct(rows, targets, self.table.shape[rows], itemsize)
 
@@ -355,9 +347,12 @@ class Placing:
 
     def _sharded(self, fqn: str, value: Any, place: Place, number: int) -> None:
         held = sharded(
-            value, fqn, self._layouts, saving=False,
+            value,
+            fqn,
+            self._layouts,
+            saving=False,
             flatten_sharded_tensors=self._flatten_sharded_tensors,
-        )  # fmt: skip
+        )
         stored = self._check_fit(fqn, held.shape, held.dtype, number)
         boxes = self.raw if self._kinds[number] == _TENSOR else self.opaque
         fresh = None

@@ -16,21 +16,6 @@ from torch._utils import _flatten_dense_tensors
 
 from ray_dcp.errors import UnsupportedValueError
 
-__all__ = [
-    "PLAIN_TYPES",
-    "as_carried",
-    "dtype_name",
-    "dtype_of",
-    "find_dtype",
-    "host_bytes",
-    "host_bytes_of_many",
-    "is_plain",
-    "loses_nothing",
-    "refusal",
-    "refusals",
-    "writable_bytes",
-]
-
 _INTEGERS = (
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
     torch.int8, torch.int16, torch.int32, torch.int64,

@@ -23,8 +23,6 @@ from ray_dcp.torch_adapter.flatten import flatten, flatten_top
 from ray_dcp.torch_adapter.objects import load_torch_file
 from ray_dcp.torch_adapter.sink import default_device
 
-__all__ = ["TensorsOnlyError", "TorchSaveReader"]
-
 
 class TensorsOnlyError(UnsupportedValueError, RuntimeError):
     """The state dict has values that are no tensors; DCP raises a `RuntimeError` then."""

@@ -49,17 +49,6 @@ from ray_dcp.view.trace import Trace, read_trace
 from ray_dcp.view.verify import VerifyReport, verify_checkpoint
 from ray_dcp.view.wording import count_text, size_text
 
-__all__ = [
-    "CheckpointView",
-    "FileInfo",
-    "checkpoint_html",
-    "grids",
-    "layout_of",
-    "layout_text",
-    "open",
-    "read_stats",
-]
-
 
 def read_stats(storage: Storage, attempt: str | None) -> dict[str, TensorStats]:
     """Returns the numbers of an attempt by FQN; none when its save left none.
@@ -317,9 +306,15 @@ class CheckpointView:
         table = self.checkpoint.table
         counts = np.bincount(table.tensor, minlength=table.num_tensors).tolist()
         rows = zip(
-            table.names, table.paths, table.kind.tolist(), table.dtype.tolist(),
-            table.ndim.tolist(), table.shape.tolist(), counts, strict=True,
-        )  # fmt: skip
+            table.names,
+            table.paths,
+            table.kind.tolist(),
+            table.dtype.tolist(),
+            table.ndim.tolist(),
+            table.shape.tolist(),
+            counts,
+            strict=True,
+        )
         infos: dict[str, TensorInfo | None] = {}
         for name, path, kind, dtype, ndim, padded, num_chunks in rows:
             if kind == Kind.OBJECT:

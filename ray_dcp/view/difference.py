@@ -35,17 +35,6 @@ if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
     from ray_dcp.view.tensor_handle import TensorHandle
 
-__all__ = [
-    "Change",
-    "ChangeName",
-    "CheckpointDiff",
-    "TableDiff",
-    "TensorDiff",
-    "ValueDiff",
-    "diff_checkpoints",
-    "diff_tables",
-]
-
 
 class Change(IntEnum):
     """What became of a tensor or object."""
@@ -424,14 +413,23 @@ def diff_checkpoints(
     found = diff_tables(first.table, second.table)
     tensors = [
         TensorDiff(
-            name, Change(change).name.lower(), num_bytes, changed_bytes,  # type: ignore[arg-type]
-            _told(first, name) if row >= 0 else "", _told(second, name) if other >= 0 else "",
+            name,
+            Change(change).name.lower(),  # type: ignore[arg-type]
+            num_bytes,
+            changed_bytes,
+            _told(first, name) if row >= 0 else "",
+            _told(second, name) if other >= 0 else "",
         )
         for name, change, row, other, num_bytes, changed_bytes in zip(
-            found.names, found.change.tolist(), found.first.tolist(), found.second.tolist(),
-            found.num_bytes.tolist(), found.changed_bytes.tolist(), strict=True,
+            found.names,
+            found.change.tolist(),
+            found.first.tolist(),
+            found.second.tolist(),
+            found.num_bytes.tolist(),
+            found.changed_bytes.tolist(),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     undecided = [at for at, one in enumerate(tensors) if one.change == "undecided"]
     if not undecided:
         return CheckpointDiff(first, second, tuple(tensors))

@@ -48,24 +48,6 @@ from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = [
-    "FOREIGN",
-    "METADATA",
-    "OUR_FILE",
-    "PART_NAME",
-    "STOCK_FILE",
-    "ListedCheckpoint",
-    "Run",
-    "State",
-    "StateFound",
-    "StepFolder",
-    "list_checkpoints",
-    "list_run",
-    "rank_of_file",
-    "state_of",
-    "step_of",
-]
-
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 PART_NAME = re.compile(r"rank-\d+-part-\d+\.safetensors")
 """Name of a part file of a safetensors save, in the sub-folder of its attempt."""
@@ -240,11 +222,12 @@ def _committed(
     files: Mapping[str, int], standing: Manifest, pending: tuple[str, ...]
 ) -> StateFound:
     wrong = [
-        f"{entry.key} is missing" if entry.key not in files
+        f"{entry.key} is missing"
+        if entry.key not in files
         else f"{entry.key} has {files[entry.key]} bytes instead of {entry.num_bytes}"
         for entry in (*standing.files, standing.table)
         if files.get(entry.key) != entry.num_bytes
-    ]  # fmt: skip
+    ]
     return StateFound(
         "damaged" if wrong else "committed", "; ".join(wrong), standing, in_flight=pending
     )

@@ -14,8 +14,6 @@ from typing import Literal
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.view.listing import ListedCheckpoint
 
-__all__ = ["best_of_run", "choose", "nearest", "split_address"]
-
 Mode = Literal["min", "max"]
 
 _SMALL = re.compile(r"loss|err|perplexity|ppl|wer|cer|mae|mse|nll", re.IGNORECASE)
@@ -152,9 +150,10 @@ def best_of_run(
         raise InvalidRequestError(f"the best is 'min' or 'max', but got {mode!r}", key="mode")
     # Why `==` to itself: NaN is never the best.
     ranked = [
-        one for one in listed
+        one
+        for one in listed
         if one.is_readable and (v := one.metrics.get(metric)) is not None and v == v
-    ]  # fmt: skip
+    ]
     if not ranked:
         raise CheckpointNotFoundError(f"every {metric!r} in {url} is NaN: no step is the best")
     sign = 1 if mode == "min" else -1

@@ -34,7 +34,6 @@ from ray_dcp.view.naming import nearest
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
 
-__all__ = ["Layout", "RankRead", "ReshardPreview", "parse_layout", "preview_reshard"]
 
 MOST_RANKS = 100_000
 _WHOLE_ITEM_BYTES = 1 << 20

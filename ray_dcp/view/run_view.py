@@ -34,18 +34,6 @@ from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text
 
-__all__ = [
-    "KINDS",
-    "RunView",
-    "StepView",
-    "Usage",
-    "nearest_paths",
-    "open",
-    "open_address",
-    "open_run",
-    "usage_of",
-]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepView:
@@ -272,9 +260,11 @@ class RunView:
             shared.write(one, b"")
         # Why after that: who deletes the step announces it, and looks for tags then.
         fence(
-            shared, lambda name: open_storage(place_below(self.place, name)),
-            f"step {number} was given a tag", number,
-        )  # fmt: skip
+            shared,
+            lambda name: open_storage(place_below(self.place, name)),
+            f"step {number} was given a tag",
+            number,
+        )
         run, name = self.refresh(), self.step(key).name
         found = next((one for one in run if one.name == name), None)
         if found is None or found.state == "deleted":

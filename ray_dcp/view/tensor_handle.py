@@ -29,8 +29,6 @@ from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
 
-__all__ = ["NUMPY_DTYPES", "Selection", "TensorHandle", "TensorInfo", "select"]
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -18,8 +18,6 @@ from ray_dcp.format.save_trace import (
 )
 from ray_dcp.store.storage import KeyMissingError, Storage
 
-__all__ = ["Trace", "chrome_trace", "read_trace", "trace_notes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(SaveTrace):
@@ -108,18 +106,28 @@ def chrome_trace(trace: SaveTrace) -> str:
                 told |= {"where": straggler.where} if straggler.where else {}
             events.append(
                 {
-                    "name": span.phase, "cat": "commit" if lane is None else "rank", "ph": "X",
-                    "pid": pid, "tid": 0, "ts": _micros(trace.began_s + span.start_s),
-                    "dur": _micros(span.seconds), "args": told,
+                    "name": span.phase,
+                    "cat": "commit" if lane is None else "rank",
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": 0,
+                    "ts": _micros(trace.began_s + span.start_s),
+                    "dur": _micros(span.seconds),
+                    "args": told,
                 }
-            )  # fmt: skip
+            )
     events += [
         {
-            "name": "taken over", "cat": "rank", "ph": "i", "s": "p", "pid": rank + 1, "tid": 0,
+            "name": "taken over",
+            "cat": "rank",
+            "ph": "i",
+            "s": "p",
+            "pid": rank + 1,
+            "tid": 0,
             "ts": _micros(trace.began_s + at_s),
         }
         for rank, at_s in trace.takeovers
-    ]  # fmt: skip
+    ]
     other = {
         "attempt": trace.attempt, "mode": trace.mode, "world_size": trace.world_size,
         "bytes": trace.num_bytes,

@@ -47,19 +47,6 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.trace import trace_notes
 
-__all__ = [
-    "INDEX_SUFFIX",
-    "Problem",
-    "VerifyReport",
-    "check_stock_item",
-    "index_problem",
-    "is_header_of",
-    "metadata_problem",
-    "record_notes",
-    "verify",
-    "verify_checkpoint",
-]
-
 _RECORDS = {"data.pkl", "version", "byteorder"}
 """Of every item, but for its storages and for what torch marks with a dot."""
 _PIECE_BYTES = 1 << 20
@@ -507,8 +494,12 @@ class _FileCheck:
             start = int(self._table.item_offset[row])
             stop = start + int(self._table.item_bytes[row])
             if stop > self._num_bytes:
-                self._report(row, start, stop, f"expected it to end at byte {stop}, but the file "
-                             f"ends at {self._num_bytes}")  # fmt: skip
+                self._report(
+                    row,
+                    start,
+                    stop,
+                    f"expected it to end at byte {stop}, but the file ends at {self._num_bytes}",
+                )
                 continue
             if self._table.block_bytes[row] > 0:
                 self._check_gap(end, start)
@@ -595,9 +586,11 @@ class _FileCheck:
         self.checked_bytes += num_bytes
         for first, last in _runs(bad):
             self._report(
-                row, start + first * block, start + min(num_bytes, (last + 1) * block),
+                row,
+                start + first * block,
+                start + min(num_bytes, (last + 1) * block),
                 f"{last - first + 1} block(s) do not match their checksums",
-            )  # fmt: skip
+            )
 
     def _check_zip(self, row: int, start: int, stop: int) -> None:
         transforms = self._transforms[row] if self._transforms is not None else None
@@ -605,9 +598,13 @@ class _FileCheck:
             self._report(row, start, stop, problem)
             return
         checked, problem, note = check_stock_item(
-            self._storage, self.key, start, stop,
-            transforms=transforms or (), max_bytes=item_bytes_at_most(self._table, row),
-        )  # fmt: skip
+            self._storage,
+            self.key,
+            start,
+            stop,
+            transforms=transforms or (),
+            max_bytes=item_bytes_at_most(self._table, row),
+        )
         self.checked_bytes += checked
         if problem is not None:
             self._report(row, start, stop, problem)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-__all__ = ["age_text", "count_text", "metric_names", "seconds_text", "size_text"]
-
 
 def size_text(num_bytes: int) -> str:
     """Returns a length in the largest binary unit that keeps it at 1 or above.

@@ -27,9 +27,16 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.runtime.inline import RankResult, run_ranks
-from ray_dcp.runtime.rank_load import Captured, LoadResult, load_rank, save_rank
+from ray_dcp.runtime.rank_load import LoadResult, load_rank
 from ray_dcp.runtime.rank_progress import RankProgress
-from ray_dcp.runtime.rank_save import PlanMemory, await_outcome, join_save, write_share
+from ray_dcp.runtime.rank_save import (
+    Captured,
+    PlanMemory,
+    await_outcome,
+    join_save,
+    save_rank,
+    write_share,
+)
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage

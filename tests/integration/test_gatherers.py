@@ -17,7 +17,8 @@ from ray_dcp.protocol import aggregation
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import gathered_calls
 from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
-from ray_dcp.runtime.rank_load import drive, save_rank
+from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.session import Session
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state

@@ -26,7 +26,8 @@ from ray_dcp.errors import (
 )
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import SaveOutcome, Target
-from ray_dcp.runtime.rank_load import drive, load_rank, save_rank
+from ray_dcp.runtime.rank_load import drive, load_rank
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.session import Session
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.opening import open_storage

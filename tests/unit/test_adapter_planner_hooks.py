@@ -47,7 +47,7 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import plan_reads
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.rank_load import save_rank
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter import planner_save
 from ray_dcp.torch_adapter.capture import Capture
 from ray_dcp.torch_adapter.foreign import foreign_save

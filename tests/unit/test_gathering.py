@@ -47,8 +47,7 @@ from ray_dcp.protocol.messages import (
     join_receipts,
     pack_receipts,
 )
-from ray_dcp.runtime.rank_load import save_rank
-from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.rank_save import PlanMemory, save_rank
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_ranks, load_state

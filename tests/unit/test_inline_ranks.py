@@ -23,7 +23,8 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveOutcome, SaveReceipt, Target
 from ray_dcp.protocol.vote import Fenced, Won
 from ray_dcp.runtime.inline import InlineSession, run_ranks
-from ray_dcp.runtime.rank_load import drive, load_rank, save_rank
+from ray_dcp.runtime.rank_load import drive, load_rank
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
 from ray_dcp.store.memory import MemoryStorage
 from tests.numpy_ranks import (

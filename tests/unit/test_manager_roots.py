@@ -25,7 +25,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import StepNames
+from ray_dcp.format.names import CATALOGUE, StepNames
 from ray_dcp.format.step_info import (
     CatalogueRow,
     StepInfo,
@@ -37,7 +37,7 @@ from ray_dcp.format.step_info import (
 from ray_dcp.io.records import Announced
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import writer as removal
-from ray_dcp.manager.catalogue import CATALOGUE, FOLDER, look, publish
+from ray_dcp.manager.catalogue import FOLDER, look, publish
 from ray_dcp.manager.leases import Lease, Readers, Unchanged, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.fault_injection import Fault, Script

@@ -13,8 +13,8 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, SaveOutcome, Target
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import Shell
-from ray_dcp.runtime.rank_load import drive, save_rank
-from ray_dcp.runtime.rank_save import PlanMemory
+from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_save import PlanMemory, save_rank
 from ray_dcp.runtime.tasks import new_attempt, perform
 from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
 

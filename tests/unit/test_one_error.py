@@ -15,7 +15,8 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import Failed
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.runtime.rank_load import drive, load_rank, save_rank
+from ray_dcp.runtime.rank_load import drive, load_rank
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.store.local import LocalStorage
 from tests.protocol_play import Play
 

@@ -19,10 +19,11 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.tensor_stats import PartStats, combine, encode_stats, stats_key
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.aggregation import FINGERPRINT_BYTES, together
+from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
+from ray_dcp.protocol.aggregation import together
 from ray_dcp.protocol.messages import OpKey, SaveJoin, Target
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.rank_load import save_rank
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter.capture import capture, measured, part_stats
 
 STATS = SaveOptions(stats=True)

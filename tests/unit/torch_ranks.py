@@ -10,7 +10,8 @@ from typing import Any
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.inline import run_ranks
-from ray_dcp.runtime.rank_load import load_rank, save_rank
+from ray_dcp.runtime.rank_load import load_rank
+from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.targets import Targets, plan_targets
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_dcp.core.checksums import block_bytes_for
+from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, FilePlan, RankPlan
-from ray_dcp.format.torch_items import ITEMSIZE, frame_bytes
+from ray_dcp.format.torch_items import frame_bytes
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from ray_dcp.integrations.train import save_requests
 from ray_dcp.integrations.train.save_requests import next_round_s
 from ray_dcp.runtime import ray_calls
 
-__all__ = ["SaveBeforeResize"]
-
 ANSWER_S = 20.0
 """How long a worker may take to answer, in seconds: it may be starting to load a large module."""
 END_S = 30.0
@@ -121,8 +119,11 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
             logger.warning(
                 "The save before the resize is %s after %.1f s; what was trained since the last "
                 "one may be redone. Raise SaveBeforeResize(limit_s=%g) if steps or saves take that "
-                "long", "not committed" if how != "failed" else "failed", took_s, self._limit_s,
-            )  # fmt: skip
+                "long",
+                "not committed" if how != "failed" else "failed",
+                took_s,
+                self._limit_s,
+            )
 
     def _save_in_time(self, group: Any, info: Any) -> None:
         """Saves at once, and as late as possible once more."""
@@ -147,9 +148,13 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         seq, begun_s = secrets.token_hex(8), time.time()
         left_s = None if deadline_s is None else deadline_s - begun_s
         result = save_requests.ask_all(
-            workers, seq, "preemption", left_s=left_s, took_s=took_s,
+            workers,
+            seq,
+            "preemption",
+            left_s=left_s,
+            took_s=took_s,
             linger_s=0.0 if left_s is None else max(0.0, left_s) + END_S,
-        )  # fmt: skip
+        )
         if not result.asked:
             logger.warning("Preemption: no save: %s", result.why)
             return None
@@ -157,8 +162,10 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         took_s = time.time() - begun_s
         logger.warning(
             "Preemption of %s: a save was asked for, and is %s after %.1f s",
-            sorted(info.preempted_node_to_ranks), how, took_s,
-        )  # fmt: skip
+            sorted(info.preempted_node_to_ranks),
+            how,
+            took_s,
+        )
         return took_s
 
     def _guarded(self, what: str, do: Callable[[], object]) -> None:
@@ -168,8 +175,10 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         except Exception as error:  # noqa: BLE001 - a raising hook fails the run
             logger.warning(
                 "No save before %s, as workers could not be asked: %s: %s",
-                what, type(error).__name__, error,
-            )  # fmt: skip
+                what,
+                type(error).__name__,
+                error,
+            )
 
 
 class _Workers:

@@ -68,19 +68,6 @@ from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 from ray_dcp.warming import warm_staging
 
-__all__ = [
-    "Checkpointer",
-    "Committed",
-    "Ended",
-    "OnError",
-    "Pace",
-    "Save",
-    "UnderWay",
-    "Warned",
-    "checkpointer",
-    "is_misuse",
-]
-
 ASK_AGAIN_S = (0.0, 0.5, 2.0)
 """When a storage is asked for an outcome that nobody told, in seconds after one another."""
 
@@ -190,8 +177,9 @@ class UnderWay:
             if found == "committed":
                 return None
             if found == "aborted":
-                return CheckpointError(f"It was aborted: {error.message}",
-                                       checkpoint_id=save.target.url)  # fmt: skip
+                return CheckpointError(
+                    f"It was aborted: {error.message}", checkpoint_id=save.target.url
+                )
         # Why raised whatever on_error says: ranks that know more would wait for this one.
         raise error
 
@@ -404,9 +392,13 @@ class Checkpointer:
         try:
             self._group.check_has_steps()
             report = run_load_newest(
-                self._group.session, state, self._load_options, self._group.root.target, None,
+                self._group.session,
+                state,
+                self._load_options,
+                self._group.root.target,
+                None,
                 StepRange(),
-            )  # fmt: skip
+            )
         except CheckpointNotFoundError as error:
             reports.refuse_fresh_start(registered, self._group.root.url, error)
             logger.info("Nothing is committed in %s: the run begins", self._group.root.url)
@@ -538,9 +530,12 @@ class Checkpointer:
         self._later(lambda: self._note(folder, metrics))
         begun_s = time.monotonic()
         handle = run_async_save(
-            decide_save(None, None, target), self._group.session, state,
-            replace(self._options, when_full="wait") if waits else self._options, target,
-        )  # fmt: skip
+            decide_save(None, None, target),
+            self._group.session,
+            state,
+            replace(self._options, when_full="wait") if waits else self._options,
+            target,
+        )
         stage_s = time.monotonic() - begun_s
         handle.add_done_callback(lambda done: _took(done, begun_s, stage_s))
         self._under_way.add(Save(folder, target, metrics, handle))
@@ -734,8 +729,9 @@ def _checked(
         InvalidRequestError: An argument has a value that it can't have.
     """
     for name, number, least in (
-        ("save_interval", save_interval, 1), ("check_preemption_every", check_preemption_every, 0),
-    ):  # fmt: skip
+        ("save_interval", save_interval, 1),
+        ("check_preemption_every", check_preemption_every, 0),
+    ):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise InvalidRequestError(
                 f"{name} must be a whole number from {least}, but is {number!r}", key=name
@@ -745,8 +741,9 @@ def _checked(
             f"on_error must be 'warn' or 'raise', but is {on_error!r}", key="on_error"
         )
     for name, given, kind in (
-        ("options", options, SaveOptions), ("load_options", load_options, LoadOptions),
-    ):  # fmt: skip
+        ("options", options, SaveOptions),
+        ("load_options", load_options, LoadOptions),
+    ):
         if given is not None and not isinstance(given, kind):
             raise InvalidRequestError(f"{name} must be {kind.__name__}, but is {given!r}", key=name)
     return options or SaveOptions(), load_options or LoadOptions(), int(str(check_preemption_every))

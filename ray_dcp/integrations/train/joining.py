@@ -59,24 +59,6 @@ from ray_dcp.store.opening import absolute_target, as_target, open_storage
 from ray_dcp.store.storage import Storage
 from ray_dcp.view.listing import list_run
 
-__all__ = [
-    "Group",
-    "Owner",
-    "Retention",
-    "RunFacts",
-    "StepFolder",
-    "check_folder",
-    "check_step",
-    "join",
-    "next_group",
-    "owner_of",
-    "parse",
-    "run_facts",
-    "superfluous",
-    "take_right",
-    "target_of_run",
-]
-
 _NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_STEP = 10**18
@@ -292,9 +274,10 @@ class Retention:
             self._check()
             self._look()
             known = Known(
-                frozenset(self._committed), frozenset(self._uncommitted),
+                frozenset(self._committed),
+                frozenset(self._uncommitted),
                 frozenset(self._registered),
-            )  # fmt: skip
+            )
             for folder, purge in superfluous(known, self._owner, self._max_to_keep):
                 self._remove(folder, purge=purge)
         except CheckpointError as error:
@@ -552,9 +535,7 @@ def join(
         CheckpointExistsError: Another run of this name writes here, and lives.
         CheckpointError: The storage can't be listed, or no session can be made.
     """
-    root = Root(
-        absolute_target(target_of_run(facts, check_folder(folder), storage_options))
-    )  # fmt: skip
+    root = Root(absolute_target(target_of_run(facts, check_folder(folder), storage_options)))
     owner = owner_of(max_to_keep, facts.num_to_keep)
     first, error = None, None
     if facts.rank == 0:
@@ -600,9 +581,7 @@ class _First:
         listed = list_run(root.target)
         names = [*(one.name for one in listed.steps), *listed.others]
         earlier = [folder for name in names if (folder := parse(name)) is not None]
-        keeper = Retention(
-            root, owner, max_to_keep, earlier, _registered(), check=right.check
-        )  # fmt: skip
+        keeper = Retention(root, owner, max_to_keep, earlier, _registered(), check=right.check)
         return cls(next_group(names), right, keeper, bool(listed.steps))
 
     def told(self) -> tuple[int, str, bool]:

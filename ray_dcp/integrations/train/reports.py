@@ -14,17 +14,6 @@ from ray_dcp.integrations.train.joining import parse
 from ray_dcp.integrations.train.save_requests import BOARD, Asked, tier_that_fits
 from ray_dcp.store.storage import Storage
 
-__all__ = [
-    "Preemption",
-    "broadcast",
-    "check_metrics",
-    "encoded_metrics",
-    "read_metrics",
-    "refuse_fresh_start",
-    "registered",
-    "report",
-]
-
 
 def broadcast(value: Any) -> Any:
     """Returns, on all ranks, what rank 0 gave."""
@@ -38,9 +27,10 @@ def report(checkpoint: Any, metrics: Mapping[str, Any]) -> None:
     import ray.train
 
     ray.train.report(
-        dict(metrics), checkpoint=checkpoint,
+        dict(metrics),
+        checkpoint=checkpoint,
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-    )  # fmt: skip
+    )
 
 
 def registered() -> str | None:

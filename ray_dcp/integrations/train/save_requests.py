@@ -22,22 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-__all__ = [
-    "BOARD",
-    "Asked",
-    "Fit",
-    "Held",
-    "Ranks",
-    "Result",
-    "SaveRequests",
-    "State",
-    "ask_all",
-    "follow",
-    "is_last_round",
-    "next_round_s",
-    "tier_that_fits",
-]
-
 State = Literal["unknown", "waiting", "saving", "committed", "failed"]
 
 HOLD_S = 60.0
@@ -291,9 +275,7 @@ class Result:
     """Why not, in words."""
 
 
-def tier_that_fits(
-    left_s: float | None, stage_s: float | None, commit_s: float | None
-) -> Fit:  # fmt: skip
+def tier_that_fits(left_s: float | None, stage_s: float | None, commit_s: float | None) -> Fit:
     """Returns how far a save would come in the time that is left, as far as earlier ones tell.
 
     "memory": its bytes would be with the stagers, from where they go on to storage for as long as
@@ -349,8 +331,9 @@ def ask_all(
         fit = tier_that_fits(left_s, _longest(one.stage_s for one in answers), commit_s)
         if fit == "none":
             ranks.call(drop, seq)
-            return Result(False, fit, f"no save fits in {left_s or 0:.1f} s: earlier ones took "
-                          f"longer")  # fmt: skip
+            return Result(
+                False, fit, f"no save fits in {left_s or 0:.1f} s: earlier ones took longer"
+            )
         after = max(one.last_step for one in answers)
         ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
         told = ranks.call(tell, Asked(seq, reason, after, linger_s if ends else 0.0))

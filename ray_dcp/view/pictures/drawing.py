@@ -15,23 +15,6 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-__all__ = [
-    "FAINT",
-    "GREY",
-    "RED",
-    "WIDTH",
-    "Picture",
-    "clip",
-    "div",
-    "nice_ticks",
-    "rank_colour",
-    "rect",
-    "safe",
-    "svg",
-    "tag",
-    "text",
-]
-
 WIDTH = 860
 """Of a picture, in pixels; it shrinks with its cell."""
 CHARACTER = 6.3
@@ -150,10 +133,12 @@ def svg(width: float, height: float, *parts: str, label: str = "") -> str:
     """
     style = f"max-width:{_value(width)}px;width:100%;height:auto;{_FONT}"
     return tag(
-        "svg", (tag("title", safe(label)) if label else "") + "".join(parts),
+        "svg",
+        (tag("title", safe(label)) if label else "") + "".join(parts),
         viewBox=f"0 0 {_value(width)} {_value(height)}",
-        role="img", style=style,
-    )  # fmt: skip
+        role="img",
+        style=style,
+    )
 
 
 def div(*parts: str, style: str = "") -> str:

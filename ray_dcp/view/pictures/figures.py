@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "figure_diff",
-    "figure_layout",
-    "figure_lines",
-    "figure_reshard",
-    "figure_steps",
-    "figure_timeline",
-    "figure_tree",
-]
 
 MOST_BOXES = 400
 MOST_BARS = 30
@@ -51,9 +42,14 @@ def figure_timeline(trace: SaveTrace, title: str = "") -> Figure:
             colours = COORDINATOR if lane is None else COLOURS
             alpha = 0.25 if span.phase == "commit" and lane is not None else 1.0
             axes.barh(
-                y, span.seconds, left=span.start_s, height=0.7, alpha=alpha,
-                color=colours.get(span.phase, GREY), label=f"_{lane} {span.phase}",
-            )  # fmt: skip
+                y,
+                span.seconds,
+                left=span.start_s,
+                height=0.7,
+                alpha=alpha,
+                color=colours.get(span.phase, GREY),
+                label=f"_{lane} {span.phase}",
+            )
     axes.axvline(trace.committed_s, color=RED, ls="--", lw=1)
     if trace.mode == "async_save":
         axes.axvline(trace.stall_s, color=COLOURS["stage"], ls="--", lw=1)
@@ -151,9 +147,13 @@ def figure_lines(series: Series, title: str = "", unit: str = "") -> Figure:
         named = index < MOST_NAMED
         steps, values = zip(*sorted(series[name]), strict=True)
         axes.plot(
-            steps, values, color=rank_colour(index) if named else GREY, alpha=1 if named else 0.3,
-            label=name if named else None, marker="." if named else None,
-        )  # fmt: skip
+            steps,
+            values,
+            color=rank_colour(index) if named else GREY,
+            alpha=1 if named else 0.3,
+            label=name if named else None,
+            marker="." if named else None,
+        )
     if order:
         axes.legend(fontsize=7)
     axes.set(xlabel="step", ylabel=unit, title=title)
@@ -170,10 +170,13 @@ def figure_diff(changes: Sequence[Changed], title: str = "") -> Figure:
     measured = any(one.relative is not None for one in changes)
     moved = [one for one in changes if one.change != "unchanged"]
     rows = [
-        (one.name, (one.relative or 0.0) if measured else one.changed_bytes / 2**20,
-         CHANGES.get(one.change, GREY))
+        (
+            one.name,
+            (one.relative or 0.0) if measured else one.changed_bytes / 2**20,
+            CHANGES.get(one.change, GREY),
+        )
         for one in moved
-    ]  # fmt: skip
+    ]
     rows.sort(key=lambda row: -row[1])
     return _bars(rows[:MOST_BARS], "|new - old| / |old|" if measured else "MiB that differ", title)
 
@@ -228,8 +231,15 @@ def _draw(axes: Axes, flat: Flat, *, labels: bool) -> None:
         colour = GREY if rank < 0 else rank_colour(rank)
         axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, edgecolor=edge))
         if labels and rank >= 0 and len(boxes) <= 64:
-            axes.text(left + width / 2, top + height / 2, str(rank), color="white", ha="center",
-                      va="center", weight="bold")  # fmt: skip
+            axes.text(
+                left + width / 2,
+                top + height / 2,
+                str(rank),
+                color="white",
+                ha="center",
+                va="center",
+                weight="bold",
+            )
 
 
 def _outline(axes: Axes, flat: Flat) -> None:
@@ -242,5 +252,12 @@ def _outline(axes: Axes, flat: Flat) -> None:
             Rectangle((left, top), width, height, fill=False, edgecolor="black", linewidth=2)
         )
         if len(flat.rank) <= 64:
-            axes.text(left + width / 2, top + height / 2, str(rank), color="black", ha="center",
-                      va="center", weight="bold")  # fmt: skip
+            axes.text(
+                left + width / 2,
+                top + height / 2,
+                str(rank),
+                color="black",
+                ha="center",
+                va="center",
+                weight="bold",
+            )

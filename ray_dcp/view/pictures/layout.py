@@ -32,19 +32,6 @@ from ray_dcp.view.pictures.drawing import (
 )
 from ray_dcp.view.wording import size_text
 
-__all__ = [
-    "Boxes",
-    "Flat",
-    "check_one_tensor",
-    "even_boxes",
-    "flatten",
-    "overlaps",
-    "raster",
-    "reshard",
-    "shard_layout",
-    "stored_boxes",
-]
-
 IntArray = npt.NDArray[np.int64]
 
 CELLS = (48, 64)
@@ -248,9 +235,12 @@ def shard_layout(boxes: Boxes, name: str = "", *, itemsize: int = 0, dtype: str 
     parts = [_panel(flat, _LEFT, _TOP, width, height)]
     legend, bottom = _legend(boxes.rank.tolist(), _LEFT + width + 26, _TOP, height)
     drawing = svg(
-        min(WIDTH, _LEFT + width + 26 + 150), max(_TOP + height + 12, bottom), *parts, legend,
+        min(WIDTH, _LEFT + width + 26 + 150),
+        max(_TOP + height + 12, bottom),
+        *parts,
+        legend,
         label=f"Layout of a tensor of shape {boxes.shape} over {boxes.num_ranks} ranks",
-    )  # fmt: skip
+    )
     return Picture(div(_heading(boxes, flat, name, itemsize, dtype), drawing))
 
 
@@ -272,9 +262,13 @@ def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -
     width, height = _extent(both, 300)
     second = _LEFT + width + 90
     arrow = tag(
-        "path", d=f"M{_LEFT + width + 22} {_TOP + height / 2}h34m-8 -6l8 6l-8 6", fill="none",
-        stroke="currentColor", stroke_width=1.5, opacity=0.6,
-    )  # fmt: skip
+        "path",
+        d=f"M{_LEFT + width + 22} {_TOP + height / 2}h34m-8 -6l8 6l-8 6",
+        fill="none",
+        stroke="currentColor",
+        stroke_width=1.5,
+        opacity=0.6,
+    )
     parts = [
         text(_LEFT, 12, f"stored by {_ranks(before.num_ranks)}", opacity=0.8),
         _panel(old, _LEFT, _TOP, width, height),
@@ -287,9 +281,13 @@ def reshard(before: Boxes, after: Boxes, name: str = "", *, itemsize: int = 1) -
     legend, bottom = _legend_row(before.rank.tolist(), _LEFT, bottom)
     bars, bottom = _bars(before, after, itemsize, bottom)
     drawing = svg(
-        WIDTH, bottom, *parts, legend, bars,
+        WIDTH,
+        bottom,
+        *parts,
+        legend,
+        bars,
         label=f"A tensor stored by {before.num_ranks} ranks and loaded by {after.num_ranks}",
-    )  # fmt: skip
+    )
     return Picture(div(_heading(before, both, name, itemsize, ""), drawing))
 
 
@@ -341,23 +339,41 @@ def _extent(flat: Flat, most: float) -> tuple[float, float]:
     if flat.dims[0] is None:
         return most, 44.0
     ratio = (max(rows, 1) / max(columns, 1)) ** 0.5
-    return (most, max(90.0, most * ratio * 0.7)) if ratio < 1 else (
-        max(140.0, most / ratio), min(most * 0.75, most * ratio * 0.7)
-    )  # fmt: skip
+    return (
+        (most, max(90.0, most * ratio * 0.7))
+        if ratio < 1
+        else (max(140.0, most / ratio), min(most * 0.75, most * ratio * 0.7))
+    )
 
 
 def _panel(
-    flat: Flat, x: float, y: float, width: float, height: float,
-    *, labels: bool = True, faint_lines: bool = False,
-) -> str:  # fmt: skip
+    flat: Flat,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    labels: bool = True,
+    faint_lines: bool = False,
+) -> str:
     fills = _fills(flat, x, y, width, height, labels, faint_lines)
-    frame = tag("rect", x=x, y=y, width=width, height=height, fill="none", stroke="currentColor",
-                stroke_width=1, opacity=0.55)  # fmt: skip
+    frame = tag(
+        "rect",
+        x=x,
+        y=y,
+        width=width,
+        height=height,
+        fill="none",
+        stroke="currentColor",
+        stroke_width=1,
+        opacity=0.55,
+    )
     rows, columns = flat.lengths
     parts = [tag("g", fills), frame]
     if flat.dims[1] is not None:
-        parts.append(text(x + width, y + height + 11, columns, size=10, text_anchor="end",
-                          opacity=0.7))  # fmt: skip
+        parts.append(
+            text(x + width, y + height + 11, columns, size=10, text_anchor="end", opacity=0.7)
+        )
     if flat.dims[0] is not None:
         parts.append(text(x - 6, y + height, rows, size=10, text_anchor="end", opacity=0.7))
         parts.append(text(x - 6, y + 9, 0, size=10, text_anchor="end", opacity=0.7))
@@ -383,15 +399,31 @@ def _fills(
         box = f"[{start[1]}:{end[1]}]" if flat.dims[0] is None else box
         told = f"{_name(rank)} {box}"
         parts.append(
-            rect(x + left, y + top, wide, tall, _colour(rank), told, fill_opacity=0.85,
-                 stroke="currentColor", stroke_width=0.5 if faint else 1,
-                 stroke_opacity=0.25 if faint else 0.6)
-        )  # fmt: skip
+            rect(
+                x + left,
+                y + top,
+                wide,
+                tall,
+                _colour(rank),
+                told,
+                fill_opacity=0.85,
+                stroke="currentColor",
+                stroke_width=0.5 if faint else 1,
+                stroke_opacity=0.25 if faint else 0.6,
+            )
+        )
         if labels and rank >= 0 and wide >= 9 + 6 * len(str(rank)) and tall >= 13:
             parts.append(
-                text(x + left + wide / 2, y + top + tall / 2 + 4, rank, text_anchor="middle",
-                     fill="#fff", font_weight="bold", pointer_events="none")
-            )  # fmt: skip
+                text(
+                    x + left + wide / 2,
+                    y + top + tall / 2 + 4,
+                    rank,
+                    text_anchor="middle",
+                    fill="#fff",
+                    font_weight="bold",
+                    pointer_events="none",
+                )
+            )
     return "".join(parts)
 
 
@@ -406,9 +438,15 @@ def _raster_fills(cells: IntArray, x: float, y: float, width: float, height: flo
             if ranks[first] > -2:
                 # Why a little more: without it the page shows between cells.
                 parts.append(
-                    rect(x + first * wide, y + row * tall, (column - first) * wide + 0.3,
-                         tall + 0.3, _colour(ranks[first]), _name(ranks[first]))
-                )  # fmt: skip
+                    rect(
+                        x + first * wide,
+                        y + row * tall,
+                        (column - first) * wide + 0.3,
+                        tall + 0.3,
+                        _colour(ranks[first]),
+                        _name(ranks[first]),
+                    )
+                )
             first = column
     return "".join(parts)
 
@@ -424,14 +462,29 @@ def _outlines(flat: Flat, x: float, y: float, width: float, height: float) -> st
         left, top = x + start[1] * wide, y + start[0] * tall
         inner = tag("title", safe(f"wanted by {_name(rank)}"))
         parts.append(
-            tag("rect", inner, x=left, y=top, width=size[1] * wide, height=size[0] * tall,
-                fill="none", stroke="currentColor", stroke_width=2.5)
-        )  # fmt: skip
+            tag(
+                "rect",
+                inner,
+                x=left,
+                y=top,
+                width=size[1] * wide,
+                height=size[0] * tall,
+                fill="none",
+                stroke="currentColor",
+                stroke_width=2.5,
+            )
+        )
         if size[1] * wide >= 9 + 6 * len(str(rank)) and size[0] * tall >= 13:
             parts.append(
-                text(left + size[1] * wide / 2, top + size[0] * tall / 2 + 4, rank,
-                     text_anchor="middle", fill="#fff", font_weight="bold")
-            )  # fmt: skip
+                text(
+                    left + size[1] * wide / 2,
+                    top + size[0] * tall / 2 + 4,
+                    rank,
+                    text_anchor="middle",
+                    fill="#fff",
+                    font_weight="bold",
+                )
+            )
     return tag("g", "".join(parts))
 
 

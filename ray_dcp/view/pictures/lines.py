@@ -20,8 +20,6 @@ from ray_dcp.view.pictures.drawing import (
     text,
 )
 
-__all__ = ["MOST_NAMED", "Series", "by_change", "line_chart"]
-
 MOST_NAMED, MOST_LINES = 8, 60
 MOST_POINTS = 400
 LOG_RATIO = 50.0
@@ -108,16 +106,29 @@ class _Scale:
         for tick in ticks:
             y = self.y(tick)
             parts.append(
-                tag("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, stroke="currentColor",
-                    opacity=FAINT)
-            )  # fmt: skip
+                tag(
+                    "line",
+                    x1=_LEFT,
+                    x2=WIDTH - _RIGHT,
+                    y1=y,
+                    y2=y,
+                    stroke="currentColor",
+                    opacity=FAINT,
+                )
+            )
             told = f"{tick:.4g} {unit}".strip()
             parts.append(text(_LEFT - 6, y + 4, told, size=10, text_anchor="end", opacity=0.75))
         for step in _multiples(self.first, self.last, 6) or [self.first]:
             parts.append(
-                text(self.x(step), _TOP + _HEIGHT + 16, f"{step:.10g}", size=10,
-                     text_anchor="middle", opacity=0.75)
-            )  # fmt: skip
+                text(
+                    self.x(step),
+                    _TOP + _HEIGHT + 16,
+                    f"{step:.10g}",
+                    size=10,
+                    text_anchor="middle",
+                    opacity=0.75,
+                )
+            )
         parts.append(text(WIDTH - _RIGHT + 24, _TOP + _HEIGHT + 16, "step", size=10, opacity=0.6))
         return "".join(parts)
 
@@ -141,16 +152,34 @@ def _line(
     finite = [(s, v) for s, v in points if math.isfinite(v) and not (scale.is_log and v <= 0)]
     path = " ".join(f"{scale.x(s):.1f},{scale.y(v):.1f}" for s, v in finite)
     told = tag("title", safe(name))
-    parts = [
-        tag("polyline", told, points=path, fill="none", stroke=colour, stroke_width=width,
-            opacity=opacity, stroke_linejoin="round")
-    ] if finite else []  # fmt: skip
+    parts = (
+        [
+            tag(
+                "polyline",
+                told,
+                points=path,
+                fill="none",
+                stroke=colour,
+                stroke_width=width,
+                opacity=opacity,
+                stroke_linejoin="round",
+            )
+        ]
+        if finite
+        else []
+    )
     if opacity == 1.0 and len(finite) <= 40:
         parts += [
-            tag("circle", tag("title", safe(f"{name} at {s:.10g}: {v:.6g}")), cx=scale.x(s),
-                cy=scale.y(v), r=2.4, fill=colour)
+            tag(
+                "circle",
+                tag("title", safe(f"{name} at {s:.10g}: {v:.6g}")),
+                cx=scale.x(s),
+                cy=scale.y(v),
+                r=2.4,
+                fill=colour,
+            )
             for s, v in finite
-        ]  # fmt: skip
+        ]
     parts += [
         text(scale.x(s), _TOP + _HEIGHT - 2, "✕", fill=colour, text_anchor="middle")
         for s, v in points
@@ -173,9 +202,14 @@ def _names(
         x = scale.x(series[name][-1][0])
         colour = rank_colour(index)
         parts.append(
-            tag("path", d=f"M{x + 3:.1f} {y:.1f}L{WIDTH - _RIGHT + 10} {at:.1f}", stroke=colour,
-                opacity=0.5, fill="none")
-        )  # fmt: skip
+            tag(
+                "path",
+                d=f"M{x + 3:.1f} {y:.1f}L{WIDTH - _RIGHT + 10} {at:.1f}",
+                stroke=colour,
+                opacity=0.5,
+                fill="none",
+            )
+        )
         told = clip(name, _RIGHT - 18)
         parts.append(text(WIDTH - _RIGHT + 13, at + 4, told, fill=colour))
     return "".join(parts)

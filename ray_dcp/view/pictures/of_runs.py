@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from ray_dcp.view.run_view import RunView, StepView
     from ray_dcp.view.tensor_handle import TensorHandle
 
-__all__ = [
-    "changes_of",
-    "norms_of",
-    "picture_diff",
-    "picture_norms",
-    "picture_preview",
-    "picture_steps",
-    "steps_of",
-]
 
 MOST_DETAILED = 50
 """Steps of which a notebook looks at more than the listing, where that is quick."""
@@ -112,16 +103,19 @@ def picture_preview(preview: ReshardPreview) -> Picture:
         told = f"{name}: needs {size_text(one.bytes_needed)}, reads {size_text(one.bytes_read)}"
         parts.append(text(64, y + 11, name, text_anchor="end"))
         parts.append(rect(72, y, max(one.bytes_read * scale, 1.0), 13, "#d99a2b", told))
-        parts.append(
-            rect(72, y + 3, max(one.bytes_needed * scale, 1.0), 7, rank_colour(0), told)
-        )  # fmt: skip
+        parts.append(rect(72, y + 3, max(one.bytes_needed * scale, 1.0), 7, rank_colour(0), told))
         facts = f"{size_text(one.bytes_read)} in {count_text(one.num_ranges, 'range')} of "
         facts += count_text(one.num_files, "file")
         facts += f", at most {size_text(one.peak_bytes)} of memory"
         parts.append(
-            text(80 + max(one.bytes_read, one.bytes_needed) * scale, y + 11, facts, size=10,
-                 opacity=0.8)
-        )  # fmt: skip
+            text(
+                80 + max(one.bytes_read, one.bytes_needed) * scale,
+                y + 11,
+                facts,
+                size=10,
+                opacity=0.8,
+            )
+        )
         y += 18
     if len(preview.ranks) > MOST_RANKS:
         parts.append(text(72, y + 11, f"… and {len(preview.ranks) - MOST_RANKS} more", opacity=0.7))

@@ -16,9 +16,6 @@ from ray_dcp.view.resharding import Layout, parse_layout
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
 
-__all__ = ["boxes_of", "leaves_of", "picture_layout", "picture_reshard", "picture_timeline",
-           "picture_tree"]  # fmt: skip
-
 
 def picture_tree(view: CheckpointView, *, open_levels: int = 1) -> Picture:
     """Returns the tensors and objects of a checkpoint as a tree with bars for their sizes.

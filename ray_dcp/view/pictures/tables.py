@@ -19,8 +19,6 @@ from ray_dcp.view.pictures.drawing import (
 )
 from ray_dcp.view.wording import count_text, metric_names, seconds_text, size_text
 
-__all__ = ["CHANGES", "Changed", "Step", "diff_chart", "step_table"]
-
 MOST_STEPS = 100
 MOST_CHANGED = 24
 BAR = 120
@@ -186,7 +184,7 @@ def _columns(steps: Sequence[Step], metrics: Sequence[str]) -> list[str]:
 
 def _cells(
     step: Step, metrics: Sequence[str], top: int, is_best: bool, is_last: bool
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     star = f" <span style='color:{_STATES['in flight']}'>★</span>" if is_best else ""
     latest = " <span style='opacity:.65'>← latest</span>" if is_last else ""
     label = step.name if step.step is None else step.step

@@ -21,8 +21,6 @@ from ray_dcp.view.pictures.drawing import (
 )
 from ray_dcp.view.wording import seconds_text, size_text
 
-__all__ = ["COLOURS", "timeline"]
-
 COLOURS = {
     "capture": "#d99a2b",
     "plan": "#b9a88a",
@@ -77,10 +75,15 @@ def timeline(trace: SaveTrace, title: str = "") -> Picture:
     for index, (lane, spans) in enumerate(found.items()):
         parts.append(_lane(trace, lane, spans, _TOP + index * height, height, scale))
     parts += [
-        tag("path", tag("title", safe(f"another stager took over from rank {rank}'s")),
-            d=_triangle(_LEFT + at_s * scale, _TOP + [*found].index(rank) * height), fill=RED)
-        for rank, at_s in trace.takeovers if rank in found
-    ]  # fmt: skip
+        tag(
+            "path",
+            tag("title", safe(f"another stager took over from rank {rank}'s")),
+            d=_triangle(_LEFT + at_s * scale, _TOP + [*found].index(rank) * height),
+            fill=RED,
+        )
+        for rank, at_s in trace.takeovers
+        if rank in found
+    ]
     parts.append(_legends(trace, bottom + 28))
     drawing = svg(
         WIDTH, bottom + 56, *parts, label=f"Timeline of a save of {trace.world_size} ranks"
@@ -120,14 +123,28 @@ def _marks(trace: SaveTrace, scale: float, bottom: float) -> str:
     for index, (at_s, name, colour, anchor) in enumerate(marks):
         x = _LEFT + at_s * scale
         parts.append(
-            tag("line", x1=x, x2=x, y1=_TOP - 4, y2=bottom, stroke=colour, stroke_width=1.5,
-                stroke_dasharray="4 3")
-        )  # fmt: skip
+            tag(
+                "line",
+                x1=x,
+                x2=x,
+                y1=_TOP - 4,
+                y2=bottom,
+                stroke=colour,
+                stroke_width=1.5,
+                stroke_dasharray="4 3",
+            )
+        )
         # Why two heights: the two may be at one place.
         parts.append(
-            text(x - 3 if anchor else x + 3, bottom + 8 if index else 11, name, size=10,
-                 fill=colour, text_anchor=anchor or None)
-        )  # fmt: skip
+            text(
+                x - 3 if anchor else x + 3,
+                bottom + 8 if index else 11,
+                name,
+                size=10,
+                fill=colour,
+                text_anchor=anchor or None,
+            )
+        )
     return "".join(parts)
 
 
@@ -137,9 +154,13 @@ def _lane(
     late = {s.phase: s for s in trace.stragglers if s.rank == lane} if lane is not None else {}
     name = "coordinator" if lane is None else f"rank {lane}"
     label = text(
-        _LEFT - 8, y + height / 2 + 4, f"▲ {name}" if late else name, text_anchor="end",
-        fill=RED if late else "currentColor", font_weight="bold" if late else None,
-    )  # fmt: skip
+        _LEFT - 8,
+        y + height / 2 + 4,
+        f"▲ {name}" if late else name,
+        text_anchor="end",
+        fill=RED if late else "currentColor",
+        font_weight="bold" if late else None,
+    )
     parts = [label]
     bar = height - 6
     # Why halves: a stager writes while its rank still copies.
@@ -155,18 +176,29 @@ def _lane(
         told += f" on {straggler.where}" if straggler and straggler.where else ""
         parts.append(
             rect(
-                _LEFT + span.start_s * scale, top, max(span.seconds * scale, 1.0),
-                bar / 2 if halves else bar, colours.get(span.phase, GREY), told,
-                opacity=_FADED.get(span.phase), stroke=RED if straggler else None,
+                _LEFT + span.start_s * scale,
+                top,
+                max(span.seconds * scale, 1.0),
+                bar / 2 if halves else bar,
+                colours.get(span.phase, GREY),
+                told,
+                opacity=_FADED.get(span.phase),
+                stroke=RED if straggler else None,
                 stroke_width=1.5 if straggler else None,
             )
-        )  # fmt: skip
+        )
     num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
     if num_bytes:
         parts.append(
-            text(WIDTH - 4, y + height / 2 + 4, size_text(num_bytes), size=10, text_anchor="end",
-                 opacity=0.8)
-        )  # fmt: skip
+            text(
+                WIDTH - 4,
+                y + height / 2 + 4,
+                size_text(num_bytes),
+                size=10,
+                text_anchor="end",
+                opacity=0.8,
+            )
+        )
     return tag("g", "".join(parts))
 
 
@@ -201,8 +233,10 @@ def _notes(trace: SaveTrace) -> list[str]:
         write = next((phase for phase in trace.phases if phase.phase == "write"), None)
         told = (
             f": all wrote within {seconds_text(write.max_s)}, half of them within "
-            f"{seconds_text(write.median_s)}" if write else ""
-        )  # fmt: skip
+            f"{seconds_text(write.median_s)}"
+            if write
+            else ""
+        )
         notes.append(f"<div style='opacity:.75'>… and {hidden} more ranks{told}</div>")
     for straggler in trace.stragglers[:4]:
         where = f" ({safe(straggler.where)})" if straggler.where else ""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from ray_dcp.view.pictures.drawing import Picture, div, safe
 from ray_dcp.view.wording import size_text
 
-__all__ = ["Leaf", "Node", "grown", "tensor_tree"]
-
 MOST_NODES = 500
 """Lines of a picture, whatever the checkpoint holds."""
 MOST_CHILDREN = 40
@@ -98,9 +96,7 @@ def tensor_tree(leaves: Sequence[Leaf], title: str = "", *, open_levels: int = 1
     return Picture(div(head, f"<div style='opacity:.75'>{told}</div>", *lines))
 
 
-def _children(
-    node: Node, total: int, level: int, open_levels: int, budget: list[int]
-) -> list[str]:  # fmt: skip
+def _children(node: Node, total: int, level: int, open_levels: int, budget: list[int]) -> list[str]:
     shown = [*node.children.values()]
     most = min(MOST_CHILDREN, max(budget[0], 1))
     if len(shown) > most:
