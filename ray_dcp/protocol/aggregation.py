@@ -1,19 +1,16 @@
-"""What several ranks say in one message, and when it is sent.
+"""Batched messages: what several ranks report to the coordinator in one message, and when it goes.
 
-What several ranks say in one message, and what they are told in one.
+A rank of a large job hands its requests to the gatherer of its group of ranks, so that the
+coordinator receives a few large messages and not one of every rank. A batch holds once what is the
+same for all its ranks. It means exactly what its requests would mean one by one.
 
-A rank of a large job hands its requests to the gatherer of its group of ranks (`gathering`), so
-that the coordinator hears a few messages with much in them, and not one of every rank. What is the
-same for all ranks is said once. A message means exactly what its requests would mean one by one.
+All ranks of a group take part in each step, except those that are not asked, are dead or are late.
+A batch is complete when the last one arrives, and is sent at once. The batch of an incomplete step
+is sent as far as it is, at growing intervals, so that the coordinator can name the missing ranks.
+Pure, over a clock that is passed in.
 
-When a gatherer sends on what the ranks of its group say. Pure, over a clock that is handed in.
-
-All ranks of a group come to each step, but for those that are not asked, have died or are late.
-So a message is complete when the last one comes, and goes at once. A step that stays incomplete is
-told as far as it is, so that the coordinator can name who is missing; less and less often.
-
-A gatherer holds nothing that is not held elsewhere: a rank whose gatherer dies or stays silent says
-the same to the coordinator itself, which knows a request that comes twice.
+A gatherer holds nothing that is not held elsewhere. A rank whose gatherer dies or does not answer
+sends the same request to the coordinator itself, which recognises a request that arrives twice.
 """
 
 from __future__ import annotations
@@ -351,10 +348,10 @@ class BatchWindow:
         >>> from ray_dcp.protocol.messages import Target
         >>> def join(rank):
         ...     return LoadJoin(OpKey("run", 0), rank, 128, Target("memory://x"), LoadOptions())
-        >>> gathering = Gathering(range(2, 4), lambda: 0.0)
-        >>> gathering.take(join(3))
+        >>> window = BatchWindow(range(2, 4), lambda: 0.0)
+        >>> window.take(join(3))
         []
-        >>> [message.ranks for message in gathering.take(join(2))]
+        >>> [message.ranks for message in window.take(join(2))]
         [(2, 3)]
     """
 

@@ -1,21 +1,18 @@
-"""What the machines ask of whoever runs them.
+"""What the machines ask of their executor: commands, the tasks that they name, and task results.
 
-The tasks of a load, and their results; `commands` says what tasks are, and names them all.
+All are frozen values. A machine never touches storage, a clock or a rank: it returns commands, and
+receives their results later as events. `ray_dcp.runtime` is the executor: `tasks` carries out the
+tasks; `inline` and the coordinator actor do the rest.
 
-What the machines ask of whoever runs them: commands, the tasks they name, and their results.
+What an executor does with a batch of commands, in order:
 
-All are frozen values. A machine never touches storage, a clock or a rank: it returns commands,
-and is told later what came of them. Who carries them out is `ray_dcp.runtime`: `perform` does
-the tasks, `inline` and the coordinator actor do the rest.
-
-What a shell does with a batch of commands, in order:
-
-* `Answer`: resolve the call that rank `rank` is waiting in with `(key, step)`, `step == step_of` of
-  its request; all of them, if it came twice. Nobody waits: drop it. `Answers`: for many ranks.
-* `Perform`: start the task (in a thread: it blocks); tell `Coordination.performed` its result,
-  once. Tasks of one operation follow each other, but for one that took too long.
-* `Arm`: replace the operation's one timer; when it runs out, call `Coordination.expired` with
-  the key and phase that it was armed with. One that comes late does no harm. `Disarm`: drop it.
+* `Answer`: resolve the call in which rank `rank` waits with `(key, step)`, where `step` is the
+  `step_of` its request; all such calls, if it arrived twice. If nobody waits, drop it. `Answers` is
+  the same for many ranks.
+* `Perform`: start the task in a thread, as it blocks; pass its result to `Coordination.performed`,
+  once. Tasks of one operation follow each other, except one that took too long.
+* `Arm`: replace the operation's one timer; when it expires, call `Coordination.expired` with the
+  key and phase that it was armed with. A late expiry does no harm. `Disarm`: drop the timer.
 """
 
 from __future__ import annotations

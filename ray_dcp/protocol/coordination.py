@@ -1,12 +1,8 @@
-"""All operations of a coordinator, their queue, and the reports of stagers.
+"""`Coordination`: all operations of a coordinator, one machine each. Events in, commands out.
 
-Which asynchronous save of a session may begin: the queue of `SaveOptions.max_pending`.
-
-What a coordinator hears of stagers, for the asynchronous saves that they write.
-
-What is kept of operations that are not there: those that ended, and those still to begin.
-
-`Coordination`: all operations of a coordinator, a machine each. Events in, commands out.
+It also has the queue of asynchronous saves that `SaveOptions.max_pending` bounds, passes reports of
+stagers to the saves that they write, and keeps a bounded record of operations that have ended or
+that have not begun yet.
 """
 
 from __future__ import annotations
@@ -153,7 +149,7 @@ class StagerHearing(ABC):
         return commands
 
     def stagers(self) -> dict[str, dict[OpKey, float]]:
-        """Returns the stagers whose bytes are awaited: for each save its patience, in seconds."""
+        """Returns the stagers whose bytes are awaited: for each save the timeout, in seconds."""
         found: dict[str, dict[OpKey, float]] = {}
         for key, machine in self._active.items():
             if isinstance(machine, StagedSaveMachine):
@@ -275,7 +271,7 @@ class Coordination(StagerHearing):
         epoch: Number of this coordinator's life: higher after each restart.
         new_attempt: Makes up an attempt id that no other save ever had, of letters, digits
             and `-`: it becomes part of file names.
-        clock: Seconds in which this process could listen (`beats.AwakeClock`): by it silence is
+        clock: Seconds in which this process could listen (`liveness.AwakeClock`): by it silence is
             measured. Deadlines are the business of whoever carries out `Arm`.
 
     Example:
@@ -313,8 +309,8 @@ class Coordination(StagerHearing):
 
         Args:
             request: As it came.
-            beats_s: Silence after which this rank is frozen, in seconds: it will beat until the
-                operation is over. None: it will not, and is only missed at deadlines.
+            beats_s: Silence after which this rank is frozen, in seconds: it sends heartbeats until
+                the operation is over. None: it does not, and is only missed at deadlines.
 
         Returns:
             What to do now.
@@ -403,7 +399,7 @@ class Coordination(StagerHearing):
         return self._after(machine, machine.resume(planned))
 
     def hear(self, beat: Heartbeat) -> tuple[str, ...]:
-        """Takes a beat: its rank lives, and is so far.
+        """Takes a heartbeat: its rank lives, and this is its progress.
 
         Returns:
             For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the

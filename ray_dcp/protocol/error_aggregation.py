@@ -1,8 +1,7 @@
-"""One error for all ranks, from what each of them reports.
+"""Error aggregation: one error for all ranks, from the errors that each of them reports.
 
-Which error a failed operation gives, and in which words: pure functions over errors.
-
-The errors of requests that no operation can take, in words. Decides nothing else.
+Pure functions over errors: which error a failed operation raises, and its message; and the errors
+for requests that no operation can accept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exchange machine: every rank hands bytes to others, and gets what they had for it.
+"""The exchange machine: every rank sends bytes to others, and receives what they sent to it.
 
 The one primitive of the paths on which user code of DCP's interfaces runs in the ranks.
 """

@@ -1,10 +1,10 @@
-"""Tells whose the files at a place are, and which of them nothing needs any more: pure.
+"""Garbage collection, the decision: which files at a place are ours, and which nothing needs. Pure.
 
-A file is ours when its name is one that we give, with the attempt in it. All others are somebody
-else's and are never deleted, whatever they look like, and whatever a record says: who writes one
-could otherwise name the files that are to go.
+A file is ours if its name is one that ray_dcp gives, with an attempt in it. All others belong to
+somebody else and are never deleted, whatever they look like and whatever a record says: whoever
+writes a record could otherwise name the files to delete.
 
-*Why no clock is needed.* What was listed before a commit or delete was recorded belongs to
+*Why no clock is needed.* Whatever was listed before a commit or delete was recorded belongs to
 attempts that were planned before. Each of these would have to pass that record's slot to become
 the checkpoint, and loses there. Files of attempts that began later were not listed.
 """
@@ -33,7 +33,7 @@ MOST_DECIDED = 64
 
 _METADATA = ".metadata"
 _ATTEMPT = r"(?P<attempt>[0-9a-f]{16})"
-"""What an attempt looks like: `runtime.perform.new_attempt`."""
+"""What an attempt looks like: `runtime.tasks.new_attempt`."""
 _DATA = re.compile(
     rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp"
     rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"

@@ -1,14 +1,12 @@
-"""Heartbeats, and what a coordinator knows of each rank by them.
+"""Heartbeats and liveness: what a coordinator knows of each rank, and which ranks are frozen.
 
-Beats: what a rank tells while it takes part, so that slow, frozen and absent are told apart.
+A rank sends heartbeats while it takes part in an operation, so that slow, frozen and absent ranks
+can be told apart. A heartbeat is no step of an operation: it is answered at once, changes no
+machine, and may be lost.
 
-A beat is no step of an operation: it is answered at once, changes no machine, and may be lost.
-Only values and clocks live here; who is blamed when is decided in `attendance`.
-
-What a coordinator knows of each rank: when it was heard, what it does, what it called last.
-
-Pure, over a clock that is handed in. It decides who is frozen and puts into words what is known
-of a rank that is missing; what follows from that is decided by the machines.
+`Liveness` knows of each rank when its last message came, what it is doing and what it called last.
+It decides which ranks are frozen and describes missing ranks in messages; the machines decide what
+follows from that. Pure, over a clock that is passed in.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ LONG_WAIT_S = 30.0
 
 LONGEST_INTERVAL_S = 5.0
 BEATS_IN_TIMEOUT = 6
-"""Beats that fit into a timeout: some may be late or lost before anybody is blamed."""
+"""Heartbeats that fit into a timeout: some may be late or lost before anybody is blamed."""
 
 
 def beat_interval_s(timeout_s: float) -> float:
-    """Returns how often to beat.
+    """Returns how often to send heartbeats, in seconds.
 
     Args:
         timeout_s: `heartbeat_timeout_s`, in seconds.
@@ -44,7 +42,7 @@ def beat_interval_s(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does of one call of its user, at the moment of a beat.
+    """What a rank does of one call of its user, at the moment of a heartbeat.
 
     Ages, no times: clocks of two machines are never compared.
     """
@@ -147,21 +145,22 @@ class _Known:
     doings: tuple[Doing, ...] = ()
     last: tuple[OpKey, Call] | None = None
     promised: set[OpKey] = field(default_factory=set)
-    """Operations during which it said that it would beat."""
+    """Operations during which it said that it would send heartbeats."""
 
 
 class Liveness:
     """When each rank was heard, and what it said.
 
     Args:
-        clock: Seconds in which this process could listen; see `beats.AwakeClock`.
+        clock: Seconds in which this process could listen; see `AwakeClock`.
 
     Example:
         >>> now = [0.0]
-        >>> attendance = Attendance(lambda: now[0])
-        >>> attendance.hear(Beat("run", 1, 60.0, (Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9),)))
+        >>> liveness = Liveness(lambda: now[0])
+        >>> doing = Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9)
+        >>> liveness.hear(Heartbeat("run", 1, 60.0, (doing,)))
         >>> now[0] = 2.0
-        >>> attendance.tell(OpKey("run", 4), 1)
+        >>> liveness.tell(OpKey("run", 4), 1)
         'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
     """
 
@@ -178,8 +177,8 @@ class Liveness:
 
         Args:
             request: Which.
-            timeout_s: Silence after which the rank is frozen, in seconds, if it will beat until
-                this operation is over for it; None when it will not.
+            timeout_s: Silence after which the rank is frozen, in seconds, if it sends heartbeats
+                until this operation is over for it; None when it does not.
         """
         known = self._of(request.key.session, request.rank)
         known.heard_s = self._clock()
@@ -213,7 +212,7 @@ class Liveness:
             known.last = last or known.last
 
     def hear(self, beat: Heartbeat) -> None:
-        """Takes a beat."""
+        """Takes a heartbeat."""
         known = self._of(beat.session, beat.rank)
         known.heard_s = self._clock()
         known.timeout_s = beat.timeout_s

@@ -1,22 +1,19 @@
-"""The load machine, and the reads that its ranks share.
-
-The load machine: all ranks read the same checkpoint, and none before every rank can.
+"""The load machine: all ranks read the same checkpoint, and none before every rank can.
 
 | phase | waits for | then |
 |---|---|---|
 | joining | `LoadJoin` of every rank | find the checkpoint |
 | opening | `CheckpointRead` | `LoadGo` to every rank |
 | planning | `LoadReady` of every rank: its reads are planned, nothing was touched | share reads |
-| sharing | `ReadsShared`; passed over when no two ranks would share any | `LoadProceed` |
+| sharing | `ReadsShared`; skipped when no two ranks would share any | `LoadProceed` |
 | reading | `LoadDone` of every rank | `LoadOutcome`: done |
 
-An error in any phase is told to every rank. Up to `planning` no target has changed by then.
+An error in any phase is reported to every rank. Up to `planning` no target has changed by then.
 
-`SharedReads`: which units of a load have been read, who still needs them, and whom to tell.
-
-A pure state machine, kept by whoever all ranks of a load can ask. It knows no bytes, only handles:
-what another rank finds them by. Everything may come twice, and in any order: an actor that does
-several things at a time does not begin them in the order in which they were asked of it.
+`SharedReads` holds the state of the shared reads of a load: which units have been read, which ranks
+still need them, and which ranks to notify. It has no bytes, only the handles by which other ranks
+find them. Every message may arrive twice and in any order: an actor that serves several calls at a
+time does not start them in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -235,7 +232,7 @@ class Listen:
     key: OpKey
     rank: int
     seen: int
-    """How many news I have had."""
+    """How many updates I have had."""
     wait_s: float
     """How long to wait for some, in seconds."""
 
@@ -270,15 +267,15 @@ class SharedReads:
     """The units of one load.
 
     Example:
-        >>> key, handover = OpKey("run", 3), Handover()
+        >>> key, reads = OpKey("run", 3), SharedReads()
         >>> for rank in range(2):
-        ...     handover.take(Enter(key, rank, (7,), (0,)))
-        >>> handover.take(Offer(key, 0, 7, ranks=2, handle="here"))
-        >>> [(new.what, new.unit, new.handle) for new in handover.news(1, seen=0)]
+        ...     reads.take(Enter(key, rank, (7,), (0,)))
+        >>> reads.take(Offer(key, 0, 7, ranks=2, handle="here"))
+        >>> [(new.what, new.unit, new.handle) for new in reads.news(1, seen=0)]
         [('there', 7, 'here')]
-        >>> handover.take(Use(key, 1, (7,)))
-        >>> handover.take(Leave(key, 0, offered=(7,)))
-        >>> [new.what for new in handover.news(0, seen=0)]
+        >>> reads.take(Use(key, 1, (7,)))
+        >>> reads.take(Leave(key, 0, offered=(7,)))
+        >>> [new.what for new in reads.news(0, seen=0)]
         ['free']
     """
 
@@ -312,12 +309,12 @@ class SharedReads:
 
         Args:
             rank: Who.
-            seen: How many news it has had.
+            seen: How many updates it has had.
         """
         return [self._new(number) for number in self._news.get(rank, [])[seen:]]
 
     def _new(self, number: int) -> UnitUpdate:
-        # Why not kept with the news: a handle keeps bytes alive.
+        # Why not kept with the update: a handle keeps bytes alive.
         unit = self._units[number]
         return UnitUpdate(unit.state if unit.state != "open" else "gone", number, unit.handle)
 

@@ -1,12 +1,11 @@
-"""What ranks and the coordinator send to each other.
-
-What ranks and the coordinator tell each other, as frozen values.
+"""Messages between ranks and the coordinator, as frozen values.
 
 Every message names its operation and its sender, and after planning the attempt and the epoch of
-the coordinator, so that it may arrive twice, late, or after a restart without harm. Nothing here
-needs torch or ray to be unpickled.
+the coordinator, so that it may arrive twice, late, or after a restart without harm. Unpickling a
+message needs neither torch nor ray.
 
-Receipts of many files as columns: 10,000 of them are a few arrays and not 10,000 objects.
+Receipts of many files are columns (`FileReceipts`): 10,000 of them are a few arrays and not 10,000
+objects.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What the machines of save, load and exchange share: the barrier of a step.
+"""`Operation`: what the save, load and exchange machines share, above all the barrier of a step.
 
-Which ranks have come, and how a request is told that comes twice.
-
-What the machines of save, load and exchange share: who has come, who waits, what was told.
-
-An operation is one call of all ranks. It decides nothing about saving or loading.
+An operation is one call of all ranks. It tracks which ranks have arrived, which wait for an answer,
+and what was answered, so that a request that arrives twice gets the same answer. It decides nothing
+about saving or loading.
 """
 
 from __future__ import annotations

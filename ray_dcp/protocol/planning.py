@@ -1,15 +1,12 @@
-"""How a save comes to its plan, from what is cached or from the ranks.
+"""How one save gets its plan: from the plan cache, or from rows that the ranks are asked for.
 
-What a coordinator keeps of earlier saves, so that ranks need not say it again.
+Ranks whose items are as in an earlier save join with a fingerprint. If the coordinator knows the
+plan for all fingerprints, and no content differs that did not differ before, it uses that plan
+again: no row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint,
+and the content digests of all. What it lacks can delay a plan, and never makes it wrong.
 
-Soft: whatever is missing here is asked for. Bounded by bytes, the oldest goes first.
-
-How one save comes to its plan: from what is known, or from what the ranks are asked for.
-
-Ranks whose items are as in an earlier save join with a fingerprint. When the coordinator knows the
-plan of all fingerprints, and no content differs that did not differ before, it is used again: no
-row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint, and the
-digests of content of all. It can't come to a wrong plan in that way, only to a later one.
+`PlanCache` is soft state: whatever is missing in it is asked for. It is bounded by bytes; the
+oldest plans are dropped first.
 """
 
 from __future__ import annotations
@@ -105,7 +102,7 @@ class Planning:
     Args:
         world_size: Number of ranks.
         options: How it is saved.
-        shelf: What is known from earlier saves.
+        shelf: The plan cache, of earlier saves.
         target: Where it is saved.
     """
 
@@ -172,7 +169,7 @@ class Planning:
     def _note_nodes(self, joins: Sequence[SaveJoin]) -> None:
         """Notes who shares a node.
 
-        Noted once: in a later call of theirs ranks do not say it, and none is left in the end.
+        Recorded once: in a later call of theirs ranks do not say it, and none is left in the end.
         """
         if not self._nodes:
             self._nodes = node_numbers([join.node for join in joins])
@@ -194,7 +191,7 @@ class Planning:
 
     def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
         """Returns who has to send what so that a plan can be made."""
-        # Why kept here as well: the shelf may forget them before that.
+        # Why kept here as well: the plan cache may drop them before that.
         self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
         asked: dict[int, SendItems] = {}
         wanted: set[bytes] = set()

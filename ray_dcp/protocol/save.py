@@ -1,17 +1,9 @@
-"""The save machine: join, plan, write, commit, and the errors on the way.
-
-The errors with which the save machine ends a save, in words. Decides nothing.
-
-The first half of a save: from the ranks' joins to a plan. Nothing is at stake yet.
-
-The phases are in `save`, which goes on from here.
-
-The save machine: from the ranks' joins to one committed checkpoint, or to one error for all.
+"""The save machine: from the ranks' joins to one committed checkpoint, or to one error for all.
 
 | phase | waits for | then |
 |---|---|---|
-| joining | `SaveJoin` of every rank | ask ranks for unknown rows, or read what stands there |
-| gathering | `SaveJoin` of those, again | look at what stands there |
+| joining | `SaveJoin` of every rank | ask ranks for unknown rows, or read the records |
+| gathering | `SaveJoin` of those, again | read the records |
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
 | writing | `SaveReceipt` of every rank | build table, manifest and `.metadata` |
@@ -20,16 +12,16 @@ The save machine: from the ranks' joins to one committed checkpoint, or to one e
 | record | the vote | *committed*: publish `.metadata` |
 | publishing | `Published` | delete what other attempts left, and their records |
 | collecting | `Finished` | `SaveOutcome` to every rank: done |
-| projecting | `Finished` | all were told; `.metadata` made `"later"`, the plan is kept: done |
+| projecting | `Finished` | outcome sent; `.metadata` made `"later"`, the plan is kept: done |
 | aborting | the vote | `Refused` to every rank: delete what was written |
 | cleaning | `Finished` | failed |
 
-What a crash between any two leaves: until `record` the previous checkpoint, from it on this one.
-`done`, `failed` and `unknown` are the ends. The timer never stops a vote: when it runs out the
-ranks are told what is known, and the machine goes on to learn the rest.
+After a crash between any two phases the place holds the previous checkpoint up to `record`, and
+this one from there on. The ends are `done`, `failed` and `unknown`. The timer never stops a vote:
+when it expires the ranks get what is known, and the machine goes on to learn the rest.
 
-*Invariant*: only the coordinator that made up an attempt commits it, and it never tries to after
-it said that the save failed.
+*Invariant*: only the coordinator that created an attempt commits it, and it never tries to after
+it reported the save as failed.
 """
 
 from __future__ import annotations

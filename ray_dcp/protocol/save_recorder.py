@@ -1,7 +1,7 @@
-"""`SaveRecorder`: what the coordinator hears and does in one save, with times: pure.
+"""`SaveRecorder`: what the coordinator receives and does in one save, with times. Pure.
 
-One clock for all ranks: a phase ends when the message that ends it comes. What a rank did before
-its first message, and what it copied without a word, it tells as durations.
+One clock for all ranks: a phase ends when the message that ends it arrives. A rank reports as
+durations what it did before its first message, and what it copied between messages.
 """
 
 from __future__ import annotations

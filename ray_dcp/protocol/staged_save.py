@@ -1,16 +1,4 @@
-"""Asynchronous saves: queued, planned, written by stagers.
-
-A save that waits, once all ranks have joined it, until it is let in.
-
-Who lets it in, or refuses it, counts the saves of a session that are under way (`queueing`).
-
-Which stager writes each rank's staged bytes: that of its node, or one that helps.
-
-Which ranks' bytes are written so slowly that another stager should help. Pure arithmetic.
-
-A planned asynchronous save as a value: what outlives the coordinator that planned it.
-
-The save machine whose bytes are written by stagers, while the ranks train on.
+"""The staged save machine: asynchronous saves, written by stagers while the ranks train on.
 
 It differs from `SaveMachine` in the phase "writing" alone. A rank's part is done when each of its
 files has a receipt, whoever wrote it:
@@ -23,12 +11,16 @@ files has a receipt, whoever wrote it:
 | a rank is lost | nothing, if a living stager holds its bytes |
 | a stager is lost or lags | the rank hands its unwritten files to another: `TakeOver` |
 
-A coordinator that is made after this one died takes the save up from its `StagedPlan`; messages of
-the epoch in which it was planned count there too. It looks at the storage first: where a record
-decides the attempt already, the save is over.
+The stager of a rank's node writes its bytes, unless another one takes over. `laggards` detects
+stragglers: ranks whose bytes are written so slowly that another stager should help.
 
-Before it plans it waits in the phase "queued" until `Coordination` lets it in, which counts the
-asynchronous saves of a session that are under way (`SaveOptions.max_pending`).
+A coordinator that is made after this one died recovers the save from its `StagedPlan`, and accepts
+messages of the epoch in which it was planned. It reads the storage first: where a record decides
+the attempt already, the save is over.
+
+Before it plans, and once all ranks have joined, the save waits in the phase "queued" until
+`Coordination` admits it, which counts the asynchronous saves of a session that are in progress
+(`SaveOptions.max_pending`).
 
 *Invariant*: a file is what its first receipt says; a second writer of it writes the same bytes.
 """
@@ -311,7 +303,7 @@ class StagedSaveMachine(QueuedSave):
         """Takes up a save where an earlier coordinator had planned it. To be called first.
 
         Args:
-            planned: As `staged_plan` gave it there.
+            planned: As `staged_plan` returned it there.
 
         Returns:
             What to do now: among others to look whether the earlier coordinator had ended it. Who

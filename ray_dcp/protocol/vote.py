@@ -2,15 +2,14 @@
 
 The slots of a target are numbered from 1 and filled without gaps, each by one record that is
 created if absent and never changed: a manifest (commits its attempt), a delete record (commits
-that nothing stands) or an abort record (fences its attempt off). *The first record that names an
-attempt decides its fate, and the highest commit or delete decides what stands.* So whoever wants
-to decide walks upwards from the highest slot that he has seen, and reads every record that stands
-in his way.
+that there is no checkpoint) or an abort record (fences its attempt). *The first record that names
+an attempt decides its fate, and the highest commit or delete decides what the place holds.* So
+whoever wants to decide walks upwards from the highest slot that it has seen, and reads every record
+in its way.
 
-*Why* slots below the one that decides may become free again: an attempt that lay still for long
-may create its record in one of them, but a record there changes nothing. Who creates it is told
-at once that it was overtaken (`Overtaken`), and what the record that decides remembers of the
-attempt.
+*Why* slots below the one that decides may become free again: an attempt that was paused for long
+may create its record in one of them, but a record there changes nothing. Whoever creates it learns
+at once that it was overtaken (`Overtaken`), and what the deciding record remembers of the attempt.
 """
 
 from __future__ import annotations
