@@ -1,15 +1,11 @@
-"""Block checksums, and where they lie in a file.
+"""Block checksums of raw bytes, the digest of a list of them, and their place at the end of a file.
 
-Block checksums of raw bytes, and the digest that stands for a list of them.
+Pure arithmetic over buffers. `planning.reads` decides which blocks a read has to verify.
 
-Pure arithmetic over buffers; which blocks a read has to verify is decided in `plan.reading`.
-
-Block checksums at the end of the file whose bytes they are of.
-
-A checkpoint of many chunks has many checksums: 8 bytes for each block. Whoever writes a file writes
-them behind its last item, from the next multiple of 64 bytes on, little-endian, so that they pass
-through nobody else's hands: the manifest has their digest, and how many they are follows from the
-chunk table. DCP looks only at the items that `.metadata` names, and never at what is behind them.
+A checkpoint of many chunks has many checksums: 8 bytes for each block. The writer of a file writes
+them behind its last item, from the next multiple of 64 bytes on, little-endian, so that nobody has
+to pass them on: the manifest has their digest, and their number follows from the chunk table. DCP
+looks only at the items that `.metadata` names, and never at what is behind them.
 """
 
 from __future__ import annotations

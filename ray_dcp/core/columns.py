@@ -1,15 +1,11 @@
-"""A rank's items as columns, and Arrow's arrays for them.
+"""A rank's `Columns`: built row by row, checked, encoded for the coordinator; and Arrow's arrays.
 
-Between numpy or Python's texts and Arrow's arrays, without pandas.
+`planning.merge` decides what the columns of all ranks mean together.
 
-`pyarrow.array`, `pyarrow.scalar` and `Array.to_numpy` import pandas wherever it is installed, to
-tell whether they were given something of its: a quarter of a second, which every rank would spend
-in its first save and every command that opens a chunk table. Arrow's memory is read and handed over
-as it is here.
-
-A rank's `Columns`: built row by row, checked, and as bytes for the way to the coordinator.
-
-What the ranks' columns mean together is decided in `global_plan`.
+*Why* arrays of Arrow are made and read here: `pyarrow.array`, `pyarrow.scalar` and
+`Array.to_numpy` import pandas wherever it is installed, to check for its types. That takes a
+quarter of a second, in every rank's first save and in every command that opens a chunk table.
+These functions read Arrow's memory and hand it over as it is.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Dtypes by name, and stored bytes as numbers.
+"""Dtypes by name, and stored bytes as numbers, without torch.
 
-The torch dtypes whose raw bytes `torch.save` can store, by name, without torch.
+The dtypes are those of torch whose raw bytes `torch.save` can store. Quantised dtypes (`qint8`, …)
+and the placeholders without storage (`int4`, `uint3`, …) are not among them: torch itself can't
+save them, or can't rebuild them from raw bytes alone.
 
-Quantised dtypes (`qint8`, …) and the placeholders without storage (`int4`, `uint3`, …) are not
-here: torch itself can't save or can't rebuild them from raw bytes alone.
-
-Stored bytes as numbers that can be reckoned with: bfloat16 and float8 too, without torch.
-
-Values of every dtype become float64, complex ones complex128; int64 beyond 2**53 is rounded.
+`as_numbers` converts stored values of every dtype, bfloat16 and float8 too, to float64, and complex
+ones to complex128; int64 beyond 2**53 is rounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Names that each rank has for itself, told for all ranks by one: `loader.rank-7-of-64`.
+"""Names that each rank has for itself, stored for all ranks as one: `loader.rank-7-of-64`.
 
-What differs between ranks in nothing but their own number in such names is of one part
-(`structure`). In a table for all of them the number is a `*`.
+Ranks that differ in nothing but their own number in such names belong to one part
+(`planning.structure`). In a table for all of them the number is a `*`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
-"""The values that planning works on, and arithmetic on boxes.
-
-The values that planning works on: columns of items, chunk tables, plans.
+"""The values that planning works on: columns of items, chunk tables, plans; arithmetic on boxes.
 
 All tables are structs of arrays, so that a plan of ten million rows is a few numpy arrays and not
-ten million objects. Boxes of different rank share one array: a box of `ndim` dimensions is padded
-to the table's width `D` with offset 0 and size (and global shape) 1, which changes neither its
-volume nor any intersection. A 0-d tensor is `ndim` 0 and all padding; its volume is 1.
+ten million objects. A box is an offset and a size in every dimension, as two int64 rows. Boxes of
+different rank share one array: a box of `ndim` dimensions is padded to the table's width `D` with
+offset 0 and size (and global shape) 1, which changes neither its volume nor any intersection. A
+0-d tensor is `ndim` 0 and all padding; its volume is 1.
 
-No functions that decide anything live here; those are in the other modules of `plan`.
-
-Arithmetic on boxes: volumes, intersections, strides, and how a box is written in messages.
-
-A box is an offset and a size in every dimension, as two int64 rows of width `D` (padding as told
-in `ray_dcp.core.values`). Everything works on all rows at once. Whether boxes together cover
-something is decided in `coverage`.
+The arithmetic works on all rows at once. Nothing here decides anything: the modules of `planning`
+do, such as `planning.coverage`, which checks that boxes together cover a tensor.
 """
 
 from __future__ import annotations
@@ -226,11 +220,11 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class ValueGroups:
-    """Which contents have to be equal on which ranks; see `agreement`.
+    """Which contents have to be equal on which ranks; see `planning.merge`.
 
     Attributes:
         rank: int32[m], ascending.
-        place: int32[m], which of that rank's digests that are not 0 (`contents.contents_of`).
+        place: int32[m], which of that rank's digests that are not 0 (`merge.contents_of`).
         group: int32[m], ascending within a rank. All ranks of a group hold the same items of it, in
             the same order.
         told: `(group, fqn)` of the items, a group each, that differed when the plan was made.
@@ -285,14 +279,14 @@ class GlobalPlan:
 
     @property
     def checks_at_end(self) -> bool:
-        """Each file ends with its own block checksums (`format.end_checks`).
+        """Each file ends with its own block checksums (`checksums.end_checks`).
 
         They then are in no receipt. A safetensors file must end with its last tensor.
         """
         return self.container == "torch_save"
 
     def part_of(self, rank: int) -> RankPlan | None:
-        """Returns what one rank writes; None where `rank_plan` has to look for it."""
+        """Returns what one rank writes; None where `global_plan.rank_plan` has to look for it."""
         return None
 
     @property
