@@ -1,1 +1,1 @@
-"""What is staged between a rank's memory and the storage: the byte budget. No Ray, no torch."""
+"""Staging on a node: memory, slots, copies, write queue, memory tier. No Ray, no torch."""

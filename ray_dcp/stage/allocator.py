@@ -1,11 +1,11 @@
-"""Which window of which job has which slot of a node's staging memory, and who waits for one.
+"""`SlotAllocator`: which window of which job has which slot of staging memory, and which jobs wait.
 
 Pure: events in, grants out. A *job* is one rank's share of one save; its windows are granted in
-order. A window's slot is kept until every file with bytes in it is *finished*: written, and its
-receipt known where it counts. A job that is *kept* has its slots for longer: until it is dropped,
-or others wait and nothing is free. Only where others wait may a slot be reused earlier, and only
-of a job whose rank still holds the state: files that lost bytes so must be finished before that
-rank may go on (`may_seal`), for nobody could hand their bytes over again.
+order. A window holds its slot until every file with bytes in it is *finished*: written, and its
+receipt known where it counts. A job that is *kept* holds its slots longer: until it is dropped, or
+until other jobs wait and no slot is free. Only while others wait may a slot be reused earlier, and
+only of a job whose rank still holds the state. Files that lost bytes that way must be finished
+before that rank may go on (`may_seal`), as nobody could hand over their bytes again.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class SlotAllocator(Generic[J]):
         num_slots: How many there are.
 
     Example:
-        >>> ledger = SlotLedger(2)
-        >>> ledger.begin("a", "rank 0", [{0}, {0}, {0}])
-        >>> [(grant.window, grant.slot.index) for grant in ledger.grants()]
+        >>> allocator = SlotAllocator(2)
+        >>> allocator.begin("a", "rank 0", [{0}, {0}, {0}])
+        >>> [(grant.window, grant.slot.index) for grant in allocator.grants()]
         [(0, 0), (1, 1)]
-        >>> ledger.delivered("a", 0)
-        >>> ledger.read("a", 0, 0)
-        >>> [(grant.window, grant.slot.index) for grant in ledger.grants()]
+        >>> allocator.delivered("a", 0)
+        >>> allocator.read("a", 0, 0)
+        >>> [(grant.window, grant.slot.index) for grant in allocator.grants()]
         [(2, 0)]
     """
 

@@ -1,14 +1,10 @@
-"""Copies a rank's items into staging memory, on several threads.
+"""Copies a rank's items into staging memory, window by window, on several threads.
 
-Copies memory on several threads, which stay for the next copy.
+*Why* several threads: one gets half of the memory bandwidth of a small machine, and a tenth of a
+large one's. *Why* they stay for the next copy: starting threads takes as long as copying a window.
 
-*Why*: one thread gets half of what the memory of a small machine gives, and a tenth of a large
-one's; and to start threads takes as long as to copy a window.
-
-Copies a rank's items into staging memory, window by window.
-
-Bytes that are not in host memory are copied by a `Filler` of their source's own: on a side stream,
-into slots that are registered with the device's driver.
+Bytes that are not in host memory are copied by a `Filler` of their source: on a side stream, into
+slots that are registered with the device's driver.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ray_dcp.store.storage import Storage
 
 @dataclass(eq=False)
 class Channel:
-    """A kind of staging memory: the node's arena, or objects of the store, which only count."""
+    """A kind of staging memory: shared by the node, or objects of the store, which only count."""
 
     slot_bytes: int
     ledger: SlotAllocator[StageKey]
@@ -59,13 +59,13 @@ def arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
 
 @dataclass(eq=False)
 class Job:
-    """What a spool knows of one `StageKey`. Guarded by the spool's lock."""
+    """What a `WriteQueue` knows of one `StageKey`. Guarded by its lock."""
 
     order: StageOrder
     plan: RankPlan
     layout: StagingLayout
     reporter: Any
-    """Who gets the reports; the spool only passes it on."""
+    """Who gets the reports; the queue only passes it on."""
     channel: Channel | None
     """What its slots count in; None for one that was adopted."""
     arena: StagingMemory | None

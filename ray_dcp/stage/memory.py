@@ -1,14 +1,12 @@
-"""Staging memory: shared on a node, or private to a process.
+"""Staging memory: `StagingMemory` is shared by a node, `PrivateMemory` belongs to one process.
 
-Shared memory of one node: a nameless file that a stager makes and ranks map as well.
+Shared memory is a nameless file that a stager creates and ranks map as well. It has no name
+anywhere, so nothing can be left behind: it lives as long as some process has it open, and the
+kernel takes it back with the last one, however that ends. Other processes of the same user open it
+as `/proc/<pid>/fd/<fd>`, and check that it is the file that was meant.
 
-It has no name anywhere, so that nothing can be left behind: it lives as long as some process has
-it open, and the kernel takes it back with the last one, however that ends. Other processes of the
-same user open it as `/proc/<pid>/fd/<fd>`, and check that it is the one that was meant.
-
-Memory of this process for staged bytes: taken once, with huge pages, and used again.
-
-*Why*: bytes that were never touched cost five times as much to write as warm ones.
+Private memory is allocated once, with huge pages, and reused. *Why*: a page that was never touched
+costs five times as much to write as a warm one.
 """
 
 from __future__ import annotations
@@ -134,7 +132,7 @@ class StagingMemory:
         self._pin = pin
 
     def mark(self, slot: Slot) -> None:
-        """Writes a slot's generation, for everybody who has the arena open."""
+        """Writes a slot's generation, for everybody who has the memory open."""
         self._generations[slot.index] = slot.generation
 
     def holds(self, slot: Slot) -> bool:
@@ -214,7 +212,7 @@ class StagingMemory:
 
 
 def _let_go(fd: int, pinned: dict[int, Callable[[], None] | None]) -> None:
-    """Gives an arena's pages back to the device's driver, then closes its descriptor."""
+    """Gives the memory's pages back to the device's driver, then closes its descriptor."""
     while pinned:
         _, undo = pinned.popitem()
         if undo is not None:

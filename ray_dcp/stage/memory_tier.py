@@ -1,7 +1,7 @@
-"""Checkpoints that stay in staging memory: what a node has of one, and which are to go.
+"""The index of the memory tier: what a node has in memory of a checkpoint, and which ones to drop.
 
-Pure. A file's bytes are found as they lie in the file, so that a load reads them as it would read
-the file itself, and checks them against the same checksums. Frames and padding are not there.
+Pure. A file's bytes are found by their place in the file, so that a load reads them as it would
+read the file itself, and verifies them by the same checksums. Frames and padding are not in it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TierFile:
 
         Example:
             >>> runs = np.array([[100, 170], [64, 36], [0, 64]])
-            >>> file = KeptFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
+            >>> file = TierFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
             >>> [(part.slot is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
             [(False, 20, 44), (True, 0, 6), (False, 64, 10)]
             >>> file.find(0, 200) is None

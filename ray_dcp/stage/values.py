@@ -1,6 +1,6 @@
-"""What rank and stager tell each other about staged bytes, as frozen values.
+"""Messages between a rank and a stager about staged bytes, as frozen values.
 
-Nothing here needs torch or ray to be unpickled.
+Unpickling them needs neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MemoryAddress:
 
 @dataclass(frozen=True)
 class Slot:
-    """One window's place in an arena."""
+    """One window's place in staging memory."""
 
     index: int
     generation: int
@@ -139,7 +139,7 @@ class StageOrder:
     target: Target
     options: SaveOptions
     channel: Literal["arena", "store"]
-    """Whether windows lie in the stager's arena, or come as objects of Ray's store."""
+    """Whether windows lie in the stager's memory, or come as objects of Ray's store."""
     window_bytes: int
     """Length of a window."""
     files: tuple[int, ...] | None = None

@@ -1,17 +1,11 @@
-"""What a node holds and writes, and what it keeps of it for loads.
+"""`WriteQueue`: the windows that ranks hand to a node, and the threads that write them to storage.
 
-What a spool keeps of written checkpoints, for loads. Used with the spool's lock held.
+Writing begins with the first window. The queue knows neither ranks nor coordinator: its caller
+calls its methods, from any thread, and receives reports. Its threads run at a lower priority than
+training, for processors and for the disk.
 
-What a spool has, and what it tells of it to whoever asks.
-
-Plans and layouts of the last saves, so that a plan is sent once and not with every save.
-
-Lets the calling thread step behind the training: for the processors, and for the disk.
-
-The spool of a node: windows that ranks hand over, and the threads that write them.
-
-Writing begins with the first window. Who talks to ranks and coordinator is not known here: it
-calls these methods, from any thread, and is handed reports.
+It keeps plans and layouts of the last saves, so that a plan is not sent with every save, and
+written checkpoints for loads (`TierRetention`, called with the queue's lock held).
 """
 
 from __future__ import annotations
@@ -61,10 +55,10 @@ from ray_dcp.store.storage import Storage
 
 
 class TierRetention:
-    """The jobs of a spool whose bytes stay.
+    """The jobs of a write queue whose bytes stay.
 
     Args:
-        jobs: Of the spool, oldest first; changed by it only.
+        jobs: Of the queue, oldest first; changed by it only.
     """
 
     def __init__(self, jobs: Mapping[StageKey, Job]) -> None:
@@ -174,7 +168,7 @@ class WriteQueueState:
             return {job.order.key.attempt for job in self._jobs.values() if job.is_kept}
 
     def fetch(self, parts: Sequence[Part]) -> np.ndarray | None:
-        """Returns bytes of the arena as uint8[n]; None when they are gone.
+        """Returns bytes of staging memory as uint8[n]; None when they are gone.
 
         Args:
             parts: As `TierFile.find` gave them: one after the other. What is nowhere is 0.
@@ -209,19 +203,19 @@ class WriteQueueState:
             return sum(job.channel is None and not job.is_over for job in self._jobs.values())
 
     def expect(self, owner: str, num_bytes: int) -> list[int]:
-        """Returns the arena's slots that a rank will get first for so many bytes."""
+        """Returns the slots of shared memory that a rank will get first for so many bytes."""
         with self._lock:
             channel = self._channels["arena"]
             return channel.ledger.expect(owner, -(-num_bytes // channel.slot_bytes))
 
     def owned(self, owner: str) -> tuple[int, ...]:
-        """Returns the arena's slots that a rank had last; one of its name may need them next."""
+        """Returns the slots that a rank had last; one of its name may need them next."""
         with self._lock:
             channel = self._channels.get("arena")
             return () if channel is None else tuple(channel.ledger.owned(owner))
 
     def warm(self, index: int) -> None:
-        """Touches the memory of a slot of the arena, unless that has happened."""
+        """Touches the memory of a slot, unless that has happened."""
         channel = self._channels["arena"]
         with self._lock:
             if channel.ledger.is_warm(index) or channel.arena is None:
@@ -437,8 +431,8 @@ class WriteQueue(WriteQueueState):
     def seal(self, key: StageKey) -> Future[bool | Unknown]:
         """Tells when the rank may go on: all windows are here, and none would be missed later.
 
-        A rank that stages in the arena need not have delivered its last windows: it says by this
-        call that all are full. The future's result is `Unknown("job")` when that is so; it raises
+        A rank that stages in shared memory need not have delivered its last windows: this call says
+        that all are full. The future's result is `Unknown("job")` when that is so; it raises
         why the job ends.
         """
         future: Future[bool | Unknown] = Future()
