@@ -1,7 +1,7 @@
-"""One call of the user on one rank: what a session is asked through, from its begin to its end.
+"""`Activity`: one call of the user on one rank, from begin to end, and how it uses the session.
 
-While it lasts the rank beats. A rank that leaves it by anything but an error of ours (Ctrl-C above
-all) takes the others along instead of letting them wait.
+While it lasts the rank sends heartbeats. A rank that leaves it by anything but an error of ray_dcp
+(Ctrl-C above all) fails the call on every rank instead of letting the others wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ActiveSession(Protocol):
         ...
 
     def begins(self, vitals: RankProgress, timeout_s: float) -> None:
-        """Begins to beat."""
+        """Begins to send heartbeats."""
         ...
 
     def ends(self, vitals: RankProgress) -> None:

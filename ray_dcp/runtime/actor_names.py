@@ -1,4 +1,4 @@
-"""What the detached actors are called: by role, protocol version, and session or node.
+"""Names of the detached actors: by role, protocol version, and session or node.
 
 The protocol version is part of every name, so that a job with a newer ray_dcp never talks to an
 actor that an older one left.
@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 """Rises with every change of what ranks, coordinators and stagers say to each other."""
 
 LEASE_S = 120.0
-"""How long a detached actor, or a Ray of our own, stays when nobody uses it, in seconds.
+"""How long a detached actor, or a private Ray, stays when nobody uses it, in seconds.
 
 Longer than any pause between two ranks that start; short enough that nobody finds it in the way.
 An actor that left is made again by the next call.

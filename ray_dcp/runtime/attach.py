@@ -1,7 +1,7 @@
-"""How this process comes to a Ray: one that was named, or one that this job started for itself.
+"""How this process attaches to a Ray: one that the user named, or one that this job started.
 
-Never one that happens to run on this machine. What `ray.init` does to the process (handlers,
-logging) is undone.
+It never attaches to one that happens to run on this machine. What `ray.init` changes in the process
+(signal handlers, logging) is restored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_dcp.runtime.actor_names import NAMESPACE
 from ray_dcp.runtime.private_ray import OwnRay
 
 LEAVE_S = 120.0
-"""How long Ray may take to let go of a Ray of our own that was lost (5 to 15 s), in seconds."""
+"""How long Ray may take to let go of a private Ray that was lost (5 to 15 s), in seconds."""
 
 PROBE_S = 10.0
 """How long a cluster's control store may take to accept a connection, in seconds."""
@@ -28,13 +28,13 @@ PROBE_S = 10.0
 
 @dataclass(frozen=True)
 class Invitation:
-    """Which Ray the ranks of a job meet in."""
+    """Which Ray the ranks of a job attach to."""
 
     address: str
     """`host:port` of the cluster's control store."""
     namespace: str = NAMESPACE
     token_path: str | None = None
-    """File with the token of a Ray of our own; None for a cluster that was named."""
+    """File with the token of a private Ray; None for a cluster that was named."""
 
 
 def attached_address() -> str | None:
@@ -76,7 +76,7 @@ def attach_named(address: str | None) -> str | None:
 
 
 def leave_lost() -> None:
-    """Disconnects this process from a Ray of our own that was lost, if it is still in one.
+    """Disconnects this process from a private Ray that was lost, if it is still in one.
 
     Raises:
         ParticipantError: Ray does not let go of it.

@@ -1,22 +1,15 @@
-"""The coordinator actor, its handle, and what it keeps.
+"""The coordinator: an async actor that carries out what `Coordination` commands, and no more.
 
-Which ranks a coordinator knows to live, kept where a coordinator that is restarted finds it.
+One per session, detached. Ray restarts it when it dies, and it exits by itself when nobody needs
+it. It decides nothing: `ray_dcp.protocol` decides, and `tasks` reaches the storage. Work that may
+hang for ever runs in a thread of its own, so that the event loop never blocks.
 
-*Why*: when a machine with the coordinator and some ranks is lost, the next coordinator must know
-whom to miss; those ranks will never call it.
-
-Keeps the `SharedReads` of each load that is under way, in the coordinator; decides nothing.
-
-Calls of gatherers that wait in a coordinator: each is told as soon as any of its ranks is.
-
-Work that may hang for ever, awaited from an event loop.
-
-The coordinator: an async actor that carries out what `Coordination` commands, and no more.
-
-One a session, detached, restarted by Ray when it dies and leaving by itself when nobody needs it.
-It decides nothing: the decisions are in `ray_dcp.protocol`, the storage is in `perform`.
-
-The handle of a session's coordinator, which is made when there is none.
+`Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
+with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
+those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
+progress. `BatchedCalls` holds the pending calls of gatherers, and answers each as soon as there is
+an answer for any of its ranks. `coordinator_of` returns the handle of a session's coordinator, and
+creates it if there is none.
 """
 
 from __future__ import annotations
@@ -151,7 +144,7 @@ class SharedReadDispatch:
         self._told: dict[OpKey, asyncio.Event] = {}
 
     async def hear(self, word: Word) -> Sequence[UnitUpdate] | None:
-        """Takes what a rank says, and returns the news when it listens; None when it is over.
+        """Takes what a rank says, and returns the updates when it listens; None when it is over.
 
         Args:
             word: May come twice.
@@ -286,8 +279,8 @@ Waiting = tuple[OpKey, int, str]
 class Coordinator:
     """Answers the requests of a session's ranks.
 
-    *Invariant*: everything but `perform` and Ray's tables happens in the event loop's thread, one
-    event after the other, as `Coordination` needs it.
+    *Invariant*: everything but `tasks.perform` and Ray's tables happens in the event loop's thread,
+    one event after the other, as `Coordination` needs it.
 
     Args:
         name: Of this actor: what its epoch is counted under.

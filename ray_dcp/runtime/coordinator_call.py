@@ -1,4 +1,4 @@
-"""A rank's call to its coordinator: waits, repeats, and turns Ray's failures into ours."""
+"""A rank's call to its coordinator: waits, retries, and turns Ray's errors into ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOOK_S = 0.5
 _PAUSE_S = (0.05, 2.0)
 
 SEEN_S = 5.0
-"""How long it takes at most until a Ray of our own that died is known to be lost, in seconds."""
+"""How long it takes at most until a private Ray that died is known to be lost, in seconds."""
 
 T = TypeVar("T")
 

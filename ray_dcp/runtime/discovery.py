@@ -1,12 +1,12 @@
-"""Sessions from the Ray Train context or a torch process group: who are the ranks, which Ray.
+"""Session discovery from a torch process group or the Ray Train context: its ranks, and its Ray.
 
-Making one is collective: one broadcast from the group's first rank and one gather of errors, so
-that either every rank has the session or every rank raises. Where the first rank finds no Ray, it
+Making a session is collective: one broadcast from the group's first rank and one gather of errors,
+so that either every rank has the session or every rank raises. If the first rank finds no Ray, it
 starts one for the job.
 
-Where that one is lost, each rank comes to the next one with its next call. That is no collective,
-as ranks notice the loss at different times: the job's store tells where the next one is, and the
-ranks' calls keep their numbers, so that its coordinator knows whom a call waits for.
+If that Ray is lost, each rank attaches to the next one with its next call. That is no collective,
+as ranks notice the loss at different times: the job's store says where the next one is, and the
+ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _STORE_KEY = "ray_dcp/own_ray"
 
 _START_S = 120.0
-"""How long a Ray of our own may take to start, in seconds."""
+"""How long a private Ray may take to start, in seconds."""
 _TELL_S = 30.0
 """How much longer the other ranks wait until they are told where it is, in seconds."""
 
 _continuing = threading.Lock()
 _refused: set[int] = set()
-"""Numbers of those Rays of our own that did not start, as this process was told."""
+"""Numbers of those private Rays that did not start, as this process was told."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Se
 
 
 def _continued(group: Any, lost: Session) -> Session:
-    """Returns the session that takes the place of one whose own Ray was lost: not collective."""
+    """Returns the session after one whose private Ray was lost: not collective."""
     with _continuing:
         _, session = registry.of_group(group)
         if session is not None and session is not lost:

@@ -1,7 +1,7 @@
-"""The only place below the entrypoints that looks at, or changes, environment variables.
+"""The only module below the entrypoints that reads or changes environment variables.
 
 Ray takes its settings from the environment of each process: which cluster was named
-(`RAY_ADDRESS`), and how to prove to a Ray of our own that a rank belongs to this job.
+(`RAY_ADDRESS`), and how a rank proves to a private Ray that it belongs to this job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def token_environment(token_path: str) -> dict[str, str]:
 
 
 def own_ray_environment(token_path: str) -> dict[str, str]:
-    """Returns the whole environment for the keeper of a Ray of our own.
+    """Returns the whole environment for the supervisor of a private Ray.
 
     Args:
         token_path: File with the token that its users must show.
@@ -60,7 +60,7 @@ def own_ray_environment(token_path: str) -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": kept.get("RAY_memory_monitor_refresh_ms", "0"),
         "RAY_USAGE_STATS_ENABLED": "0",
         **_INLINE,
-        # Why: Ray would end the keeper while it ends Ray.
+        # Why: Ray would end the supervisor while that ends Ray.
         _LIMIT: str(_YEAR_S),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
@@ -69,13 +69,13 @@ def own_ray_environment(token_path: str) -> dict[str, str]:
 
 
 def daemons_environment() -> dict[str, str]:
-    """Returns the whole environment for the daemons that this process, the keeper, starts."""
+    """Returns the whole environment for the daemons that this process, the supervisor, starts."""
     return {name: value for name, value in os.environ.items() if name != _LIMIT}
 
 
 @contextmanager
 def pinned_to_loopback(token_path: str) -> Iterator[dict[str, str]]:
-    """Sets what `ray.init` needs to reach a Ray of our own; yields the token's variables.
+    """Sets what `ray.init` needs to reach a private Ray; yields the token's variables.
 
     The token's variables stay set (Ray's processes of this rank read them again), the rest does
     not.

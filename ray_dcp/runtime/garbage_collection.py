@@ -1,12 +1,9 @@
-"""`collect` and `delete`: take away what no checkpoint needs, or a whole one.
+"""`collect` and `delete`: remove what no checkpoint needs, or a whole checkpoint. No torch, no ray.
 
-`collect`: takes away what attempts left and no checkpoint needs. No torch, no ray.
-
-`delete`: takes a checkpoint away, with all that other attempts left. No torch, no ray.
-
-Order: a delete record, from which on nothing stands; `.metadata`; data; chunk tables; older
-records. A crash in between leaves work for the next delete, collect or save, and never a
-checkpoint with holes.
+`collect` removes what attempts left and no checkpoint needs. `delete` removes a checkpoint, with
+everything that other attempts left. Its order: a delete record, from which on there is no
+checkpoint; `.metadata`; data; chunk tables; older records. A crash in between leaves work for the
+next delete, collect or save, and never a checkpoint with holes.
 """
 
 from __future__ import annotations
@@ -176,7 +173,7 @@ def delete(
         opener: What opens the storage.
         expected: Attempt of the checkpoint that was decided about, "" where nothing stands: any
             other one is left alone. None for whatever stands.
-        attempt: Of the delete record, where it was announced (`transfer.announcements`).
+        attempt: Of the delete record, where it was announced (`io.records`).
 
     Returns:
         What was deleted. Files that could not be are told in `kept` and `warnings`: the checkpoint

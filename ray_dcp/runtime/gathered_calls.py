@@ -1,7 +1,7 @@
-"""How a rank of a large job calls its coordinator: by way of its group's gatherer, if that helps.
+"""How a rank of a large job calls its coordinator: through its group's gatherer, if that helps.
 
-A gatherer that is dead, frozen or slow costs time and nothing else: the rank says the same to the
-coordinator itself, which knows a request that comes twice.
+A gatherer that is dead, frozen or slow costs time and nothing else: the rank sends the same request
+to the coordinator itself, which recognises a request that arrives twice.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LOOK_S = 0.5
 """How often a call that waits looks whether Ray is still up, in seconds."""
 
 PATIENCE_S = 60.0
-"""How long a rank that does not beat waits for an answer before it calls the coordinator itself,
-in seconds; one that beats waits for its `heartbeat_timeout_s`."""
+"""How long a rank that sends no heartbeats waits for an answer before it calls the coordinator
+itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
 
 ALIVE_S = 5.0
 """How long a gatherer may take to say that it lives, in seconds."""

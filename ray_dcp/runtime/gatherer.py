@@ -1,8 +1,8 @@
-"""The gatherer: an actor that sends on what the ranks of a group say, in few messages.
+"""The gatherer: an actor that sends the requests of a group of ranks in few messages.
 
-One for each group of ranks of a large job, made by whoever of them calls first, on his node. It
-holds nothing that is not held elsewhere: where it dies, or can't reach the coordinator, its ranks
-call that themselves (`gathered_calls`). What is sent when is decided in `protocol.gathering`.
+One for each group of ranks of a large job, created on the node of the rank that calls first. It
+holds nothing that is not held elsewhere: if it dies or can't reach the coordinator, its ranks call
+the coordinator themselves (`gathered_calls`). `protocol.aggregation` decides what is sent when.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The heart of a session: beats to its coordinator while this rank saves or loads, and listens.
+"""`HeartbeatSender`: sends heartbeats to the coordinator while this rank saves or loads.
 
-It tells what the coordinator can't see (that this process lives, and how far it is), and finds out
-what the thread that writes can't see: that the coordinator is frozen or gone, or that the save has
-failed elsewhere.
+It reports what the coordinator can't see: that this process lives, and its progress. It also
+detects what the thread that writes can't see: that the coordinator is frozen or gone, or that the
+save has failed elsewhere.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ray_dcp.runtime import private_ray, ray_calls, ray_private
 from ray_dcp.runtime.rank_progress import RankProgress
 
 FIRST_BEAT_S = 1.0
-"""A call of the user that is over before this many seconds sends no beat at all."""
+"""A call of the user that is over before this many seconds sends no heartbeat at all."""
 
 TICK_S = 1.0
-"""How long the heart waits at most before it looks around, in seconds."""
+"""How long the sender waits at most before it checks again, in seconds."""
 
 KILL_S = 15.0
 """Seconds that a process which was told to end may take, before it counts as frozen again: Ray
 asks it first, and one that is stopped does not answer."""
 
 MOST_UNANSWERED = 3
-"""Beats that are sent without an answer; a coordinator that is frozen gets no more."""
+"""Heartbeats that are sent without an answer; a coordinator that is frozen gets no more."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class _Watch:
 
 
 class HeartbeatSender:
-    """Beats for all that one session does, in one thread that lives no longer than that.
+    """Sends heartbeats for all calls of one session, in one thread that ends with the last.
 
     Args:
         reach: Returns the coordinator's handle; its argument asks for a fresh one.
@@ -74,7 +74,7 @@ class HeartbeatSender:
         self._killed_s = float("-inf")
 
     def add(self, vitals: RankProgress, timeout_s: float) -> None:
-        """Begins to beat for a call of the user.
+        """Begins to send heartbeats for a call of the user.
 
         Args:
             vitals: Of that call.
@@ -230,7 +230,7 @@ class _Beating:
         self._phases = [doing.phase for doing in doings]
 
     def _is_news(self, active: dict[RankProgress, float]) -> bool:
-        """Whether a phase has begun since the last beat: the coordinator should know it soon."""
+        """Whether a phase has begun since the last heartbeat: the coordinator should know soon."""
         return [vitals.phase for vitals in active] != self._phases
 
     def _watch(self, active: dict[RankProgress, float]) -> None:

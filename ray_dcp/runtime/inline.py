@@ -1,25 +1,17 @@
-"""Saves and loads without Ray, and what runs and traces a coordination there.
+"""Saves and loads without Ray: one coordination, its tasks and its ranks in one thread.
 
-The shell of a coordination without Ray: carries out its commands, one at a time.
+This executor is the specification of what an executor has to do; the coordinator actor does the
+same with time and processes. `InlineSession` serves single-process use. `run_ranks` runs any number
+of ranks for offline tools and property tests: time is virtual, every order of events can be chosen,
+ranks can freeze or die, and everything can stop at any point.
 
-What the coordinator actor does with time and processes, for `inline`.
+`Shell` carries out the commands of a coordination, one at a time. `Tracing` keeps the notes of the
+saves in progress, and writes the trace of each beside the checkpoint once its record exists, while
+`.metadata` is published and what the save replaced is deleted. No error of tracing reaches a save.
 
-`Tracing`: keeps the notes of the saves that are under way, and leaves the trace of each.
-
-A trace is written beside the checkpoint once its record stands, while `.metadata` is published and
-what the save replaced is deleted. Nothing that goes wrong with it reaches the save.
-
-Saves and loads without Ray: one coordination, its tasks and its ranks in one thread.
-
-This executor is the specification of what a shell has to do; the coordinator actor does the same
-with time and processes. `InlineSession` serves single-process use, `run_ranks` plays any number
-of ranks for offline tools and property tests: time is virtual, every order of events can be
-chosen, ranks can freeze or die, and everything can stop at any point.
-
-A small save in this process's memory, so that its first real one finds everything loaded.
-
-What a process imports at its first save takes 0.3 to 0.6 s, most of it pyarrow looking for pandas.
-An actor that plays one save while nobody waits for it spares the first save of the job that time.
+`rehearse` makes a small save in this process's memory. *Why*: what a process imports at its first
+save takes 0.3 to 0.6 s, most of it pyarrow looking for pandas. An actor that rehearses while nobody
+waits for it saves the job's first save that time.
 """
 
 from __future__ import annotations
@@ -324,8 +316,8 @@ Waiting = tuple[OpKey, int, str]
 
 Fate = Literal["live", "twice", "slow", "freeze", "die"]
 """What becomes of a request and its rank: it arrives; it arrives twice; it is never sent, but the
-rank lives and beats; the same, but the rank does not beat; the same, and the coordination is told
-that the rank died."""
+rank lives and sends heartbeats; the same, but without heartbeats; the same, and the coordination is
+told that the rank died."""
 
 HEARTBEAT_S = 60.0
 """Silence that is allowed to a rank whose options don't say, in seconds."""
@@ -520,7 +512,7 @@ def run_ranks(
     performed. When there is none and a rank waits, the next deadline passes.
 
     Args:
-        ranks: As `ray_dcp.runtime.rank_load` makes them; of one session or of several.
+        ranks: As `rank_save` and `rank_load` make them; of one session or of several.
         choose: Takes the number of possible events and returns the index of the next one. By
             default the oldest.
         crash_at: Everything stops for ever before the event of this number (from 0) that can

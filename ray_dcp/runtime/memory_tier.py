@@ -1,7 +1,7 @@
-"""Loads take bytes from the memory in which nodes keep what was staged, before storage.
+"""The memory tier, for loads: reads what nodes keep in staging memory from there, before storage.
 
-What is read so is checked like what storage gives. Nothing here decides what is loaded: only
-what is committed is, and where a byte can't be had from memory it comes from storage.
+These bytes are verified like those from storage. Nothing here decides what is loaded: only
+committed checkpoints are, and a byte that memory does not have is read from storage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MemoryTierStorage(StorageWrapper):
     Args:
         inner: Where everything is.
         find: Returns where a file is in memory, or None. Called once a file.
-        most_threads: See `rank_memory.InMemory`.
+        most_threads: See `rank_load.InMemory`.
 
     Attributes:
         bytes_from_memory: How many bytes were taken from there.

@@ -1,15 +1,12 @@
-"""Phases of saves and loads, timed, as events and as metrics.
+"""Times the phases of saves and loads, as events and as Prometheus metrics `dcp_*`.
 
-Prometheus metrics `dcp_*` of saves, loads and staging memory, through `ray.util.metrics`.
+`Account` times one save or load on one rank, and emits its events. It looks at the requests that
+the rank sends and at the replies that it gets, and so needs nothing of the code that it times.
 
-Ray exports them on each node's metrics port, with `ray_` before and, for counters, `_total` behind
-their names; `pip install "ray[default]"` is what has the exporter. Only processes in which Ray is
-up record anything, and nothing that goes wrong here reaches a save.
-
-`Account`: times the phases of one save or load on one rank, and tells them as events.
-
-It looks at the requests that the rank sends and the replies that it gets, and so needs nothing
-of the code that it times. Nothing that goes wrong with telling reaches the save.
+The metrics, of staging memory too, go through `ray.util.metrics`. Ray exports them on each node's
+metrics port, with the prefix `ray_` and, for counters, the suffix `_total`; the exporter comes with
+`pip install "ray[default]"`. Only processes that are connected to Ray record anything. No error of
+events or metrics reaches a save.
 """
 
 from __future__ import annotations

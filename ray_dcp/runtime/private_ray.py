@@ -1,11 +1,11 @@
-"""Starts a Ray of our own for a job that has none, as a process tree that outlives the caller.
+"""Starts a private Ray for a job that has none, as a process tree that outlives the caller.
 
-The tree is a keeper (`keeper`, in a session of its own), which holds `ray start` and ends it when
-nobody uses it. It listens on the loopback interface only, asks for a token, has its own temporary
-directory, and takes whatever ports are free: two jobs on a machine do not meet.
+The tree is a supervisor (`private_ray_supervisor`, in a session of its own), which holds
+`ray start` and ends it when nobody uses it. It listens on the loopback interface only, requires a
+token, has its own temporary directory, and takes any free ports: two jobs on a machine do not meet.
 
-The keeper holds a lock on the directory while every daemon of the tree lives. Each rank looks at it
-before it waits for Ray, which itself would wait for ever.
+The supervisor holds a lock on the directory while every daemon of the tree lives. Each rank checks
+that lock before it waits for Ray, which itself would wait for ever.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OwnRay:
     address: str
     """`host:port` of its control store."""
     directory: str
-    """Everything it keeps on disk; the keeper removes it."""
+    """Everything it keeps on disk; the supervisor removes it."""
     token_path: str
     """File with the token that drivers must show; only this user can read it."""
     keeper_pid: int
@@ -72,7 +72,7 @@ class OwnRay:
 
     @property
     def is_lost(self) -> bool:
-        """Whether one of its daemons has died, or its keeper: then it never comes back.
+        """Whether one of its daemons has died, or its supervisor: then it never comes back.
 
         False on another machine, where nobody can tell.
         """
@@ -110,7 +110,7 @@ class OwnRay:
             raise self.lost(rank)
 
     def remove(self) -> None:
-        """Removes what it left on disk: its keeper can't where it was killed itself."""
+        """Removes what it left on disk: its supervisor can't where that was killed."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -119,7 +119,7 @@ _joined: list[OwnRay] = []
 
 
 def joined() -> OwnRay | None:
-    """Returns the Ray of our own that this process is connected to; None for any other, or none."""
+    """Returns the private Ray that this process is connected to; None for any other, or none."""
     if not _joined or not ray.is_initialized():
         return None
     own = _joined[-1]
@@ -127,7 +127,7 @@ def joined() -> OwnRay | None:
 
 
 def set_joined(own: OwnRay) -> None:
-    """Notes which Ray of our own this process is connected to; at its end, removes lost ones."""
+    """Notes which private Ray this process is connected to; at its end, removes lost ones."""
     if not _joined:
         atexit.register(_remove_lost)
     _joined.append(own)
@@ -141,7 +141,7 @@ def _remove_lost() -> None:
 
 @dataclass(frozen=True)
 class SupervisorOrder:
-    """What the keeper is to do."""
+    """What the supervisor is to do."""
 
     directory: str
     lease_s: float

@@ -1,7 +1,7 @@
-"""The process that keeps a Ray of our own: starts it, and ends it when nobody uses it any more.
+"""The supervisor process of a private Ray: starts it, and ends it when nobody uses it any more.
 
-It ends it as well when one of its daemons has died: Ray's processes would wait for that for a
-minute, and a rank for ever. That it holds the lock on the directory tells the ranks that all live.
+It also ends it when one of its daemons has died: Ray's processes would wait for that one for a
+minute, and a rank for ever. Its lock on the directory shows the ranks that all daemons live.
 
 It adopts every process of its tree that loses its parent, so that at the end it ends exactly its
 own processes, by their ids. If it is killed itself, the kernel asks `ray start` to end.
@@ -254,7 +254,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the keeper with a `SupervisorOrder` as JSON."""
+    """Runs the supervisor with a `SupervisorOrder` as JSON."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGINT, _on_signal)

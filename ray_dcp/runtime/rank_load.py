@@ -1,21 +1,14 @@
-"""What one rank does in a load: read, share, finish.
+"""What one rank does in a load: generators of requests that take replies.
 
-What nodes keep in memory of the checkpoint that is loaded, asked for while reads are planned.
+They know neither torch nor Ray: targets are planned by code that is passed in, and the requests are
+carried by `drive` or `inline.run_ranks`. Each step of a rank has its deadline; storage is read in
+threads of its own, and user code gets the values in the thread that called `load`. While reads are
+planned, `MemorySource` asks what nodes keep in memory of the checkpoint.
 
-What one rank reads in a load, each step under its deadline: storage in threads of their own.
-
-What user code does with the values happens in the thread that called `load`.
-
-What one rank does in a save or a load: generators of requests that take replies.
-
-They know neither torch nor Ray: who captures a state dict or plans its targets is handed in, and
-who carries the requests (`drive`, `inline.run_ranks`) is not their business.
-
-What one rank does to load the newest good checkpoint of a run: a generator of requests.
-
-Rank 0 lists the steps once and the others take its list; whether a step loads is then said by the
-load itself, with one outcome for all ranks. So all try the same steps in the same order, and each
-decides to fall back by looking at the one error that every rank was told.
+`load_newest_rank` loads the newest good checkpoint of a run. Rank 0 lists the steps once and the
+others take its list; the load itself, with one outcome for all ranks, shows whether a step loads.
+So all try the same steps in the same order, and each decides to fall back by the one error that
+every rank got.
 """
 
 from __future__ import annotations
@@ -222,7 +215,7 @@ class Reading:
         options: Its deadlines, and how to read.
         vitals: Where it notes how far it is.
         rank: This rank.
-        kept: As for `rank.load_rank`.
+        kept: As for `load_rank`.
         peers: How the other ranks are reached.
     """
 

@@ -1,6 +1,6 @@
-"""How far one rank is in one call of its user, and the word that it is to stop: for its beats.
+"""`RankProgress`: how far one rank is in one call of its user, and whether it is to stop.
 
-Filled by the thread that saves or loads and by the storage that it uses; read by the heart.
+The thread that saves or loads and the storage that it uses fill it; the heartbeat sender reads it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RankProgress:
         on_enter: Told every phase that begins.
 
     Example:
-        >>> vitals = Vitals(lambda: 0.0)
-        >>> vitals.enter("writing", total_bytes=100)
-        >>> vitals.moved(40)
-        >>> vitals.doing.done_bytes, vitals.doing.phase
+        >>> progress = RankProgress(lambda: 0.0)
+        >>> progress.enter("writing", total_bytes=100)
+        >>> progress.moved(40)
+        >>> progress.doing.done_bytes, progress.doing.phase
         (40, 'writing')
     """
 
@@ -79,7 +79,7 @@ class RankProgress:
         self.stop.because(error)
 
     def enter(self, phase: str, total_bytes: int = 0) -> None:
-        """Notes that a phase begins; see `beats.Doing`."""
+        """Notes that a phase begins; see `liveness.Doing`."""
         with self._lock:
             self._phase = phase
             self._entered_s = self._moved_s = self._clock()
@@ -111,7 +111,7 @@ class RankProgress:
 
     @property
     def phase(self) -> str:
-        """In which phase it is; see `beats.Doing`."""
+        """In which phase it is; see `liveness.Doing`."""
         return self._phase
 
     @property
@@ -162,7 +162,7 @@ class RankProgress:
 
 
 class WatchedStorage(StorageWrapper):
-    """A storage that tells vitals what is done with it, and does no more after their `stop`.
+    """A storage that records progress in `RankProgress`, and does nothing more after its `stop`.
 
     Args:
         inner: The storage.

@@ -1,21 +1,14 @@
-"""What one rank does in a save: join, write, report.
+"""What one rank does in a save (join, write, report): generators of requests that take replies.
 
-What a rank hands in for a save.
+They know neither torch nor Ray: `Captured` is what a rank passes in, and `rank_load.drive` or
+`inline.run_ranks` carries the requests. A rank joins with a fingerprint of its items where that is
+enough, else with rows; `PlanMemory` keeps its parts of the last plans, so that the next save of the
+same items needs no rows. A step that fails is reported to every rank, and does not just end the
+process.
 
-A rank's parts of the last plans, so that the next save of the same items needs no rows.
-
-How a rank tells its errors to the others: a step that fails must not just end its process.
-
-How a rank joins a save: with a fingerprint of its items where that is enough, else with rows.
-
-What one rank does in a save: generators of requests that take replies.
-
-They know neither torch nor Ray; `rank` has the load, and what carries the requests.
-
-Whether a state changed between the call of `async_save` and the end of staging.
-
-For people who look for a race of their own: a thread or a CUDA stream that still writes into
-tensors while they are saved gives a checkpoint of no moment at all, and nothing else tells.
+`Unchanged` checks whether a state changed between the call of `async_save` and the end of staging.
+It is for users who look for a race of their own: a thread or a CUDA stream that still writes into
+tensors while they are saved gives a checkpoint of no moment at all, and nothing else detects that.
 """
 
 from __future__ import annotations

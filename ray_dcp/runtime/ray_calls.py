@@ -1,15 +1,15 @@
-"""Ray's calls as they are for a process that is connected: none starts a Ray, or outlasts one.
+"""Ray's calls for a process that is connected: none starts a Ray, or outlasts one.
 
-*Why*: Ray's public ones start a new cluster in a process that has none. A thread that follows a
-save would do so when another thread shuts Ray down between its look and its call, and then wait
+*Why*: Ray's public calls start a new cluster in a process that has none. A thread that follows a
+save would do so when another thread shuts Ray down between its check and its call, and then wait
 for ever for an answer that the new cluster can't have. These raise `RaySystemError` instead.
 
-What asks the control store would wait for ever, too, where that has died. Where it is that of a Ray
-of our own, `unless_lost` ends the wait.
+A call that asks the control store would wait for ever, too, if that has died. If it is the control
+store of a private Ray, `unless_lost` ends the wait.
 
 *Why* a count of the threads inside: Ray ends the whole process, by `_exit(1)`, when a thread is
-in its core worker while `ray.shutdown` takes it down. So `ray.shutdown` waits until nobody of this
-package is (`hooks.survive_shutdown`), and nobody stays longer than `SLICE_S` to wait.
+in its core worker while `ray.shutdown` takes it down. So `ray.shutdown` waits until no thread of
+this package is (`ray_private.survive_shutdown`), and none stays longer than `SLICE_S` to wait.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ LOOK_S = 0.5
 """How often a call that waits looks whether its Ray is lost, in seconds."""
 
 MOST_S = 60.0
-"""How long the control store of a Ray of our own may take to answer, in seconds."""
+"""How long the control store of a private Ray may take to answer, in seconds."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def unless_lost(call: Callable[P, T]) -> Callable[P, T]:
-    """Makes a call raise `ParticipantError` once the Ray of our own that it waits for is lost.
+    """Makes a call raise `ParticipantError` once the private Ray that it waits for is lost.
 
     Nothing changes for a process that is in another Ray, or in none.
 

@@ -1,7 +1,7 @@
-"""The one place that touches what Ray (and once torch) keeps private: store, tables, settings.
+"""The one module that uses what Ray (and once torch) keeps private: store, tables, settings.
 
-Seen to work with the Ray versions of `TESTED`. When a name is gone, the error says so and which
-Ray to use; nothing else of the runtime depends on Ray's inside.
+Checked with the Ray versions of `TESTED`. When a private name is gone, the error says so and which
+Ray to use; nothing else of the runtime depends on Ray's internals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray_dcp.errors import InternalError
 from ray_dcp.runtime import private_ray, ray_calls
 
 TESTED = ("2.60",)
-"""Ray versions with which these hooks were tested."""
+"""Ray versions with which this module was tested."""
 
 _KV_NAMESPACE = "ray_dcp"
 
@@ -373,7 +373,7 @@ def local_token() -> None:
 
 
 def uncaught_errors_untold() -> None:
-    """Makes Ray's handler of uncaught exceptions tell them to no Ray of our own.
+    """Makes Ray's handler of uncaught exceptions send them to no private Ray.
 
     *Why*: it tells them to the control store before anybody sees them. Where that has died it waits
     for ever: the process would neither say what is wrong nor end.

@@ -1,16 +1,9 @@
-"""What stands at a place and beside it: records, `.metadata`, what attempts left.
+"""What is at a place: the records in its slots, its `.metadata`, and what attempts left there.
 
-What stands at a target: the records in its slots, its `.metadata`, what attempts left there.
-
-Reads only, but for `confirm_record`.
-
-Brings `.metadata`, which stock DCP reads, up to the checkpoint that stands.
-
-What is at a place that is to be cleaned: looks at it, and removes what may go.
-
-For `delete` and `collect`. What may go is decided by `ray_dcp.protocol.garbage`.
-
-`write_metadata`: makes the `.metadata` that a save left out. No torch, no ray.
+`standing_records` and the functions beside it only read, except `confirm_record`. `publish` and its
+like bring `.metadata`, which stock DCP reads, up to the checkpoint that the records decide;
+`write_metadata` creates the one that a save left out, without torch or ray. `Listing` and `remove`
+list a place and remove files for `delete` and `collect`; `ray_dcp.protocol.garbage` decides which.
 """
 
 from __future__ import annotations
@@ -410,7 +403,7 @@ def withdraw(storage: Storage, record: DeleteRecord) -> bool:
 
 def _project(storage: Storage, found: Found, manifest: Manifest, url: str) -> bool:
     if manifest.metadata is None:
-        # Why kept: the save left it out, and somebody has made it since (`metadata_later`).
+        # Why kept: the save left it out, and somebody has made it since (`write_metadata`).
         if not _is_of(storage, manifest.attempt):
             _put(storage, None)
         return True

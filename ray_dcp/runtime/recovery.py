@@ -1,13 +1,12 @@
-"""Asynchronous saves outlive their coordinator and lagging stagers.
+"""Recovery of asynchronous saves from lost coordinators, and from lost or lagging stagers.
 
-What a coordinator sees of the stagers that hold bytes of its saves: who died, froze, or lags.
+`StagedPlans`: stagers keep the plans of a coordinator's asynchronous saves, and the next
+coordinator goes on with them. Two stagers that hold bytes of the save have its plan, and Ray's
+control store has their names. A rank gets its `Ack`, and its handle is staged, only when one stager
+has the plan and the control store names the rank's own. Storage overrules a plan: the commit is
+the same vote as ever.
 
-Asynchronous saves outlive their coordinator: stagers keep their plans, the next one goes on.
-
-A plan lies with two stagers that hold bytes of the save, and where it lies is in Ray's control
-store. A rank is told `Ack`, and its handle is staged, only when one stager has the plan and the
-control store names the rank's own. Nothing of a plan is believed that storage contradicts: the
-commit is the same vote as ever.
+`StagerWatch` asks the stagers that hold bytes of a save how far they are: which died, froze or lag.
 """
 
 from __future__ import annotations

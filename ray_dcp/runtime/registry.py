@@ -1,11 +1,9 @@
-"""The sessions of this process, and to which of them ranks come.
+"""The sessions of this process: one from `connect`, and one for each living process group.
 
-The sessions of this process: one from `connect`, and one for each living process group.
-
-Whether the ranks of a job come to one session: all by their process group, or all by `connect`.
-
-A rank that uses `connect` never comes to the group's broadcast, and the others would wait there
-until the group's own timeout. The job's store, which torch has anyway, tells them apart.
+It also checks that the ranks of a job find their session in one way: all by their process group, or
+all by `connect`. A rank that uses `connect` never takes part in the group's broadcast, and the
+others would wait there until the group's own timeout. The job's store, which torch has anyway,
+tells them apart.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""How ranks that only know a name agree on a session.
+"""Rendezvous: how ranks that only know a name agree on a session, without any group.
 
-How ranks that only know a name agree on a session, without any group: pure.
+Each rank enters with a token of its own that it never used before. When all have entered, the
+session gets a generation, which every rank receives. A rank that enters with another token is a new
+process: the ranks that met before belong to a session of the past, and a new rendezvous begins. So
+a job that is restarted under its old name never gets an answer that was meant for the job before.
 
-Each rank enters with a word of its own that it never used before. When all have come, the session
-gets a generation, told to all. A rank that comes with another word is a new process: the ranks
-that met before are a session of the past, and a new meeting begins. So a job that is restarted
-under its old name never gets an answer that was meant for the job before.
-
-The calls in which ranks wait for each other before a session begins.
+`Rendezvous` is pure; `RendezvousCalls` are the calls in which ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ from ray_dcp.errors import InvalidRequestError, RankDisagreementError
 
 
 class Rendezvous:
-    """Ranks that come to one name.
+    """Ranks that enter under one name.
 
     Args:
-        new_generation: Makes up a word that no meeting had before.
+        new_generation: Makes a token that no rendezvous had before.
 
     Example:
-        >>> meeting = Meeting(lambda: "g1")
-        >>> meeting.enter(0, 2, "a")
-        >>> meeting.missing
+        >>> rendezvous = Rendezvous(lambda: "g1")
+        >>> rendezvous.enter(0, 2, "a")
+        >>> rendezvous.missing
         [1]
-        >>> meeting.enter(1, 2, "b"), meeting.enter(0, 2, "a")
+        >>> rendezvous.enter(1, 2, "b"), rendezvous.enter(0, 2, "a")
         ('g1', 'g1')
     """
 
@@ -43,7 +41,7 @@ class Rendezvous:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not come to the meeting that is going on."""
+        """Ranks that have not entered the current rendezvous."""
         return [rank for rank in range(self._world_size) if rank not in self._words]
 
     def enter(self, rank: int, world_size: int, word: str) -> str | None:
@@ -56,8 +54,8 @@ class Rendezvous:
 
         Raises:
             InvalidRequestError: The rank is not one of the world.
-            RankDisagreementError: Another rank of this meeting expects another number of ranks.
-                Every rank that was in the meeting or comes to it is told the same, once.
+            RankDisagreementError: Another rank of this rendezvous expects another number of ranks.
+                Every rank that entered it or does later gets the same error, once.
         """
         if world_size < 1 or not 0 <= rank < world_size:
             raise InvalidRequestError(
@@ -93,7 +91,7 @@ class Rendezvous:
         self._dispute, self._told = None, set()
 
     def generation_for(self, rank: int, word: str) -> str | None:
-        """Returns the generation of the meeting that this process is part of, if it is over."""
+        """Returns the generation of the rendezvous that this process entered, if it is complete."""
         return self._generation if self._words.get(rank) == word else None
 
 
@@ -144,6 +142,6 @@ class RendezvousCalls:
             self.num_waiting -= 1
 
     def _end(self, dispute: RankDisagreementError | None) -> None:
-        """Tells all that wait, and begins the next meeting."""
+        """Answers all that wait, and begins the next rendezvous."""
         self._all_met.set_result(dispute)
         self._all_met = self._loop.create_future()

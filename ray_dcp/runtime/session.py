@@ -1,24 +1,18 @@
-"""Sessions: who the ranks are, how they find each other, what a call of the user goes through.
-
-Checks the arguments of `connect`.
-
-How long a rank waits for its coordinator: longer than all of the coordinator's own deadlines.
-
-These are the outermost bounds, for a coordinator that beats and yet never answers. One that is
-dead or frozen is given up long before, see `heart`.
-
-Sessions: what a rank calls its coordinator with, and how it finds the other ranks.
+"""`Session`: how a rank calls its coordinator, and how it finds the other ranks.
 
 A session is made once: by `connect`, from the Ray Train context, or from the initialised torch
 process group, which serves one broadcast and one gather. After that no operation uses the group.
-How a process comes to a Ray is in `attach` and `own_ray`.
+`attach` and `private_ray` have how a process attaches to a Ray.
+
+`CallTimeouts` are the outermost bounds of a rank's calls, longer than all of the coordinator's own
+deadlines: for a coordinator that sends heartbeats and yet never answers. One that is dead or frozen
+is detected long before (`heartbeat`).
+
+`Connection` knows whether this process is still connected to the Ray that its handles are of. Users
+shut Ray down, and start it again. A handle from before is of no use then, and worse: a call to Ray
+in a process without Ray starts a new cluster, without being asked.
 
 *Careful*: importing this module does not import ray; a process that is alone never needs it.
-
-`Connection`: whether this process is still connected to the Ray that its handles are of.
-
-Users shut Ray down, and start it again. A handle of before is of no use then, and worse: a call
-of Ray's in a process without Ray starts a new cluster, without being asked.
 """
 
 from __future__ import annotations
@@ -124,7 +118,7 @@ class CallTimeouts:
     Example:
         >>> from ray_dcp.protocol.messages import Target
         >>> key = OpKey("run", 0)
-        >>> Patience().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
+        >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
         1920.0
     """
 
@@ -228,7 +222,7 @@ class Session:
     def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
         """Returns what a call of the user uses this session through: a context manager.
 
-        While it is entered this rank beats, and notices a coordinator that does not answer.
+        While it is entered this rank sends heartbeats, and detects a coordinator that is silent.
 
         Args:
             timeout_s: `heartbeat_timeout_s` of that call, in seconds.
@@ -242,7 +236,7 @@ class Session:
         Args:
             request: Of this rank, with a key of this session.
             beats_s: Silence, in seconds, after which the coordinator may blame this rank: it is in
-                an activity, and beats. None: it does not.
+                an activity, and sends heartbeats. None: it does not.
 
         Raises:
             DeadlineError: The coordinator is frozen, or did not answer `MARGIN_S` after its own
@@ -319,7 +313,7 @@ class Session:
     # For an activity
 
     def begins(self, vitals: RankProgress, timeout_s: float) -> None:
-        """Begins to beat for a call of the user."""
+        """Begins to send heartbeats for a call of the user."""
         self._heart.add(vitals, timeout_s)
 
     def ends(self, vitals: RankProgress) -> None:
@@ -399,7 +393,7 @@ class Session:
         return answer
 
     def continued(self, where: str) -> Session:
-        """Returns the session that takes the place of this one, whose own Ray was lost.
+        """Returns the session that takes the place of this one, whose private Ray was lost.
 
         Its calls go on with the numbers of this one, so that ranks which come to it at different
         calls know whom they wait for. This process is in the next Ray already.
@@ -593,7 +587,7 @@ class Connection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is to a Ray of our own that has died; see `OwnRay.is_lost`."""
+        """Whether it is to a private Ray that has died; see `OwnRay.is_lost`."""
         return self._own is not None and self._own.is_lost
 
     def check_own(self) -> None:

@@ -1,7 +1,7 @@
-"""The `Exchange` of a load over Ray: bytes through its object store, words through the coordinator.
+"""The transport of shared reads over Ray: bytes by its object store, messages by the coordinator.
 
-Nothing here raises or waits without a bound: what can't be had from another rank is None, and is
-read from storage.
+Nothing here raises or waits without a bound: what another rank can't provide is None, and is read
+from storage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, UnitUpda
 from ray_dcp.protocol.messages import OpKey
 
 LISTEN_S = 5.0
-"""How long the coordinator keeps a question for news, in seconds."""
+"""How long the coordinator holds a request for updates, in seconds."""
 
 SHARE_BYTES = 256 << 20
 """Most bytes that a rank has in the object store at a time for others to take."""
@@ -97,7 +97,7 @@ def peers_of(session: object) -> Peers:
 
 
 class RayTransport:
-    """Implements `Exchange` for one rank in one load.
+    """Implements `Transport` for one rank in one load.
 
     Args:
         coordinator: Returns its handle.
@@ -130,7 +130,7 @@ class RayTransport:
         self._left = False
 
     def enter(self, share: RankShare, freed: Callable[[int], None]) -> None:
-        """See `Exchange.enter`."""
+        """See `Transport.enter`."""
         self._freed = freed
         units, readers = tuple(share.unit.tolist()), tuple(share.reader.tolist())
         now_s = time.monotonic()
@@ -140,7 +140,7 @@ class RayTransport:
         threading.Thread(target=self._listen, daemon=True, name="ray_dcp hears peers").start()
 
     def offer(self, unit: int, ranks: int, data: memoryview) -> memoryview | None:
-        """See `Exchange.offer`."""
+        """See `Transport.offer`."""
         import ray
 
         from ray_dcp.runtime import ray_calls
@@ -158,14 +158,14 @@ class RayTransport:
         return found if said else None
 
     def decline(self, units: Sequence[int]) -> None:
-        """See `Exchange.decline`."""
+        """See `Transport.decline`."""
         with self._changed:
             for unit in units:
                 self._mine.pop(unit, None)
         self._say(Decline(self._key, self._rank, tuple(units)))
 
     def take(self, unit: int, reader: int) -> memoryview | None:
-        """See `Exchange.take`."""
+        """See `Transport.take`."""
         self._say_uses(1)
         with self._changed:
             while unit not in self._refs:
@@ -187,14 +187,14 @@ class RayTransport:
         return self._fetched(ref, reader)
 
     def use(self, unit: int) -> None:
-        """See `Exchange.use`."""
+        """See `Transport.use`."""
         with self._changed:
             self._refs.pop(unit, None)
             self._unsaid.append(unit)
         self._say_uses(_USES)
 
     def leave(self) -> None:
-        """See `Exchange.leave`."""
+        """See `Transport.leave`."""
         with self._changed:
             self._left = True
             self._refs.clear()

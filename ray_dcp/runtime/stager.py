@@ -1,14 +1,11 @@
-"""The stager of a node: holds what ranks hand over, writes it, reports.
+"""The stager: one actor per node, which holds what ranks hand over, writes it and reports.
 
-How a rank reaches the staging memory of its node, and what comes as objects instead.
-
-Tells whoever collects receipts what became of each file that a stager wrote.
-
-The stager: one actor a node, which holds what ranks hand over and writes it.
-
-It never pickles or unpickles a value: it gets bytes, and the plan says where they go. What it
-decides is in `ray_dcp.stage`; this is its thin shell. Calls are answered at once, whatever is being
+It never pickles or unpickles a value: it gets bytes, and the plan says where they go. Its decisions
+are in `ray_dcp.stage`; the actor is a thin shell. Calls are answered at once, whatever is being
 written: the event loop only looks things up, threads write.
+
+`StagingAddress` says how a rank reaches the staging memory of its node. `Reports` sends the result
+of each file to the collector of its receipts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's bytes in the hands of its node's stager, who writes them even when the rank is gone."""
+"""The staging backend with Ray: the node's stager writes a rank's bytes, even if that died."""
 
 from __future__ import annotations
 

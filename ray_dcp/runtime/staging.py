@@ -1,13 +1,11 @@
-"""The rank's side of staging: its bytes go to the node's stager.
+"""The rank's side of staging: hands its bytes to the node's stager while training goes on.
 
-One process's way to one stager: its handle, its shared memory if that can be mapped, its end.
+The bytes go through shared memory that the stager created and this process has mapped. Where that
+can't be mapped (another container, another machine) windows go as objects through Ray's store, at
+twice the cost. Windows are handed over one by one, as fast as the stager has room for them.
 
-Hands one rank's bytes to a stager, window by window, as fast as it has room for them.
-
-The rank's side of staging: its bytes go into the node's staging memory, and training goes on.
-
-The way is shared memory that the stager made and this process has mapped. Where that can't be
-(another container, another machine) windows go as objects through Ray's store, at twice the cost.
+`Link` is one process's connection to one stager: its handle, its shared memory if that can be
+mapped, and its end.
 """
 
 from __future__ import annotations

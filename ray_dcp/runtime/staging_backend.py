@@ -1,11 +1,8 @@
-"""Where the bytes of an asynchronous save are: in this process, or with the node's stager.
+"""Staging backends: where the bytes of an asynchronous save are while training goes on.
 
-Where the bytes of an asynchronous save are while training goes on, seen from its rank.
-
-In a job with Ray a stager of the node keeps them (`stager_keeping`); a process that is alone keeps
-them itself, in memory that it does not train with.
-
-A save whose bytes the node's stager writes, while its rank waits for the outcome.
+In a job with Ray the stager of the node holds them (`stager_backend`), and writes them while the
+rank waits for the outcome. A process that is alone holds them itself (`InProcessBackend`), in
+memory that it does not train with.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Carries out the tasks of the machines: plan, commit, outcome.
+"""Carries out the tasks of the machines: thin code over `planning`, `format`, `store` and `io`.
 
-Makes a plan of what the ranks sent, and of what follows of it for those that sent nothing.
+Nothing is decided here, and no raw exception escapes: an error becomes a `Failed` result. `plan_of`
+makes a plan of what the ranks sent, and of what follows from it for those that sent nothing.
+`build_commit` makes all bytes of a commit but the data (chunk table, manifest, `.metadata`) from
+the receipts.
 
-All bytes of a commit but the data: chunk table, manifest and `.metadata`, from the receipts.
-
-Carries out the tasks of the machines: thin code over plan, format, store and transfer.
-
-Nothing is decided here, and nothing raw escapes: an error becomes a `Failed` result.
-
-What became of an attempt, as its storage tells: read only, or settled for good.
-
-*Why* a rank may settle: the coordinator may be gone. The vote on storage has one winner, so it
-does not matter who casts it, and every rank that asks is told the same.
+`outcome` reads from the storage what became of an attempt; `settle` decides it for good. *Why* a
+rank may settle: the coordinator may be gone. The vote on storage has one winner, so it does not
+matter who casts it, and every rank that asks gets the same answer.
 """
 
 from __future__ import annotations

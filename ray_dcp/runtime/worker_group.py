@@ -1,17 +1,8 @@
-"""`WorkerGroup`: ranks as Ray actors, with a gloo process group among them.
-
-The actor that wraps one rank of a `WorkerGroup`: a process with a place in a gloo group.
-
-It runs what it is handed; it knows nothing of the other ranks but where their store is.
-
-What a `WorkerGroup` can be told about its ranks, as a frozen value that checks itself.
-
-Waits for one call on every rank: a rank that dies is named, those that wait for it released.
-
-`WorkerGroup`: any number of ranks as Ray actors, with a gloo process group among them.
+"""`WorkerGroup`: any number of ranks as Ray actors, with a gloo process group among them.
 
 For notebooks, tools and tests: what a training job gets from its launcher. A rank that dies is
-named within seconds, and nobody waits for it. How a rank works is in `worker`.
+named within seconds, and the ranks that wait for it are released. The actor of a rank runs what it
+is handed; it knows nothing of the other ranks but where their store is.
 """
 
 from __future__ import annotations
@@ -71,7 +62,7 @@ class Rank:
         }
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Starts the store in which the ranks of a new group meet; returns its port."""
+        """Starts the store in which the ranks of a new group find each other; returns its port."""
         dist: Any = importlib.import_module("torch.distributed")
         self._store = dist.TCPStore(
             address, 0, None, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
