@@ -1,4 +1,4 @@
-"""`CheckpointManager`, with the policies that say when it saves and what it keeps."""
+"""`CheckpointManager`, with the policies that decide when it saves and what it keeps."""
 
 from __future__ import annotations
 

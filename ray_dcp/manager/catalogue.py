@@ -1,14 +1,10 @@
-"""Which steps are committed, and where the files of a run lie.
+"""The catalogue of a root: which steps are committed, read from the storage and never remembered.
 
-Where the files of a managed root lie: one folder a step, and `.manager` for what is shared.
-
-Names only; who writes what, and when, is in the modules that use them.
-
-Which steps of a root are committed: read off the storage, never remembered.
-
-One listing tells the highest slot of every step folder. What is known of a folder holds as long as
-that slot stays what it is, so the file `catalogue.json` only saves reading; whoever finds it old,
+One listing has the highest slot of every step folder. What is known of a folder holds as long as
+that slot stays the same, so the file `catalogue.json` only saves reads; a reader that finds it old,
 damaged or missing reads the records themselves.
+
+`Root` has the names of a managed root: one folder per step, and `.manager` for what is shared.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What the ranks of a manager do together, and how they agree.
+"""`CollectiveActions`: what the ranks of a manager do together: agree on saves, save, commit.
 
-How the ranks of a manager come to one decision: all tell rank 0, and rank 0 tells all.
+Every method is called by all ranks, in the same order. `restoring` has restores.
 
-Two exchanges through the session; none where a process is alone. No rank decides by its own clock,
-its own signals or its own look at the storage.
+`agree` makes one decision for all ranks: each sends its facts to rank 0, and rank 0 sends its
+decision to all. That takes two exchanges through the session; none where a process is alone. No
+rank decides by its own clock, its own signals or its own look at the storage.
 
-Follows asynchronous saves to their end, in the order in which they were begun, in one thread.
-
-What the ranks of a manager do together: agree whether to save, save, commit.
-
-Every method is called by all ranks, in the same order. Restores are in `loading_steps`.
+`Finisher` follows asynchronous saves to their end, in the order in which they began, in one thread.
 """
 
 from __future__ import annotations
@@ -344,7 +341,7 @@ class CollectiveActions:
         session: RankSession | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Returns what rank 0 decides; see `agreeing.agree`."""
+        """Returns what rank 0 decides; see `agree`."""
         options = self._settings.unnamed.save_options
         return agree(
             session or self.session(),

@@ -1,20 +1,17 @@
-"""Leases: one process writes to a run, and what others read stays.
+"""Leases: the writer lease of a root, the readers' leases on steps, and whether their holders live.
 
-Which process holds something of a root, and whether it still lives.
+The writer lease gives one process at a time the right to write to a root, and a holder that lost it
+learns so. It is a numbered file, created only if absent: the highest number holds it. A process
+that wants it checks its holder first. While the holder lives, the newcomer is refused. A holder
+that is gone is succeeded; if it is not gone after all, it finds a higher number before its next
+save.
 
-On one machine the operating system tells. Of another machine only beats tell: a file that its
-holder keeps changing. Clocks of two machines are never compared.
+A reader's lease protects a step from deletion while it is read. The reader writes its lease and
+then fences the deletions that are announced; whoever deletes announces that and then looks for
+leases. See `ray_dcp.io.records`.
 
-The right to write to a root: one process at a time has it, and whoever lost it is told.
-
-The right is a numbered file, made only if it is absent: the highest number has it. Whoever comes
-looks at its holder first. One that lives is left alone, and the newcomer refused. One that is gone
-is succeeded: and should it not be gone after all, it finds a higher number before its next save.
-
-Leases: a step that somebody reads is not deleted meanwhile.
-
-The reader writes its lease and then fences the deletions that are announced; who deletes announces
-it and then looks for leases. See `ray_dcp.io.records`.
+Whether a holder lives is known on one machine from the operating system. On another machine only
+its renewals tell: a file that the holder keeps changing. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -115,8 +112,8 @@ class LeaseRenewal:
     """Does something again and again in a thread, until it is stopped.
 
     Args:
-        beat: What; gets the number of the beat, from 1. Its errors are passed over: the next beat
-            comes soon.
+        beat: What; gets the number of the renewal, from 1. Its errors are ignored: the next
+            renewal comes soon.
         every_s: How often, in seconds.
     """
 
@@ -128,7 +125,7 @@ class LeaseRenewal:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it, and waits for a beat that is under way."""
+        """Ends it, and waits for a renewal that is in progress."""
         self._over.set()
         self._thread.join(self._every_s)
 
@@ -170,7 +167,7 @@ LEASE_S = 30.0
 """Silence after which a holder on another machine counts as gone, in seconds."""
 
 _BEATS = 3
-"""Beats within that time."""
+"""Renewals within that time."""
 _MOST_TRIES = 20
 _RIGHT = re.compile(r"writer-(\d{8,16})\.json")
 
@@ -187,7 +184,7 @@ class WriterLease:
         lease_s: Silence after which a holder on another machine counts as gone, in seconds.
         holder: Who takes it; this process by default.
         wait: Lets seconds pass.
-        beats: Let others see that this process lives, in a thread.
+        beats: Renew it in a thread, so that others see that this process lives.
     """
 
     def __init__(
@@ -379,7 +376,7 @@ class Lease:
         opener: What opens storages.
         lease_s: Silence after which a reader on another machine counts as gone, in seconds.
         holder: Who reads; this process by default.
-        beats: Let others see that this process lives, in a thread.
+        beats: Renew it in a thread, so that others see that this process lives.
 
     Raises:
         StorageError: When entered: the lease could not be written, or a deletion of the step that

@@ -1,11 +1,8 @@
-"""`CheckpointManager`: the checkpoints of a run, closed when the process ends.
+"""`CheckpointManager`: the checkpoints of a run, step by step.
 
-Closes the managers that are open when the process ends: their saves end first.
-
-`CheckpointManager`: the checkpoints of a run, step by step.
-
-What is public; the part that only looks is in `looking`. What all ranks do together is in
-`together` and `loading_steps`, what rank 0 does for them in `writer`.
+`read_only` has the methods that any process may call. `collective_actions` and `restoring` have
+what all ranks do together, `writer` what rank 0 does for them. Managers that are open when the
+process ends are closed then: their saves end first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether this process was told that its machine is taken away: by SIGTERM, or by the caller.
+"""Whether this process was told that its machine is preempted: by SIGTERM, or by the caller.
 
-The first SIGTERM is noted, and the process goes on, so that it can save. A second one does what it
-would have done without a manager; so does the first in a process that was forked from this one, as
-`multiprocessing.Pool` ends its workers by it.
+The first SIGTERM is recorded, and the process goes on, so that it can save. A second one does what
+it would have done without a manager; so does the first in a process that was forked from this one,
+as `multiprocessing.Pool` ends its workers by it.
 """
 
 from __future__ import annotations

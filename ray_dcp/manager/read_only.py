@@ -1,4 +1,4 @@
-"""What any process may ask about the steps of a root, at any time and without any right to it."""
+"""`ReadOnlySteps`: what any process may ask about a root at any time, without a lease."""
 
 from __future__ import annotations
 

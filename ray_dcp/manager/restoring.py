@@ -1,10 +1,6 @@
-"""Which step is restored, and its restore on all ranks.
+"""Restores a step on all ranks: the one that is asked for, or the newest that can be loaded.
 
-Which step is restored, decided on rank 0; and the report of a restore.
-
-The loads themselves are in `manager`.
-
-Restores a step on all ranks: the one that is asked for, or the newest that can be loaded.
+Rank 0 decides which steps are candidates; the `RestoreReport` says which one was restored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a `CheckpointManager` keeps: small policies over the committed steps, with `|`, `&`, `~`.
 
-A policy looks at no clock and at no storage. Whatever it says, `superfluous` never gives up the
+A policy looks at no clock and at no storage. Whatever it says, `superfluous` never includes the
 newest step, one that carries a tag, or one that a caller protects.
 """
 

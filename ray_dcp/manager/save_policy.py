@@ -1,7 +1,7 @@
 """When a `CheckpointManager` saves: small policies over plain facts, combined with `|`, `&`, `~`.
 
 A policy looks at no clock and at no signal: what it may know is in `SaveFacts`, which one rank
-puts together for all. What is kept of what was saved is in `retention`.
+collects for all. `retention` has the policies for what is kept.
 """
 
 from __future__ import annotations

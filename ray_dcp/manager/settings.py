@@ -1,4 +1,4 @@
-"""What a `CheckpointManager` is made of, checked when it is made."""
+"""The settings of a `CheckpointManager`, checked when it is made."""
 
 from __future__ import annotations
 

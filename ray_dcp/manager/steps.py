@@ -1,11 +1,11 @@
-"""What the writer of a root does to its steps, one after the other: prepare, note, remove.
+"""What the writer of a root does to its steps, one after the other: prepare, record, remove.
 
-Runs on one rank, without torch and without threads; it knows no session. When something is done
-is decided in `manager`; that others don't do it at the same time is the business of `writing`.
+Runs on one rank, without torch and without threads; it knows no session. `manager` decides when;
+the writer lease (`leases`) prevents that other processes do it at the same time.
 
 Order of a save: info, then the commit of the checkpoint, which lies in the step's folder. Order of
-a removal: the commit is taken back, then items, then what tells about them. So a crash leaves a
-step whole or not at all, and what else it leaves is found by the next writer.
+a removal: the commit is revoked, then items, then what describes them. So a crash leaves a step
+whole or not at all, and the next writer finds what else it leaves.
 """
 
 from __future__ import annotations

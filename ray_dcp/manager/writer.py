@@ -1,14 +1,11 @@
-"""What rank 0 of a manager does for all, removals in a thread too.
+"""`Writer`: what rank 0 of a manager does for all: decides, prepares, records commits, removes.
 
-Removes what may go off the save path: in a thread, pass by pass, with retries.
+No torch and no session: facts of the other ranks come in, a decision goes out as a value.
+`collective_actions` makes the saves themselves.
 
-One failure ends nothing: what could not be removed is tried again, later and later, and what is
-left when the process ends is found by the next writer.
-
-What rank 0 of a manager does for all: decides, prepares, notes commits, lets steps go.
-
-No torch and no session: what the other ranks know comes in as facts, what is decided goes out as a
-value. The saves themselves are in `manager`.
+`Remover` removes steps off the save path: in a thread, pass by pass, with retries. A failure ends
+nothing: what could not be removed is tried again, at growing intervals, and the next writer finds
+what is left when the process ends.
 """
 
 from __future__ import annotations
