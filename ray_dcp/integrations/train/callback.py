@@ -1,8 +1,8 @@
 """`SaveBeforeResize`: has the run saved before its workers are ended, from Ray Train's controller.
 
-Ray Train ends workers within milliseconds once it has decided to resize, and says nothing to the
-training function. The controller's callbacks are called before, and may take their time. They are
-a developers' interface of Ray (`hooks.TESTED`): all that is used of it is here.
+Ray Train ends workers within milliseconds once it has decided to resize, and does not notify the
+training function. It calls the controller's callbacks before, and they may take their time. They
+are a developers' interface of Ray (`ray_private.TESTED`): all use of it is here.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _Workers:
         self._group = group
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """See `asking.Ranks`."""
+        """See `save_requests.Ranks`."""
         refs = self._group.execute_async(function, *arguments)
         found: list[Any] = ray_calls.get(refs, timeout=ANSWER_S)
         return found

@@ -1,25 +1,18 @@
-"""`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with.
+"""`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with, on every rank.
 
-The saves of a checkpointer that are under way on this rank, and how they ended.
+`checkpointer` makes the one of a worker, and checks what all ranks pass.
 
-All ranks make the same saves in the same order, and a save has one outcome on all of them. So
-each rank finds by itself which ones have ended, at the same call as the others: one that was begun
-has waited until no more than `max_pending` others were left.
+All ranks make the same saves in the same order, and a save has one outcome on all of them. So each
+rank finds by itself which saves have ended (`UnderWay`), at the same call as the others: a save
+that began has waited until no more than `max_pending` others were left.
 
-What an operator of a Ray Train run has to know: falls back, failed saves, steps left aside.
+`Pace` throttles reports: which committed saves are reported to Ray Train, and when. Ray Train
+registers one report each time that its controller looks, and `report` waits while one is not taken.
+So of saves that follow each other faster not all are reported: the newest counts. Every rank
+decides alone and alike, as what they decide by is the same on all: the steps, their outcomes, and
+when each was planned, as its manifest says.
 
-Which committed saves are told to Ray Train, and when: decided alike by every rank, alone.
-
-Ray Train registers one report each time that its controller looks, and `report` waits while one is
-not taken. So saves that follow each other faster are not all reported: the newest counts. What the
-ranks decide by is the same on all: the steps, their outcomes, and when each was planned, as its
-manifest tells.
-
-`Checkpointer`: what `train_fn` of a Ray Train run saves and restores with, on every rank.
-
-How it is made is in `making`; names, reports and deletions are decided in the modules beside.
-
-`checkpointer`: makes the `Checkpointer` of a worker of Ray Train; checks what all ranks give.
+`Warned` has the warnings for the operator of a run: fallbacks, failed saves, steps left aside.
 """
 
 from __future__ import annotations

@@ -1,24 +1,19 @@
-"""How the workers of a run come together, and which of its checkpoints are kept.
+"""How the workers of a group join a run: who writes, under which group number, what is kept.
 
-Names of the folders in which the checkpoints of a Ray Train run lie.
+Rank 0 reads the storage once and sends the others the result, or the error, through Ray Train.
 
-One is never used twice: Ray Train deletes by name, and a worker group that was killed may still
-have a save under way. The number of the worker group comes first, so that of two checkpoints of
-one step the later sorts last; the step comes last, where all of ray_dcp looks for it.
+`StepFolder` is the name of a checkpoint's folder. A name is never used twice: Ray Train deletes by
+name, and a worker group that was killed may still have a save in progress. The number of the worker
+group comes first, so that of two checkpoints of one step the later sorts last; the step comes last,
+where all of ray_dcp looks for it.
 
-Which checkpoints of a run are kept, where ray_dcp is the one that deletes; on rank 0.
+`Retention`, on rank 0, removes checkpoints where ray_dcp is the side that deletes. Ray Train
+refuses to continue a run when a folder is gone that it has registered. So of a reported checkpoint
+the delete record stays; of others nothing does.
 
-Ray Train refuses to go on with a run when a folder is gone that it has registered. So of a
-checkpoint that was reported the record stays that says it was deleted; of others nothing does.
-
-What Ray Train's context says of the run that this worker belongs to.
-
-The one module of the integration, beside the callback, that touches what Ray keeps private: how
-checkpoints are kept, the run's id, and how often its controller looks.
-
-How the workers of a group come together for one run: who writes, under which number, with whom.
-
-Rank 0 looks at the storage once and tells the others, through Ray Train, or why it can't.
+`run_facts` reads Ray Train's context. Beside the callback this is the one module of the integration
+that uses what Ray keeps private: how checkpoints are kept, the run's id, and how often its
+controller looks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker tells Ray Train and asks it: reports, what is registered, preemptions."""
+"""What a worker reports to Ray Train and asks it: checkpoints, what is registered, preemptions."""
 
 from __future__ import annotations
 

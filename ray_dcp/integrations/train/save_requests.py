@@ -1,17 +1,14 @@
-"""Saves that the controller asks the workers for.
+"""Save requests: saves that the controller asks workers for, beside those of their own interval.
 
-Where a rank is asked for a save that its own interval does not ask for.
+`SaveRequests` is a rank's side. The training thread calls it at every `save`; the actor's main
+thread, on which Ray Train calls into a worker, brings requests. Ranks are at different steps when
+they are asked, and yet must save the same one. So each is held first: it reports the last step that
+it has decided, and decides no further one until it learns from which step on to save. At steps at
+which nobody asks, ranks exchange nothing.
 
-The training thread comes here at every `save`; the actor's main thread, on which Ray Train calls
-into a worker, asks. Ranks are at different steps when they are asked, and yet must save the same
-one. So each is held first: it tells the last step it has decided, and decides no further one until
-it is told from which on to save. Nothing is exchanged at steps at which nobody asks.
-
-When a run whose node is taken away is saved once more: as late as a save still fits. Pure.
-
-Asks all ranks of a worker group for one save, and waits for it: what a controller does.
-
-Ranks are reached through `Ranks`; here is no Ray.
+`ask_all` is the controller's side: it asks all ranks of a worker group for one save, and waits for
+it. It reaches the ranks through `Ranks`, without Ray. `next_round_s` and its neighbours decide when
+a run whose node is preempted is saved once more: as late as a save still fits. They are pure.
 """
 
 from __future__ import annotations
@@ -217,7 +214,7 @@ def next_round_s(now_s: float, deadline_s: float | None, took_s: float | None) -
     Args:
         now_s: Seconds since 1970.
         deadline_s: When the node goes; None when nobody said.
-        took_s: How long the save took that was just made, with asking for it; None without one.
+        took_s: How long the last save took, with the request for it; None without one.
 
     Example:
         >>> next_round_s(100.0, 130.0, 4.0), next_round_s(120.0, 130.0, 4.0)
@@ -267,7 +264,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of asking."""
+    """What became of a request."""
 
     asked: bool
     fit: Fit = "storage"
@@ -315,7 +312,7 @@ def ask_all(
         reason: For the log.
         linger_s: See `Asked.linger_s`; where `left_s` is given, only if no further save would fit.
         left_s: Seconds in which it must be committed; None for no end.
-        took_s: How long the last such save took, with asking for it; None when there was none.
+        took_s: How long the last such save took, with the request for it; None when there was none.
 
     Raises:
         Exception: A worker does not answer.
@@ -383,7 +380,7 @@ def _longest(seconds: Iterable[float | None]) -> float | None:
     return max((one for one in seconds if one is not None), default=None)
 
 
-# What workers are told to call, by name: on the board of their process.
+# What workers are told to call, by name: on the `SaveRequests` of their process.
 
 
 def hold(seq: str) -> Held | None:
