@@ -1,6 +1,6 @@
 """The place in the data: kept by sample, not by rank, so that it survives a resize.
 
-`ElasticBatchSampler` for data sets with indices and any torch `DataLoader`; `ElasticStream` and
+`ElasticBatchSampler` is for data sets with indices and any torch `DataLoader`; `ElasticStream` and
 `LoaderPosition` for files read through torchdata's `StatefulDataLoader`; `RowsSeen` for Ray Data.
 Each goes into a state dict, at its top level, and is saved and loaded with it.
 """

@@ -1,7 +1,7 @@
-"""The place of torchdata's `StatefulDataLoader`: of each rank its own, merged when they change.
+"""`LoaderPosition`: the place of torchdata's `StatefulDataLoader`, per rank, merged on a resize.
 
-Its states are read here and nowhere else; `tests/unit/test_data_position.py` holds them to what the
-installed torchdata writes.
+Its states are read here and nowhere else; `tests/unit/test_data_position.py` compares them with
+what the installed torchdata writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which rows of a Ray Data set an epoch has had, by their ids.
+"""`RowsSeen`: which rows of a Ray Data set an epoch has had, by their ids.
 
-Ray Data gives blocks to ranks as they come, and promises no order, so how many rows a rank had says
-nothing about which. Ids do, whatever the order, the shuffling and the number of ranks.
+Ray Data gives blocks to ranks in no promised order, so the number of rows that a rank had does not
+tell which. Ids do, whatever the order, the shuffling and the number of ranks.
 """
 
 from __future__ import annotations

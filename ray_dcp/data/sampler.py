@@ -1,10 +1,7 @@
-"""The order of samples, and a batch sampler whose place is a number of them.
+"""`ElasticBatchSampler`: a batch sampler whose place is a number of samples, valid for any ranks.
 
-In which order samples come: one endless stream, epoch after epoch, the same on every machine.
-
-Pure. A place in the stream is one number: how many samples come before it.
-
-A batch sampler whose place is a number of samples, and so means the same to any ranks.
+Samples come in the order of one endless stream, epoch after epoch, the same on every machine. A
+place in the stream is one number: how many samples come before it. The order is pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""An iterable data set over files or shards, whose place is kept for each of them.
+"""`ElasticStream`: an iterable data set over files or shards, with a place in each of them.
 
-A rank and worker of a loader reads whole sources. When their number changes, the sources that are
-not at their end are dealt anew, and each goes on behind the last sample that was consumed of it.
+Each rank and worker of a loader reads whole sources. When their number changes, the sources that
+are not at their end are distributed anew, and each continues behind the last sample that was
+consumed of it.
 """
 
 from __future__ import annotations
