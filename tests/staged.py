@@ -108,7 +108,7 @@ def same_files(one: Target, other: Target) -> bool:
 
 @dataclass
 class Rank:
-    """A rank that hands a share to a spool in this process, step by step."""
+    """A rank that hands a share to a write queue in this process, step by step."""
 
     spool: WriteQueue
     channel: Channel

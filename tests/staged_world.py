@@ -1,8 +1,8 @@
 """Ranks, stagers and coordinators of one asynchronous save, in any order of events, without bytes.
 
-What a rank and a stager say and do is that of `stager_keeping` and `stage`: a rank is in one call
-at a time, and repeats it to another coordinator; a stager writes a file when it has all ranks'
-parts. Only the coordination is real.
+Rank and stager behave as in `stager_backend` and `stage`: a rank is in one call at a time, and
+repeats it to another coordinator; a stager writes a file when it has all ranks' parts. Only the
+coordination is real.
 """
 
 from __future__ import annotations

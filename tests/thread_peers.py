@@ -1,4 +1,4 @@
-"""The exchange of a load among threads of one process: what ranks on Ray do, without Ray."""
+"""The transport of shared reads among threads of one process: what ranks on Ray do, without Ray."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Board:
 
 
 class ThreadExchange:
-    """Implements `Exchange` for one rank.
+    """Implements `Transport` for one rank.
 
     Args:
-        board: Of the load.
+        board: What the ranks of the load share.
         rank: This rank.
         refuses: Whether a unit that this rank has read can't be handed on.
         loses: Whether a unit that was handed on can't be had.

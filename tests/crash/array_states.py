@@ -87,7 +87,7 @@ def box_of(name: str, array: NDArray[Any], rank: int, world_size: int) -> Box:
 
 
 class ArrayCapture:
-    """What a rank holds of a state; implements `ray_dcp.runtime.rank_load.Captured`.
+    """What a rank holds of a state; implements `ray_dcp.runtime.rank_save.Captured`.
 
     Args:
         state: Of all ranks.

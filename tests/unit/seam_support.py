@@ -1,6 +1,6 @@
 """A save and a load in miniature: captures to a chunk table and payloads, and those into targets.
 
-Written for these tests from the definitions in `plan.values`, without the planner and the reader
+Written for these tests from the definitions in `core.values`, without the planner and the reader
 of the package.
 """
 

@@ -1,4 +1,4 @@
-"""`CheckpointError` is a `CheckpointException` once the seam is imported, whoever was first."""
+"""`CheckpointError` is a `CheckpointException` once `torch_adapter` is imported, in any order."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Import:
 
 
 def name_of(path: Path) -> str:
-    """Returns the dotted name below ray_dcp: `plan.boxes`, `plan`, `__init__`."""
+    """Returns the dotted name below ray_dcp: `core.values`, `core`, `__init__`."""
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     if parts[-1] == "__init__" and len(parts) > 1:
         parts.pop()
@@ -162,7 +162,7 @@ def is_type_checking(node: ast.If) -> bool:
 
 
 def package_of(name: str) -> str:
-    """Returns the part that has a layer: `plan` for `plan.boxes`."""
+    """Returns the part that has a layer: `core` for `core.values`."""
     return name.split(".", maxsplit=1)[0]
 
 
@@ -204,7 +204,7 @@ def test_imports_only_go_down():
 
 
 def imported_module(found: Import) -> str | None:
-    """Returns the module of ours that an import loads: `plan.values` for a class of it."""
+    """Returns the module of ours that an import loads: `core.values` for a class of it."""
     first, _, name = found.imported.partition(".")
     if first != "ray_dcp":
         return None

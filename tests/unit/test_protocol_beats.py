@@ -1,4 +1,4 @@
-"""Slow, frozen, absent and gone: what the machines make of beats and of silence, by hand."""
+"""Slow, frozen, absent and gone: what the machines conclude from heartbeats and from silence."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The words of a shared load, the phase in which it is decided, and ranks that give up."""
+"""Shared reads: messages of a load, the phase in which it is decided, and ranks that give up."""
 
 from __future__ import annotations
 

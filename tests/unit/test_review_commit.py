@@ -63,7 +63,7 @@ def stock_value(path):
 
 
 def failing(monkeypatch, name, error, when=lambda *_: True):
-    """Makes a function of `os`, as `durable` sees it, fail for some calls; returns those calls."""
+    """Makes a function of `os`, as `store.local` sees it, fail for some calls; returns these."""
     real, hit = getattr(os, name), []
 
     def call(*args, **kwargs):

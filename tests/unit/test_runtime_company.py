@@ -1,4 +1,4 @@
-"""Ranks that come to a session in two ways are told, instead of waiting for each other."""
+"""Ranks that reach a session in two ways get an error, instead of waiting for each other."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

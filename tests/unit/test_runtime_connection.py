@@ -100,7 +100,7 @@ def test_an_answer_is_an_answer(connected):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A Ray of our own that this process is in, as long as its keeper holds the folder."""
+    """A private Ray that this process is in, as long as its supervisor locks the folder."""
     own = private_ray.OwnRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
     Path(own.directory).mkdir()
     monkeypatch.setattr(private_ray, "joined", lambda: own)
@@ -109,7 +109,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def keeper(own):
-    """Its keeper; `close` is its death."""
+    """Its supervisor; `close` is its death."""
     with ExitStack() as stack:
         lock = os.open(own.directory, os.O_RDONLY)
         stack.callback(os.close, lock)

@@ -1,4 +1,4 @@
-"""Ranks that only share a name agree on a generation, whatever the order and however often."""
+"""Rendezvous: ranks that only share a name agree on a generation, in any order, however often."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ NUM_SLOTS = 3
 
 
 class Ledger(RuleBasedStateMachine):
-    """Drives a ledger as ranks and writers do; a model tells who may have which slot."""
+    """Drives a `SlotAllocator` as ranks and writers do; a model says who may have which slot."""
 
     jobs = Bundle("jobs")
 

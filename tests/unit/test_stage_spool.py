@@ -1,4 +1,4 @@
-"""A spool writes what ranks hand over as they would, within its budget, whatever ends when."""
+"""A write queue writes what ranks hand over as they would, within its budget, whatever ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOT = 2 * MIB
 
 
 class Node:
-    """A spool with an arena of a few slots, and what it reported."""
+    """A write queue with staging memory of a few slots, and what it reported."""
 
     def __init__(self, num_slots: int, opener=None) -> None:
         self.arena = StagingMemory.create(num_slots, SLOT)
@@ -435,7 +435,7 @@ def test_every_file_is_reported_whatever_goes_wrong_beside_the_writing(places, m
 
 
 def memory(arena):
-    """Returns the bytes that a machine spends on an arena."""
+    """Returns the bytes that a machine spends on staging memory."""
     return os.fstat(arena.address.fd).st_blocks * 512
 
 

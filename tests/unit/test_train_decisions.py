@@ -452,7 +452,7 @@ def test_a_fall_back_and_failed_saves_are_told_on_rank_0_only():
 
 
 class Boards:
-    """Ranks that are asked in this process, each on a board of its own."""
+    """Ranks that are asked in this process, each with `SaveRequests` of its own."""
 
     def __init__(self, *last_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.boards = [SaveRequests() for _ in last_steps]
