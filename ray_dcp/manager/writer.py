@@ -185,7 +185,7 @@ class Writer:
     Attributes:
         steps: What is committed.
         remover: Removes what may go.
-        lock: Guards `steps`; nobody asks the storage anything while he has it.
+        lock: Guards `steps`; nobody asks the storage anything while holding it.
     """
 
     def __init__(

@@ -415,7 +415,7 @@ class Coordination(StagerHearing):
         self._attendance.place(session, rank, place)
 
     def listen(self) -> Commands:
-        """Looks who has been silent for too long, and fails what needs him.
+        """Checks which ranks were silent for too long, and fails what needs them.
 
         To be called about every second. A rank that speaks again is told the outcome.
         """

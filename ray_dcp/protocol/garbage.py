@@ -191,7 +191,7 @@ def sweep(
         dead: Attempts that will never be the checkpoint (again).
         all_dead: All attempts but the standing one are dead, also those that nothing names.
         anonymous: Delete what was to become a record or `.metadata` as well. If somebody is
-            writing it, that fails, and he tries again.
+            writing it, that write fails, and its writer tries again.
         named: Attempts whose files stay all the same, with the reason.
     """
     own = None if standing is None else standing.attempt

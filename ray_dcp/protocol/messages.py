@@ -45,7 +45,7 @@ class OpKey:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint lies: what `ray_dcp.store.open_storage` needs."""
+    """Where a checkpoint lies: what `ray_dcp.store.opening.open_storage` needs."""
 
     url: str
     """Absolute path or URL."""

@@ -245,7 +245,7 @@ class Planning:
         for fingerprint, rows in self._rows.items():
             self._shelf.put_rows(fingerprint, rows)
         if self._key:
-            # Why: the parts repeat all of the plan, and who saves again has his.
+            # Why: the parts repeat all of the plan, and a rank that saves again has its own.
             parts = RankPlans(planned.plan)
             self._shelf.put_plan(self._key, replace(planned, parts=parts))
         self._rows.clear()

@@ -507,7 +507,7 @@ class SaveMachine(JoinedSave):
             ):
                 return self._advance(self._vote.tell(result))
             case "publishing", Published(superseded=True):
-                # Why nothing is collected: who came later does it, and `.metadata` is his.
+                # Why nothing is collected: the later save does it, and `.metadata` is its own.
                 self._warnings.append(REPLACED_SINCE)
                 return self._done()
             case "publishing", Published():
