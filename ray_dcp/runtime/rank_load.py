@@ -611,7 +611,7 @@ def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Rep
     """Returns what a rank generator ends with, after carrying its requests.
 
     Args:
-        generator: Of this module.
+        generator: Of this module or of `rank_save`.
         call: Returns the reply to a request. A `CheckpointError` that it raises (nobody
             answered) goes to the generator, which finds out what it can.
 
