@@ -351,7 +351,7 @@ class BatchWindow:
         >>> from ray_dcp.protocol.messages import Target
         >>> def join(rank):
         ...     return LoadJoin(OpKey("run", 0), rank, 128, Target("memory://x"), LoadOptions())
-        >>> gathering = Gathering(range(2, 4), lambda: 0.0)
+        >>> gathering = BatchWindow(range(2, 4), lambda: 0.0)
         >>> gathering.take(join(3))
         []
         >>> [message.ranks for message in gathering.take(join(2))]

@@ -158,8 +158,8 @@ class Liveness:
 
     Example:
         >>> now = [0.0]
-        >>> attendance = Attendance(lambda: now[0])
-        >>> attendance.hear(Beat("run", 1, 60.0, (Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9),)))
+        >>> attendance = Liveness(lambda: now[0])
+        >>> attendance.hear(Heartbeat("run", 1, 60.0, (Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9),)))
         >>> now[0] = 2.0
         >>> attendance.tell(OpKey("run", 4), 1)
         'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'

@@ -270,7 +270,7 @@ class SharedReads:
     """The units of one load.
 
     Example:
-        >>> key, handover = OpKey("run", 3), Handover()
+        >>> key, handover = OpKey("run", 3), SharedReads()
         >>> for rank in range(2):
         ...     handover.take(Enter(key, rank, (7,), (0,)))
         >>> handover.take(Offer(key, 0, 7, ranks=2, handle="here"))

@@ -33,7 +33,7 @@ class RankProgress:
         on_enter: Told every phase that begins.
 
     Example:
-        >>> vitals = Vitals(lambda: 0.0)
+        >>> vitals = RankProgress(lambda: 0.0)
         >>> vitals.enter("writing", total_bytes=100)
         >>> vitals.moved(40)
         >>> vitals.doing.done_bytes, vitals.doing.phase

@@ -25,7 +25,7 @@ class Rendezvous:
         new_generation: Makes up a word that no meeting had before.
 
     Example:
-        >>> meeting = Meeting(lambda: "g1")
+        >>> meeting = Rendezvous(lambda: "g1")
         >>> meeting.enter(0, 2, "a")
         >>> meeting.missing
         [1]

@@ -124,7 +124,7 @@ class CallTimeouts:
     Example:
         >>> from ray_dcp.protocol.messages import Target
         >>> key = OpKey("run", 0)
-        >>> Patience().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
+        >>> CallTimeouts().of(LoadJoin(key, 0, 1, Target("memory://x"), LoadOptions()))
         1920.0
     """
 

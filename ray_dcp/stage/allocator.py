@@ -57,7 +57,7 @@ class SlotAllocator(Generic[J]):
         num_slots: How many there are.
 
     Example:
-        >>> ledger = SlotLedger(2)
+        >>> ledger = SlotAllocator(2)
         >>> ledger.begin("a", "rank 0", [{0}, {0}, {0}])
         >>> [(grant.window, grant.slot.index) for grant in ledger.grants()]
         [(0, 0), (1, 1)]

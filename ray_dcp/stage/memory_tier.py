@@ -57,7 +57,7 @@ class TierFile:
 
         Example:
             >>> runs = np.array([[100, 170], [64, 36], [0, 64]])
-            >>> file = KeptFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
+            >>> file = TierFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
             >>> [(part.slot is None, part.offset, part.num_bytes) for part in file.find(120, 60)]
             [(False, 20, 44), (True, 0, 6), (False, 64, 10)]
             >>> file.find(0, 200) is None
