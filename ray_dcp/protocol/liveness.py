@@ -159,7 +159,8 @@ class Liveness:
     Example:
         >>> now = [0.0]
         >>> attendance = Liveness(lambda: now[0])
-        >>> attendance.hear(Heartbeat("run", 1, 60.0, (Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9),)))
+        >>> doing = Doing(4, 4, "writing", 9.0, 10**9, 4 * 10**9)
+        >>> attendance.hear(Heartbeat("run", 1, 60.0, (doing,)))
         >>> now[0] = 2.0
         >>> attendance.tell(OpKey("run", 4), 1)
         'rank 1 last wrote 1.0 of 4.0 GB 2.0 s ago (slow)'
