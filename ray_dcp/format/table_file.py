@@ -3,8 +3,8 @@
 A row is a chunk, with all that is known of its tensor; rows without file describe tensors alone. In
 memory a row's numbers are a padded numpy array, in Arrow lists of different lengths.
 
-*Trust*: a file of a few bytes may claim any number of values. `TableFile` compares all claims of
-the footer and of the pages with what a file of that length may hold, before a value is decoded.
+*Trust*: a file of a few bytes may claim any number of values. `TableFile` compares what the footer
+and the pages claim with what a file of that length may hold, before a value is decoded.
 `read_footer` reads the footer by itself (Thrift's compact protocol). Why not Arrow's own
 `row_group(i).column(j)`: on a damaged footer it ends the process (`std::terminate` on a wrong
 histogram, seen with pyarrow 26), while reading the file as a whole raises.

@@ -1,4 +1,4 @@
-"""Items of `torch.save`, without unpickling: the bytes around a tensor, and where its own lie.
+"""Items of `torch.save`, without unpickling: their frames, and where the raw bytes of a tensor lie.
 
 **Writing** (`Frame`). An item is a header, the payload (the tensor's C-order bytes) and a footer:
 an uncompressed zip with the records `data.pkl`, `byteorder`, `version` and, last, `data/0`, so that

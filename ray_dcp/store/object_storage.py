@@ -2,8 +2,8 @@
 
 **Uploads** (`ObjectWriter`). A file that fits one request is put by one, created only if absent. A
 longer one is a multipart upload, several parts at a time, that obstore makes in a thread of its
-own: it takes the pieces from here without copying them, and aborts the upload when the writer ends
-it early.
+own: it takes the pieces from here without copying them, and aborts the upload when it learns that
+no more will come.
 
 **Errors** (`object_failure`). Errors of obstore become `StorageError`s that say which call on which
 key failed. A message never shows signatures or tokens, which URLs may carry.

@@ -1,9 +1,9 @@
 """`CheckpointView`: what is in one checkpoint, without torch and without Ray, in notebooks too.
 
-`layout_of` says how tensors are cut into chunks, and over which files. A mesh is not stored: it
-describes the grid of boxes that the mesh led to. `read_stats` reads the numbers that a save left
-about its tensors (`format.tensor_stats`). Notebooks show what the checkpoint is, its tensors, and
-the course of its save.
+How tensors are cut into chunks (`grids`), and over which files, is read off the chunk table. A mesh
+is not stored: a grid describes the boxes that the mesh led to. `read_stats` reads the numbers that
+a save left about its tensors (`format.tensor_stats`). `checkpoint_html` shows what the checkpoint
+is, its tensors, and the course of its save.
 
 `listing` lists many checkpoints, `verify` checks stored bytes.
 """
