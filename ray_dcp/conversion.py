@@ -1,18 +1,12 @@
-"""Checkpoints into other formats and back, part by part.
-
-What a checkpoint holds, name by name, for those who make a state dict of it without targets.
-
-What conversions read of a checkpoint: what is stored, and the tensors, part by part.
-
-Whoever wants to be told how far it is gets several loads of one checkpoint instead of one load;
-that it was one and the same is looked at in the end.
-
-A save planner that casts floating tensors on the way, one at a time.
-
-Checkpoints into other formats and back, streaming: `torch.save` files, safetensors, plain dicts.
+"""Checkpoints into other formats and back, streaming: `torch.save` files, safetensors, plain dicts.
 
 Tensors are read straight into the mapped pages of the new file, or written straight from those of
 the old one: memory holds neither whole, whatever its size.
+
+`stored_in` describes what a checkpoint holds, name by name, for those who make a state dict of it
+without targets. Where progress is asked for, a conversion makes several loads of the checkpoint
+instead of one; `check_stands` checks afterwards that all were of one and the same.
+`CastingSavePlanner` casts floating tensors on the way, one at a time.
 """
 
 from __future__ import annotations

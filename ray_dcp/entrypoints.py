@@ -1,6 +1,7 @@
 """`save`, `load`, `load_newest` and DCP's older forms: from a user's call to the path it takes.
 
-What is decided here is only which path, session and options; the work is in `runtime` and `seam`.
+This module decides only which path, session and options a call takes; the work is in `operations`,
+`loading`, `runtime` and `torch_adapter`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every error that ray_dcp raises on purpose, as one tree grouped by what the catcher does.
 
-Nothing here imports torch: the torch seam makes `CheckpointError` a
+Nothing here imports torch: `torch_adapter` makes `CheckpointError` a
 `torch.distributed.checkpoint.api.CheckpointException` as well when it is first imported.
 
 | catch | and then |

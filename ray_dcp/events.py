@@ -1,9 +1,9 @@
 """Events: what happened to a save or a load on one rank, as frozen values, and their log.
 
-Who wants them calls `subscribe`, or adds a handler to the logger `ray_dcp.events` and reads
-`record.event`, a dict that can be written as JSON. Phases are told at level DEBUG, and so are ends
-but those on rank 0, which are told at INFO: one line for each save and load of a job. Metrics are
-made of the same events, in `runtime.metrics`.
+To receive them, call `subscribe`, or add a handler to the logger `ray_dcp.events` and read
+`record.event`, a dict that can be written as JSON. Phases are logged at level DEBUG, and so are
+ends but those on rank 0, which are logged at INFO: one line for each save and load of a job.
+`runtime.metrics` makes metrics of the same events.
 """
 
 from __future__ import annotations

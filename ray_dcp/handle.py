@@ -232,7 +232,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
 
 
 class _Source(Protocol):
-    """What a handle asks; `asynchronous.AsyncSave` is one."""
+    """What a handle asks; `asynchronous._Save` is one."""
 
     def cancel(self) -> bool:
         """See `SaveHandle.cancel`."""

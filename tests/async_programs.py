@@ -275,7 +275,7 @@ def kept_is(
         with ExitStack() as stack:
             if unreachable:
                 no = LimitError("another machine")
-                stack.enter_context(patch.object(memory_tier.Arena, "open", side_effect=no))
+                stack.enter_context(patch.object(memory_tier.StagingMemory, "open", side_effect=no))
                 stack.enter_context(patch.object(memory_tier, "FETCH_BYTES", 1 << 20))
             if opens:
                 stack.enter_context(patch.object(memory_tier, "_is_open", found_open))
@@ -291,7 +291,7 @@ def scribble(attempt_id: str) -> bool:
     """Overwrites what this node keeps of an attempt in memory; returns whether it keeps some."""
     staging = current_session().staging()
     found = ray.get(staging.link().handle.kept.remote(attempt_id))
-    arena = memory_tier.Arena.open(found.address)
+    arena = memory_tier.StagingMemory.open(found.address)
     for file in found.files:
         for slot in file.slots:
             arena.slot_array(slot.index)[:] ^= 255

@@ -1,8 +1,6 @@
-"""The commands `rm`, `gc`, `tag` and `metadata`.
+"""The commands `rm`, `gc`, `tag` and `metadata`: they delete, or write beside a checkpoint.
 
-The commands that delete: `rm` and `gc`. They load neither torch nor ray.
-
-The commands that write beside a checkpoint: `tag` and `metadata`. No torch, no ray.
+They load neither torch nor ray.
 """
 
 from __future__ import annotations

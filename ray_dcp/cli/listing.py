@@ -1,8 +1,6 @@
-"""The commands `ls`, `du` and `watch`.
+"""The commands `ls`, `du` and `watch`: the steps of a run, what takes space, and what happens.
 
-The command `ls`: the steps of a run. It loads neither torch nor ray.
-
-The commands `du` and `watch`: what takes space, and what happens. No torch, no ray.
+They load neither torch nor ray.
 """
 
 from __future__ import annotations

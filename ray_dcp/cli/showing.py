@@ -1,8 +1,7 @@
-"""The commands `show` and `verify`.
+"""The commands `show` and `verify`, as tables for people or as JSON. No torch, no ray.
 
-The names of a checkpoint as a tree: by their paths in the state dict, else by their dots.
-
-The commands `show` and `verify`, as tables for people or as JSON. No torch, no ray.
+`tree_of` makes a tree of the names of a checkpoint: by their paths in the state dict, else by their
+dots.
 """
 
 from __future__ import annotations

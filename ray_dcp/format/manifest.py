@@ -1,16 +1,13 @@
-"""The records that decide a checkpoint, and the files that they name.
+"""The records that decide a checkpoint (manifest, abort, delete), and the files that they name.
 
-Reads single fields of a record in JSON, and says what is wrong with one.
+A record is one JSON object in a numbered slot: the manifest commits a checkpoint, an abort record
+says that an attempt must never commit, a delete record commits that nothing stands any more. Its
+bytes are canonical and begin with a digest of the rest, so any change of them is detected. Each
+field is read by a function that raises an error which says what is wrong with it. The storage
+writes a slot at most once; the protocol decides who may.
 
-Which record has which fields is in `manifest`.
-
-The files of a checkpoint as a manifest names them: columns, names that count as one line.
-
-The records that decide a checkpoint: the manifest, which commits it, abort and delete.
-
-One JSON object a record, in a numbered slot. Its bytes are canonical and begin with a digest of
-the rest, so that any change of them is seen. Writing a slot at most once, and who may, is the
-storage's and the protocol's part.
+A manifest holds the names of the checkpoint's files as columns, in which names that count up take
+one line.
 """
 
 from __future__ import annotations

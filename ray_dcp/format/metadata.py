@@ -1,27 +1,17 @@
-"""The `.metadata` of stock DCP, written and read without torch.
+"""The `.metadata` of stock DCP, written and read without torch and without running anything.
 
-Writes pickles opcode by opcode, so that classes can be named without being imported.
+**Writing** (`encode_metadata`). From a chunk table a pickle of
+`torch.distributed.checkpoint.metadata.Metadata`, equal field by field to what torch itself would
+build, with texts where torch has platform-bound paths. `PickleWriter` writes it opcode by opcode,
+in protocol 4, which every Python since 3.4 reads: so classes can be named without being imported.
 
-Protocol 4, which every Python since 3.4 reads. What a checkpoint's `.metadata` holds is said in
-`metadata_out`.
-Source: PEP 307, PEP 3154; Lib/pickletools.py.
+**Reading** (`decode_metadata`). The pickle as a chunk table. `safe_pickle` reads it; here are the
+names that a `.metadata` may refer to, and the plain values that stand for them. Nothing is imported
+or called: allowing a name only means that the data around it is read. Where the raw bytes lie
+inside an item is known only from the item's own header (`torch_items`).
 
-The `.metadata` that stock DCP reads, built from a chunk table without torch.
-
-A pickle of `torch.distributed.checkpoint.metadata.Metadata`, equal field by field to what torch
-itself would build, with texts where torch has platform-bound paths.
-Source: torch/distributed/checkpoint/metadata.py, filesystem.py `_StorageInfo`,
-default_planner.py `create_default_global_save_plan`.
-
-The names that a `.metadata` may refer to, and the plain values that stand for them.
-
-Nothing here is imported or called: allowing a name only means that the data around it is read.
-
-Stock DCP's `.metadata` as a chunk table, read without torch and without running anything.
-
-Which names a `.metadata` may refer to, and what they mean. The pickle itself is read by
-`safe_pickle`; where the raw bytes lie inside each item only its header tells (`torch_items`).
-Source: torch/distributed/checkpoint/metadata.py, filesystem.py, planner.py.
+Source: torch/distributed/checkpoint/metadata.py, filesystem.py `_StorageInfo`, planner.py,
+default_planner.py `create_default_global_save_plan`; PEP 307, PEP 3154; Lib/pickletools.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Names of files and folders: of a checkpoint, of a step, of a run.
 
-Which file names a checkpoint may hold: relative ones that stay in its own directory.
-
-Names of step folders: what a `CheckpointManager` writes, and what else it reads.
-
-What `load_newest` takes for a step (any number at the end of a name) is in `view.runs`.
-
-Names of what lies beside the steps of a run, in its folder `.manager`: tags and notes.
-
-A tag is an empty file; retention keeps the steps that have one. A note is a text for people.
+* Files of a checkpoint have relative names that stay in its own directory; others are refused.
+* Step folders: `StepNames` are those that a `CheckpointManager` writes, and others that it reads.
+  `load_newest` takes any number at the end of a name for a step (`view.listing.step_of`).
+* Tags and notes lie beside the steps of a run, in its folder `.manager`. A tag is an empty file;
+  retention keeps the steps that have one. A note is a text for people.
 """
 
 from __future__ import annotations

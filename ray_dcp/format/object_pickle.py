@@ -1,21 +1,17 @@
-"""Objects are built from pickles by functions of ours, those of numpy too.
+"""Builds the objects of a pickle by functions of its own; nothing that the pickle names is called.
 
-Builds the objects of a pickle by functions of its own; nothing that the pickle names is called.
-
-For every global that state dicts hold a `Known` tells what the name stands for and which function
+For every global that state dicts hold, a `Known` says what the name stands for and which function
 builds a value of it from checked arguments. What the user allowed by
 `torch.serialization.add_safe_globals` is called as torch does; any other name is refused. Here are
-values of Python and its standard library, numpy's are in `numpy_values`, torch's in
-`seam.torch_values`.
-Source: torch/_weights_only_unpickler.py; PEP 307, PEP 3154.
+values of Python, of its standard library and of numpy; torch's are in `torch_adapter.objects`.
 
-Builds arrays, dtypes, scalars and random generators of numpy for `object_pickle`.
+*Why numpy's are built from scratch*: numpy believes what the pickle of a dtype, an array or a
+random generator says of its length, of its fields' places and of what is a pointer; a lie makes it
+read and write memory that is not its own. So each is made by numpy's checked public constructors,
+of values that were checked before.
 
-numpy believes what the pickle of a dtype, of an array or of a generator says of its length, of its
-fields' places and of what is a pointer; a lie makes it read and write memory that is not its own.
-So each is made by numpy's checked public constructors, of values that were checked before.
-Source: numpy/_core/src/multiarray/descriptor.c `arraydescr_setstate`, methods.c `array_setstate`;
-numpy/random/_pickle.py, bit_generator.pyx.
+Source: torch/_weights_only_unpickler.py; PEP 307, PEP 3154; numpy/_core/src/multiarray/descriptor.c
+`arraydescr_setstate`, methods.c `array_setstate`; numpy/random/_pickle.py, bit_generator.pyx.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Reads a pickle into plain values and stand-ins, without importing or calling what it names.
 
 An interpreter for the opcodes of protocols 2 to 5 that data needs. Classes become `Instance`s,
-names that the caller did not allow are refused. What the values mean is `metadata_in`'s part;
+names that the caller did not allow are refused. `metadata` gives the values their meaning;
 `object_pickle` builds real objects with the same interpreter.
 
-Why not `pickle.Unpickler` with a `find_class` of our own: its C code takes 64 GiB for a memo
-index of 2**32 - 1, and overflows the C stack hashing a tuple nested a million deep.
+Why not `pickle.Unpickler` with a `find_class` of our own: its C code takes 64 GiB for a memo index
+of 2**32 - 1, and overflows the C stack hashing a tuple nested a million deep.
 Source: PEP 307, PEP 3154, PEP 574; Lib/pickletools.py.
 """
 

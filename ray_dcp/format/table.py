@@ -1,29 +1,24 @@
-"""The chunk table: groups of rows and their index, regular or not.
-
-Which rows of a large chunk table tell of which part of each tensor, and where they are.
-
-The rows are in groups of whole files, in their order. For each group and tensor of which it has
-chunks the index names the box around them. In the Parquet file's own metadata it is, in base64,
-zlib's stream of whole numbers of 8 bytes, little-endian: how many groups, boxes and dimensions
-there are; the first row, the first deferred row and the first byte of each group, with the ends;
-the digests of their bytes; and column by column, as steps from box to box, group, tensor, offset
-and size of each box.
-
-A large chunk table, of which a reader takes what tells of the boxes that it needs.
-
-Its rows are in groups of the Parquet file, each the chunks of some files, in their order. After
-them, in a last group, comes a row without file for every tensor. So the end of the file, from that
-group on, tells all tensors, and by its index which groups have chunks of which part of each
-(`table_index`). The manifest has the digest of that end, and the index those of the groups.
-
-The structure of a chunk table that has the rows of few ranks, in JSON's terms, and its rest.
-
-The chunk table on storage: a Parquet file with one row a chunk, for people and for reading.
+"""The chunk table on storage: a Parquet file with one row a chunk, for people and for reading.
 
 Flat columns, so that DuckDB, polars or pandas show a checkpoint's inside without ray_dcp. Tensors
-without any chunk follow as rows without file. Vocabularies and the format version are in the
-file's own metadata. What is of one save alone is in its manifest (`table_places`). Of a table in
-several groups a reader needs only a part (`table_groups`).
+without any chunk follow as rows without file. Vocabularies and the format version are in the file's
+own metadata. What belongs to one save alone is in its manifest (`table_places`). `table_file`
+writes and checks the Parquet file itself.
+
+**Groups** (`GroupedTable`). The rows of a large table are in groups of the Parquet file, each the
+chunks of some whole files, in their order. After them, in a last group, comes a row without file
+for every tensor. So a reader takes the end of the file, from that group on, which holds all tensors
+and the index, and then only the groups that have chunks of the boxes that it needs. The manifest
+has the digest of that end, the index those of the groups.
+
+**The index** (`TableIndex`). For each group, and each tensor of which the group has chunks, it
+names the box around them. In the Parquet file's own metadata it is, in base64, zlib's stream of
+whole numbers of 8 bytes, little-endian: how many groups, boxes and dimensions there are; the first
+row, the first deferred row and the first byte of each group, with the ends; the digests of their
+bytes; and column by column, as steps from box to box, group, tensor, offset and size of each box.
+
+**Regular layouts** (`expanded`). Such a table has the rows of few ranks, and their
+`planning.structure`, in JSON's terms, from which the rows of the others follow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks that a chunk table does not contradict itself, before anything is read by it.
 
-Whether its chunks cover their tensors is `plan.coverage`'s question.
+Whether its chunks cover their tensors is checked by `planning.coverage`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""The rows of a chunk table as Arrow's columns, in a Parquet file.
+"""The Parquet file of a chunk table: rows as columns of Arrow, and limits of what it may claim.
 
-Between padded numpy arrays and Arrow's lists of different lengths, for the chunk table.
+A row is a chunk, with all that is known of its tensor; rows without file describe tensors alone. In
+memory a row's numbers are a padded numpy array, in Arrow lists of different lengths.
 
-The rows of a chunk table on storage, as Arrow's columns and as numpy's.
-
-A row is a chunk, with all that is known of its tensor; rows without file tell of tensors alone.
-
-How many values the columns of a Parquet file claim to have, told before any is decoded.
-
-Reads just the file's footer (Thrift's compact protocol). Why not Arrow's own
+*Trust*: a file of a few bytes may claim any number of values. `TableFile` compares what the footer
+and the pages claim with what a file of that length may hold, before a value is decoded.
+`read_footer` reads the footer by itself (Thrift's compact protocol). Why not Arrow's own
 `row_group(i).column(j)`: on a damaged footer it ends the process (`std::terminate` on a wrong
 histogram, seen with pyarrow 26), while reading the file as a whole raises.
 Source: https://github.com/apache/parquet-format (parquet.thrift), Thrift's compact protocol.
-
-The Parquet file of a chunk table: how it is written, and what is believed of it when read.
 """
 
 from __future__ import annotations
@@ -798,7 +793,7 @@ class TableFile:
 
     Attributes:
         extra: Vocabularies and counts.
-        index: What `table_index` reads; empty where rows are in one group.
+        index: What `table.decode_index` reads; empty where rows are in one group.
         num_groups: Groups of rows.
 
     Raises:

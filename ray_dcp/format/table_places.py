@@ -69,7 +69,7 @@ def with_places(
         deferred: Which deferred chunks are in `table`; None: all.
 
     Returns:
-        Checksums that data files end with are 0, to be filled in (`transfer.check_file`).
+        Checksums that data files end with are 0, to be filled in (`io.table_parts.CheckFile`).
 
     Raises:
         DamagedCheckpointError: They do not belong together, or the whole contradicts itself.

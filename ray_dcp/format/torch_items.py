@@ -1,33 +1,24 @@
-"""Items of `torch.save`: the bytes around a tensor, and where its raw bytes lie.
+"""Items of `torch.save`, without unpickling: their frames, and where the raw bytes of a tensor lie.
 
-What tensor a `data.pkl` of `torch.save` describes, told without unpickling it.
+**Writing** (`Frame`). An item is a header, the payload (the tensor's C-order bytes) and a footer:
+an uncompressed zip with the records `data.pkl`, `byteorder`, `version` and, last, `data/0`, so that
+the footer is only the zip's directory. Why not what `torch.save` writes: `.format_version` would
+promise torch that the payload lies where torch's own layout puts it (`calculate_storage_offsets`),
+and the record after the payload would make the footer longer. Both are optional for every torch
+since 1.6.
 
-An interpreter for the few pickle opcodes with which torch writes a plain tensor: nothing is
-imported, called or built but tuples of numbers. Where the record lies is `torch_items`' part.
-Source: torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3`; PEP 307 (pickle protocol 2).
+**Reading** (`parse_torch_save`). It walks the zip's local headers from the start of the item, so
+that no second read for the zip's directory is needed. `read_tensor_pickle` reads from `data.pkl`
+which tensor it describes: an interpreter for the few pickle opcodes with which torch writes a plain
+tensor. Nothing is imported, called or built but tuples of numbers.
 
-Where the raw bytes lie inside one item that `torch.save` wrote, without unpickling it.
+**Checking** (`check_directory`). `torch.load` believes a zip's directory: of a few bytes that
+unpack to any number, it would make them all. torch itself never compresses, so the end of an item
+must be the directory of a zip that holds it uncompressed. `view.verify` checks the CRCs.
 
-Walks the zip's local headers from the start of the item, so that no second read for the zip's
-directory is needed. What `data.pkl` says is told by `tensor_pickle`.
-Source: APPNOTE.TXT 4.3 (zip), 4.5.3 (zip64); caffe2/serialize/inline_container.cc.
-
-The bytes around one tensor that make its raw bytes a `torch.save` item.
-
-An item is a header, the payload (the tensor's C-order bytes) and a footer: an uncompressed zip
-with the records `data.pkl`, `byteorder`, `version` and, last, `data/0`, so that the footer is only
-the zip's directory. Reading items back lives in `torch_items`.
-
-Why not what `torch.save` writes: `.format_version` would promise torch that the payload lies
-where torch's own layout puts it (`calculate_storage_offsets`), and the record after the payload
-would make the footer longer. Both are optional for every torch since 1.6.
-Source: torch/serialization.py `_save`, `_load`; APPNOTE.TXT 4.3 (zip), 4.5.3 (zip64).
-
-Whether the end of a `torch.save` item is the directory of a zip that holds it uncompressed.
-
-`torch.load` believes a zip's directory: of a few bytes that unpack to any number, it would make
-them all. torch itself never compresses. CRCs are `view.stock_items`' part.
-Source: APPNOTE.TXT 4.3.12 to 4.3.16; caffe2/serialize/inline_container.cc.
+Source: torch/serialization.py `_save`, `_load`; torch/_utils.py `_rebuild_tensor_v2`,
+`_rebuild_tensor_v3`; caffe2/serialize/inline_container.cc; APPNOTE.TXT 4.3 (zip), 4.5.3 (zip64);
+PEP 307 (pickle protocol 2).
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""Which checkpoint stands at a place, and where its chunks are.
+"""Which checkpoint is at a place, and where all its chunks are.
 
-`Checkpoint`: one that stands, and where all its chunks are.
+`find_checkpoint` decides which checkpoint it is, `read_checkpoint` reads its chunk table too. Order
+of truth: the highest commit; where there is none or a delete came after it, the `.metadata` of
+stock DCP; where there is neither, plain safetensors files. Where there is no checkpoint, the error
+says what the place holds, and where one might be instead (`not_found`).
 
-Says what is at a place where no checkpoint stands, and where one might be instead.
-
-What a `.metadata` says that lies beside our records: whether it is ours, stale or foreign.
-
-Decides which checkpoint stands at a place, and reads its chunk table.
-
-Order of truth: the highest commit; where there is none or a delete came after it, the `.metadata`
-of stock DCP; where there is neither, plain safetensors files. What a place without any of them
-holds is told by `lookaround`.
+A `.metadata` beside our records is ours, stale or foreign: it projects the manifest; it should, but
+is missing or older; or another program wrote it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""A read plan as jobs for threads.
+"""A read plan as jobs for threads: spans of small pairs, direct slices, strided slabs.
 
-Cuts a read plan into jobs for threads: spans of small pairs, direct slices, strided slabs.
-
-Pure: numbers in, numbers out. Doing the jobs is in `reader`.
-
-Numbers of the pairs of a read as lists, for the loops that look at every small pair.
-
-Pure: which pairs can take the shortest way is decided here, `filling` does it.
+Pure: numbers in, numbers out. `reader` does the jobs. `PairNumbers` has the columns of the pairs as
+lists, for the loops that look at every small pair: which pairs can take the shortest way is decided
+here.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
-"""Planned bytes from storage into targets, with every block verified.
+"""Reads planned bytes from storage into targets, and verifies every block on the way.
 
-Verifies blocks that were read against the chunk table, and says which bytes are damaged.
+Large contiguous regions go straight into the target's memory; small ones that lie together are read
+together; the rest goes through a bounded scratch buffer per thread. `read_jobs` decides which bytes
+those are; `Filler` does the jobs on several threads; `BlockVerifier` compares each block with the
+chunk table and says which bytes are damaged.
 
-Finds the raw bytes inside items that stock DCP wrote, whose place only their header tells.
-
-The format of an item is known in `format.torch_items`; here its head is read and what it says is
-compared with the chunk table.
-
-Does the jobs of a read: storage into targets, with every block verified on the way.
-
-Which jobs there are is decided in `jobs`; who asks for them is `reader`.
-
-Reads planned bytes into targets, verifying every block on the way.
-
-Large contiguous regions go straight into the target's memory; small ones that lie together are
-read together; the rest goes through a bounded scratch buffer per thread. Which bytes those are is
-decided in `jobs`; the work is done in `filling`.
+Only the header of an item that stock DCP wrote says where its raw bytes lie (`format.torch_items`).
+So its head is read first, and what it says is compared with the chunk table.
 """
 
 from __future__ import annotations
@@ -708,7 +699,7 @@ def read_chunks(
 
     Complexity:
         O(bytes); a small tensor costs about 3 us. Memory: per thread the greatest of 8 MiB,
-        `jobs.SCRATCH_BYTES` and one block, and no more than what one job needs.
+        `read_jobs.SCRATCH_BYTES` and one block, and no more than what one job needs.
     """
     prepared = prepare_reads(storage, table, read_plan, wanted, options=options)
     return read_prepared(storage, prepared, sink, options=options)

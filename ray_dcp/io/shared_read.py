@@ -1,8 +1,8 @@
-"""A storage of which some bytes are read by one rank only, and handed on to the others.
+"""`SharedReadStorage`: some bytes are read by one rank only, and passed on to the others.
 
-Who reads what is decided in `plan.read_once`; what is handed on goes through an `Exchange`. What
-comes from another rank is checked like what storage gives. Where it does not come, it is read from
-storage, so that nobody depends on anybody.
+`planning.reads.share_reads` decides who reads what; a `Transport` passes it on. What comes from
+another rank is checked like what storage gives. Where it does not come, it is read from storage, so
+that no rank depends on another.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""The parts of a chunk table and of its checksums that a load needs.
+"""The parts of a chunk table and of its checksums that a load needs, each verified by the manifest.
 
-Small files of a checkpoint, read whole or in part, and compared with what the manifest says.
+`TableParts` reads only the chunks that are needed. Of a table in groups it reads those groups
+(`format.table.GroupedTable`); of one that has the rows of few ranks it makes the rows of the other
+ranks that are needed (`planning.structure`). Python's collector is paused where much is made, never
+while storage is waited for: that may hang.
 
-Block checksums at the ends of data files, of which a rank reads only those that it needs.
-
-A large chunk table of which a load takes only the chunks that it needs.
-
-Of a table in groups these are read (`format.table_groups`); of one that has the rows of few ranks,
-those of the other ranks that are needed are made (`plan.structure_part`). Python's collector is
-paused where much is made, never while storage is waited for: that may hang.
+`CheckFile` reads block checksums at the ends of data files, of which a rank reads only those that
+it needs. Small files are read whole or in part, and compared with what the manifest says.
 """
 
 from __future__ import annotations

@@ -1,27 +1,16 @@
-"""Part files, written as a plan says, with checksums on the way.
+"""Writes part files as a plan says: frames, payloads and deferred items, with checksums on the way.
 
-The fixed part of a file plan, piece by piece: frames, gaps, and which pieces are joined.
+Small tensors are packed with their frames into a joined buffer; large ones are hashed and written
+slice by slice, while a slice is still in the processor's cache. Bytes come from items that are
+whole in memory, or from pieces as they were staged (`PieceSource`). Memory that others may write to
+is copied first. `reader` reads part files back.
 
-Pure: a plan in, lists out. Lists, because a piece is looked at in Python, where an element of a
-numpy array costs ten times more.
+`pieces_of` turns the fixed part of a file plan into pieces: frames, gaps, and which pieces are
+joined. It is pure, a plan in and lists out. Lists, because a piece is looked at in Python, where an
+element of a numpy array costs ten times more.
 
-Tells whether a file that somebody else published is the one that we meant to publish.
-
-A writer that took over from another, or lost the answer to its commit, meets its own key.
-
-What a writer gets its bytes from: items that are whole in memory, or pieces as they were staged.
-
-Nothing here opens a file.
-
-One part file on its way to the storage: frames, payloads, deferred items, checksums.
-
-Who opens it and what becomes of the receipt is in `writer`.
-
-Writes part files as a plan says: frames, payloads and deferred items, checksums on the way.
-
-Small tensors are packed with their frames into a joined buffer; large ones are hashed and
-written slice by slice, while a slice is still in the processor's cache. Memory that others may
-write to is copied first (`sources`). Reading back is in `reader`.
+A writer that took over from another, or lost the answer to its commit, meets its own key:
+`same_file_is_published` says whether the file under it is the one that it meant to publish.
 """
 
 from __future__ import annotations

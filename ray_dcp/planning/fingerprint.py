@@ -1,4 +1,4 @@
-"""The name of what a rank holds: 32 bytes, equal when the plan would be.
+"""The fingerprint of what a rank holds: 32 bytes, equal when the plan would be.
 
 A plan is a pure function of the ranks' columns, without the content of any item, and of a few
 options. So a fingerprint is the hash of exactly these, and of the version of what computes it:
@@ -6,8 +6,8 @@ nothing that a plan depends on can be left out. A mesh, a placement or a stride 
 that it leads to, and by whether holders share them; what leads to the same boxes has the same plan.
 
 The first half names all but the boxes: it is equal on ranks that hold parts of the same tensors, so
-that those of a stage of a pipeline are told from the others without a row of any. The second half
-is of the boxes, and of the rank's number where it stands in names of its own.
+the ranks of one pipeline stage differ from those of others there, without a row of any. The second
+half is of the boxes, and of the rank's number where it stands in names of its own.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def plan_key(fingerprints: Sequence[bytes], nodes: Sequence[int] = ()) -> bytes:
 
     Args:
         fingerprints: Of each rank.
-        nodes: Which ranks share a node, as `loads.node_numbers` tells it.
+        nodes: Which ranks share a node, as `sharing.node_numbers` tells it.
     """
     # Why no separators: they are all of one length.
     state = blake2b(b"".join(fingerprints), digest_size=FINGERPRINT_BYTES)

@@ -1,10 +1,8 @@
-"""The plan of a save, for all ranks and for one.
+"""The plan of a save: from what every rank holds to who writes what, and where.
 
-From what every rank holds to who writes what, and where: `make_plan`.
-
-The steps are in `merging` (copies, conflicts), `sharing` (who) and `layout` (where).
-
-One rank's part of a global plan: its files, in the order of their bytes.
+`make_plan` merges the ranks' columns (`merge`: copies, conflicts), shares the bytes out (`sharing`:
+who writes) and lays out the files (`layout`: where). `rank_plan` and `RankPlans` return one rank's
+part of it: its files, in the order of their bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def make_plan(
         min_writer_bytes: A rank to which bytes are given that others hold as well writes at least
             about this much in all, as far as there is so much.
         to_lowest_rank: What several ranks hold is written whole by the lowest of them.
-        nodes: Number of each rank's node (`loads.node_numbers`): what its ranks write together is
+        nodes: Number of each rank's node (`sharing.node_numbers`): what its ranks write together is
             brought to one level over the nodes. By default each rank is on one of its own.
         checked: `columns.decode` gave the columns, which has checked each.
 

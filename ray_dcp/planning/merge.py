@@ -1,17 +1,15 @@
-"""All ranks' columns as one table, and what replicas in it differ in.
+"""All ranks' columns merged into one table: copies of one box, conflicts, replicas that differ.
 
-All ranks' columns as one table, which of its rows are copies of each other, and conflicts.
+The plan proper starts from this table: `sharing` decides who writes, `layout` where.
 
-The plan proper starts from this: who writes is decided in `sharing`, where in `layout`.
+**Replica digests.** Plain tensors and objects that several ranks hold carry a digest of their
+content each. Items that the same ranks hold form a group, and each rank sends one digest for a
+whole group: a few digests, and no row, show whether ranks still hold the same content where they
+should. An item that differed when the plan was made is a group of its own. The plan takes it whole
+from the lowest rank, so it stays right whether the item differs or not, and the digest shows which
+items do.
 
-Do ranks still hold the same content where they should? Told by a few digests, not by rows.
-
-Plain tensors and objects that several ranks hold carry a digest of their content each. Those that
-the same ranks hold make a group, and each rank tells one digest for all of a group. Items that
-differed when the plan was made are a group each: the plan takes them whole from the lowest rank, so
-that it stays right whether they differ or not, and it can be told which do.
-
-A rank's items without the digests of their content, and these alone.
+`without_contents` returns a rank's items without these digests, `contents_of` the digests alone.
 """
 
 from __future__ import annotations

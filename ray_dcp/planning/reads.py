@@ -1,19 +1,16 @@
 """What a load reads: chunks, byte ranges, and which rank reads what several need.
 
-Which bytes of a stored chunk an intersection needs: extents, checksum blocks, slabs, reads.
+`plan_reads` finds which stored chunks meet which wanted boxes, and whether they cover all of them.
 
 A chunk's bytes are the C-order bytes of its box, counted from 0 at the chunk's first raw byte
-("chunk-local"). Finding the intersections is `reading`'s part; nothing here opens a file.
+("chunk-local"). Of each (chunk, wanted box) pair `pair_bytes` and the functions before it give the
+extent, the checksum blocks around it, its slabs, and the reads that are coalesced.
 
-What to read: which stored chunks meet which wanted boxes, and whether that is everything.
+`share_reads` decides who reads what, so that no byte that several ranks need is read by each of
+them: from the ranges of files that every rank has to read, to what each reads and gets from others.
 
-The byte side of a pair (extents, checksum blocks, slabs, coalesced reads) is in `extents`, and
-importable from here too. Reading, verifying and copying belong to `transfer`.
-
-Who reads what in a load, so that no byte that several ranks need is read by each of them.
-
-Pure: the ranges of files that every rank has to read in, what each reads and gets from others out.
-Moving the bytes is `transfer.relay`'s part.
+Pure: nothing here opens a file. `io.reader` reads, verifies and copies; `io.shared_read` passes
+the shared bytes on.
 """
 
 from __future__ import annotations

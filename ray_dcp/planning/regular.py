@@ -1,19 +1,17 @@
-"""Regular layouts: what all ranks of a mesh hold follows from a few of them.
+"""Regular layouts: what all ranks of a mesh hold follows from the rows of a few of them.
 
-What all ranks of a mesh hold, from what a few of them say: rows that need not be sent.
+**The mesh** (`infer`). Where every rank holds the part of each tensor that its place in a mesh says
+(`Shard` and `Replicate` of DTensors, equal slabs, uneven last ones), its boxes follow from those of
+rank 0 and a step for each dimension of the mesh: the other ranks' rows need not be sent. The caller
+gives neither mesh nor placements: they are read off the rows of few ranks. A rank's fingerprint
+proves that it holds what follows, so a wrong guess costs time and nothing else: ranks that hold
+something else send their rows.
 
-Where every rank holds the part of each tensor that its place in a mesh says (`Shard` and
-`Replicate` of DTensors, equal slabs, uneven last ones), its boxes follow from those of rank 0 and
-a step for each dimension of the mesh. Neither mesh nor placements are asked for: they are read off
-the rows of few ranks. Whether a rank really holds what follows is told by its fingerprint, so that
-a wrong guess costs time and nothing else: ranks that hold something else send their rows.
-
-Who holds the same boxes, where ranks hold parts of tensors on meshes: no row of most is made.
-
-Along some dimensions of the mesh of its ranks an item is cut, along the others it is held several
-times: `Shard` and `Replicate`, FSDP, HSDP, tensor and pipeline parallel, experts on meshes of
-their own. The ranks that hold one box follow from that. What is found is what `distinct_boxes` of
-all rows would find, and that they cover each tensor once; other layouts are left to the rows.
+**The owners** (`find_holders`). Along some dimensions of the mesh of its ranks an item is cut,
+along the others it is replicated: `Shard` and `Replicate`, FSDP, HSDP, tensor and pipeline
+parallel, experts on meshes of their own. The ranks that hold one box follow from that, without the
+rows of most ranks. The result is what `merge.distinct_boxes` of all rows would find, and that the
+boxes cover each tensor once; other layouts are left to the rows.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Who writes what, balanced over nodes and their ranks.
+"""Who writes what, balanced by bytes: replicated boxes are cut, or given to one of their holders.
 
-How much each holder of the same bytes is to write, so that nodes and their ranks end level.
-
-The ranks of a node write by way of one disk or network card, so nodes are brought to a common
-level first, and then the ranks of each. What is cut where is decided in `sharing`.
-
-Who writes what: replicated boxes are cut or handed to one of their holders, balanced by bytes.
-
-Where the pieces go in which file is decided in `layout`.
+The ranks of a node write by way of one disk or network card. So `Loads` brings nodes to a common
+level first, and then the ranks of each. `layout` decides where the pieces go in which file.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Plans of regular layouts, in which a few ranks stand for all.
+"""Plans of regular layouts, from the rows of one rank of each class of equal ranks.
 
-A global plan that holds the rows of few ranks, from which those of all follow.
-
-A plan of a regular layout from the rows of few ranks: no row of the others is ever made.
-
-Where ranks hold parts of tensors on meshes (`holders`), each writes what others do, at another
-place of the tensors. So only the rows of one rank of each sort are planned: of each class of ranks
-whose files are alike. The plan is that of the rows, as `make_plan` would make it; other layouts
-are left to that.
+Where ranks hold parts of tensors on meshes (`regular.MeshOwners`), each writes what others do, at
+another place of the tensors. Ranks whose files are alike make a class, and only the rows of one
+rank of each class are planned. A `StructuralPlan` holds these; the rows of all other ranks follow
+from them, and are made only when they are asked for. It is the plan that `make_plan` makes of all
+rows, bit for bit; other layouts are left to `make_plan`.
 """
 
 from __future__ import annotations

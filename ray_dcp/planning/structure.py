@@ -1,6 +1,4 @@
-"""Chunks of regular layouts, in which those of a few ranks stand for all.
-
-Chunks of all ranks, told by those of a few: the rows of the others follow.
+"""The chunks of a regular layout, of which a table has the rows of few ranks; the others' follow.
 
 Ranks that hold boxes of the same items, on a mesh of their own, are a *part* of the job: all of
 it, or a stage of a pipeline. Those of a part whose files are alike make a *class*. The chunk table
@@ -8,7 +6,8 @@ has the rows of one rank of each class, its *leader*, the lowest. Another rank o
 same rows, in files of its own, with boxes that lie as far from the leader's as the mesh of the
 part says. So ten million rows are a thousand.
 
-Which ranks have chunks of what is wanted, where all chunks follow from the rows of few.
+`expand` makes the chunks of all ranks; `ranks_around` returns which ranks have chunks of what a
+load wants, so that only those are made.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Structure:
         leaders: int64[c], the lowest rank of each class, ascending.
         kind: int32[w], the class of each rank.
         file_kind: int32[f], the class whose leader has each file of the table, ascending.
-        own: int64[o], the tensors of the table that stand for one of each rank (`own_names`),
+        own: int64[o], the tensors of the table that stand for one of each rank (`rank_names`),
             ascending.
     """
 

@@ -580,8 +580,8 @@ class SaveMachine(JoinedSave):
             # Why possible: whoever makes up attempts may tell them to others before.
             return self._fail(
                 SaveCancelledError(
-                    f"Attempt {self._attempt} was ended by another rank before this save had "
-                    "its plan"
+                    f"Attempt {self._attempt} was ended by another rank before this save "
+                    "was planned"
                 )
             )
         self._vote = self._new_vote()

@@ -1,1 +1,1 @@
-"""Keys to bytes: one small interface over local disks, memory and (later) object stores."""
+"""Keys to bytes: one interface over local disks, memory, object stores and other libraries."""

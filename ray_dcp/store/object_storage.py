@@ -1,18 +1,12 @@
-"""`ObjectStorage`: keys in a bucket of S3, GCS or Azure, its uploads and its errors.
+"""`ObjectStorage`: keys to bytes in a bucket of S3, GCS or Azure, by obstore.
 
-`ObjectWriter`: uploads one file front to back; long ones in parts, several at a time.
+**Uploads** (`ObjectWriter`). A file that fits one request is put by one, created only if absent. A
+longer one is a multipart upload, several parts at a time, that obstore makes in a thread of its
+own: it takes the pieces from here without copying them, and aborts the upload when it learns that
+no more will come.
 
-A file that fits one request is put by one, created only if absent. A longer one is a multipart
-upload that obstore makes in a thread of its own: it takes the pieces from here without copying
-them, and aborts the upload when it is told that no more will come.
-
-What the errors of obstore mean, as `StorageError`s that say which call on which key failed.
-
-Pure but for reading the error. A message never shows signatures or tokens, which URLs may carry.
-
-`ObjectStorage`: keys to bytes in a bucket of S3, GCS or Azure, by obstore.
-
-Uploads of long files are in `object_writer`; what errors mean in `object_errors`.
+**Errors** (`object_failure`). Errors of obstore become `StorageError`s that say which call on which
+key failed. A message never shows signatures or tokens, which URLs may carry.
 """
 
 from __future__ import annotations
@@ -873,7 +867,7 @@ class ObjectStorage:
         Args:
             scheme: Of the URL.
             rest: Bucket and path.
-            options: See `object_options.split_options`.
+            options: See `object_stores.split_options`.
 
         Raises:
             InvalidRequestError: obstore is missing, or an option is not understood.

@@ -1,12 +1,7 @@
-"""Clients of object stores, from URLs and options.
+"""Clients of object stores, from URLs and options, kept while they are used.
 
-Which options an object store takes: ours, obstore's, and the names that fsspec users know.
-
-Pure: options in, options out. The stores are made in `object_stores`.
-
-Makes the clients of object stores from URLs and options, and keeps them while they are used.
-
-What is done with a client is in `object_storage`.
+`split_options` is pure: it separates our own options, obstore's, and the names that fsspec users
+know. `client_of` returns the same client to all who ask; `object_storage` calls it.
 """
 
 from __future__ import annotations

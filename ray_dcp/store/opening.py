@@ -1,8 +1,7 @@
-"""From what names a place to the storage that serves it.
+"""`open_storage`: from whatever names a place to its `Target` and the storage that serves it.
 
-`open_storage`: from whatever names a place to its `Target` and the storage that serves it.
-
-How much of something is there already, for those who wait while another writes it.
+`watched` reports how much of what is saved is there already, for those who wait while others write
+it.
 """
 
 from __future__ import annotations

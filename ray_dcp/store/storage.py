@@ -1,17 +1,13 @@
-"""What ray_dcp needs of a storage, and what every storage shares.
-
-What ray_dcp needs of a storage: the `Storage` and `PartWriter` protocols and their errors.
+"""What ray_dcp needs of a storage: the `Storage` and `PartWriter` protocols, and their errors.
 
 A storage is bound to one checkpoint directory. Keys are relative, `/`-separated, without `..`.
-Every method may be called from several threads, and everything may happen twice.
+Every method may be called from several threads, and everything may happen twice. A storage
+describes itself by `StorageTraits` and `ReadTraits`, which are asked instead of its class.
 
-Keys and errors that every storage shares: which keys are legal, what an errno means.
-
-Opening a storage for a path or URL is in `opening`.
-
-`StorageWrapper`: a storage that hands everything on to another one, to be changed in part.
-
-One file of a directory as a storage to read: nothing else is seen, nothing can be written.
+Every storage shares the checks of keys and ranges, and what an errno means (`os_failure`). A
+`StorageWrapper` passes everything on to another storage, to be changed in part. `OneFile` is one
+file of a directory as a storage to read: nothing else is visible, nothing can be written. `opening`
+opens the storage of a path or URL.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Storages on filesystems that other libraries bring.
-
-Keeps credentials out of messages: libraries may quote in an error what they were given.
-
-`StorageAdapter`: the `Storage` on any filesystem that a library of others brings.
+"""`StorageAdapter`: the `Storage` on any filesystem that a library of others brings.
 
 What differs between the libraries is a `FilesystemPort`; there is one for fsspec and one for
 pyarrow.fs. Conditional creation is tried, not believed; see `create_probe`.
+
+`redacted` keeps credentials out of messages: libraries may quote in an error what they were given.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The conformance suites of `Storage` and `PartWriter`.
-
-`PartWriterConformance`: every promise of the `PartWriter` protocol as a test.
-
-A part of `storage_conformance.StorageConformance`, which is the one to subclass.
-
-`StorageConformance`: every promise of the `Storage` protocol as a test, for any storage.
+"""`StorageConformance`: every promise of the `Storage` protocol as a test, for any storage.
 
 Subclass it in a test module with a fixture `storage` that gives an empty storage::
 
@@ -12,6 +6,9 @@ Subclass it in a test module with a fixture `storage` that gives an empty storag
         @pytest.fixture
         def storage(self, tmp_path):
             return MyStorage(tmp_path / "checkpoint")
+
+`PartWriterConformance`, the promises of the `PartWriter` protocol, is a part of it, and not to be
+subclassed by itself.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What a rank holds of a state dict: items, bytes, and numbers about them.
+"""What a rank holds of a state dict: items as columns, where their bytes come from, their norms.
 
-What a rank holds of a state dict: the columns of its items, and where their bytes come from.
+`tensors` gives the bytes of a single tensor, `shards` the boxes of a sharded one, `objects` the
+bytes of an object.
 
-How a single tensor gives its bytes is in `tensors`, which boxes a sharded one has in `shards`, how
-an object becomes bytes in `objects`.
-
-Numbers about what a rank is to save: norms, NaN and infinities, by `SaveOptions`.
-
-They are taken from the bytes that will be saved, before the ranks join the save: a save that is
-refused has neither plan nor file. How the numbers of ranks are put together is in `tensor_stats`.
+`measured` takes the numbers that `SaveOptions` asks for (norms, NaN, infinities) from the bytes
+that will be saved, before the ranks join the save: a save that is refused has neither plan nor
+file. `format.tensor_stats` combines the numbers of all ranks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Steps of all ranks that run a user's code, and the errors of that code.
+"""Steps of all ranks that run a user's code with DCP's meaning: run, gather, decide, scatter.
 
-Errors of user code (planners, storage plug-ins, `Stateful` values) as one `CheckpointError`.
-
-A failure is DCP's pair of an exception and its `StackSummary`, made safe to pickle.
-
-A step of all ranks with DCP's meaning: run, gather, decide on the coordinator rank, scatter.
-
-The collectives of DCP's `_DistWrapper` as generators over `Exchange`, without a process group.
-What user code raises on any rank reaches every rank as the same `CheckpointError`.
+The collectives of DCP's `_DistWrapper` as generators over `protocol.messages.Exchange`, without a
+process group; the coordinator rank decides. What user code (planners, storage plug-ins, `Stateful`
+values) raises on any rank reaches every rank as the same `CheckpointError`. A failure is DCP's pair
+of an exception and its `StackSummary`, made safe to pickle.
 
 *Trust*: plans, results and metadata of third-party planners and storages have no schema, so they
 travel as pickles, as they do in DCP. They are read only by ranks of the same job, which run the

@@ -1,17 +1,11 @@
-"""Which path a save or load takes, and whether its arguments are right.
+"""Which path a save or load takes, and whether its arguments are right, before anything is done.
 
-Whether what a caller passed as writer, reader, planner or id is one, told before it is used.
+`decide_save` and `decide_load` return a `Route`, with one of three paths and why. *Native* takes
+torch's own file system writer or reader and default planner at their word and does their work
+itself; *planner hooks* does so with a planner of the user's; *foreign storage* leaves the work to a
+plug-in, or to what stands in for one of torch's.
 
 Like DCP, a plug-in need not inherit from DCP's classes: its methods decide.
-
-Which path a save or load takes, as a value; `paths` decides it.
-
-Which of the three paths a save or load takes, and why.
-
-*Native* takes torch's own file system writer or reader and default planner at their word and does
-their work itself; *planner hooks* does so with a planner of the user's; *foreign storage* leaves
-the work to a plug-in, or to what stands in for one of torch's. Nothing is done here: what is
-decided is a value.
 """
 
 from __future__ import annotations
@@ -242,7 +236,7 @@ _NATIVE = (*_LOCAL, *_FSSPEC, hf_storage.HuggingFaceStorageReader)
 
 
 def _place(storage: Any, checkpoint_id: Any, argument: str) -> Route:
-    """Returns the decision as far as the storage goes: native or foreign, no planner yet."""
+    """Returns the route as far as the storage goes: native or foreign, no planner yet."""
     if storage is None:
         return _place_of_id(checkpoint_id, argument)
     kind = type(storage).__name__

@@ -1,16 +1,15 @@
-"""Nested state dicts and flat ones, and names that change on the way.
-
-Nested state dicts to flat ones with dotted names, by DCP's rules, and back.
+"""Nested state dicts to flat ones with dotted names, by DCP's rules, and back; mapped names.
 
 The rules: a mapping is walked, its keys as `str(key)`; a list is walked only if a mapping or a
 tensor is in it, at any depth of lists; everything else is one value, tuples too.
 Source: `torch/distributed/checkpoint/_traverse.py` and `_nested_dict.py`.
 
 Beyond DCP, each flat value knows the container it sits in and its real key there, so that a loaded
-value goes back to where it came from under integer keys too; paths tell which keys are numbers;
-and an empty mapping, which leaves no trace in DCP, is a value.
+value goes back to where it came from under integer keys too; paths tell which keys are numbers; and
+an empty mapping, which leaves no trace in DCP, is a value.
 
-Which name of a checkpoint a load takes for which name of the state dict: pure functions.
+`renamer` and `stored_names` decide which name of a checkpoint a load takes for which name of the
+state dict: pure functions.
 """
 
 from __future__ import annotations

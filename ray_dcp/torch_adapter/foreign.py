@@ -1,12 +1,9 @@
-"""Saves and loads through storage plug-ins of others.
+"""Saves and loads through third-party storage plug-ins, in DCP's call order.
 
-Waits with a deadline for the futures that storage plug-ins return.
-
-Saves and loads through third-party storage plug-ins, in DCP's call order.
-
-The plug-in runs in the ranks; gathers and scatters go through the coordinator of ray_dcp instead
-of collectives of the training group. The plug-in's `finish` is the commit: there is no fencing,
-no checksum and no survival of a rank's death here.
+The plug-in runs in the ranks; gathers and scatters go through the coordinator of ray_dcp instead of
+collectives of the training group. The plug-in's `finish` is the commit: there is no fencing, no
+checksum and no survival of a rank's death here. Futures that a plug-in returns are awaited with a
+deadline.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Python objects and files in the format of `torch.save`.
-
-Reads what `torch.save` wrote: its storages, and the tensors that are built on them.
-
-Zips, and the bare pickles from before torch 1.6. Every view is held against the length of its
-storage before torch makes it; what torch would only believe (the order of sparse indices, the
-places in a nested tensor) is checked.
-Source: torch/serialization.py `_load`, `_legacy_load`; torch/_utils.py.
-
-Python objects to bytes and back: `torch.save` format, loaded only under an allow-list.
+"""Python objects and files in the format of `torch.save`, loaded only under an allow-list.
 
 The allow-list is what state dicts really hold (tensors, numpy arrays, scalars and random
 generators, values of the standard library), and what `torch.serialization.add_safe_globals` added.
 Loading calls nothing else that a checkpoint names unless `weights_only=False` is asked for.
 
-Files of `torch.save`, read by mapping them: safely, and only what is asked for.
+`read_torch_save` reads zips, and the bare pickles from before torch 1.6: storages, and the tensors
+that are built on them. Every view is compared with the length of its storage before torch makes it;
+what torch would only believe (the order of sparse indices, the places in a nested tensor) is
+checked. `load_torch_file` maps a file, so that only what is asked for is read.
+Source: torch/serialization.py `_load`, `_legacy_load`; torch/_utils.py.
 """
 
 from __future__ import annotations

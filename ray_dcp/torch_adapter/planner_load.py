@@ -1,13 +1,8 @@
-"""Loads with a planner of the user's from native storage.
+"""Loads with a planner of the user's from native storage: its hooks run here, in DCP's order.
 
-The tensor boxes that a load planner wants, filled in its terms: resolve, fill, commit.
-
-`Boxes` is the `TargetSink` of loads with a planner of the user's.
-
-Loads with a planner of the user's from native storage: its hooks run here, in DCP's order.
-
-What it plans to read becomes wanted boxes of the chunk table; the bytes then go through its
-`resolve_tensor`, `commit_tensor` and `load_bytes`. How a box is filled is in `read_items`.
+What it plans to read becomes wanted boxes of the chunk table. `Boxes`, the `TargetSink` of such a
+load, fills each in the planner's terms: `resolve_tensor`, bytes, `commit_tensor`. Objects go
+through its `load_bytes`.
 """
 
 from __future__ import annotations

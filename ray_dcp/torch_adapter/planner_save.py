@@ -1,16 +1,9 @@
-"""Saves with a planner of the user's on native storage.
+"""Saves with a planner of the user's on native storage: its hooks run here, in DCP's order.
 
-Whether the metadata that a planner of the user's made can be told by a native checkpoint.
-
-A native checkpoint tells the tensors and objects of the plans and their place in the nested state
-dict, and nothing else.
-
-Rows that a planner of the user's planned, as the columns that native planning works on.
-
-Saves with a planner of the user's on native storage: its hooks run here, in DCP's order.
-
-What the planner plans becomes columns like those of a native capture, and what it resolves is
-checked against its own `WriteItem`s. Loads are in `planner_load`.
+The rows that the planner plans become columns like those of a native capture, and what it resolves
+is checked against its own `WriteItem`s. A native checkpoint holds the tensors and objects of the
+plans and their place in the nested state dict, and nothing else: `metadata_problems` reports what
+else the planner's metadata says. Loads are in `planner_load`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The memory that loaded bytes go into, and the boxes that they are of.
+"""The memory that loaded bytes go into: a target tensor's own where possible, else a copy for now.
 
-The memory that loaded bytes go into: a target tensor's own where possible, else a copy for now.
-
-Which tensors are targets, and of which boxes, is decided in `targets`.
-
-New tensors in the place of targets that have no memory, or another dtype than is to be kept.
-
-The boxes that a load wants, collected one by one or many at once, and the sink of bytes.
+`Boxes` collects the boxes that a load wants, one by one or many at once, and the sink of their
+bytes. A target that has no memory (`meta`), or another dtype than is to be kept, gets a new tensor
+in its place. `targets` decides which tensors are targets, and of which boxes.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ class Fresh:
 
 
 class TensorSink:
-    """Buffers of wanted rows; see `targets.TargetSink`.
+    """Buffers of wanted rows; see `io.reader.TargetSink`.
 
     A row whose target is a contiguous CPU tensor of the stored dtype is read in place. For any
     other a CPU tensor of the stored dtype is made when it is first asked for, copied to the target
@@ -116,7 +112,7 @@ class TensorSink:
         starts: Sequence[int],
         counts: Sequence[int],
     ) -> list[int]:
-        """Fills whole rows that are read in place; see `filling.ManySink`.
+        """Fills whole rows that are read in place; see `io.reader.ManySink`.
 
         Complexity: 0.8 us for a small tensor.
         """

@@ -2,8 +2,8 @@
 
 `_CpuShards`, which torch_xla makes to save in the background, are such tensors too. The planners
 work through ray_dcp and through stock DCP, with the keys and chunks of torch_xla's own, which each
-of them can read. torch_xla is imported only where it is loaded already. How a state is primed for
-a load is in `priming`.
+of them can read. torch_xla is imported only where it is loaded already. `state` primes an optimizer
+for a load.
 
 Source: `torch_xla/experimental/distributed_checkpoint/planners.py`.
 """

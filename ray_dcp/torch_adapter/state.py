@@ -1,17 +1,13 @@
-"""`Stateful` values, modules and optimizers as plain state, and back.
+"""`Stateful` values, modules and optimizers into plain state before a save or load, and back after.
 
-Gives an optimizer the state that it would only make at its first step.
-
-A load is in place, so that the state must be there before. Nothing else may change by that.
-
-Top-level `Stateful` values: into plain state before a save or load, and back after a load.
-
-Nested `Stateful` values are left alone, as DCP leaves them.
+Only top-level `Stateful` values are asked; nested ones are left alone, as DCP leaves them.
 
 Modules and optimizers are `Stateful` too, and a checkpoint must fit whatever they are at the load:
 DDP, FSDP and `torch.compile` put names of their own in front of a module's, an optimizer numbers
 its parameters, and makes its state only in its first step. So they are asked through torch's own
-helpers, which name everything by parameter, and an optimizer that has not stepped is primed.
+helpers, which name everything by parameter. A load is in place, so an optimizer that has not
+stepped is primed: `prime_optimizer` gives it the state that it would only make at its first step,
+and changes nothing else.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""What a rank wants of a checkpoint, and the places that it goes to.
+"""What a rank wants of a checkpoint, and the tensors and places that the bytes go into.
 
-Targets of another shape than what is saved: what both have is loaded, the rest is left.
+Nothing of the state dict changes before the first byte arrives: all checks are made while planning,
+and `Targets.check_coverage` is the last of them. Each value of the state dict becomes the boxes
+that it wants of a chunk table, or an object's place; `sink` decides which memory the bytes go into.
 
-Each value of a state dict to the boxes that it wants of a chunk table, or to an object's place.
-
-Which keys take part is decided in `targets`, what memory the bytes go into in `sink`.
-
-Whole `torch.save` items of tensor chunks into the boxes that want parts of them.
-
-What a rank wants of a checkpoint, and the tensors and places that the bytes go into.
-
-Nothing of the state dict changes before the first byte arrives: all checks are made while
-planning, and `Targets.check_coverage` is the last of them.
+Where a target has another shape than what is saved, `Resizing` loads what both have and leaves the
+rest. `ItemPlacer` puts whole `torch.save` items of tensor chunks into the boxes that want parts of
+them.
 """
 
 from __future__ import annotations

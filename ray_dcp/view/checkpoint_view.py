@@ -1,16 +1,11 @@
-"""`CheckpointView`: what is in one checkpoint, in notebooks too.
+"""`CheckpointView`: what is in one checkpoint, without torch and without Ray, in notebooks too.
 
-Reads the numbers that a save left about its tensors; what they are is in `tensor_stats`.
+How tensors are cut into chunks (`grids`), and over which files, is read off the chunk table. A mesh
+is not stored: a grid describes the boxes that the mesh led to. `read_stats` reads the numbers that
+a save left about its tensors (`format.tensor_stats`). `checkpoint_html` shows what the checkpoint
+is, its tensors, and the course of its save.
 
-How the tensors of a checkpoint are cut into chunks, and over which files: read off the table.
-
-A mesh is not stored: what is told here is the grid of boxes that it led to.
-
-`CheckpointView`: what is in one checkpoint, without torch and without Ray.
-
-Listing many checkpoints is in `listing`, checking stored bytes in `verify`.
-
-A checkpoint as notebooks show it: what it is, its tensors, and the course of its save.
+`listing` lists many checkpoints, `verify` checks stored bytes.
 """
 
 from __future__ import annotations

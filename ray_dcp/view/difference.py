@@ -1,15 +1,9 @@
-"""`CheckpointDiff`: which tensors differ, and by how much.
+"""`CheckpointDiff`: which tensors differ between two checkpoints, and by how much.
 
-Which tensors of two checkpoints are the same, by their chunk tables alone: pure, in numpy.
-
-Block checksums are hashes of content. They decide where both checkpoints cut a tensor into the
-same chunks and each chunk into the same blocks. Where they don't, the bytes have to be read, which
-`difference` does.
-
-`CheckpointDiff`: what changed from one checkpoint to another, and by how much.
-
-What changed is decided by stored hashes; what they can't decide is read and compared. By how much
-is reckoned from the values, when it is asked for.
+Block checksums are hashes of content, so the chunk tables alone (`diff_tables`, pure numpy) decide
+where both checkpoints cut a tensor into the same chunks and each chunk into the same blocks. Where
+they don't, the bytes are read and compared. By how much a tensor changed is computed from the
+values, when it is asked for.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
-"""Lists runs and checkpoints, and says what state they are in.
+"""Lists runs and checkpoints: which are there, and what state they are in.
 
-Lists the step folders of a run by their names alone, newest first.
+`list_checkpoints` looks at names, lengths and small records only; `verify` checks the bytes.
+`state_of` is pure: from the names of a folder's files, ours and stock DCP's, and its records, to
+its state.
 
-Which of them hold a checkpoint that stands is not looked at: the load that tries one finds out.
-
-What the names of the files of a checkpoint tell, ours and stock DCP's.
-
-What there is to say about a folder, from the names of its files and its records: pure.
-
-Lists the checkpoints below a directory: which are there, and what state they are in.
-
-Looks at names, lengths and small records only; whether the bytes are right is for `verify`. What a
-state is called is decided in `states`.
+`list_run` lists the step folders of a run by their names alone, newest first. It does not look
+which of them hold a checkpoint: the load that tries one finds out.
 """
 
 from __future__ import annotations

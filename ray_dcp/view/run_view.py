@@ -1,10 +1,7 @@
-"""`RunView`: the checkpoints of a run, and what space they take.
+"""`RunView`: the checkpoints of a run, step by step, and what space they take.
 
-`RunView`: the checkpoints of a run, step by step, and `open`, which finds out what is at a path.
-
-What is in one checkpoint is in `checkpoint_view`. Needs neither torch nor ray.
-
-What takes how much space in a run, by whose the files are.
+`open` finds out what is at a path: one checkpoint, whose content `checkpoint_view` shows, or a run.
+`usage_of` says what takes how much space, by whose the files are. Needs neither torch nor ray.
 """
 
 from __future__ import annotations

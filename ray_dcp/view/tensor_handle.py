@@ -1,13 +1,8 @@
-"""`TensorHandle`: one tensor of a checkpoint, read where it is indexed.
+"""`TensorHandle`: one tensor of a checkpoint, of which only the part that is indexed is read.
 
-From a numpy-style basic index to the box of a tensor that has to be read.
-
-Integers, slices of any step, `...`; no masks and no index arrays, which would read scattered
-elements. Pure arithmetic.
-
-`TensorHandle`: one tensor of a checkpoint, of which only the part that is indexed is read.
-
-Where the bytes lie and how they are verified belongs to `transfer`.
+`select` turns a numpy-style basic index into the box that has to be read: integers, slices of any
+step, `...`; no masks and no index arrays, which would read scattered elements. Pure arithmetic.
+`io.reader` reads and verifies the bytes.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""Verifies every file of a checkpoint.
-
-Checks items that stock `torch.save` wrote: names and CRC32 of the records of their zips.
-
-torch writes these CRCs and never looks at them again. They do not cover the names, which a zip has
-twice; but where it is compressed the second may be a copy of the first. Nothing is unpickled.
-
-Checks what holds no chunks: `.metadata`, records, headers and indices of safetensors files.
-
-None of them changes what a load gives: it goes by the newest record and the chunk table, or by
-what the data files themselves say. But somebody else reads them.
-
-Reads every data file of a checkpoint and tells which bytes are not what was committed.
+"""Verifies every file of a checkpoint, and reports which bytes are not what was committed.
 
 For our checkpoints every byte counts: payloads have checksums, frames and headers follow from the
-chunk table, the rest is zero. Checks of stock DCP's items, which have only the CRCs of their zips,
-are in `stock_items`, those of files without chunks in `other_files`.
+chunk table, the rest is zero.
+
+**Items of stock DCP** have only the CRC32s of their zips, which torch writes and never looks at
+again. `check_stock_item` compares each record with its CRC. CRCs do not cover the names, which a
+zip has twice; but where it is compressed the second may be a copy of the first. Nothing is
+unpickled.
+
+**Files without chunks** (`.metadata`, records, headers and indices of safetensors files) change
+nothing of what a load gives: it goes by the newest record and the chunk table, or by what the data
+files themselves say. But other programs read them.
 """
 
 from __future__ import annotations

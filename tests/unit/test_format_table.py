@@ -234,7 +234,7 @@ def test_a_stored_table_that_contradicts_itself_is_damage(name):
 
 
 def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
-    newer = str(tb.FORMAT_VERSION + 1).encode()
+    newer = str(parquet.FORMAT_VERSION + 1).encode()
     with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
         tb.decode_table(rewritten(metadata={parquet._VERSION_KEY: newer}))
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -171,9 +171,9 @@ def test_views_stay_good_after_it_is_closed():
 
 CHILD = """
 import sys
-from ray_dcp.stage.memory import Arena
+from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import Slot
-arena = Arena.create(2, 1 << 20)
+arena = StagingMemory.create(2, 1 << 20)
 arena.slot(1)[:5] = b"hello"
 print(arena.address.pid, arena.address.fd, *arena.address.identity, flush=True)
 sys.stdin.read()

@@ -1,8 +1,6 @@
-"""Which rank holds which part of a tensor, on paper.
+"""Pictures of which rank holds which part of a tensor, and what other ranks would load from whom.
 
-`Boxes`: which rank holds which part of one tensor, and how that is laid out on paper. Pure.
-
-Which rank holds which part of a tensor, and what a load on other ranks takes from whom. Pure.
+`Boxes` are the parts of one tensor with their ranks; `flatten` lays them out on paper. Pure.
 """
 
 from __future__ import annotations
