@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 
+from ray_dcp.core.checksums import block_checks
 from ray_dcp.core.values import Kind
 from ray_dcp.planning.finish import finish_table
 from ray_dcp.planning.global_plan import make_plan
@@ -63,9 +65,20 @@ def written(source: str, writers: int, shapes):
     columns = case.columns()
     plan = make_plan(columns, part_bytes=1 << 30, min_piece_bytes=1)
     files, receipts = write(case, columns, plan, "a1")
-    table = finish_table(plan, "a1", receipts)
+    table = _with_checks(finish_table(plan, "a1", receipts), files)
     assert table.names == tuple(tensor.fqn for tensor in tensors)
     return table, files, [truth(tensor) for tensor in tensors]
+
+
+def _with_checks(table, files):
+    """Returns the table with the checksums that a load takes from the ends of the files."""
+    checks = []
+    for chunk in range(len(table.file)):
+        start = int(table.payload_offset[chunk])
+        payload = files[table.files[table.file[chunk]]][start:][: int(table.payload_bytes[chunk])]
+        checks.append(block_checks(payload, int(table.block_bytes[chunk])))
+    starts = np.cumsum([0, *(len(one) for one in checks)]).astype(np.int64)
+    return replace(table, check_start=starts, checks=np.concatenate(checks))
 
 
 def wanted_of(boxes) -> Wanted:
