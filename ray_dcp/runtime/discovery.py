@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
 from ray_dcp.runtime import private_ray, ray_private, registry
 from ray_dcp.runtime.actor_names import group_name
-from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address
+from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address, leave_lost
 from ray_dcp.runtime.private_ray import OwnRay, start_own_ray
 from ray_dcp.runtime.registry import meet
 
@@ -97,6 +97,8 @@ def _continued(group: Any, lost: Session) -> Session:
         if ray_private.job_store() is None:
             lost.connection.check()
         try:
+            # Why first: the next one ends when nobody has come to it for the lease.
+            leave_lost()
             own = _own_ray_of_the_job(lost.lease_s)
             attach(Invitation(own.address, token_path=own.token_path))
             session = lost.continued(Path(own.directory).name)

@@ -68,13 +68,16 @@ def unless_lost(call: Callable[P, T]) -> Callable[P, T]:
             except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
                 answer.set_exception(error)
 
-        threading.Thread(target=run, name="ray_dcp asks Ray", daemon=True).start()
+        asking = threading.Thread(target=run, name="ray_dcp asks Ray", daemon=True)
+        asking.start()
         end_s = time.monotonic() + MOST_S
         while time.monotonic() < end_s:
             futures.wait([answer], LOOK_S)
             if answer.done():
                 return answer.result()
-            own.check()
+            if own.is_lost:
+                _forget(asking)
+                raise own.lost()
         raise ParticipantError(
             f"Expected the Ray that this job started for itself at {own.address} to answer within "
             f"{MOST_S:g} s, but it did not. Look whether its processes are frozen, then call again"
@@ -110,9 +113,18 @@ def inside() -> Iterator[None]:
     finally:
         with _changed:
             _threads[me] -= 1
-            if not _threads[me]:
+            # Less than 0 of a thread that was forgotten, and came back all the same.
+            if _threads[me] <= 0:
                 del _threads[me]
                 _changed.notify_all()
+
+
+def _forget(thread: threading.Thread) -> None:
+    """Makes `ray.shutdown` not wait for a thread that hangs for ever: its Ray is lost."""
+    with _changed:
+        if thread.ident is not None:
+            _threads.pop(thread.ident, None)
+        _changed.notify_all()
 
 
 def wait_until_left(timeout_s: float) -> bool:
