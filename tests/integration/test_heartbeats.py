@@ -74,7 +74,10 @@ def try_load(session, path, opener=open_storage, heartbeat_s=60.0):
             return drive(
                 load_rank(
                     activity.next_key(), rank=rank, world_size=world_size, target=Target(path),
-                    options=LoadOptions(heartbeat_timeout_s=heartbeat_s), opener=opener,
+                    # Why unverified: a gate is to hold the reading of tensors, and checksums are
+                    # read before, while a rank still plans.
+                    options=LoadOptions(heartbeat_timeout_s=heartbeat_s, verify="never"),
+                    opener=opener,
                     plan=lambda c: NumpyWork(c, state_of(1), rank, world_size),
                     vitals=activity.vitals,
                 ),
