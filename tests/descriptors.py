@@ -8,12 +8,21 @@ from pathlib import Path
 
 
 def open_below(folder: Path) -> list[str]:
-    """Returns the open files below a folder.
+    """Returns the open files below a folder, and the folder itself where it is open.
 
     Why not a count of all descriptors: threads that other tests left may open some meanwhile.
     """
+    return [path for path in _open_files() if f"{path}/".startswith(f"{folder}/")]
+
+
+def open_memory() -> list[str]:
+    """Returns the open files that are in memory alone, and have no place in a folder."""
+    return [path for path in _open_files() if path.startswith("/memfd:")]
+
+
+def _open_files() -> list[str]:
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
             found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [path for path in found if path.startswith(f"{folder}/")]
+    return found

@@ -22,6 +22,7 @@ from ray_dcp.stage.memory import StagingMemory, free_memory_bytes
 from ray_dcp.stage.memory_tier import Part
 from ray_dcp.stage.values import Slot, StagerOptions
 from ray_dcp.stage.write_queue import step_behind
+from tests.descriptors import open_memory
 from tests.polling import eventually
 
 PAGE = 4096
@@ -149,12 +150,12 @@ def test_an_address_space_that_is_too_small_says_what_to_do(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     gc.collect()  # so that nothing of other tests goes meanwhile
-    fds = len(os.listdir("/proc/self/fd"))
+    before = len(open_memory())
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(LimitError, match="limit_bytes"):
         StagingMemory.create(2, PAGE)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert len(open_memory()) <= before
 
 
 def test_views_stay_good_after_it_is_closed():

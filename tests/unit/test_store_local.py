@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +21,12 @@ from ray_dcp.store.local import LocalStorage, OpenFiles
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Entry, KeyExistsError, KeyMissingError, check_key
+from tests.descriptors import open_below
 
 
-def open_descriptors() -> int:
+def open_descriptors(folder: Path) -> int:
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return len(open_below(folder))
 
 
 def recorded(monkeypatch, module, *names):
@@ -166,7 +168,7 @@ def small_files():
 
 def test_a_write_that_the_system_refuses_names_errno_key_and_path(tmp_path, small_files):
     storage = LocalStorage(tmp_path)
-    before = open_descriptors()
+    before = open_descriptors(tmp_path)
     with pytest.raises(StorageError, match=r"\[EFBIG\] File too large") as caught:
         storage.write("x/a", b"x" * 3_000_000)
     assert caught.value.key == "x/a"
@@ -177,7 +179,7 @@ def test_a_write_that_the_system_refuses_names_errno_key_and_path(tmp_path, smal
     writer.abort()
     assert storage.list() == []
     assert storage.unpublished() == ()
-    assert open_descriptors() == before
+    assert open_descriptors(tmp_path) == before
 
 
 def test_a_full_disk_is_told_with_the_way_out(tmp_path, monkeypatch):
@@ -215,18 +217,18 @@ def test_a_root_that_is_a_file_can_not_be_listed(tmp_path):
 
 
 def test_reading_leaves_few_descriptors_and_closing_none(tmp_path):
-    before = open_descriptors()
+    before = open_descriptors(tmp_path)
     storage = LocalStorage(tmp_path)
     for number in range(50):
         storage.write(f"{number}", b"1")
         storage.read_into(f"{number}", 0, memoryview(bytearray(1)))
         storage.read(f"{number}")
-    assert open_descriptors() <= before + 16
+    assert open_descriptors(tmp_path) <= before + 16
     storage.close()
-    assert open_descriptors() == before
+    assert open_descriptors(tmp_path) == before
     storage.read_into("1", 0, memoryview(bytearray(1)))
     del storage
-    assert open_descriptors() == before
+    assert open_descriptors(tmp_path) == before
 
 
 def test_a_replaced_file_is_read_by_whoever_comes_when_nobody_reads_the_old_one(tmp_path):
@@ -266,11 +268,11 @@ def test_more_threads_than_kept_descriptors_read_what_they_ask_for(tmp_path):
 
 
 def test_a_dropped_writer_leaves_neither_file_nor_descriptor(tmp_path):
-    before = open_descriptors()
+    before = open_descriptors(tmp_path)
     writer = LocalStorage(tmp_path).open_writer("part")
     writer.write(b"x" * 5_000_000)
     del writer
-    assert open_descriptors() == before
+    assert open_descriptors(tmp_path) == before
     assert os.listdir(tmp_path) == []
 
 
