@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime import environment, private_ray, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE
-from ray_dcp.runtime.private_ray import OwnRay
+from ray_dcp.runtime.private_ray import PrivateRay
 
 LEAVE_S = 120.0
 """How long Ray may take to let go of a private Ray that was lost (5 to 15 s), in seconds."""
@@ -125,7 +125,7 @@ def _init(address: str, token_path: str | None) -> None:
                 _connect(address)
             else:
                 _connect_own(address, token_path)
-                private_ray.set_joined(OwnRay.of_token(token_path))
+                private_ray.set_joined(PrivateRay.of_token(token_path))
                 ray_private.uncaught_errors_untold()
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ParticipantError(

@@ -20,7 +20,7 @@ from ray.exceptions import (
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InternalError, ParticipantError
 from ray_dcp.runtime import private_ray, ray_calls, ray_private
-from ray_dcp.runtime.private_ray import OwnRay
+from ray_dcp.runtime.private_ray import PrivateRay
 
 MOST_REPEATS = 20
 """How often a call is repeated when the actor can't be reached or has to be made again."""
@@ -130,7 +130,7 @@ def _await(
     given_up: Callable[[], CheckpointError | None],
     who: str,
     rank: int | None,
-    own: OwnRay | None,
+    own: PrivateRay | None,
 ) -> None:
     """Returns when there is an answer or time is over.
 
@@ -165,7 +165,7 @@ def _told(error: RayTaskError, who: str, rank: int | None) -> CheckpointError:
 
 
 def _out_of_reach(
-    error: Exception, who: str, rank: int | None, own: OwnRay | None = None
+    error: Exception, who: str, rank: int | None, own: PrivateRay | None = None
 ) -> ParticipantError:
     end_s = time.monotonic() + SEEN_S
     while own is not None and time.monotonic() < end_s:

@@ -23,7 +23,7 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantErro
 from ray_dcp.runtime import private_ray, ray_private, registry
 from ray_dcp.runtime.actor_names import group_name
 from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address, leave_lost
-from ray_dcp.runtime.private_ray import OwnRay, start_own_ray
+from ray_dcp.runtime.private_ray import PrivateRay, start_private_ray
 from ray_dcp.runtime.registry import meet
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _continued(group: Any, lost: Session) -> Session:
         try:
             # Why first: the next one ends when nobody has come to it for the lease.
             leave_lost()
-            own = _own_ray_of_the_job(lost.lease_s)
+            own = _private_ray_of_the_job(lost.lease_s)
             attach(Invitation(own.address, token_path=own.token_path))
             session = lost.continued(Path(own.directory).name)
         except CheckpointError:
@@ -159,7 +159,7 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, Checkp
         if address is not None:
             token_path = None if joined is None else joined.token_path
             return _Call(Invitation(address, token_path=token_path), name), None
-        own = _own_ray_of_the_job(lease_s)
+        own = _private_ray_of_the_job(lease_s)
         return _Call(Invitation(own.address, token_path=own.token_path), name), None
     except CheckpointError as error:
         return None, error
@@ -168,7 +168,7 @@ def _invite(dist: Any, group: Any, lease_s: float) -> tuple[_Call | None, Checkp
         return None, told
 
 
-def _own_ray_of_the_job(lease_s: float) -> OwnRay:
+def _private_ray_of_the_job(lease_s: float) -> PrivateRay:
     """Returns the Ray of this job, started by whoever of its ranks asks first.
 
     Several groups of one job may make their first session at the same time; the job's store lets
@@ -178,17 +178,17 @@ def _own_ray_of_the_job(lease_s: float) -> OwnRay:
     store, number = ray_private.job_store(), 0
     while True:
         if number not in _refused:
-            own = _own_ray(store, number, lease_s)
+            own = _private_ray(store, number, lease_s)
             if not own.is_lost:
                 return own
         number += 1
 
 
-def _own_ray(store: Any, number: int, lease_s: float) -> OwnRay:
+def _private_ray(store: Any, number: int, lease_s: float) -> PrivateRay:
     key = f"{_STORE_KEY}/{number}"
     if store is None or store.add(f"{key}/asked", 1) == 1:
         try:
-            own = start_own_ray(lease_s=lease_s, start_timeout_s=_START_S)
+            own = start_private_ray(lease_s=lease_s, start_timeout_s=_START_S)
         except CheckpointError as error:
             _refused.add(number)
             if store is not None:
@@ -201,7 +201,7 @@ def _own_ray(store: Any, number: int, lease_s: float) -> OwnRay:
             own.address,
             own.directory,
             lease_s,
-            own.keeper_pid,
+            own.supervisor_pid,
         )
         if store is not None:
             store.set(f"{key}/told", own.encode())
@@ -218,7 +218,7 @@ def _own_ray(store: Any, number: int, lease_s: float) -> OwnRay:
     if told.startswith("error "):
         _refused.add(number)
         raise ParticipantError(f"Another rank could not start a Ray: {told[6:]}")
-    return OwnRay.decode(told)
+    return PrivateRay.decode(told)
 
 
 def _come(

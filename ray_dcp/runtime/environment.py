@@ -45,7 +45,7 @@ def token_environment(token_path: str) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_path}
 
 
-def own_ray_environment(token_path: str) -> dict[str, str]:
+def private_ray_environment(token_path: str) -> dict[str, str]:
     """Returns the whole environment for the supervisor of a private Ray.
 
     Args:

@@ -32,7 +32,7 @@ from ray_dcp.runtime import environment
 from ray_dcp.runtime.actor_names import LEASE_S, check_lease
 
 READY = "ready.json"
-LOG = "keeper.log"
+LOG = "supervisor.log"
 TOKEN = "token"  # noqa: S105 - a file name
 
 _POLL_S = 0.05
@@ -42,7 +42,7 @@ _SLOW = "timed out during startup"
 
 
 @dataclass(frozen=True)
-class OwnRay:
+class PrivateRay:
     """A Ray that was started here."""
 
     address: str
@@ -51,7 +51,7 @@ class OwnRay:
     """Everything it keeps on disk; the supervisor removes it."""
     token_path: str
     """File with the token that drivers must show; only this user can read it."""
-    keeper_pid: int
+    supervisor_pid: int
     """Process that ends it."""
     machine: str = ""
     """Name of the machine that it runs on."""
@@ -61,14 +61,14 @@ class OwnRay:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def of_token(token_path: str) -> OwnRay:
+    def of_token(token_path: str) -> PrivateRay:
         """Returns the one whose token lies in a file."""
-        return OwnRay.decode(Path(token_path).with_name(READY).read_text())
+        return PrivateRay.decode(Path(token_path).with_name(READY).read_text())
 
     @staticmethod
-    def decode(text: str) -> OwnRay:
+    def decode(text: str) -> PrivateRay:
         """Returns what `encode` was given."""
-        return OwnRay(**json.loads(text))
+        return PrivateRay(**json.loads(text))
 
     @property
     def is_lost(self) -> bool:
@@ -98,9 +98,9 @@ class OwnRay:
         return ParticipantError(
             f"Expected the Ray that this job started for itself to run at {self.address}, but it "
             f"was lost: its control store (gcs_server), its raylet or its supervisor (pid "
-            f"{self.keeper_pid}) died, most often for want of memory. Call again: the next save or "
-            f"load starts another one. To use a cluster instead, start it (`ray start --head`), "
-            f"and the job with RAY_ADDRESS set",
+            f"{self.supervisor_pid}) died, most often for want of memory. Call again: the next "
+            f"save or load starts another one. To use a cluster instead, start it "
+            f"(`ray start --head`), and the job with RAY_ADDRESS set",
             rank=rank,
         )
 
@@ -114,11 +114,11 @@ class OwnRay:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-_joined: list[OwnRay] = []
+_joined: list[PrivateRay] = []
 """Those that this process has been connected to; the last one may be lost, or left."""
 
 
-def joined() -> OwnRay | None:
+def joined() -> PrivateRay | None:
     """Returns the private Ray that this process is connected to; None for any other, or none."""
     if not _joined or not ray.is_initialized():
         return None
@@ -126,7 +126,7 @@ def joined() -> OwnRay | None:
     return own if ray.get_runtime_context().gcs_address == own.address else None
 
 
-def set_joined(own: OwnRay) -> None:
+def set_joined(own: PrivateRay) -> None:
     """Notes which private Ray this process is connected to; at its end, removes lost ones."""
     if not _joined:
         atexit.register(_remove_lost)
@@ -150,13 +150,13 @@ class SupervisorOrder:
     start_timeout_s: float
 
 
-def start_own_ray(
+def start_private_ray(
     *,
     lease_s: float = LEASE_S,
     num_cpus: int = 1,
     object_store_bytes: int | None = None,
     start_timeout_s: float = 120.0,
-) -> OwnRay:
+) -> PrivateRay:
     """Starts a Ray on this machine's loopback interface and returns where it is.
 
     Nothing of it is left `lease_s` seconds after its last driver and its last actor have gone,
@@ -190,7 +190,7 @@ def start_own_ray(
 
 def _start(
     lease_s: float, num_cpus: int, object_store_bytes: int | None, timeout_s: float
-) -> OwnRay:
+) -> PrivateRay:
     # Why /tmp and short: the paths of Ray's sockets below it must stay under 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="rdcp", dir="/tmp"))
     try:
@@ -198,14 +198,16 @@ def _start(
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         order = SupervisorOrder(str(directory), lease_s, num_cpus, object_store_bytes, timeout_s)
-        process = _start_keeper(directory, token, order)
+        process = _start_supervisor(directory, token, order)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise ParticipantError(f"Expected to start a Ray in {directory}, but: {error}") from error
     return _wait(directory, process, timeout_s)
 
 
-def _start_keeper(directory: Path, token: Path, order: SupervisorOrder) -> subprocess.Popen[bytes]:
+def _start_supervisor(
+    directory: Path, token: Path, order: SupervisorOrder
+) -> subprocess.Popen[bytes]:
     with (directory / LOG).open("ab") as log:
         return subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [
@@ -217,18 +219,18 @@ def _start_keeper(directory: Path, token: Path, order: SupervisorOrder) -> subpr
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment.own_ray_environment(str(token)),
+            env=environment.private_ray_environment(str(token)),
             cwd="/",
             start_new_session=True,
         )
 
 
-def _wait(directory: Path, process: subprocess.Popen[bytes], timeout_s: float) -> OwnRay:
+def _wait(directory: Path, process: subprocess.Popen[bytes], timeout_s: float) -> PrivateRay:
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         ready = directory / READY
         if ready.exists():
-            return OwnRay.decode(ready.read_text())
+            return PrivateRay.decode(ready.read_text())
         log = _tail(directory / LOG)
         if process.poll() is not None:
             shutil.rmtree(directory, ignore_errors=True)

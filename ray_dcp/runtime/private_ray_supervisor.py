@@ -26,7 +26,7 @@ from types import FrameType
 
 from ray_dcp.errors import CheckpointError
 from ray_dcp.runtime import environment, ray_private
-from ray_dcp.runtime.private_ray import READY, TOKEN, OwnRay, SupervisorOrder
+from ray_dcp.runtime.private_ray import READY, TOKEN, PrivateRay, SupervisorOrder
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -58,7 +58,7 @@ def keep(order: SupervisorOrder) -> None:
         address = _address(process, directory, order.start_timeout_s)
         if address is not None:
             token, machine = str(directory / TOKEN), platform.node()
-            _publish(directory, OwnRay(address, order.directory, token, os.getpid(), machine))
+            _publish(directory, PrivateRay(address, order.directory, token, os.getpid(), machine))
             _wait_until_unused(process, address, order.lease_s)
     finally:
         # Why first: the ranks are to know it before they lose what they wait for.
@@ -125,7 +125,7 @@ def _address(process: subprocess.Popen[bytes], directory: Path, timeout_s: float
     return None
 
 
-def _publish(directory: Path, own: OwnRay) -> None:
+def _publish(directory: Path, own: PrivateRay) -> None:
     unfinished = directory / f"{READY}.new"
     unfinished.write_text(own.encode())
     unfinished.rename(directory / READY)

@@ -95,7 +95,7 @@ _put = inspect.unwrap(ray.put)
 _wait = inspect.unwrap(ray.wait)
 
 _changed = threading.Condition()
-_threads: Counter[int] = Counter()
+_threads: Counter[threading.Thread] = Counter()
 """Which threads are inside, and how often. Changed under `_changed`."""
 
 
@@ -105,7 +105,7 @@ def inside() -> Iterator[None]:
 
     *Careful*: not around `wait` or `get`, which would come out no more between their slices.
     """
-    me = threading.get_ident()
+    me = threading.current_thread()
     with _changed:
         _threads[me] += 1
     try:
@@ -122,8 +122,7 @@ def inside() -> Iterator[None]:
 def _forget(thread: threading.Thread) -> None:
     """Makes `ray.shutdown` not wait for a thread that hangs for ever: its Ray is lost."""
     with _changed:
-        if thread.ident is not None:
-            _threads.pop(thread.ident, None)
+        _threads.pop(thread, None)
         _changed.notify_all()
 
 
@@ -132,7 +131,7 @@ def wait_until_left(timeout_s: float) -> bool:
 
     *Why* not this one: a signal handler may shut Ray down while its thread waits for an answer.
     """
-    me = threading.get_ident()
+    me = threading.current_thread()
     with _changed:
         return _changed.wait_for(lambda: not _threads.keys() - {me}, timeout_s)
 

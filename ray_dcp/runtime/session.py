@@ -587,7 +587,7 @@ class Connection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is to a private Ray that has died; see `OwnRay.is_lost`."""
+        """Whether it is to a private Ray that has died; see `PrivateRay.is_lost`."""
         return self._own is not None and self._own.is_lost
 
     def check_own(self) -> None:

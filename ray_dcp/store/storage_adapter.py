@@ -218,7 +218,7 @@ class StorageAdapter:
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
-        return _PortedWriter(self, key, self._path(key))
+        return _AdapterWriter(self, key, self._path(key))
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`."""
@@ -341,7 +341,7 @@ class StorageAdapter:
         ]
 
 
-class _PortedWriter:
+class _AdapterWriter:
     """Keeps a short file in memory; writes a longer one into a hidden stream."""
 
     def __init__(self, storage: StorageAdapter, key: str, path: str) -> None:

@@ -3,7 +3,7 @@
 Usage: torchrun … -m tests.integration.lost_ray_script <victim> <then> <folder> <lease_s> <limit_s>
 
 Args:
-    victim: What is killed in the middle of a save: gcs_server, raylet or keeper.
+    victim: What is killed in the middle of a save: gcs_server, raylet or supervisor.
     then: What comes after Ray's own limit: again (two more saves and a load), leave (the
         end), or raise (an uncaught exception).
     folder: Where it saves, and tells what became of it.
@@ -50,10 +50,10 @@ class Killer:
         pass
 
 
-def pid_of(victim: str, keeper_pid: int) -> int:
-    if victim == "keeper":
-        return keeper_pid
-    tree = session_members(keeper_pid)
+def pid_of(victim: str, supervisor_pid: int) -> int:
+    if victim == "supervisor":
+        return supervisor_pid
+    tree = session_members(supervisor_pid)
     (found,) = (pid for pid in tree if Path(f"/proc/{pid}/comm").read_text().strip() == victim)
     return found
 
@@ -63,7 +63,7 @@ def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> Non
     rank = dist.get_rank()
     current_session(lease_s=float(lease_s))
     first = joined()
-    facts = {"keepers": [first.keeper_pid], "directories": [first.directory]}
+    facts = {"supervisors": [first.supervisor_pid], "directories": [first.directory]}
     told = Path(folder, f"rank-{rank}.json")
 
     def tell() -> None:
@@ -74,7 +74,9 @@ def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> Non
     ray_dcp.save(state, checkpoint_id=f"{folder}/before")
     whole = dict(state)
     if rank == 1:
-        whole["killer"] = Killer(pid_of(victim, first.keeper_pid), told.with_name("rank-0.json"))
+        whole["killer"] = Killer(
+            pid_of(victim, first.supervisor_pid), told.with_name("rank-0.json")
+        )
     try:
         ray_dcp.save(whole, checkpoint_id=f"{folder}/lost")
     except CheckpointError as error:
@@ -88,7 +90,7 @@ def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> Non
         found = {"w": torch.zeros(7, dtype=torch.int64)}
         ray_dcp.load(found, checkpoint_id=f"{folder}/after")
         facts["found"] = found["w"].tolist()
-        facts["keepers"].append(joined().keeper_pid)
+        facts["supervisors"].append(joined().supervisor_pid)
         facts["directories"].append(joined().directory)
     facts["lived"] = True
     tell()

@@ -45,7 +45,7 @@ def main(group_file: str, lease_s: str) -> None:
         session=session.name,
         address=attached_address(),
         directory=str(directory),
-        keeper_pid=ready["keeper_pid"],
+        supervisor_pid=ready["supervisor_pid"],
         exchanged=exchange(session, 60.0),
         logged=[line for line in logged.getvalue().splitlines() if "No Ray was named" in line],
     )

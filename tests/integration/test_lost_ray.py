@@ -23,7 +23,7 @@ LIMIT_S = 3
         ("gcs_server", "again"),
         ("gcs_server", "leave"),
         ("raylet", "raise"),
-        ("keeper", "again"),
+        ("supervisor", "again"),
     ],
 )
 def test_ranks_outlive_their_ray_and_save_with_the_next_one(tmp_path, victim, then):
@@ -46,16 +46,16 @@ def test_ranks_outlive_their_ray_and_save_with_the_next_one(tmp_path, victim, th
         assert "the Ray that this job started for itself" in facts["error"]
         assert "it was lost" in facts["error"]
         assert "the next save or load starts another one" in facts["error"]
-    assert ranks[0]["keepers"] == ranks[1]["keepers"]
+    assert ranks[0]["supervisors"] == ranks[1]["supervisors"]
     if then == "again":
         assert [facts["found"] for facts in ranks] == [[*range(7)]] * 2
-        assert len(set(ranks[0]["keepers"])) == 2
+        assert len(set(ranks[0]["supervisors"])) == 2
     kept = {"before", "next", "after"} if then == "again" else {"before"}
     assert {name for name in ("before", "lost", "next", "after") if committed(tmp_path / name)} == (
         kept
     )
-    for keeper, directory in zip(ranks[0]["keepers"], ranks[0]["directories"], strict=True):
-        assert eventually(lambda pid=keeper: not session_members(pid))
+    for supervisor, directory in zip(ranks[0]["supervisors"], ranks[0]["directories"], strict=True):
+        assert eventually(lambda pid=supervisor: not session_members(pid))
         assert eventually(lambda path=directory: not Path(path).exists())
 
 

@@ -23,7 +23,7 @@ from ray.exceptions import RaySystemError
 from ray_dcp.errors import InvalidRequestError, ParticipantError
 from ray_dcp.runtime.attach import Invitation, attach
 from ray_dcp.runtime.coordinator import coordinator_of
-from ray_dcp.runtime.private_ray import start_own_ray
+from ray_dcp.runtime.private_ray import start_private_ray
 from ray_dcp.runtime.session import current_session
 from ray_dcp.runtime.stager import stager_of
 from tests.polling import eventually, lives, session_members
@@ -83,24 +83,24 @@ def jobs(tmp_path_factory):
             process.kill()
             process.wait(180)
         for facts, _ in told:
-            for pid in session_members(facts["keeper_pid"]):
+            for pid in session_members(facts["supervisor_pid"]):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            eventually(lambda keeper=facts["keeper_pid"]: not session_members(keeper))
+            eventually(lambda supervisor=facts["supervisor_pid"]: not session_members(supervisor))
             shutil.rmtree(facts["directory"], ignore_errors=True)
 
 
 def test_two_jobs_at_once_do_not_meet(jobs):
     (_, one), (_, other) = jobs
     for ranks in (one, other):
-        for name in ("session", "address", "directory", "keeper_pid"):
+        for name in ("session", "address", "directory", "supervisor_pid"):
             assert ranks[0][name] == ranks[1][name]
         assert ranks[0]["exchanged"] == ranks[1]["exchanged"] == "Exchanged "
         (line,) = ranks[0]["logged"]
         assert f"one of its own at {ranks[0]['address']}" in line
         assert f"ends {LEASE_S:g} s after its last use" in line
         assert ranks[1]["logged"] == []
-    for name in ("session", "address", "directory", "keeper_pid"):
+    for name in ("session", "address", "directory", "supervisor_pid"):
         assert one[0][name] != other[0][name]
 
 
@@ -109,7 +109,7 @@ def test_only_this_machine_and_this_user_can_reach_it(jobs):
     assert facts["address"].startswith("127.0.0.1:")
     listening = {
         address
-        for pid in session_members(facts["keeper_pid"])
+        for pid in session_members(facts["supervisor_pid"])
         for address in listened_by(pid)
     }  # fmt: skip
     assert listening
@@ -120,7 +120,7 @@ def test_only_this_machine_and_this_user_can_reach_it(jobs):
 
 def test_killing_rank_0_leaves_the_ray_alive_until_nobody_needs_it(jobs):
     (job, (facts, _)), _ = jobs
-    tree = session_members(facts["keeper_pid"])
+    tree = session_members(facts["supervisor_pid"])
     daemons = [pid for pid in tree if name_of(pid) in ("raylet", "gcs_server")]
     assert len(daemons) == 2
     # More than a lease passes; its drivers do nothing, but they are there.
@@ -132,21 +132,21 @@ def test_killing_rank_0_leaves_the_ray_alive_until_nobody_needs_it(jobs):
     assert time.monotonic() - killed_s < 50
     assert answer.startswith("Refused ")
     assert "rank 0" in answer
-    assert all(map(lives, [facts["keeper_pid"], *daemons]))
+    assert all(map(lives, [facts["supervisor_pid"], *daemons]))
     job.ranks[1].stdin.close()
     assert job.ranks[1].wait(180) == 0
-    assert eventually(lambda: not session_members(facts["keeper_pid"]))
+    assert eventually(lambda: not session_members(facts["supervisor_pid"]))
     assert not any(map(lives, tree))
     assert eventually(lambda: not Path(facts["directory"]).exists())
 
 
-def test_a_killed_keeper_takes_its_ray_with_it(jobs):
+def test_a_killed_supervisor_takes_its_ray_with_it(jobs):
     _, (job, (facts, _)) = jobs
     for process in job.ranks:
         process.stdin.close()
         assert process.wait(180) == 0
-    os.kill(facts["keeper_pid"], signal.SIGKILL)
-    assert eventually(lambda: not session_members(facts["keeper_pid"]))
+    os.kill(facts["supervisor_pid"], signal.SIGKILL)
+    assert eventually(lambda: not session_members(facts["supervisor_pid"]))
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ def test_torchrun_ranks_get_a_session(tmp_path: Path):
     told = objects_in(finished.stdout)
     assert [facts["exchanged"] for facts in told] == ["Exchanged "] * 2
     assert told[0]["session"] == told[1]["session"]
-    assert eventually(lambda: not session_members(told[0]["keeper_pid"]))
+    assert eventually(lambda: not session_members(told[0]["supervisor_pid"]))
     assert eventually(lambda: not Path(told[0]["directory"]).exists())
 
 
@@ -210,7 +210,7 @@ def test_a_process_group_without_torch_distributed_is_refused():
 )
 def test_wrong_arguments_start_nothing(wrong):
     with pytest.raises(InvalidRequestError):
-        start_own_ray(**wrong)
+        start_private_ray(**wrong)
 
 
 GROUP = """

@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
 def test_two_ranks_save_through_one_ray_and_one_loads_the_same_without_any(saved):
     folder, (one, other), _ = saved
     assert one["session"] == other["session"]
-    assert one["keeper_pid"] == other["keeper_pid"]
+    assert one["supervisor_pid"] == other["supervisor_pid"]
     assert one["digests"] == other["digests"]
     assert ray_dcp.open(folder / "all").world_size == 2
     (alone,), _ = torchrun("load", folder, 1)
@@ -72,7 +72,7 @@ def test_a_group_of_one_and_a_process_without_group_save_beside_the_others(saved
 
 def test_nothing_of_its_ray_is_left_after_the_lease(saved):
     _, (facts, _), _ = saved
-    assert eventually(lambda: not session_members(facts["keeper_pid"]))
+    assert eventually(lambda: not session_members(facts["supervisor_pid"]))
     assert eventually(lambda: not Path(facts["directory"]).exists())
 
 
@@ -84,5 +84,5 @@ def test_a_staged_save_survives_rank_0_that_had_started_its_ray(tmp_path):
     assert eventually(lambda: ray_dcp.outcome(path, facts["attempt"]) == "committed")
     assert large_is(str(path), 3, 2)
     assert ray_dcp.verify(path).ok
-    assert eventually(lambda: not session_members(facts["keeper_pid"]))
+    assert eventually(lambda: not session_members(facts["supervisor_pid"]))
     assert eventually(lambda: not Path(facts["directory"]).exists())

@@ -44,8 +44,8 @@ def main(action: str, folder: str, lease_s: str) -> None:
         facts["uses_ray"] = ray.is_initialized()
     else:
         directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
-        keeper = json.loads((directory / "ready.json").read_text())["keeper_pid"]
-        facts.update(session=session.name, directory=str(directory), keeper_pid=keeper)
+        supervisor = json.loads((directory / "ready.json").read_text())["supervisor_pid"]
+        facts.update(session=session.name, directory=str(directory), supervisor_pid=supervisor)
     # Why one write: torchrun mixes what its ranks print.
     sys.stdout.write(f"{json.dumps(facts)}\n")
     sys.stdout.flush()
@@ -63,8 +63,8 @@ def save_and_die(folder: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         directory = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
-        keeper = json.loads((directory / "ready.json").read_text())["keeper_pid"]
-        facts = {"attempt": handle.report().attempt, "keeper_pid": keeper}
+        supervisor = json.loads((directory / "ready.json").read_text())["supervisor_pid"]
+        facts = {"attempt": handle.report().attempt, "supervisor_pid": supervisor}
         Path(folder, "facts.json").write_text(json.dumps({**facts, "directory": str(directory)}))
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()

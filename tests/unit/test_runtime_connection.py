@@ -101,14 +101,14 @@ def test_an_answer_is_an_answer(connected):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """A private Ray that this process is in, as long as its supervisor locks the folder."""
-    own = private_ray.OwnRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
+    own = private_ray.PrivateRay("127.0.0.1:7", str(tmp_path / "rdcp"), "", 77, platform.node())
     Path(own.directory).mkdir()
     monkeypatch.setattr(private_ray, "joined", lambda: own)
     return own
 
 
 @pytest.fixture
-def keeper(own):
+def supervisor(own):
     """Its supervisor; `close` is its death."""
     with ExitStack() as stack:
         lock = os.open(own.directory, os.O_RDONLY)
@@ -117,10 +117,10 @@ def keeper(own):
         yield stack
 
 
-def test_a_ray_of_our_own_is_lost_with_the_lock_of_its_keeper(own, keeper):
+def test_a_ray_of_our_own_is_lost_with_the_lock_of_its_keeper(own, supervisor):
     assert not own.is_lost
     own.check()
-    keeper.close()
+    supervisor.close()
     assert own.is_lost
     with pytest.raises(ParticipantError, match=r"it was lost.*next save or load starts") as caught:
         own.check(rank=3)
@@ -136,7 +136,7 @@ def test_of_a_ray_of_our_own_on_another_machine_nothing_is_known(own):
     assert not dataclasses.replace(own, machine="another").is_lost
 
 
-def test_a_call_that_would_wait_for_ever_ends_when_the_ray_of_our_own_is_lost(own, keeper):
+def test_a_call_that_would_wait_for_ever_ends_when_the_ray_of_our_own_is_lost(own, supervisor):
     began, never = threading.Event(), threading.Event()
 
     def hang():
@@ -145,7 +145,7 @@ def test_a_call_that_would_wait_for_ever_ends_when_the_ray_of_our_own_is_lost(ow
 
     def die():
         began.wait()
-        keeper.close()
+        supervisor.close()
 
     threading.Thread(target=die).start()
     with pytest.raises(ParticipantError, match="it was lost"):
@@ -153,14 +153,14 @@ def test_a_call_that_would_wait_for_ever_ends_when_the_ray_of_our_own_is_lost(ow
     never.set()
 
 
-def test_a_call_to_a_ray_of_our_own_that_lives_is_as_without_it(own, keeper):
+def test_a_call_to_a_ray_of_our_own_that_lives_is_as_without_it(own, supervisor):
     assert ray_calls.unless_lost(lambda a, b: a + b)(1, b=2) == 3
     with pytest.raises(KeyError):
         ray_calls.unless_lost(lambda: {}[1])()
 
 
-def test_no_call_is_made_to_a_ray_of_our_own_that_is_lost(own, keeper):
-    keeper.close()
+def test_no_call_is_made_to_a_ray_of_our_own_that_is_lost(own, supervisor):
+    supervisor.close()
     with pytest.raises(ParticipantError, match="it was lost"):
         ray_calls.unless_lost(lambda: pytest.fail("it is called"))()
     with pytest.raises(ParticipantError, match="it was lost"):
@@ -169,11 +169,11 @@ def test_no_call_is_made_to_a_ray_of_our_own_that_is_lost(own, keeper):
 
 @pytest.mark.parametrize("error", [ParticipantError("shut down"), SystemExit(0)])
 def test_no_answer_of_a_ray_of_our_own_that_is_lost_is_no_disconnection(
-    connected, own, keeper, error
+    connected, own, supervisor, error
 ):
     connection = Connection("s", 0)
     assert not connection.is_lost
-    keeper.close()
+    supervisor.close()
     connected(None)
     with pytest.raises(ParticipantError, match="it was lost"):
         until_disconnected(failing(error), connection)(None)
@@ -266,24 +266,24 @@ def test_a_cluster_at_whose_address_nobody_listens_is_given_up(monkeypatch):
 def test_a_ray_of_our_own_that_a_busy_machine_starts_too_slowly_is_started_again(monkeypatch, says):
     made = []
 
-    def keeper(
+    def supervisor(
         directory: Path, token: Path, order: private_ray.SupervisorOrder
     ) -> subprocess.Popen[bytes]:
         made.append(directory)
         if len(made) == 2:
-            found = private_ray.OwnRay("127.0.0.1:7", str(directory), str(token), 7)
+            found = private_ray.PrivateRay("127.0.0.1:7", str(directory), str(token), 7)
             (directory / private_ray.READY).write_text(found.encode())
         (directory / private_ray.LOG).write_text(says)
         process = subprocess.Popen([sys.executable, "-c", ""])
         process.wait()
         return process
 
-    monkeypatch.setattr(private_ray, "_start_keeper", keeper)
+    monkeypatch.setattr(private_ray, "_start_supervisor", supervisor)
     if says == "no such file":
         with pytest.raises(ParticipantError, match="no such file"):
-            private_ray.start_own_ray()
+            private_ray.start_private_ray()
         assert len(made) == 1
     else:
-        assert private_ray.start_own_ray().directory == str(made[1])
+        assert private_ray.start_private_ray().directory == str(made[1])
         shutil.rmtree(made[1])
     assert not made[0].exists()

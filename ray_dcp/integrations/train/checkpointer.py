@@ -539,7 +539,7 @@ class Checkpointer:
         for one in ended:
             if one.error is None:
                 self._untold.append(one)
-                self._later(partial(self._keeper_notes, one))
+                self._later(partial(self._retention_notes, one))
                 self._warned.num_failed = 0
                 continue
             if isinstance(one.error, SaveCancelledError):
@@ -564,9 +564,9 @@ class Checkpointer:
 
     def _report(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
         reports.report(self._facts.checkpoint(f"{self._folder}/{folder.name}"), metrics)
-        keeper = self._group.keeper
-        if keeper is not None:
-            self._later(lambda: keeper.told(folder))
+        retention = self._group.retention
+        if retention is not None:
+            self._later(lambda: retention.told(folder))
 
     def _answer(self, asked: Asked, step: int) -> None:
         """Says how a save that was asked for has ended, or has that said when it ends.
@@ -601,9 +601,9 @@ class Checkpointer:
         data = reports.encoded_metrics(folder.step, metrics)
         open_storage(self._group.root.below(folder.name)).write(info_key(0), data)
 
-    def _keeper_notes(self, one: Ended) -> None:
-        if self._group.keeper is not None:
-            self._group.keeper.committed(one.save.folder)
+    def _retention_notes(self, one: Ended) -> None:
+        if self._group.retention is not None:
+            self._group.retention.committed(one.save.folder)
 
     def _warm(self, state: Mapping[str, Any]) -> None:
         """Gets memory and the node's stager ready, so that the first save is as fast as others."""

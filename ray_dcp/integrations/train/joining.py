@@ -487,7 +487,7 @@ class Group:
     """There are folders of steps: of groups before this one, or of whoever saved there."""
     right: WriterLease | None = None
     """On rank 0."""
-    keeper: Retention | None = None
+    retention: Retention | None = None
     """On rank 0."""
 
     def folder_of(self, step: int) -> StepFolder:
@@ -554,7 +554,7 @@ def join(
         session.greet()
     group = Group(root, number, word, session, owns, has_steps)
     if first is not None:
-        group.right, group.keeper = first.right, first.keeper
+        group.right, group.retention = first.right, first.retention
     return group
 
 
@@ -564,7 +564,7 @@ class _First:
 
     number: int
     right: WriterLease
-    keeper: Retention
+    retention: Retention
     has_steps: bool
     word: str = field(default_factory=lambda: secrets.token_hex(3))
 
@@ -576,8 +576,8 @@ class _First:
         listed = list_run(root.target)
         names = [*(one.name for one in listed.steps), *listed.others]
         earlier = [folder for name in names if (folder := parse(name)) is not None]
-        keeper = Retention(root, owner, max_to_keep, earlier, _registered(), check=right.check)
-        return cls(next_group(names), right, keeper, bool(listed.steps))
+        retention = Retention(root, owner, max_to_keep, earlier, _registered(), check=right.check)
+        return cls(next_group(names), right, retention, bool(listed.steps))
 
     def told(self) -> tuple[int, str, bool]:
         return self.number, self.word, self.has_steps
