@@ -228,7 +228,6 @@ def _reader(pattern: object) -> re.Pattern[str]:
 
 SHARED_FOLDER = ".manager"
 """Folder of a run that holds what is shared."""
-CATALOGUE = "catalogue.json"
 TAGS = "tags/"
 NOTES = "notes/"
 MAX_NOTE_BYTES = 64 << 10

@@ -1,4 +1,4 @@
-"""What a `CheckpointManager` stores beside the checkpoint of a step, and its catalogue of steps.
+"""What a `CheckpointManager` stores beside the checkpoint of a step.
 
 One JSON object a file, canonical, with a digest of the rest. Which info belongs to which commit is
 told by names: the one written at slot P belongs to the first manifest above P.
@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.manifest import attempt, damaged, integer, seconds, short, text
+from ray_dcp.format.manifest import damaged, integer, seconds, short
 
 _INFO_KEY = re.compile(r"step-info-([0-9]{8,16})\.json")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,16})?")
@@ -33,21 +33,6 @@ class StepInfo:
     """The user's, of what JSON can hold."""
     items: Mapping[str, str] = field(default_factory=dict)
     """Folder of each named item, below the step's; empty for a step of one unnamed state."""
-
-
-@dataclass(frozen=True)
-class CatalogueRow:
-    """What is known of a step folder, as long as its highest slot stays what it is."""
-
-    name: str
-    last_slot: int
-    """Highest slot in use."""
-    slot: int
-    """Slot of the manifest that stands; 0 when none does."""
-    attempt: str
-    """Of that manifest; "" when there is none."""
-    created_s: float
-    info: StepInfo | None
 
 
 def info_key(slot: int) -> str:
@@ -122,46 +107,6 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
     except DamagedCheckpointError as error:
         error.key = error.key or key
         raise
-
-
-def encode_catalogue(rows: list[CatalogueRow]) -> bytes:
-    """Returns the bytes of a catalogue."""
-    infos = [None if row.info is None else asdict(row.info) for row in rows]
-    return _sealed(
-        {
-            "version": _VERSION,
-            "rows": [
-                [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
-                for row, info in zip(rows, infos, strict=True)
-            ],
-        }
-    )
-
-
-def decode_catalogue(data: bytes) -> list[CatalogueRow]:
-    """Returns the rows of a catalogue.
-
-    Raises:
-        DamagedCheckpointError: The bytes are not what `encode_catalogue` made.
-    """
-    found = _opened(data)
-    rows = found.get("rows")
-    if found.get("version") != _VERSION or not isinstance(rows, list):
-        raise damaged(f"a catalogue of version {_VERSION}", short(found.get("version")))
-    try:
-        return [
-            CatalogueRow(
-                text(name, "name"),
-                integer(last, "last_slot"),
-                integer(slot, "slot"),
-                attempt(saved_by, "attempt"),
-                seconds(created_s, "created_s"),
-                None if info is None else _info_of({"version": _VERSION, **info}),
-            )
-            for name, last, slot, saved_by, created_s, info in rows
-        ]
-    except (TypeError, ValueError) as error:
-        raise damaged("rows of a catalogue", str(error)) from error
 
 
 def _info_of(found: Mapping[str, Any]) -> StepInfo:

@@ -80,11 +80,11 @@ class RestoreReport:
 
 def saved_step(found: StepFound, root_url: str, tags: frozenset[str]) -> SavedStep:
     """Returns what is known of a step."""
-    info = found.row.info
+    info = found.info
     return SavedStep(
         step=found.step,
         checkpoint_id=f"{root_url.rstrip('/')}/{found.name}",
-        created_s=found.row.created_s,
+        created_s=found.created_s,
         metrics={} if info is None else dict(info.metrics),
         metadata={} if info is None else dict(info.metadata),
         tags=tags,
@@ -389,7 +389,7 @@ class Restoring:
 
 
 def _told(found: StepFound) -> tuple[int, str, dict[str, str]]:
-    info = found.row.info
+    info = found.info
     return found.step, found.name, {} if info is None else dict(info.items)
 
 

@@ -276,7 +276,7 @@ class Steps:
         """Takes a step that was deleted out of the catalogue, unless it was saved again."""
         self.catalogue.leftovers.pop(going.name, None)
         known = self.catalogue.steps.get(going.step)
-        if known is not None and (known.name, known.row.attempt) == (going.name, going.attempt):
+        if known is not None and (known.name, known.attempt) == (going.name, going.attempt):
             del self.catalogue.steps[going.step]
             self.damaged.discard(going.step)
 
@@ -287,10 +287,10 @@ class Steps:
             StorageError: Something is left.
         """
         found = self.catalogue.steps.get(place.step)
-        if found is None or found.row.info is None:
+        if found is None or found.info is None:
             return
         keys = [entry.key for entry in self.opener(self.root.below(place.name)).list()]
-        for item in sorted(_items_among(keys) - {*found.row.info.items.values()}):
+        for item in sorted(_items_among(keys) - {*found.info.items.values()}):
             # Why older ones alone: a later one belongs to a save that came after this one.
             if _begun_at(item) < place.last_slot:
                 remove_folder(self.root.target, f"{place.name}/{item}", None, self.opener)
@@ -378,7 +378,7 @@ def _begun_at(item: str) -> int:
 
 def going(found: StepFound) -> Going:
     """Returns a step as it may go."""
-    return Going(found.step, found.name, found.row.attempt if found.is_readable else None)
+    return Going(found.step, found.name, found.attempt if found.is_readable else None)
 
 
 def check_item_name(name: object) -> str:

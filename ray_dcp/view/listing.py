@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,15 +22,14 @@ from ray_dcp.format.manifest import (
     MAX_RECORD_BYTES,
     DeleteRecord,
     Manifest,
+    Record,
     decode_record,
     record_key,
     slot_of,
 )
-from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tag_of
+from ray_dcp.format.names import MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tag_of
 from ray_dcp.format.step_info import (
-    CatalogueRow,
     StepInfo,
-    decode_catalogue,
     decode_info,
     info_key,
     info_slot,
@@ -303,7 +303,6 @@ class _Shared:
 
     tags: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     notes: Mapping[int, str] = field(default_factory=dict)
-    rows: Mapping[str, CatalogueRow] = field(default_factory=dict)
 
 
 def list_checkpoints(
@@ -354,7 +353,6 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
     """Takes the folder `.manager` out of the listing, and reads what it tells of steps."""
     tags: dict[int, list[str]] = {}
     notes: dict[int, str] = {}
-    rows: dict[str, CatalogueRow] = {}
     inside = [name for name in directories if f"{name}/".startswith(f"{SHARED_FOLDER}/")]
     for folder in inside:
         below = folder.removeprefix(SHARED_FOLDER).lstrip("/")
@@ -366,9 +364,7 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
             elif noted is not None:
                 data = _read(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES)
                 notes[noted] = data.decode("utf-8", "replace")
-            elif key == CATALOGUE:
-                rows = _catalogue(_read(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES))
-    return _Shared({step: tuple(sorted(some)) for step, some in tags.items()}, notes, rows)
+    return _Shared({step: tuple(sorted(some)) for step, some in tags.items()}, notes)
 
 
 def _read(storage: Storage, key: str, most_bytes: int) -> bytes:
@@ -377,13 +373,6 @@ def _read(storage: Storage, key: str, most_bytes: int) -> bytes:
         return storage.read(key, 0, most_bytes)
     except KeyMissingError:
         return b""
-
-
-def _catalogue(data: bytes) -> dict[str, CatalogueRow]:
-    try:
-        return {row.name: row for row in decode_catalogue(data)}
-    except DamagedCheckpointError:
-        return {}  # it only saves reading
 
 
 def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
@@ -414,7 +403,10 @@ def _look(
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
     slot, found = _found(storage, root, directory, files)
     manifest = found.manifest
-    info = None if manifest is None else _info(storage, directory, files, slot, manifest, shared)
+    info = None
+    if manifest is not None:
+        with suppress(DamagedCheckpointError):
+            info = info_below(storage, directory, map(info_slot, files), slot)
     step = step_of(name)
     # Why: what is nested deeper, or the root itself, is no step of this run.
     own = step is not None and bool(directory) and "/" not in directory
@@ -448,9 +440,9 @@ def _found(
     last = max((slot for key in files if (slot := slot_of(key))), default=0)
     if not last:
         return 0, state_of(files, Slots())
-    standing = _highest(storage, directory, last)
-    if standing is not None:
-        return last, state_of(files, standing=standing)
+    highest = highest_record(storage, directory, last)
+    if isinstance(highest, Manifest) and highest.previous_slot == last - 1:
+        return last, state_of(files, standing=highest)
     below = open_storage(place_below(root, directory)) if directory else storage
     try:
         slots = read_slots(below)
@@ -461,42 +453,55 @@ def _found(
     return (slots.decides.slot if slots.decides else 0), state_of(files, slots)
 
 
-def _highest(storage: Storage, directory: str, last: int) -> Manifest | None:
-    """Returns the manifest in the highest slot; None when that does not decide by itself.
+def highest_record(storage: Storage, directory: str, last: int) -> Record | None:
+    """Returns the record in the highest slot of a folder; None when it can't be told by itself.
 
-    Why: it nearly always does, and one read is a tenth of looking at all slots.
+    Why: it nearly always decides, and one read is a tenth of looking at all slots.
+
+    Args:
+        storage: Of the run.
+        directory: Of the folder, below it; "" for the run itself.
+        last: The slot.
+
+    Raises:
+        StorageError: The storage failed.
     """
     key = record_key(last)
     try:
-        data = storage.read(f"{directory}/{key}" if directory else key, 0, MAX_RECORD_BYTES + 1)
-        record = decode_record(data, key=key)
+        data = storage.read(_below(directory, key), 0, MAX_RECORD_BYTES + 1)
+        return decode_record(data, key=key)
     except StorageError as error:
         if isinstance(error, KeyMissingError):
             return None
         raise
     except CheckpointError:
         return None
-    return record if isinstance(record, Manifest) and record.previous_slot == last - 1 else None
 
 
-def _info(
-    storage: Storage,
-    directory: str,
-    files: Mapping[str, int],
-    slot: int,
-    manifest: Manifest,
-    shared: _Shared,
+def info_below(
+    storage: Storage, directory: str, slots: Iterable[int | None], slot: int
 ) -> StepInfo | None:
-    """Returns what a manager noted about a step; None when nothing can be read."""
-    row = shared.rows.get(directory)
-    if row is not None and (row.slot, row.attempt) == (slot, manifest.attempt):
-        return row.info
-    below = [number for key in files if (number := info_slot(key)) is not None and number < slot]
+    """Returns what a manager noted about the manifest in a slot; None when it did not.
+
+    Args:
+        storage: Of the run.
+        directory: As for `highest_record`.
+        slots: Of the infos in it: the highest one below the manifest belongs to that.
+        slot: Of the manifest.
+
+    Raises:
+        DamagedCheckpointError: It can't be read; the checkpoint is whole without it.
+        StorageError: The storage failed.
+    """
+    below = [number for number in slots if number is not None and number < slot]
     if not below:
         return None
     key = info_key(max(below))
     try:
-        data = _read(storage, f"{directory}/{key}" if directory else key, MAX_RECORD_BYTES)
-        return decode_info(data, key=key)
-    except DamagedCheckpointError:
-        return None  # the checkpoint is whole without it
+        return decode_info(storage.read(_below(directory, key), 0, MAX_RECORD_BYTES), key=key)
+    except KeyMissingError:
+        return None
+
+
+def _below(directory: str, key: str) -> str:
+    return f"{directory}/{key}" if directory else key

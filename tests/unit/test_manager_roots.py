@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -25,25 +24,17 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import CATALOGUE, StepNames
-from ray_dcp.format.step_info import (
-    CatalogueRow,
-    StepInfo,
-    decode_catalogue,
-    decode_info,
-    encode_catalogue,
-    encode_info,
-)
+from ray_dcp.format.names import StepNames
+from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import writer as removal
-from ray_dcp.manager.catalogue import FOLDER, look, publish
+from ray_dcp.manager.catalogue import FOLDER, look
 from ray_dcp.manager.leases import Lease, Readers, Unchanged, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.manager_places import (
@@ -515,34 +506,13 @@ def test_removed_steps_are_not_read_again(storage):
     writer = writer_of(storage, max_to_keep=1)
     for step in range(1, 6):
         save_step(writer, storage, step, OLD)
-    publish(writer.root, writer.look(), opener_of(storage))
     found = look(writer.root, settings().names, opener_of(storage))
-    assert (found.num_read, list(found.steps), len(found.deleted)) == (0, [5], 4)
+    assert (found.num_read, list(found.steps)) == (1, [5])
+    again = look(writer.root, settings().names, opener_of(storage), found)
+    assert (again.num_read, again.steps) == (0, found.steps)
 
 
 # --- the catalogue ------------------------------------------------------------------------------
-
-
-def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
-    opener, root, names = opener_of(storage), root_of(storage), settings().names
-    writer = writer_of(storage)
-    for step in (1, 2, 3):
-        save_step(writer, storage, step, OLD, metrics={"loss": step}, tags=["a"])
-    first = look(root, names, opener)
-    assert first.num_read == 3
-    publish(root, first, opener)
-    second = look(root, names, opener)
-    assert (second.num_read, second.steps, second.tags) == (0, first.steps, first.tags)
-    save_step(writer, storage, 4, NEW)
-    save_step(writer, storage, 2, NEW, replace=True, metrics={"loss": 9})
-    writer.delete(3)
-    third = look(root, names, opener)
-    assert list(third.steps) == [1, 2, 4]
-    assert third.steps[2].row.info.metrics == {"loss": 9.0}
-    storage.write(
-        f"{FOLDER}/{CATALOGUE}", storage.read(f"{FOLDER}/{CATALOGUE}")[:-9] + b"12345678\n"
-    )
-    assert look(root, names, opener).steps == third.steps
 
 
 def test_a_folder_that_was_removed_and_saved_to_again_is_read_again(storage):
@@ -550,11 +520,10 @@ def test_a_folder_that_was_removed_and_saved_to_again_is_read_again(storage):
     writer = writer_of(storage, order="any")
     save_step(writer, storage, 1, OLD, metrics={"loss": 1})
     before = look(root, names, opener)
-    publish(root, before, opener)
     storage.delete([e.key for e in storage.list("step-00000001/")])
     save_step(writer_of(storage, order="any"), storage, 1, NEW, metrics={"loss": 2})
-    assert before.steps[1].row.last_slot == look(root, names, opener).steps[1].row.last_slot
-    assert look(root, names, opener).steps[1].row.info.metrics == {"loss": 2.0}
+    found = look(root, names, opener, before).steps[1]
+    assert (found.last_slot, found.info.metrics) == (before.steps[1].last_slot, {"loss": 2.0})
 
 
 def test_a_crashed_replacement_leaves_the_metrics_of_the_step_that_stands(storage):
@@ -566,14 +535,13 @@ def test_a_crashed_replacement_leaves_the_metrics_of_the_step_that_stands(storag
         with pytest.raises(StorageError):
             save_step(writer_of(wrapped), wrapped, 1, NEW, replace=True, metrics={"loss": 2})
     found = look(root_of(storage), settings().names, opener_of(storage))
-    assert found.steps[1].row.info.metrics == {"loss": 1.0}
+    assert found.steps[1].info.metrics == {"loss": 1.0}
 
 
 def test_a_step_whose_record_is_damaged_is_listed_not_counted_and_not_deleted(tmp_path, caplog):
     manager = manager_of(tmp_path, max_to_keep=1)
     manager.save(1, state(1))
     manager.close()
-    Path(tmp_path, FOLDER, CATALOGUE).unlink()
     (record,) = tmp_path.glob("step-*/manifest-*.json")
     record.write_bytes(record.read_bytes().replace(b"manifest", b"mannifest", 1))
     manager = manager_of(tmp_path, max_to_keep=1)
@@ -611,20 +579,6 @@ def test_an_info_that_is_not_what_was_written_is_damaged(damage):
         decode_info(damage)
 
 
-def test_a_catalogue_comes_back_and_damage_of_it_is_seen():
-    info = StepInfo(step=1, created_s=2.0, metadata={"a": [1, None]})
-    rows = [
-        CatalogueRow("step-1", 2, 1, "ab12", 3.0, info),
-        CatalogueRow("x", 1, 1, "ab", 3.0, None),
-    ]
-    data = encode_catalogue(rows)
-    assert decode_catalogue(data) == rows
-    with pytest.raises(DamagedCheckpointError):
-        decode_catalogue(data[:-1])
-    with pytest.raises(DamagedCheckpointError):
-        decode_catalogue(encode_info(info))
-
-
 def test_names_of_steps_and_which_are_none():
     names = StepNames("ckpt_{step:04d}.d", also=("global_step{step}",))
     assert (names.name_of(7), names.name_of(12345)) == ("ckpt_0007.d", "ckpt_12345.d")
@@ -636,17 +590,6 @@ def test_names_of_steps_and_which_are_none():
     assert [names.step_of(n) for n in ("ckpt_007.d", "ckpt_0007", "xckpt_0007.d", "3")] == [
         None
     ] * 4
-
-
-def test_a_long_run_is_opened_by_one_listing_and_one_file(tmp_path):
-    """How long that takes is for `python -m tests.bench manager`; what it asks is told here."""
-    manager = manager_of(tmp_path)
-    for step in range(70):
-        manager.save(step, state(step))
-    manager.close()
-    found = look(root_of(open_storage(tmp_path)), settings().names, open_storage)
-    assert (found.num_read, len(found.steps)) == (0, 70)
-    assert json.loads(Path(tmp_path, FOLDER, CATALOGUE).read_text())["info"]["version"] == 1
 
 
 def test_retention_by_hours_uses_the_times_that_were_stored(storage):
