@@ -27,6 +27,7 @@ from ray_dcp.runtime.rank_load import (
     drive,
     load_newest_rank,
     load_rank,
+    with_time_to_join,
 )
 from ray_dcp.runtime.shared_reads import Peers, peers_of
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
@@ -137,9 +138,7 @@ def run_load_newest(
         decision = decide_load(planner, None, replace(run, url=checkpoint_id))
         chosen = decision.apply(options)
         if tried:
-            # Why: a rank that still reads what another found damaged joins the next one late.
-            longer_s = chosen.plan_timeout_s + chosen.read_timeout_s
-            chosen = replace(chosen, plan_timeout_s=longer_s)
+            chosen = with_time_to_join(chosen)
         tried.append(checkpoint_id)
         return _load_steps(
             decision,

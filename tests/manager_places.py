@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ray_dcp.manager.catalogue import Root, look
-from ray_dcp.manager.leases import LEASE_S, this_process
-from ray_dcp.manager.settings import make_settings
+from ray_dcp.manager.leases import this_process
+from ray_dcp.manager.settings import Settings
 from ray_dcp.manager.writer import Writer
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
@@ -15,15 +15,10 @@ from tests.crash.invariants import standing_state
 from tests.crash.registry import Place
 
 HERE = this_process()
-NAMES_ARE = {"save_interval": 1, "max_pending_async": 1, "num_of_threads": 1, "item": None,
-             "chkpt_on_preemption": False, "save_policy": None, "items": None, "also_read": (),
-             "step_name": "step-{step:08d}", "order": "increasing", "read_only": False,
-             "takeover": False, "sync_every": 1, "lease_s": LEASE_S, "on_failure": None,
-             "max_to_keep": 0, "retention": None}  # fmt: skip
 
 
 def settings(**given):
-    return make_settings(**{**NAMES_ARE, **given})
+    return Settings(save_interval=1, chkpt_on_preemption=False, **given)
 
 
 class Below:

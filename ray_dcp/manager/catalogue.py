@@ -184,14 +184,13 @@ def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None
             tags.setdefault(tagged[0], set()).add(tagged[1])
         lease = _LEASE.fullmatch(key)
         if lease is not None:
-            step = int(lease[1])
-            found.read_by[step] = (*found.read_by.get(step, ()), key)
+            is_read = int(lease[1])
+            found.read_by[is_read] = (*found.read_by.get(is_read, ()), key)
     found.tags = {step: frozenset(names) for step, names in tags.items()}
     known = {} if before is None else {one.name: one for one in before.steps.values()}
+    numbered = ((names.step_of(name), name) for name in sorted(folders))
     looked = [
-        _look_into(step, name, folders[name], known)
-        for name in sorted(folders)
-        if (step := names.step_of(name)) is not None
+        _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
     ]
     found.num_read = sum(isinstance(one, _Unread) for one in looked)
     for one in _read_all(looked, root, opener, storage):

@@ -15,9 +15,9 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import check_tag
 from ray_dcp.handle import SaveHandle
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption
@@ -40,12 +39,12 @@ from ray_dcp.manager.steps import StepTarget
 from ray_dcp.manager.writer import Writer
 from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request, Target
+from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import attempt, refusal
-from ray_dcp.runtime.tasks import new_attempt, settle
+from ray_dcp.runtime.tasks import settle
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_save
 
@@ -115,30 +114,23 @@ def agree(
             raise error
         return within(timeout_s, what, lambda: decide([facts]))
     with session.activity(heartbeat_s, key) as activity:
-        steps = _steps(
-            activity.next_key,
-            session.rank,
-            session.world_size,
-            what,
-            facts,
-            decide,
-            timeout_s,
-            error,
+        first, second = activity.next_key(), activity.next_key()
+        return drive(
+            _rounds(first, second, session, what, facts, decide, timeout_s, error), activity.call
         )
-        return drive(steps, activity.call)
 
 
-def _steps(
-    next_key: Callable[[], OpKey],
-    rank: int,
-    world_size: int,
+def _rounds(
+    first: OpKey,
+    second: OpKey,
+    session: RankSession,
     what: str,
     facts: Facts,
     decide: Decide,
     timeout_s: float,
     error: CheckpointError | None,
 ) -> Generator[Request, Reply, Any]:
-    first, second = next_key(), next_key()
+    rank, world_size = session.rank, session.world_size
     outbox = {0: json.dumps(facts).encode()}
     reply = yield Exchange(first, rank, world_size, f"{what}: facts", outbox, timeout_s, error)
     if not isinstance(reply, Exchanged):
@@ -162,21 +154,8 @@ def _steps(
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class UnderWay:
-    """A step whose bytes are staged."""
-
-    step: int
-    handles: Sequence[Future[Any]]
-    """Of all its items."""
-    commit: Callable[[], object]
-    """Makes the step of its items, when all are committed."""
-    ended: Callable[[CheckpointError | None], object]
-    """Takes in how it has ended."""
-
-
 class Finisher:
-    """Waits for what is under way.
+    """Waits for asynchronous saves, one after the other.
 
     Args:
         on_failure: Called with step and error of each save that fails, in the thread.
@@ -184,7 +163,7 @@ class Finisher:
 
     def __init__(self, on_failure: Callable[[int, CheckpointError], object] | None = None) -> None:
         self._on_failure = on_failure
-        self._waiting: deque[UnderWay] = deque()
+        self._waiting: deque[tuple[int, Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._failed: list[tuple[int, CheckpointError]] = []
@@ -194,12 +173,17 @@ class Finisher:
     def steps(self) -> tuple[int, ...]:
         """The steps that are under way, in order."""
         with self._changed:
-            return tuple(one.step for one in self._waiting)
+            return tuple(step for step, _ in self._waiting)
 
-    def add(self, under_way: UnderWay) -> None:
-        """Follows a save."""
+    def add(self, step: int, finish: Callable[[], object]) -> None:
+        """Follows a save.
+
+        Args:
+            step: Whose bytes are staged.
+            finish: Waits for its end, and raises why it is not committed.
+        """
         with self._changed:
-            self._waiting.append(under_way)
+            self._waiting.append((step, finish))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="ray_dcp manager", daemon=True
@@ -230,64 +214,32 @@ class Finisher:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                one = self._waiting[0]
-            error = self._finish(one)
+                step, finish = self._waiting[0]
+            error = self._finish(step, finish)
             with self._changed:
                 if error is not None:
-                    self._failed.append((one.step, error))
+                    self._failed.append((step, error))
                 self._waiting.popleft()
                 self._changed.notify_all()
 
-    def _finish(self, one: UnderWay) -> CheckpointError | None:
-        error = _told([handle.exception() for handle in one.handles], one.step)
+    def _finish(self, step: int, finish: Callable[[], object]) -> CheckpointError | None:
         try:
-            if error is None:
-                one.commit()
-        except Exception as failed:  # noqa: BLE001 - told by join
-            error = _told([failed], one.step)
-        try:
-            one.ended(error)
-            if error is not None and self._on_failure is not None:
-                self._on_failure(one.step, error)
-        except Exception:
-            logger.exception("After the end of the save of step %d", one.step)
-        return error
-
-
-def _told(errors: Sequence[BaseException | None], step: int) -> CheckpointError | None:
-    """Returns the first error, as one of ours."""
-    for error in errors:
-        if isinstance(error, CheckpointError):
+            finish()
+            return None
+        except CheckpointError as failed:
+            error = failed
             error.step = step if error.step is None else error.step
-            return error
-        if error is not None:
-            told = CheckpointError(
-                f"the save of step {step} failed: {type(error).__name__}: {error}", step=step
+        except Exception as failed:  # noqa: BLE001 - told by join
+            error = CheckpointError(
+                f"the save of step {step} failed: {type(failed).__name__}: {failed}", step=step
             )
-            told.__cause__ = error
-            return told
-    return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Telling:
-    """What a caller says about a step that is saved; rank 0's counts."""
-
-    metrics: Mapping[str, Any] | None = None
-    metadata: Mapping[str, Any] | None = None
-    tags: Collection[str] = ()
-    replace: bool = False
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A step that all ranks have agreed to save."""
-
-    place: StepTarget
-    target: Target
-    """Its folder, reached as the root is."""
-    attempt: str
-    """That makes the step of its items."""
+            error.__cause__ = failed
+        try:
+            if self._on_failure is not None:
+                self._on_failure(step, error)
+        except Exception:
+            logger.exception("After the end of the save of step %d", step)
+        return error
 
 
 class CollectiveActions:
@@ -298,7 +250,7 @@ class CollectiveActions:
         settings: Of the manager.
         writer: What rank 0 decides with; other ranks only look with it.
         preemption: Of this process.
-        process_group: The ranks; the default group if None.
+        group: The ranks; the default group if None.
         no_dist: This process is alone.
 
     Attributes:
@@ -311,15 +263,15 @@ class CollectiveActions:
         settings: Settings,
         writer: Writer,
         preemption: Preemption,
-        process_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         no_dist: bool,
     ) -> None:
-        self._root = root
-        self._settings = settings
-        self._writer = writer
+        self.root = root
+        self.settings = settings
+        self.writer = writer
+        self.group = group
+        self.no_dist = no_dist
         self._preemption = preemption
-        self._group = process_group
-        self._no_dist = no_dist
         self.finisher = Finisher(settings.on_failure)
 
     def session(self) -> RankSession:
@@ -328,7 +280,7 @@ class CollectiveActions:
         Raises:
             CheckpointError: It can't be made.
         """
-        return session_for(self._group, self._no_dist)
+        return session_for(self.group, self.no_dist)
 
     def agree(
         self,
@@ -342,10 +294,10 @@ class CollectiveActions:
         timeout_s: float | None = None,
     ) -> Any:
         """Returns what rank 0 decides; see `agree`."""
-        options = self._settings.unnamed.save_options
+        options = self.settings.unnamed.save_options
         return agree(
             session or self.session(),
-            f"{what} in {self._root.url}",
+            f"{what} in {self.root.url}",
             facts,
             decide,
             timeout_s=options.plan_timeout_s if timeout_s is None else timeout_s,
@@ -361,12 +313,12 @@ class CollectiveActions:
             InvalidRequestError: It is no step, or the manager only reads.
             CheckpointError: The ranks could not agree.
         """
-        self._settings.names.name_of(step)
-        policy = self._settings.policy
+        self.settings.names.name_of(step)
+        policy = self.settings.policy
         if policy is None:
             return False
         alone = bool(policy.due(SaveFacts(step=step)))
-        if asks_only_the_step(policy) or (step % self._settings.sync_every and not alone):
+        if asks_only_the_step(policy) or (step % self.settings.sync_every and not alone):
             return alone
         return bool(
             self.agree(
@@ -387,175 +339,167 @@ class CollectiveActions:
             self._preemption.tell()
         return bool(told)
 
-    def save(self, step: int, state_dict: Any, force: bool, telling: Telling) -> bool:
+    def save(self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]) -> bool:
         """Saves a step; returns whether it was due.
 
         Raises:
             CheckpointError: As `CheckpointManager.save` does.
         """
-        begun, states = self._begin(step, state_dict, force, telling)
-        if begun is None:
+        place, states = self._begin(step, state_dict, force, details)
+        if place is None:
             return False
-        committed: bool | None = False
-        try:
+        with self._recorded(place):
             for name, item in self._parts():
-                save(states[name], **self._how(begun, name, item))
-            self._commit(begun, None)
-            committed = True
-        except CommitUnknownError:
-            committed = None
-            raise
-        finally:
-            self._ended(begun, committed)
+                save(states[name], **self._how(place, name, item))
+            self._commit(place, None)
         return True
 
-    def save_async(self, step: int, state_dict: Any, force: bool, telling: Telling) -> bool:
+    def save_async(
+        self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]
+    ) -> bool:
         """Saves a step in the background; returns whether it was due, once its bytes are copied.
 
         Raises:
             CheckpointError: As `CheckpointManager.save_async` does.
         """
-        begun, states = self._begin(step, state_dict, force, telling)
-        if begun is None:
+        place, states = self._begin(step, state_dict, force, details)
+        if place is None:
             return False
         handles: list[SaveHandle] = []
         try:
             for name, item in self._parts():
-                handles.append(async_save(states[name], **self._how(begun, name, item)))
+                handles.append(async_save(states[name], **self._how(place, name, item)))
         except BaseException:
             for handle in handles:
                 handle.cancel()
-            self._ended(begun, False)
+            self._record(place, False)
             raise
         # Why now: calls are numbered in the order of the calls, which threads don't keep.
-        key = self.session().next_key() if self._settings.items else None
+        key = self.session().next_key() if self.settings.named else None
 
-        def ended(error: CheckpointError | None) -> None:
-            unknown = isinstance(error, CommitUnknownError)
-            self._ended(begun, None if unknown else error is None)
+        def finish() -> None:
+            with self._recorded(place):
+                for error in [handle.exception() for handle in handles]:
+                    if error is not None:
+                        raise error
+                self._commit(place, key)
 
-        self.finisher.add(
-            UnderWay(step, handles, commit=partial(self._commit, begun, key), ended=ended)
-        )
+        self.finisher.add(step, finish)
         return True
 
     def _begin(
-        self, step: int, state_dict: Any, force: bool, telling: Telling
-    ) -> tuple[_Begun | None, dict[str, Any]]:
+        self, step: int, state_dict: Any, force: bool, details: Mapping[str, Any]
+    ) -> tuple[StepTarget | None, dict[str, Any]]:
         """Returns the step that is to be saved; None when it is not due."""
-        self._settings.names.name_of(step)
+        self.settings.names.name_of(step)
         self._refuse_read_only()
-        policy = self._settings.policy
+        policy = self.settings.policy
         alone = force or (policy is not None and bool(policy.due(SaveFacts(step=step))))
-        quick = policy is None or asks_only_the_step(policy) or step % self._settings.sync_every
+        quick = policy is None or asks_only_the_step(policy) or step % self.settings.sync_every
         if quick and not alone:
             return None, {}
-        if self._settings.order == "any" and step in self.finisher.steps:
+        if self.settings.order == "any" and step in self.finisher.steps:
             self.finisher.wait()
         session = self.session()
         states, error = attempt(
-            lambda: state_of(self._settings.items, state_dict), "looking at the state", session.rank
+            lambda: state_of(self.settings.named, state_dict), "looking at the state", session.rank
         )
         left = threading.Event()
         try:
             decided = self.agree(
                 f"saving step {step}",
-                partial(self._decide_save, step, force, telling, left),
+                partial(self._decide_save, step, force, details, left),
                 facts=self._preemption.is_told,
                 error=error,
                 session=session,
             )
         except BaseException:
             left.set()
-            self._writer.give_up(step)
+            self.writer.give_up(step)
             raise
         if decided is None:
             return None, {}
-        name, last_slot, attempt_id = decided
-        place = StepTarget(step, name, last_slot)
-        return _Begun(place, self._root.below(name), attempt_id), states or {}
+        return StepTarget(step, *decided), states or {}
 
     def _decide_due(self, step: int, preempted: Sequence[bool]) -> bool:
-        return self._writer.due(step, any(preempted))
+        return self.writer.due(step, any(preempted))
 
     def _decide_save(
         self,
         step: int,
         force: bool,
-        telling: Telling,
+        details: Mapping[str, Any],
         left: threading.Event,
         preempted: Sequence[bool],
     ) -> tuple[str, int, str] | None:
-        if not self._writer.due(step, any(preempted), force=force):
+        if not self.writer.due(step, any(preempted), force=force):
             return None
-        place = self._writer.begin(
+        place = self.writer.begin(
             step,
             preempted=any(preempted),
-            replace=telling.replace,
-            metrics=telling.metrics,
-            metadata=telling.metadata,
-            tags=[check_tag(tag) for tag in telling.tags],
             wanted=lambda: not left.is_set(),
+            **details,
         )
-        return place.name, place.last_slot, new_attempt()
+        return place.name, place.last_slot, place.attempt
 
     def _parts(self) -> list[tuple[str, Item]]:
-        return list(self._settings.items.items()) or [("", self._settings.unnamed)]
+        return list(self.settings.named.items()) or [("", self.settings.unnamed)]
 
-    def _how(self, begun: _Begun, name: str, item: Item) -> dict[str, Any]:
-        target = begun.target
+    def _how(self, place: StepTarget, name: str, item: Item) -> dict[str, Any]:
+        target = self.root.below(place.name)
         return {
-            "checkpoint_id": place_below(target, begun.place.folder_of(name)) if name else target,
+            "checkpoint_id": place_below(target, place.folder_of(name)) if name else target,
             "planner": item.planner_for_save(),
-            "process_group": self._group,
-            "no_dist": self._no_dist,
+            "process_group": self.group,
+            "no_dist": self.no_dist,
             # Careful: what stands was looked at when the step was begun.
             "options": item.save_options,
         }
 
-    def _commit(self, begun: _Begun, key: OpKey | None) -> None:
+    def _commit(self, place: StepTarget, key: OpKey | None) -> None:
         """Makes the step of its items: by a checkpoint of its own, that rank 0 saves.
 
         Raises:
             CommitUnknownError: Nobody could say whether the step is committed.
             CheckpointError: It is not, and never will be.
         """
-        if not self._settings.items:
+        if not self.settings.named:
             return
+        target = self.root.below(place.name)
 
         def decide(_: Sequence[Any]) -> None:
-            place = begun.place
-            folders = {name: place.folder_of(name) for name in self._settings.items}
-            alone = InlineSession("step", new_attempt=lambda: begun.attempt)
+            folders = {name: place.folder_of(name) for name in self.settings.named}
             run_save(
-                decide_save(None, None, begun.target),
-                alone,
+                decide_save(None, None, target),
+                InlineSession("step", new_attempt=lambda: place.attempt),
                 {"step": place.step, "items": folders},
                 SaveOptions(),
-                begun.target,
+                target,
             )
 
-        options = self._settings.unnamed.save_options
+        options = self.settings.unnamed.save_options
         # Why so long: where the items are committed is learned by one rank after the other.
         timeout_s = options.plan_timeout_s + options.commit_timeout_s
-        what = f"the commit of step {begun.place.step}"
+        what = f"the commit of step {place.step}"
         try:
             self.agree(what, decide, key=key, timeout_s=timeout_s)
         except CheckpointError as error:
-            self._settle(begun, error, what, timeout_s)
+            self._settle(place, error, what, timeout_s)
 
-    def _settle(self, begun: _Begun, error: CheckpointError, what: str, timeout_s: float) -> None:
+    def _settle(
+        self, place: StepTarget, error: CheckpointError, what: str, timeout_s: float
+    ) -> None:
         """Returns if the storage says that the step is committed; else it never will be.
 
         Why: the commit may have happened before the ranks lost each other, or may still happen.
         """
         ended: Decision
-        rank = self.session().rank
+        target, rank = self.root.below(place.name), self.session().rank
         try:
             ended = within(
                 timeout_s,
                 what,
-                lambda: settle(begun.target, begun.attempt, reason=error.message, rank=rank),
+                lambda: settle(target, place.attempt, reason=error.message, rank=rank),
             )
         except StorageError as silent:
             ended = Open(silent)
@@ -567,27 +511,36 @@ class CollectiveActions:
             case Open(why):
                 raise CommitUnknownError(
                     f"{what} failed, and the storage did not say whether it happened: {error}; "
-                    f"{why}. Ask ray_dcp.outcome({begun.target.url!r}, {begun.attempt!r}) later",
-                    attempt=begun.attempt,
-                    step=begun.place.step,
+                    f"{why}. Ask ray_dcp.outcome({target.url!r}, {place.attempt!r}) later",
+                    attempt=place.attempt,
+                    step=place.step,
                 ) from error
 
-    def _ended(self, begun: _Begun, committed: bool | None) -> None:
-        if self.session().rank != 0:
-            return
-        what = f"the end of step {begun.place.step}"
+    @contextmanager
+    def _recorded(self, place: StepTarget) -> Iterator[None]:
+        """Tells the writer how a save ends."""
+        committed: bool | None = False
         try:
-            within(
-                self._settings.unnamed.save_options.commit_timeout_s,
-                what,
-                lambda: self._writer.finish(begun.place, committed),
-            )
-        except StorageError as error:
+            yield
+            committed = True
+        except CommitUnknownError:
+            committed = None
+            raise
+        finally:
+            self._record(place, committed)
+
+    def _record(self, place: StepTarget, committed: bool | None) -> None:
+        what = f"the end of step {place.step}"
+        timeout_s = self.settings.unnamed.save_options.commit_timeout_s
+        try:
+            if self.session().rank == 0:
+                within(timeout_s, what, lambda: self.writer.finish(place, committed))
+        except CheckpointError as error:
             logger.warning("%s: %s", what, error)
 
     def _refuse_read_only(self) -> None:
-        if self._settings.read_only:
+        if self.settings.read_only:
             raise InvalidRequestError(
-                f"this manager of {self._root.url} is read_only; make one without it to save",
+                f"this manager of {self.root.url} is read_only; make one without it to save",
                 key="read_only",
             )

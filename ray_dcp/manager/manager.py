@@ -1,7 +1,7 @@
 """`CheckpointManager`: the checkpoints of a run, step by step.
 
-`read_only` has the methods that any process may call. `collective_actions` and `restoring` have
-what all ranks do together, `writer` what rank 0 does for them. Managers that are open when the
+`collective_actions` and `restoring` have what all ranks do together, `writer` what rank 0 does for
+them. Managers that are open when the
 process ends are closed then: their saves end first.
 """
 
@@ -10,24 +10,38 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
+import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.format.names import STEP_NAME
 from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.collective_actions import CollectiveActions, Telling, within
-from ray_dcp.manager.leases import LEASE_S
+from ray_dcp.manager.collective_actions import CollectiveActions, within
+from ray_dcp.manager.leases import LEASE_S, Lease
 from ray_dcp.manager.preemption import Preemption
-from ray_dcp.manager.read_only import ReadOnlySteps
-from ray_dcp.manager.restoring import RestoreReport, Restoring, Wanted
-from ray_dcp.manager.retention import RetentionPolicy
+from ray_dcp.manager.restoring import (
+    RestoreReport,
+    SavedStep,
+    Wanted,
+    best_step_of,
+    restore,
+    saved_step,
+)
+from ray_dcp.manager.retention import Mode, RetentionPolicy
 from ray_dcp.manager.save_policy import SavePolicy
-from ray_dcp.manager.settings import Item, make_settings
+from ray_dcp.manager.settings import Item, Settings
 from ray_dcp.manager.steps import Order
 from ray_dcp.manager.writer import Writer
 from ray_dcp.options import LoadOptions
@@ -37,13 +51,7 @@ from ray_dcp.store.opening import open_storage
 logger = logging.getLogger(__name__)
 
 
-class _Closable(Protocol):
-    def close(self) -> None:
-        """Waits for what is under way."""
-        ...
-
-
-def close_at_exit(manager: _Closable) -> None:
+def close_at_exit(manager: CheckpointManager) -> None:
     """Has a manager closed at the end of the process, unless that was done before.
 
     Args:
@@ -56,12 +64,12 @@ def close_at_exit(manager: _Closable) -> None:
     atexit.register(_close_all)
 
 
-def forget(manager: _Closable) -> None:
+def forget(manager: CheckpointManager) -> None:
     """Takes back `close_at_exit`."""
     _open.discard(manager)
 
 
-_open: weakref.WeakSet[_Closable] = weakref.WeakSet()
+_open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 # Why: a forked child has none of the threads that end their saves.
 os.register_at_fork(after_in_child=_open.clear)
 
@@ -80,7 +88,7 @@ CLOSE_S = 120.0
 """How long `close` waits until others may write, in seconds."""
 
 
-class CheckpointManager(ReadOnlySteps):
+class CheckpointManager:
     """The checkpoints of a run: when to save, which to keep, which to restore.
 
     Each step is a checkpoint in a folder of the root, as `step-00000500`. What is committed is read
@@ -163,7 +171,7 @@ class CheckpointManager(ReadOnlySteps):
         on_failure: Callable[[int, CheckpointError], object] | None = None,
         no_dist: bool = False,
     ) -> None:
-        settings = make_settings(
+        self._settings = Settings(
             save_interval=save_interval,
             max_to_keep=max_to_keep,
             max_pending_async=max_pending_async,
@@ -182,20 +190,125 @@ class CheckpointManager(ReadOnlySteps):
             lease_s=lease_s,
             on_failure=on_failure,
         )
-        root = Root(target_of(path, None))
-        super().__init__(root, settings, Writer(root, settings, open_storage))
+        self._root = Root(target_of(path, None))
+        self._writer = Writer(self._root, self._settings, open_storage)
         self._preemption = Preemption()
-        self._together = CollectiveActions(
+        self._actions = CollectiveActions(
             self._root, self._settings, self._writer, self._preemption, process_group, no_dist
         )
-        self._restoring = Restoring(
-            self._root, self._settings, self._writer, self._together, process_group, no_dist
-        )
-        if self._settings.preemption:
+        self._closed = False
+        self._wait: Callable[[float], object] = threading.Event().wait
+        if self._settings.listens:
             self._preemption.listen()
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._root.url!r})"
+
+    # Looking: by any process at any time
+
+    @property
+    def path(self) -> str:
+        """Absolute path or URL of the root."""
+        return self._root.url
+
+    def all_steps(self) -> list[int]:
+        """Returns the committed steps, ascending, by a new look at the storage.
+
+        Raises:
+            StorageError: It can't be read.
+
+        Complexity:
+            One listing, and one small read for each step that is new since the last look.
+        """
+        return list(self._writer.look().steps)
+
+    def latest_step(self) -> int | None:
+        """Returns the newest committed step; None when there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
+        """Returns the step with the best value of a metric; None where no step has it.
+
+        Args:
+            metric: Name; that of the retention's `BestN` if None.
+            mode: "min" or "max"; that of `BestN`, or else "min", if None.
+
+        Raises:
+            InvalidRequestError: It is not clear which metric is meant.
+        """
+        return best_step_of(self._writer.look(), self._settings.kept, metric, mode)
+
+    def step_info(self, step: int) -> SavedStep:
+        """Returns what is known of a step: metrics, metadata, tags, items, and where it is.
+
+        Raises:
+            CheckpointNotFoundError: It is not committed.
+        """
+        catalogue = self._writer.look()
+        found = catalogue.steps.get(step)
+        if found is None:
+            known = list(catalogue.steps)[-8:]
+            raise CheckpointNotFoundError(
+                f"expected step {step} in {self.path}, found {known or 'no committed step'}",
+                step=step,
+            )
+        return saved_step(found, self.path, catalogue.tags.get(step, frozenset()))
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[str]:
+        """Keeps a step from being deleted while it is entered, by whichever process writes.
+
+        Args:
+            step: Which step.
+
+        Yields:
+            Path or URL of its folder.
+
+        Raises:
+            CheckpointNotFoundError: It is not committed, or is being deleted.
+            StorageError: The lease could not be written.
+        """
+        with Lease(self._root, step, open_storage, lease_s=self._settings.lease_s):
+            yield self.step_info(step).checkpoint_id
+
+    def follow(
+        self,
+        *,
+        newer_than: int | None = None,
+        timeout_s: float | None = None,
+        poll_s: float = 10.0,
+    ) -> Iterator[int]:
+        """Waits for new steps, and gives the newest each time; for evaluation beside the training.
+
+        While the body of the loop runs, the step is not deleted.
+
+        Args:
+            newer_than: Only later steps than this; any if None.
+            timeout_s: The iterator ends when no new step comes for so long; never if None.
+            poll_s: How often to look, in seconds.
+
+        Yields:
+            A step that was committed.
+
+        Raises:
+            StorageError: The storage can't be read.
+        """
+        last = -1 if newer_than is None else newer_than
+        since_s = time.monotonic()
+        while not self._closed:
+            newest = self.latest_step()
+            if newest is not None and newest > last:
+                try:
+                    with self.reading(newest):
+                        last = newest
+                        yield newest
+                except CheckpointNotFoundError:
+                    continue  # deleted since it was listed: there is a newer one
+                since_s = time.monotonic()
+                continue
+            if timeout_s is not None and time.monotonic() - since_s >= timeout_s:
+                return
+            self._wait(poll_s if timeout_s is None else min(poll_s, timeout_s))
 
     # Saving: by all ranks
 
@@ -210,7 +323,7 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: The ranks could not agree; not where the policy looks only at the step.
         """
         self._check_open()
-        return self._together.should_save(step)
+        return self._actions.should_save(step)
 
     def save(
         self,
@@ -245,8 +358,8 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: As `ray_dcp.save`; earlier steps are as they were.
         """
         self._check_open()
-        telling = Telling(metrics=metrics, metadata=metadata, tags=tags, replace=replace)
-        return self._together.save(step, state_dict, force, telling)
+        told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
+        return self._actions.save(step, state_dict, force, told)
 
     def save_async(
         self,
@@ -281,8 +394,8 @@ class CheckpointManager(ReadOnlySteps):
         """
         self._check_open()
         close_at_exit(self)
-        telling = Telling(metrics=metrics, metadata=metadata, tags=tags, replace=replace)
-        return self._together.save_async(step, state_dict, force, telling)
+        told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
+        return self._actions.save_async(step, state_dict, force, told)
 
     def join(self) -> None:
         """Waits for all saves that are under way, and for deletions.
@@ -291,10 +404,10 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: An asynchronous save failed since `join` was last called; the first
                 one, with notes on the others. The step is not committed.
         """
-        self._together.finisher.wait()
+        self._actions.finisher.wait()
         if not self._writer.remover.drain(DRAIN_S):
             logger.warning("Deletions in %s still go on after %g s", self.path, DRAIN_S)
-        failed = self._together.finisher.failures()
+        failed = self._actions.finisher.failures()
         if failed:
             error = failed[0][1]
             for step, other in failed[1:]:
@@ -315,12 +428,12 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: The ranks could not agree.
         """
         self._check_open()
-        if not self._settings.preemption:
+        if not self._settings.listens:
             raise InvalidRequestError(
                 "Preemption detection not enabled. Make the manager with chkpt_on_preemption=True",
                 key="chkpt_on_preemption",
             )
-        return self._together.is_preempted(step)
+        return self._actions.is_preempted(step)
 
     def notice_preemption(self) -> None:
         """Tells that this rank's machine is to be taken away: the next step is due on all ranks."""
@@ -350,7 +463,7 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: As `ray_dcp.load` does.
         """
         self._check_open()
-        return self._restoring.restore(step, state_dict, options)
+        return restore(self._actions, step, state_dict, options)
 
     def delete(self, step: int) -> None:
         """Deletes a step, on rank 0's word, and returns when it is gone.
@@ -361,7 +474,7 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: Another process writes to this root, or reads the step.
         """
         self._check_open()
-        self._together.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
+        self._actions.agree(f"deleting step {step}", lambda _: self._writer.delete(step))
 
     def rewind(self, step: int) -> list[int]:
         """Deletes all steps after one, so that training can go on from there.
@@ -376,7 +489,7 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointError: As `delete`; steps that were not yet deleted stay.
         """
         self._check_open()
-        gone: list[int] = self._together.agree(
+        gone: list[int] = self._actions.agree(
             f"rewinding to step {step}", lambda _: self._writer.rewind(step)
         )
         return list(gone)
@@ -390,7 +503,7 @@ class CheckpointManager(ReadOnlySteps):
             CheckpointExistsError: Another process writes to this root.
         """
         self._check_open()
-        self._together.agree(
+        self._actions.agree(
             f"the tag {tag!r} of step {step}",
             lambda _: self._writer.tag(step, tag, remove=remove),
         )
@@ -410,7 +523,7 @@ class CheckpointManager(ReadOnlySteps):
         finally:
             self._closed = True
             forget(self)
-            self._together.finisher.close()
+            self._actions.finisher.close()
             self._preemption.stop()
             try:
                 within(CLOSE_S, f"closing {self!r}", self._writer.close)

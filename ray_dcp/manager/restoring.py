@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import torch.distributed as dist
 
 from ray_dcp.entrypoints import load
 from ray_dcp.errors import (
@@ -24,15 +22,14 @@ from ray_dcp.errors import (
     MissingKeyError,
     StorageError,
 )
-from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step
+from ray_dcp.manager.catalogue import Catalogue, StepFound, look_at_step
 from ray_dcp.manager.collective_actions import CollectiveActions
 from ray_dcp.manager.leases import Lease
 from ray_dcp.manager.retention import Mode, RetentionPolicy, best_of, rankings
-from ray_dcp.manager.settings import Item, Settings
-from ray_dcp.manager.writer import Writer
+from ray_dcp.manager.settings import Item
 from ray_dcp.options import LoadOptions
-from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.rank_load import falls_back
+from ray_dcp.protocol.messages import Reply, Request, Target
+from ray_dcp.runtime.rank_load import drive, first_that_loads, with_time_to_join
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.load_report import LoadReport
 
@@ -220,182 +217,151 @@ def targets_of(
     ]
 
 
-def unread(skipped: Sequence[tuple[int, CheckpointError]], url: str) -> str:
-    """Returns in words which steps could not be loaded."""
-    told = "; ".join(f"step {step}: {error.message}" for step, error in skipped)
-    return f"none of {len(skipped)} step(s) in {url} can be loaded: {told}"
-
-
 MOST_LOOKS = 20
 
 logger = logging.getLogger(__name__)
 
 
-class Restoring:
-    """One rank's part in a restore.
+def restore(
+    actions: CollectiveActions,
+    wanted: Wanted,
+    state_dict: Mapping[str, Any],
+    options: LoadOptions | None,
+) -> RestoreReport:
+    """Loads a step into a state dict, in place; see `CheckpointManager.restore`.
 
     Args:
-        root: Where.
-        settings: Of the manager.
-        writer: What rank 0 looks with.
-        together: What the ranks agree with.
-        process_group: The ranks; the default group if None.
-        no_dist: This process is alone.
+        actions: Of this rank.
+        wanted: Which step.
+        state_dict: What to fill.
+        options: How; those of the item if None.
     """
+    wanted = check_wanted(wanted)
+    with ExitStack() as leases:
 
-    def __init__(
-        self,
-        root: Root,
-        settings: Settings,
-        writer: Writer,
-        together: CollectiveActions,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-    ) -> None:
-        self._root = root
-        self._settings = settings
-        self._writer = writer
-        self._together = together
-        self._group = process_group
-        self._no_dist = no_dist
+        def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
+            return [
+                (one.step, one.name, {} if one.info is None else dict(one.info.items))
+                for one in _chosen(actions, wanted, leases)
+            ]
 
-    def restore(
-        self, wanted: Wanted, state_dict: Mapping[str, Any], options: LoadOptions | None
-    ) -> RestoreReport:
-        """Loads a step into a state dict, in place; see `CheckpointManager.restore`."""
-        wanted = check_wanted(wanted)
-        with ExitStack() as leases:
+        told = actions.agree(f"which step is {wanted!r}", decide)
+        tries = {step: (name, saved) for step, name, saved in told}
+        return _restored(actions, wanted, tries, state_dict, options)
 
-            def decide(_: Sequence[Any]) -> list[tuple[int, str, dict[str, str]]]:
-                return [_told(one) for one in self._chosen(wanted, leases)]
 
-            tries = self._together.agree(f"which step is {wanted!r}", decide)
-            return self._first_that_loads(wanted, tries, state_dict, options)
+def _chosen(actions: CollectiveActions, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
+    """Returns the steps to try, on rank 0, after making sure that the first stays."""
+    root, settings = actions.root, actions.settings
+    left = threading.Event()
+    leases.callback(left.set)
+    for _ in range(MOST_LOOKS):
+        found = candidates(wanted, actions.writer.look(), settings.kept, root.url)
+        first = found[0]
+        lease = Lease(root, first.step, open_storage, lease_s=settings.lease_s)
+        try:
+            leases.enter_context(lease)
+            if left.is_set():  # nobody waits for the answer any more
+                leases.close()
+        except StorageError as error:
+            # Why not raised: who may only read can still load; nothing keeps the step then.
+            logger.info("Step %d is read without a lease: %s", first.step, error)
+            return found
+        # Why again: it may have been deleted before the lease was there.
+        if look_at_step(root, first.name, first.step, open_storage) is not None:
+            return found
+        lease.__exit__()
+    raise StorageError(
+        f"{root.url} was deleted from {MOST_LOOKS} times while a step was looked for: "
+        f"who deletes there all the time? Try again when that is over",
+        checkpoint_id=root.url,
+    )
 
-    def _chosen(self, wanted: Wanted, leases: ExitStack) -> list[StepFound]:
-        """Returns the steps to try, on rank 0, after making sure that the first stays."""
-        left = threading.Event()
-        leases.callback(left.set)
-        for _ in range(MOST_LOOKS):
-            catalogue = self._writer.look()
-            found = candidates(wanted, catalogue, self._settings.retention, self._root.url)
-            first = found[0]
-            lease = Lease(self._root, first.step, open_storage, lease_s=self._settings.lease_s)
-            try:
-                leases.enter_context(lease)
-                if left.is_set():  # nobody waits for the answer any more
-                    leases.close()
-            except StorageError as error:
-                # Why not raised: who may only read can still load; nothing keeps the step then.
-                logger.info("Step %d is read without a lease: %s", first.step, error)
-                return found
-            # Why again: it may have been deleted before the lease was there.
-            if look_at_step(self._root, first.name, first.step, open_storage) is not None:
-                return found
-            lease.__exit__()
-        raise StorageError(
-            f"{self._root.url} was deleted from {MOST_LOOKS} times while a step was looked for: "
-            f"who deletes there all the time? Try again when that is over",
-            checkpoint_id=self._root.url,
+
+def _restored(
+    actions: CollectiveActions,
+    wanted: Wanted,
+    tries: Mapping[int, Sequence[Any]],
+    state_dict: Mapping[str, Any],
+    options: LoadOptions | None,
+) -> RestoreReport:
+    """Loads the first of the steps, each with its folder and those of its items, that can be."""
+    root, settings = actions.root, actions.settings
+    tried: list[int] = []
+
+    def load_one(step: int) -> dict[str, LoadReport]:
+        name, saved = tries[step]
+        folder = root.below(name)
+        parts = targets_of(folder, saved, settings.named, settings.unnamed, state_dict, step)
+        is_late = bool(tried)
+        tried.append(step)
+        reports = {}
+        try:
+            for part, item, path, state in parts:
+                chosen = options or item.load_options
+                reports[part] = load(
+                    state,
+                    checkpoint_id=path,
+                    planner=item.planner_for_load(),
+                    process_group=actions.group,
+                    no_dist=actions.no_dist,
+                    options=with_time_to_join(chosen) if is_late else chosen,
+                )
+        except CheckpointError as error:
+            error.step = step if error.step is None else error.step
+            raise
+        return reports
+
+    def steps_of(step: int) -> Generator[Request, Reply, dict[str, LoadReport]]:
+        yield from ()  # each load makes its own requests
+        return load_one(step)
+
+    skipped: list[tuple[int, CheckpointError]] = []
+    if wanted == "auto":
+        found, skipped = drive(first_that_loads(tries, steps_of), actions.session().call)
+        if found is None:
+            told = "; ".join(f"step {step}: {error.message}" for step, error in skipped)
+            raise DamagedCheckpointError(
+                f"expected a step that can be loaded, but none of {len(skipped)} step(s) in "
+                f"{root.url} can be loaded: {told}. The state dict may hold parts of what was "
+                f"tried. `ray-dcp verify` lists all the damage",
+                checkpoint_id=root.url,
+            )
+        step, reports = found
+    else:
+        (step,) = tries
+        reports = load_one(step)
+    left = [key for report in reports.values() for key in report.missing]
+    if skipped and left:
+        raise MissingKeyError(
+            f"a newer step failed after it may have overwritten values that this one lacks, so "
+            f"that strict=False can't leave them as they were: "
+            f"{', '.join(map(repr, left))}. Make the state dict anew and restore the older "
+            f"step into it",
+            key=left[0],
         )
+    _tell(actions, step, skipped)
+    return RestoreReport(
+        step=step,
+        checkpoint_id=root.below(tries[step][0]).url,
+        reports=reports,
+        skipped=tuple(skipped),
+    )
 
-    def _first_that_loads(
-        self,
-        wanted: Wanted,
-        tries: Sequence[tuple[int, str, Mapping[str, str]]],
-        state_dict: Mapping[str, Any],
-        options: LoadOptions | None,
-    ) -> RestoreReport:
-        skipped: list[tuple[int, CheckpointError]] = []
-        for step, name, saved in tries:
-            folder = self._root.below(name)
-            try:
-                reports = self._load(step, folder, saved, state_dict, options, bool(skipped))
-            except CheckpointError as error:
-                error.step = step if error.step is None else error.step
-                if wanted != "auto" or not falls_back(error):
-                    raise
-                # Why once more: one read that failed is no proof of damage.
-                try:
-                    reports = self._load(step, folder, saved, state_dict, options, True)
-                except CheckpointError as again:
-                    again.step = step if again.step is None else again.step
-                    if not falls_back(again):
-                        raise
-                    skipped.append((step, again))
-                    continue
-            self._check_replaced(reports, skipped)
-            self._tell(step, skipped)
-            return RestoreReport(
-                step=step, checkpoint_id=folder.url, reports=reports, skipped=tuple(skipped)
-            )
-        raise DamagedCheckpointError(
-            f"expected a step that can be loaded, but {unread(skipped, self._root.url)}. The state "
-            f"dict may hold parts of what was tried. `ray-dcp verify` lists all the damage",
-            checkpoint_id=self._root.url,
+
+def _tell(
+    actions: CollectiveActions, step: int, skipped: Sequence[tuple[int, CheckpointError]]
+) -> None:
+    """Warns of what was passed over, and lets it be saved again."""
+    if not skipped or actions.session().rank != 0:
+        return
+    with actions.writer.lock:
+        actions.writer.steps.damaged.update(number for number, _ in skipped)
+    for number, error in skipped:
+        warnings.warn(
+            f"Restored step {step} of {actions.root.url} instead of the newer step {number}, "
+            f"which can't be loaded: {error}. It neither counts for retention nor is it "
+            f"deleted, and may be saved again; look at it with `ray-dcp verify`",
+            UserWarning,
+            stacklevel=5,
         )
-
-    def _load(
-        self,
-        step: int,
-        folder: Target,
-        saved: Mapping[str, str],
-        state_dict: Mapping[str, Any],
-        options: LoadOptions | None,
-        is_late: bool,
-    ) -> dict[str, LoadReport]:
-        settings = self._settings
-        parts = targets_of(folder, saved, settings.items, settings.unnamed, state_dict, step)
-        return {
-            name: load(
-                state,
-                checkpoint_id=path,
-                planner=item.planner_for_load(),
-                process_group=self._group,
-                no_dist=self._no_dist,
-                options=_options(options, item, is_late),
-            )
-            for name, item, path, state in parts
-        }
-
-    def _check_replaced(
-        self, reports: Mapping[str, LoadReport], skipped: Sequence[tuple[int, CheckpointError]]
-    ) -> None:
-        """Raises `MissingKeyError` when values may hold what a damaged step has put there."""
-        left = [key for report in reports.values() for key in report.missing]
-        if skipped and left:
-            raise MissingKeyError(
-                f"a newer step failed after it may have overwritten values that this one lacks, so "
-                f"that strict=False can't leave them as they were: "
-                f"{', '.join(map(repr, left))}. Make the state dict anew and restore the older "
-                f"step into it",
-                key=left[0],
-            )
-
-    def _tell(self, step: int, skipped: Sequence[tuple[int, CheckpointError]]) -> None:
-        """Warns of what was passed over, and lets it be saved again."""
-        if not skipped or self._together.session().rank != 0:
-            return
-        with self._writer.lock:
-            self._writer.steps.damaged.update(number for number, _ in skipped)
-        for number, error in skipped:
-            warnings.warn(
-                f"Restored step {step} of {self._root.url} instead of the newer step {number}, "
-                f"which can't be loaded: {error}. It neither counts for retention nor is it "
-                f"deleted, and may be saved again; look at it with `ray-dcp verify`",
-                UserWarning,
-                stacklevel=5,
-            )
-
-
-def _told(found: StepFound) -> tuple[int, str, dict[str, str]]:
-    info = found.info
-    return found.step, found.name, {} if info is None else dict(info.items)
-
-
-def _options(options: LoadOptions | None, item: Item, is_late: bool) -> LoadOptions:
-    chosen = options or item.load_options
-    if not is_late:
-        return chosen
-    # Why: a rank that still reads what another found damaged joins the next one late.
-    return replace(chosen, plan_timeout_s=chosen.plan_timeout_s + chosen.read_timeout_s)

@@ -9,7 +9,8 @@ from typing import Any, get_args
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.format.names import StepNames
+from ray_dcp.format.names import STEP_NAME, StepNames
+from ray_dcp.manager.leases import LEASE_S
 from ray_dcp.manager.retention import LatestN, RetentionPolicy, check_retention
 from ray_dcp.manager.save_policy import (
     AnyOf,
@@ -73,86 +74,88 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a manager is told when it is made."""
+    """All that a manager is told when it is made; see there.
 
-    policy: SavePolicy | None
-    """None: nothing is due by itself."""
-    retention: RetentionPolicy | None
-    names: StepNames
-    order: Order
-    items: Mapping[str, Item]
-    """Empty for a step of one unnamed state, which is saved as `unnamed` says."""
-    unnamed: Item
-    preemption: bool
-    read_only: bool
-    takeover: bool
-    sync_every: int
-    lease_s: float
-    on_failure: Callable[[int, CheckpointError], object] | None
-
-
-def make_settings(
-    *,
-    save_interval: int | None,
-    max_to_keep: int,
-    max_pending_async: int,
-    num_of_threads: int,
-    chkpt_on_preemption: bool,
-    save_policy: SavePolicy | None,
-    retention: RetentionPolicy | None,
-    items: Mapping[str, Item] | None,
-    item: Item | None,
-    step_name: str,
-    also_read: tuple[str, ...],
-    order: Order,
-    read_only: bool,
-    takeover: bool,
-    sync_every: int,
-    lease_s: float,
-    on_failure: Callable[[int, CheckpointError], object] | None,
-) -> Settings:
-    """Returns what a manager is made of.
+    Attributes:
+        policy: When to save; None: nothing is due by itself.
+        kept: What to keep; None for all steps.
+        names: Of step folders.
+        named: Items by name; empty for a step of one unnamed state.
+        unnamed: How a step of one unnamed state is saved and loaded.
+        listens: SIGTERM counts as a preemption.
 
     Raises:
-        InvalidRequestError: An argument has a value that it can't have, or two contradict each
-            other.
+        InvalidRequestError: A field has a value that it can't have, or two contradict each other.
     """
-    for name, number, least in (
-        ("max_to_keep", max_to_keep, 0),
-        ("max_pending_async", max_pending_async, 1),
-        ("num_of_threads", num_of_threads, 1),
-        ("sync_every", sync_every, 1),
-    ):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+
+    save_interval: int | None = None
+    max_to_keep: int = 0
+    max_pending_async: int = 1
+    num_of_threads: int = 1
+    chkpt_on_preemption: bool = True
+    save_policy: SavePolicy | None = None
+    retention: RetentionPolicy | None = None
+    item: Item | None = None
+    items: Mapping[str, Item] | None = None
+    step_name: str = STEP_NAME
+    also_read: tuple[str, ...] = ()
+    order: Order = "increasing"
+    read_only: bool = False
+    takeover: bool = False
+    sync_every: int = 1
+    lease_s: float = LEASE_S
+    on_failure: Callable[[int, CheckpointError], object] | None = None
+    policy: SavePolicy | None = field(init=False)
+    kept: RetentionPolicy | None = field(init=False)
+    names: StepNames = field(init=False)
+    named: Mapping[str, Item] = field(init=False)
+    unnamed: Item = field(init=False)
+    listens: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_to_keep", 0),
+            ("max_pending_async", 1),
+            ("num_of_threads", 1),
+            ("sync_every", 1),
+        ):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise InvalidRequestError(
+                    f"{name} must be a whole number from {least}, but is {number!r}", key=name
+                )
+        lease_s = self.lease_s
+        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not lease_s > 0:
             raise InvalidRequestError(
-                f"{name} must be a whole number from {least}, but is {number!r}", key=name
+                f"lease_s must be a number of seconds above 0, but is {lease_s!r}", key="lease_s"
             )
-    if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not lease_s > 0:
-        raise InvalidRequestError(
-            f"lease_s must be a number of seconds above 0, but is {lease_s!r}", key="lease_s"
-        )
-    if order not in get_args(Order):
-        raise InvalidRequestError(
-            f"order must be one of {', '.join(map(repr, get_args(Order)))}, but is {order!r}",
-            key="order",
-        )
-    named = _items(items, item)
-    pending = max_pending_async * max(1, len(named))
-    tune = _tuned(pending, num_of_threads)
-    return Settings(
-        policy=_policy(save_interval, save_policy, chkpt_on_preemption, read_only),
-        retention=_retention(max_to_keep, retention),
-        names=StepNames(step_name, also_read),
-        order=order,
-        items={name: tune(one) for name, one in named.items()},
-        unnamed=tune(item or Item()),
-        preemption=chkpt_on_preemption and not read_only,
-        read_only=read_only,
-        takeover=takeover,
-        sync_every=sync_every,
-        lease_s=float(lease_s),
-        on_failure=on_failure,
-    )
+        if self.order not in get_args(Order):
+            raise InvalidRequestError(
+                f"order must be one of {', '.join(map(repr, get_args(Order)))}, but is "
+                f"{self.order!r}",
+                key="order",
+            )
+        named = _items(self.items, self.item)
+        for name, found in (
+            (
+                "policy",
+                _policy(
+                    self.save_interval, self.save_policy, self.chkpt_on_preemption, self.read_only
+                ),
+            ),
+            ("kept", _retention(self.max_to_keep, self.retention)),
+            ("names", StepNames(self.step_name, self.also_read)),
+            ("named", {name: self._tuned(one, len(named)) for name, one in named.items()}),
+            ("unnamed", self._tuned(self.item or Item(), len(named))),
+            ("listens", self.chkpt_on_preemption and not self.read_only),
+        ):
+            object.__setattr__(self, name, found)
+
+    def _tuned(self, item: Item, num_items: int) -> Item:
+        options = replace(item.save_options, max_pending=self.max_pending_async * max(1, num_items))
+        if self.num_of_threads > 1:
+            options = replace(options, num_threads=self.num_of_threads)
+        return replace(item, save_options=options)
 
 
 def _policy(
@@ -222,16 +225,6 @@ def _items(items: Mapping[str, Item] | None, item: Item | None) -> dict[str, Ite
         if not isinstance(one, Item):
             raise InvalidRequestError(f"items[{name!r}] must be an Item, but is {one!r}", key=name)
     return dict(sorted(items.items()))
-
-
-def _tuned(max_pending: int, num_threads: int) -> Callable[[Item], Item]:
-    def tune(item: Item) -> Item:
-        options = replace(item.save_options, max_pending=max_pending)
-        if num_threads > 1:
-            options = replace(options, num_threads=num_threads)
-        return replace(item, save_options=options)
-
-    return tune
 
 
 def state_of(items: Mapping[str, Item], state_dict: Any) -> dict[str, Any]:

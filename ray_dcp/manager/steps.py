@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
@@ -24,6 +24,7 @@ from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look
 from ray_dcp.manager.retention import RetentionPolicy, superfluous
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.garbage_collection import delete
+from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import Storage
 
@@ -42,6 +43,8 @@ class StepTarget:
     """Of its folder."""
     last_slot: int
     """Highest slot in use there."""
+    attempt: str = field(default_factory=new_attempt)
+    """That makes the step, where it consists of items."""
 
     def folder_of(self, item: str) -> str:
         """Returns the folder of an item, below the step's; never one that a commit refers to."""

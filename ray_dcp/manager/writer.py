@@ -285,7 +285,7 @@ class Writer:
             StorageError: The storage failed.
         """
         self._take_right()
-        metrics = check_metrics(metrics, self._settings.retention)
+        metrics = check_metrics(metrics, self._settings.kept)
         metadata = check_metadata(metadata)
         tags = frozenset(check_tag(tag) for tag in tags)
         with self.lock:
@@ -306,7 +306,7 @@ class Writer:
                 created_s=float(self._now()),
                 metrics=metrics,
                 metadata=metadata,
-                items={name: place.folder_of(name) for name in self._settings.items},
+                items={name: place.folder_of(name) for name in self._settings.named},
             )
             added = self.steps.prepare(place, info, tags)
         except BaseException:
@@ -348,11 +348,11 @@ class Writer:
                 return
             with self.lock:
                 self.steps.note(found)
-                policy = self._settings.retention
+                policy = self._settings.kept
                 is_full = bool(self.steps.superfluous(self.steps.catalogue, policy))
             if is_full:
                 self.remover.wake()
-            if place.last_slot and self._settings.items:
+            if place.last_slot and self._settings.named:
                 self.steps.remove_replaced_items(place)
         except CheckpointError as error:
             # Why not raised: the step is saved. What was not done is done after the next one.
@@ -387,7 +387,7 @@ class Writer:
     def _choose(self, tried: Collection[Going]) -> list[Going]:
         """Returns what may go as far as is known."""
         with self.lock:
-            found = self.steps.superfluous(self.steps.catalogue, self._settings.retention)
+            found = self.steps.superfluous(self.steps.catalogue, self._settings.kept)
             chosen = [one for one in found if one not in tried]
             self.steps.leaving = frozenset(one.name for one in chosen)
             return chosen
@@ -401,7 +401,7 @@ class Writer:
         # Careful: all that protects a step is read here, by one listing, and none of it is known.
         found = self.steps.look()
         with self.lock:
-            still = {*self.steps.superfluous(found, self._settings.retention)}
+            still = {*self.steps.superfluous(found, self._settings.kept)}
         read_by = found.read_by
         self._take_in(found, before)
         for one, mark in announced:

@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -153,6 +153,7 @@ BATCH_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 _hung: set[object] = set()
@@ -734,35 +735,61 @@ def load_newest_rank(
             step that was skipped before.
     """
     names = yield from _agreed_names(key, rank, world_size, run, steps, timeout_s)
-    skipped: list[tuple[str, CheckpointError]] = []
-    for folder in names.steps:
-        checkpoint_id = names.checkpoint_id(folder.name)
+    ids = {names.checkpoint_id(folder.name): folder.step for folder in names.steps}
+    found, skipped = yield from first_that_loads(ids, load)
+    if found is None:
+        raise _nothing_loaded(names.url, steps, skipped)
+    checkpoint_id, value = found
+    return Newest(value, checkpoint_id, ids[checkpoint_id], tuple(skipped))
+
+
+def first_that_loads(
+    candidates: Iterable[C], load: Callable[[C], Generator[Request, Reply, T]]
+) -> Generator[Request, Reply, tuple[tuple[C, T] | None, list[tuple[C, CheckpointError]]]]:
+    """Returns the first candidate that loads, with what its load gave, and those passed over.
+
+    Args:
+        candidates: The first choice first; the same on all ranks.
+        load: From one to this rank's part in the load of it.
+
+    Raises:
+        CheckpointError: Anything that another candidate would not help against; with a note on
+            each that was skipped before.
+    """
+    skipped: list[tuple[C, CheckpointError]] = []
+    for one in candidates:
         try:
-            value = yield from _loaded(checkpoint_id, load)
+            return (one, (yield from _loaded(one, load))), skipped
         except CheckpointError as error:
-            if falls_back(error):
-                skipped.append((checkpoint_id, error))
-                continue
-            if skipped:
-                error.__notes__ = [
-                    *getattr(error, "__notes__", ()),
-                    f"Newer checkpoints were skipped before: {_told(skipped)}",
-                ]
-            raise
-        return Newest(value, checkpoint_id, folder.step, tuple(skipped))
-    raise _nothing_loaded(names.url, steps, skipped)
+            if not falls_back(error):
+                if skipped:
+                    error.__notes__ = [
+                        *getattr(error, "__notes__", ()),
+                        f"Newer checkpoints were skipped before: {_told(skipped)}",
+                    ]
+                raise
+            skipped.append((one, error))
+    return None, skipped
 
 
 def _loaded(
-    checkpoint_id: str, load: Callable[[str], Generator[Request, Reply, T]]
+    candidate: C, load: Callable[[C], Generator[Request, Reply, T]]
 ) -> Generator[Request, Reply, T]:
     """Loads a checkpoint, and once more where that failed: one bad read is no proof of damage."""
     try:
-        return (yield from load(checkpoint_id))
+        return (yield from load(candidate))
     except CheckpointError as error:
         if not falls_back(error):
             raise
-    return (yield from load(checkpoint_id))
+    return (yield from load(candidate))
+
+
+def with_time_to_join(options: LoadOptions) -> LoadOptions:
+    """Returns options for a try after one that failed.
+
+    Why: a rank that still reads what another found damaged joins the next one late.
+    """
+    return replace(options, plan_timeout_s=options.plan_timeout_s + options.read_timeout_s)
 
 
 def falls_back(error: CheckpointError) -> bool:
@@ -840,5 +867,5 @@ def _nothing_loaded(
     )
 
 
-def _told(skipped: Sequence[tuple[str, CheckpointError]]) -> str:
+def _told(skipped: Sequence[tuple[object, CheckpointError]]) -> str:
     return "; ".join(f"{path}: {error.message}" for path, error in skipped)
