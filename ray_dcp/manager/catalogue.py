@@ -122,6 +122,9 @@ class Catalogue:
 
     steps: dict[int, StepFound] = field(default_factory=dict)
     """Committed ones, ascending."""
+    folders: dict[str, StepFound] = field(default_factory=dict)
+    """The same by the names of their folders, with those that are left aside: a step may be in two
+    folders."""
     tags: dict[int, frozenset[str]] = field(default_factory=dict)
     leftovers: dict[str, int] = field(default_factory=dict)
     """Step folders of ours, by name, where nothing is committed and files are left."""
@@ -141,6 +144,7 @@ class Catalogue:
     def add(self, found: StepFound) -> None:
         """Adds a step that was committed."""
         self.steps = dict(sorted({**self.steps, found.step: found}.items()))
+        self.folders[found.name] = found
         self.leftovers.pop(found.name, None)
 
 
@@ -164,12 +168,45 @@ def look(
     Complexity:
         One listing; one or two small reads for each step that `before` does not know.
     """
+    known = {} if before is None else before.folders
+    found = look_at_folders(root, names.step_of, opener, known)
+    for one in found.folders.values():
+        found.steps[one.step] = _preferred(found.steps.get(one.step), one, names)
+    found.steps = dict(sorted(found.steps.items()))
+    return found
+
+
+def look_at_folders(
+    root: Root,
+    step_of: Callable[[str], int | None],
+    opener: Opener,
+    known: Mapping[str, StepFound],
+) -> Catalogue:
+    """Returns what is in the step folders of a root, whether or not two are of one step.
+
+    Args:
+        root: Where.
+        step_of: Gives the step of a folder; None for one that is none.
+        opener: What opens storages.
+        known: From an earlier look, by name.
+
+    Returns:
+        A catalogue without `steps`.
+
+    Raises:
+        StorageError: The storage can't be listed or read.
+    """
     # Why: all that a long run makes here stays, and to look for garbage in it takes half the time.
     with collector_paused():
-        return _look(root, names, opener, before)
+        return _look(root, step_of, opener, known)
 
 
-def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None) -> Catalogue:
+def _look(
+    root: Root,
+    step_of: Callable[[str], int | None],
+    opener: Opener,
+    known: Mapping[str, StepFound],
+) -> Catalogue:
     storage = opener(root.target)
     folders: dict[str, list[str]] = {}
     for entry in storage.list():
@@ -187,18 +224,16 @@ def _look(root: Root, names: StepNames, opener: Opener, before: Catalogue | None
             is_read = int(lease[1])
             found.read_by[is_read] = (*found.read_by.get(is_read, ()), key)
     found.tags = {step: frozenset(names) for step, names in tags.items()}
-    known = {} if before is None else {one.name: one for one in before.steps.values()}
-    numbered = ((names.step_of(name), name) for name in sorted(folders))
+    numbered = ((step_of(name), name) for name in sorted(folders))
     looked = [
         _look_into(step, name, folders[name], known) for step, name in numbered if step is not None
     ]
     found.num_read = sum(isinstance(one, _Unread) for one in looked)
     for one in _read_all(looked, root, opener, storage):
         if isinstance(one, StepFound):
-            found.steps[one.step] = _preferred(found.steps.get(one.step), one, names)
+            found.folders[one.name] = one
         elif one is not None:
             found.leftovers[one.name] = one.step
-    found.steps = dict(sorted(found.steps.items()))
     return found
 
 

@@ -12,15 +12,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    StorageError,
+)
 from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key, slot_of
-from ray_dcp.format.names import TAGS, StepNames, check_tag, tag_key, tag_of
+from ray_dcp.format.names import TAGS, StepNames, check_tag, note_key, tag_key, tag_of
 from ray_dcp.format.step_info import StepInfo, encode_info, info_key, info_slot
-from ray_dcp.io.records import read_slots, used_slots
+from ray_dcp.io.records import Announced, fence, read_slots, used_slots
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look
+from ray_dcp.manager.leases import Readers
 from ray_dcp.manager.retention import RetentionPolicy, superfluous
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.garbage_collection import delete
@@ -299,6 +307,112 @@ class Steps:
                 remove_folder(self.root.target, f"{place.name}/{item}", None, self.opener)
 
 
+class Deletions:
+    """Deletes steps of a root: each is announced, and goes unless something protects it then.
+
+    Args:
+        root: Where.
+        opener: What opens storages.
+        readers: Tells whether who reads a step still does.
+        check: Raises when this process has no right to write any more.
+        removed: Called with what was deleted.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        opener: Opener,
+        readers: Readers,
+        check: Callable[[], object],
+        removed: Callable[[Going], object] = lambda _: None,
+    ) -> None:
+        self._root = root
+        self._opener = opener
+        self._readers = readers
+        self._check = check
+        self._removed = removed
+
+    def remove_all(
+        self, chosen: Collection[Going], look: Callable[[], tuple[Collection[Going], Catalogue]]
+    ) -> dict[str, CheckpointError | None]:
+        """Removes what may go.
+
+        What is known decides only which removals are announced. What protects a step is read after
+        that, and what is deleted is the attempt that was decided about or nothing.
+
+        Args:
+            chosen: What may go as far as is known.
+            look: Looks at the storage anew, and returns what may go and what is there.
+
+        Returns:
+            Folders that could not be removed now, by name, with why; None: somebody reads it.
+
+        Raises:
+            CheckpointExistsError: Another process has the right to write.
+            StorageError: The storage failed.
+        """
+        left: dict[str, CheckpointError | None] = {}
+        self._check()
+        announced = [(one, self.announce(one)) for one in chosen]
+        # Careful: all that protects a step is read here, by one listing, and none of it is known.
+        still, found = look()
+        for one, mark in announced:
+            try:
+                is_read = self.is_read(found.read_by.get(one.step, ()))
+                if one not in still or is_read:
+                    self.withdraw(mark)
+                else:
+                    self.remove(one, mark)
+                if is_read:
+                    left[one.name] = None
+            except CheckpointError as error:
+                left[one.name] = error
+        return left
+
+    @property
+    def _shared(self) -> Storage:
+        return self._opener(self._root.shared)
+
+    def announce(self, going: Going) -> Announced:
+        """Announces a deletion."""
+        mark = Announced(going.step, new_attempt(), going.name)
+        self._shared.write(mark.key, b"")
+        return mark
+
+    def withdraw(self, mark: Announced) -> None:
+        """Takes an announcement back."""
+        self._shared.delete([mark.key])
+
+    def fence(self, reason: str, step: int | None) -> None:
+        """Ends the deletions that are announced, of one step or of all."""
+        fence(self._shared, lambda name: self._opener(self._root.below(name)), reason, step)
+
+    def is_read(self, leases: Collection[str]) -> bool:
+        """Tells whether one of these leases is held."""
+        return any(self._readers.is_live(self._shared, key) for key in leases)
+
+    def remove(self, going: Going, mark: Announced) -> None:
+        """Removes a step whose deletion is announced.
+
+        Raises:
+            CheckpointExistsError: Something else stands there by now, or somebody protects it.
+            CheckpointError: It is not removed, or something is left.
+        """
+        try:
+            remove_step(self._root, going, self._opener, mark.attempt, self._check)
+        except CheckpointExistsError:
+            self.withdraw(mark)
+            raise
+        except CheckpointError:
+            # Why: a delete record that is on its way may still arrive. Where that can't be ended
+            # either, the announcement stays for whoever protects the step next.
+            with suppress(CheckpointError):
+                self.fence(f"a deletion of step {going.step} failed", going.step)
+            raise
+        self._removed(going)
+        self._shared.delete([mark.key, note_key(going.step)])
+
+
 def remove_step(
     root: Root, going: Going, opener: Opener, attempt: str, check: Callable[[], object]
 ) -> None:
@@ -348,6 +462,21 @@ def remove_folder(
     """
     target = place_below(parent, name)
     _delete(target, opener, expected)
+    remove_records(parent, name, opener)
+
+
+def remove_records(parent: Target, name: str, opener: Opener) -> None:
+    """Removes the records of a checkpoint that was deleted, where nothing is saved any more.
+
+    Args:
+        parent: What the folder lies in.
+        name: Of the folder.
+        opener: What opens storages.
+
+    Raises:
+        StorageError: Something is left.
+    """
+    target = place_below(parent, name)
     decides = read_slots(opener(target), tolerant=True).decides
     if decides is not None and isinstance(decides.record, DeleteRecord):
         slots = [slot for slot in used_slots(opener(target)) if slot <= decides.slot]

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
 from ray_dcp.errors import (
@@ -23,17 +22,15 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import check_tag, note_key
+from ray_dcp.format.names import check_tag
 from ray_dcp.format.step_info import StepInfo, check_metadata
-from ray_dcp.io.records import Announced, fence
 from ray_dcp.manager.catalogue import READING, Catalogue, Root, StepFound, look_at_step
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics
 from ray_dcp.manager.save_policy import SaveFacts
 from ray_dcp.manager.settings import Settings
-from ray_dcp.manager.steps import Going, Steps, StepTarget, remove_step
+from ray_dcp.manager.steps import Deletions, Going, Steps, StepTarget
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.storage import Storage
 
 FIRST_RETRY_S = 0.5
@@ -206,7 +203,13 @@ class Writer:
         self._right = WriterLease(
             root, opener, lease_s=settings.lease_s, holder=holder, beats=threaded
         )
-        self._readers = Readers(lease_s=settings.lease_s, holder=holder)
+        self._deletions = Deletions(
+            root,
+            opener,
+            Readers(lease_s=settings.lease_s, holder=holder),
+            self._right.check,
+            self._removed,
+        )
         self._added_tags: dict[int, frozenset[str]] = {}
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._last_begun_s = clock()
@@ -299,7 +302,7 @@ class Writer:
             is_leaving = self._settings.names.name_of(step) in self.steps.leaving
         try:
             if is_leaving:
-                self._fence(f"step {step} is saved again", step)
+                self._deletions.fence(f"step {step} is saved again", step)
             place = self.steps.place(step)
             info = StepInfo(
                 step=step,
@@ -362,11 +365,8 @@ class Writer:
     def remove_superfluous(self) -> dict[str, CheckpointError | None]:
         """Removes the steps that retention gives up, and what crashes left.
 
-        What is known decides only which removals are announced. What protects a step is read after
-        that, and what is deleted is the attempt that was decided about or nothing.
-
         Returns:
-            Folders that could not be removed now, by name, with why; None: somebody reads it.
+            As `Deletions.remove_all`.
 
         Raises:
             CheckpointExistsError: Another process has the right to write.
@@ -378,7 +378,7 @@ class Writer:
         try:
             while chosen := self._choose(tried):
                 tried |= {*chosen}
-                self._remove_all(chosen, left)
+                left |= self._deletions.remove_all(chosen, self._look_again)
         finally:
             with self.lock:
                 self.steps.leaving = frozenset()
@@ -392,29 +392,16 @@ class Writer:
             self.steps.leaving = frozenset(one.name for one in chosen)
             return chosen
 
-    def _remove_all(
-        self, chosen: Collection[Going], left: dict[str, CheckpointError | None]
-    ) -> None:
-        self._right.check()
-        announced = [(one, self._announce(one)) for one in chosen]
+    def _look_again(self) -> tuple[set[Going], Catalogue]:
         before = self.steps.catalogue.steps
-        # Careful: all that protects a step is read here, by one listing, and none of it is known.
         found = self.steps.look()
         with self.lock:
             still = {*self.steps.superfluous(found, self._settings.kept)}
-        read_by = found.read_by
-        self._take_in(found, before)
-        for one, mark in announced:
-            try:
-                is_read = self._is_read(read_by.get(one.step, ()))
-                if one not in still or is_read:
-                    self._withdraw(mark)
-                else:
-                    self._remove(one, mark)
-                if is_read:
-                    left[one.name] = None
-            except CheckpointError as error:
-                left[one.name] = error
+        return still, self._take_in(found, before)
+
+    def _removed(self, going: Going) -> None:
+        with self.lock:
+            self.steps.forget(going)
 
     def delete(self, step: int) -> None:
         """Deletes a step now; its folder keeps the record that says so.
@@ -460,7 +447,7 @@ class Writer:
             self.steps.untag(step, tag)
             return
         self.steps.tag(step, tag)
-        self._fence(f"step {step} was given the tag {tag!r}", step)
+        self._deletions.fence(f"step {step} was given the tag {tag!r}", step)
         self.look()
         try:
             self.steps.check_deletable(step)
@@ -487,58 +474,24 @@ class Writer:
         had_it = self._right.is_taken
         self._right.take(even_if_held=self._settings.takeover)
         if not had_it:
-            self._fence("another process writes to the run", None)
+            self._deletions.fence("another process writes to the run", None)
         if not had_it or not self._is_known:
             self.look()
 
     def _delete_now(self, going: Going) -> None:
-        mark = self._announce(going)
-        keys = [entry.key for entry in self._shared.list(f"{READING}{going.step}.")]
-        if self._is_read(keys):
-            self._withdraw(mark)
+        mark = self._deletions.announce(going)
+        shared = self._opener(self.root.shared)
+        if self._deletions.is_read([e.key for e in shared.list(f"{READING}{going.step}.")]):
+            self._deletions.withdraw(mark)
             raise CheckpointError(
                 f"step {going.step} of {self.root.url} is being read by another process; delete "
                 f"it when that is over",
                 step=going.step,
             )
         tags = self.steps.tags_of(going.step)
-        self._remove(going, mark)
+        self._deletions.remove(going, mark)
         self._right.check()
         for tag in sorted(tags):
             self.steps.untag(going.step, tag)
         # Why: a removal may have been decided because this step stood.
-        self._fence(f"step {going.step} was deleted", None)
-
-    @property
-    def _shared(self) -> Storage:
-        return self._opener(self.root.shared)
-
-    def _fence(self, reason: str, step: int | None) -> None:
-        fence(self._shared, lambda name: self._opener(self.root.below(name)), reason, step)
-
-    def _is_read(self, leases: Collection[str]) -> bool:
-        return any(self._readers.is_live(self._shared, key) for key in leases)
-
-    def _announce(self, going: Going) -> Announced:
-        mark = Announced(going.step, new_attempt(), going.name)
-        self._shared.write(mark.key, b"")
-        return mark
-
-    def _withdraw(self, mark: Announced) -> None:
-        self._shared.delete([mark.key])
-
-    def _remove(self, going: Going, mark: Announced) -> None:
-        try:
-            remove_step(self.root, going, self._opener, mark.attempt, self._right.check)
-        except CheckpointExistsError:
-            self._withdraw(mark)
-            raise
-        except CheckpointError:
-            # Why: a delete record that is on its way may still arrive. Where that can't be ended
-            # either, the announcement stays for whoever protects the step next.
-            with suppress(CheckpointError):
-                self._fence(f"a deletion of step {going.step} failed", going.step)
-            raise
-        with self.lock:
-            self.steps.forget(going)
-        self._shared.delete([mark.key, note_key(going.step)])
+        self._deletions.fence(f"step {going.step} was deleted", None)

@@ -71,9 +71,8 @@ def make(told: Any, tmp_path: Path) -> Iterator[Make]:
         groups.append(len(groups) + 1)
         root = Root(Target(str(tmp_path)))
         listed = list_run(tmp_path).steps
-        earlier = [folder for one in listed if (folder := parse(one.name))]
         owner = "ray_dcp" if max_to_keep else "nobody"
-        retention = Retention(root, owner, max_to_keep, earlier, ())
+        retention = Retention(root, owner, max_to_keep, groups[-1], ())
         session: Any = Alone()
         group = Group(root, groups[-1], "0a1b2c", session, False, bool(listed), retention=retention)
         facts = Facts(0, 1, "run", "id", None, 0.0, None, str(tmp_path))

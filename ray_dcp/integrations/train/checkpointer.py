@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -37,6 +36,7 @@ from ray_dcp.errors import (
     SaveCancelledError,
     SaveSkippedError,
 )
+from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import info_key
 from ray_dcp.handle import SaveHandle
 from ray_dcp.integrations.train import reports
@@ -44,7 +44,6 @@ from ray_dcp.integrations.train.joining import (
     Group,
     RunFacts,
     StepFolder,
-    check_step,
     join,
     parse,
     run_facts,
@@ -539,7 +538,6 @@ class Checkpointer:
         for one in ended:
             if one.error is None:
                 self._untold.append(one)
-                self._later(partial(self._retention_notes, one))
                 self._warned.num_failed = 0
                 continue
             if isinstance(one.error, SaveCancelledError):
@@ -601,10 +599,6 @@ class Checkpointer:
         data = reports.encoded_metrics(folder.step, metrics)
         open_storage(self._group.root.below(folder.name)).write(info_key(0), data)
 
-    def _retention_notes(self, one: Ended) -> None:
-        if self._group.retention is not None:
-            self._group.retention.committed(one.save.folder)
-
     def _warm(self, state: Mapping[str, Any]) -> None:
         """Gets memory and the node's stager ready, so that the first save is as fast as others."""
         try:
@@ -625,7 +619,8 @@ class Checkpointer:
 
     def _check_new(self, step: int) -> None:
         self._check_open()
-        if check_step(step) <= self._last_step:
+        StepNames().name_of(step)  # raises for what is no step
+        if step <= self._last_step:
             raise InvalidRequestError(
                 f"step {step} is not newer than step {self._last_step}, which was saved or "
                 f"restored last; begin with restore(state) + 1, and count on",

@@ -7,7 +7,8 @@ name, and a worker group that was killed may still have a save in progress. The 
 group comes first, so that of two checkpoints of one step the later sorts last; the step comes last,
 where all of ray_dcp looks for it.
 
-`Retention`, on rank 0, removes checkpoints where ray_dcp is the side that deletes. Ray Train
+`Retention`, on rank 0, removes checkpoints where ray_dcp is the side that deletes, by the manager's
+`Deletions`: those that have a tag, or are read, stay. Ray Train
 refuses to continue a run when a folder is gone that it has registered. So of a reported checkpoint
 the delete record stays; of others nothing does.
 
@@ -22,7 +23,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -37,14 +38,12 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.format.manifest import Manifest, record_key, slot_of
-from ray_dcp.io.records import read_slots
 from ray_dcp.io.threads import Stop
-from ray_dcp.manager.catalogue import Root
-from ray_dcp.manager.leases import WriterLease, this_process
+from ray_dcp.manager.catalogue import Catalogue, Root, look_at_folders
+from ray_dcp.manager.leases import LEASE_S, Readers, WriterLease, this_process
+from ray_dcp.manager.steps import Deletions, Going, going, remove_records
 from ray_dcp.operations import session_for
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.memory_tier import NodeMemory
 from ray_dcp.runtime.ray_private import TESTED
@@ -56,7 +55,6 @@ from ray_dcp.view.listing import list_run
 
 _NAME = re.compile(r"g(\d{4,9})-([0-9a-f]{6})-step-(\d{8,18})")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-MAX_STEP = 10**18
 
 
 @dataclass(frozen=True, order=True)
@@ -123,21 +121,7 @@ def check_folder(folder: object) -> str:
     return folder
 
 
-def check_step(step: object) -> int:
-    """Returns a step after checking that it is one.
-
-    Raises:
-        InvalidRequestError: It is no whole number from 0.
-    """
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
-        raise InvalidRequestError(
-            f"a step must be a whole number from 0 to {MAX_STEP - 1}, but is {step!r}", key="step"
-        )
-    return step
-
-
 Owner = Literal["ray_dcp", "ray", "nobody"]
-Standing = Literal["committed", "deleted", "nothing"]
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +168,8 @@ class Known:
     """Names of folders that Ray Train was told of."""
 
 
-def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[tuple[StepFolder, bool]]:
-    """Returns the folders that may go, oldest first, each with whether nothing of it need stay.
+def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[StepFolder]:
+    """Returns the folders that may go, oldest first.
 
     What stays in any case: the newest that is committed, the newest that Ray Train was told of, and
     what is newer.
@@ -198,8 +182,8 @@ def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[tuple[Step
     Example:
         >>> folders = [StepFolder(step, 1, "7f3c21") for step in (10, 20, 30)]
         >>> known = Known(frozenset(folders), frozenset(), frozenset({folders[0].name}))
-        >>> [(one.step, purge) for one, purge in superfluous(known, "ray_dcp", 1)]
-        [(20, True)]
+        >>> [one.step for one in superfluous(known, "ray_dcp", 1)]
+        [20]
     """
     committed = sorted(known.committed)
     if not committed:
@@ -213,10 +197,7 @@ def superfluous(known: Known, owner: Owner, max_to_keep: int) -> list[tuple[Step
         # Why: Ray Train never hears of these, as a newer one was registered instead.
         gone.update(one for one in committed if one < told[-1] and one not in told)
     gone.update(one for one in known.uncommitted if one < committed[-1])
-    return [
-        (one, one in known.committed and one.name not in known.registered)
-        for one in sorted(gone - stays)
-    ]
+    return sorted(gone - stays)
 
 
 class Retention:
@@ -226,7 +207,7 @@ class Retention:
         root: The folder of the run in which the steps lie.
         owner: Who deletes.
         max_to_keep: How many ray_dcp keeps.
-        earlier: Folders that worker groups before this one left.
+        group: Number of this worker group: what later ones left is not looked at.
         registered: Names that Ray Train knows.
         check: Raises when this run has lost the right to write.
         opener: What opens storages.
@@ -237,7 +218,7 @@ class Retention:
         root: Root,
         owner: Owner,
         max_to_keep: int,
-        earlier: Collection[StepFolder],
+        group: int,
         registered: Iterable[str],
         *,
         check: Callable[[], object] = lambda: None,
@@ -246,82 +227,50 @@ class Retention:
         self._root = root
         self._owner: Owner = owner
         self._max_to_keep = max_to_keep
-        self._unseen = set(earlier)
-        self._committed: set[StepFolder] = set()
-        self._uncommitted: set[StepFolder] = set()
+        self._group = group
         self._registered = set(registered)
-        self._check = check
         self._opener = opener
-
-    def committed(self, folder: StepFolder) -> None:
-        """Notes that a step is committed."""
-        self._committed.add(folder)
+        self._found = Catalogue()
+        readers = Readers(lease_s=LEASE_S)
+        self._deletions = Deletions(root, opener, readers, check, self._removed)
 
     def told(self, folder: StepFolder) -> None:
         """Notes that Ray Train was told of one, and deletes what is superfluous now."""
-        self._committed.add(folder)
         self._registered.add(folder.name)
-        self.tidy()
-
-    def tidy(self) -> None:
-        """Deletes what is superfluous; what fails is told in the log, and left for the next."""
         try:
-            self._check()
-            self._look()
-            known = Known(
-                frozenset(self._committed),
-                frozenset(self._uncommitted),
-                frozenset(self._registered),
-            )
-            for folder, purge in superfluous(known, self._owner, self._max_to_keep):
-                self._remove(folder, purge=purge)
+            chosen, _ = self._look()
+            left = self._deletions.remove_all(chosen, self._look) if chosen else {}
+            for name, error in left.items():
+                if error is not None:
+                    logger.warning("%s/%s: %s", self._root.url, name, error)
         except CheckpointError as error:
             logger.warning("Old checkpoints in %s were not deleted: %s", self._root.url, error)
 
-    def _look(self) -> None:
-        for folder in sorted(self._unseen):
-            standing = self._standing(folder.name)
-            if standing == "committed":
-                self._committed.add(folder)
-            elif standing == "nothing":
-                self._uncommitted.add(folder)
-            self._unseen.discard(folder)
+    def _look(self) -> tuple[list[Going], Catalogue]:
+        """Returns what may go, by a look at the storage; those with a tag stay."""
+        self._found = look_at_folders(self._root, _step_of, self._opener, self._found.folders)
+        committed = {
+            folder: going(one)
+            for name, one in self._found.folders.items()
+            if (folder := parse(name)) is not None and one.is_ours and one.is_readable
+        }
+        left = (parse(name) for name in self._found.leftovers)
+        earlier = {
+            one: Going(one.step, one.name, "") for one in left if one and one.group < self._group
+        }
+        known = Known(frozenset(committed), frozenset(earlier), frozenset(self._registered))
+        folders = superfluous(known, self._owner, self._max_to_keep)
+        both = committed | earlier
+        return [both[one] for one in folders if one.step not in self._found.tags], self._found
 
-    def _standing(self, name: str) -> Standing:
-        decides = read_slots(self._opener(self._root.below(name)), tolerant=True).decides
-        if decides is None:
-            return "nothing"
-        return "committed" if isinstance(decides.record, Manifest) else "deleted"
+    def _removed(self, going: Going) -> None:
+        if going.attempt and going.name not in self._registered:
+            remove_records(self._root.target, going.name, self._opener)
 
-    def _remove(self, folder: StepFolder, *, purge: bool) -> None:
-        name = folder.name
-        if folder in self._uncommitted and self._standing(name) == "committed":
-            # A stager of the group before has committed it since.
-            self._uncommitted.discard(folder)
-            self._committed.add(folder)
-            return
-        try:
-            report = delete(self._root.below(name), opener=self._opener)
-        except CheckpointNotFoundError:
-            report = None
-        if report is not None and report.warnings:
-            logger.warning("%s/%s: %s", self._root.url, name, "; ".join(report.warnings))
-            return
-        self._committed.discard(folder)
-        self._uncommitted.discard(folder)
-        if purge:
-            self._purge(name)
 
-    def _purge(self, name: str) -> None:
-        """Removes what is left, records last and the one that says so at the very end."""
-        # Why from the root: a folder that becomes empty is removed by the storage it lies in.
-        whole = self._opener(self._root.target)
-        keys = [entry.key for entry in self._opener(self._root.below(name)).list()]
-        slots = sorted(slot for key in keys if (slot := slot_of(key)) is not None)
-        others = [key for key in keys if slot_of(key) is None]
-        whole.delete([f"{name}/{key}" for key in others])
-        for slot in slots:
-            whole.delete([f"{name}/{record_key(slot)}"])
+def _step_of(name: str) -> int | None:
+    folder = parse(name)
+    return None if folder is None else folder.step
 
 
 POLL_S = 2.0
@@ -575,9 +524,9 @@ class _First:
         NodeMemory().await_staged(root.url, STAGED_S, Stop())
         listed = list_run(root.target)
         names = [*(one.name for one in listed.steps), *listed.others]
-        earlier = [folder for name in names if (folder := parse(name)) is not None]
-        retention = Retention(root, owner, max_to_keep, earlier, _registered(), check=right.check)
-        return cls(next_group(names), right, retention, bool(listed.steps))
+        number = next_group(names)
+        retention = Retention(root, owner, max_to_keep, number, _registered(), check=right.check)
+        return cls(number, right, retention, bool(listed.steps))
 
     def told(self) -> tuple[int, str, bool]:
         return self.number, self.word, self.has_steps
