@@ -63,7 +63,7 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
         reports = [mark.delete(force=force, dry_run=dry_run)]
         reports += [
             delete(place_below(step.path, folder), dry_run=dry_run)
-            for folder in step.listed.items.values()
+            for folder in step.items.values()
         ]
         if not dry_run and not any(report.warnings for report in reports):
             mark.forget()
@@ -104,7 +104,7 @@ class _Marks:
         from ray_dcp.runtime.garbage_collection import delete
         from ray_dcp.runtime.tasks import new_attempt
 
-        manifest = self._view.listed.manifest
+        manifest = self._view.manifest
         expected = None if manifest is None else manifest.attempt
         if dry_run or self._shared is None or self._step is None:
             return delete(self._view.path, expected=expected, dry_run=dry_run)

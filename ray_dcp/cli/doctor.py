@@ -97,22 +97,21 @@ def _versions() -> Finding:
 def _steps(run: RunView) -> list[Finding]:
     found = []
     for step in run:
-        one = step.listed
-        if one.state == "damaged":
-            found.append(Finding("wrong", step.name, f"damaged: {one.detail}"))
-        if one.state == "in flight":
-            told = f"a save that is under way, or that crashed: {one.detail}; see ray-dcp gc"
+        if step.state == "damaged":
+            found.append(Finding("wrong", step.name, f"damaged: {step.detail}"))
+        if step.state == "in flight":
+            told = f"a save that is under way, or that crashed: {step.detail}; see ray-dcp gc"
             found.append(Finding("note", step.name, told))
-        elif one.in_flight:
-            saves = count_text(len(one.in_flight), "save")
+        elif step.in_flight:
+            saves = count_text(len(step.in_flight), "save")
             told = f"{saves} over it under way, or crashed; see ray-dcp gc"
             found.append(Finding("note", step.name, told))
-        if one.state in ("aborted", "deleted") and one.detail:
-            found.append(Finding("note", step.name, f"{one.state}: {one.detail}"))
-        if one.created_s is not None and one.created_s > time.time() + _CLOCK_S:
+        if step.state in ("aborted", "deleted") and step.detail:
+            found.append(Finding("note", step.name, f"{step.state}: {step.detail}"))
+        if step.created_s is not None and step.created_s > time.time() + _CLOCK_S:
             told = "was saved in the future: the clocks of this machine and of the job differ"
             found.append(Finding("note", step.name, told))
-    readable = [step for step in run if step.listed.is_readable]
+    readable = [step for step in run if step.is_readable]
     if not readable:
         found.append(Finding("note", "latest", "there is no checkpoint to load"))
         return found

@@ -84,22 +84,22 @@ def run_of(root: str) -> RunView:
 
 def listed(step: StepView, now_s: float, *, full: bool) -> dict[str, Any]:
     """Returns a step as JSON has it."""
-    one = step.listed
+    looks_in = full and step.is_readable
     return {
-        "name": one.name,
-        "step": one.step,
-        "state": one.state,
-        "num_bytes": one.num_bytes,
-        "num_ranks": one.num_ranks,
-        "age_s": None if one.created_s is None else round(max(0.0, now_s - one.created_s), 3),
-        "detail": one.detail,
-        "in_flight": list(one.in_flight),
-        "metrics": dict(one.metrics),
-        "metadata": dict(one.metadata),
-        "tags": list(one.tags),
-        "note": one.note,
-        "new_bytes": step.new_bytes if full and one.is_readable else None,
-        "layout": step.layout if full and one.is_readable else None,
+        "name": step.name,
+        "step": step.step,
+        "state": step.state,
+        "num_bytes": step.num_bytes,
+        "num_ranks": step.num_ranks,
+        "age_s": None if step.created_s is None else round(max(0.0, now_s - step.created_s), 3),
+        "detail": step.detail,
+        "in_flight": list(step.in_flight),
+        "metrics": dict(step.metrics),
+        "metadata": dict(step.metadata),
+        "tags": list(step.tags),
+        "note": step.note,
+        "new_bytes": step.new_bytes if looks_in else None,
+        "layout": step.layout if looks_in else None,
         "stall_s": step.stall_s if full else None,
         "durable_s": step.durable_s if full else None,
     }
@@ -122,30 +122,27 @@ def _print(run: RunView, now_s: float, *, full: bool) -> None:
     )
     latest, best = _marked(run)
     for step in run:
-        one = step.listed
         mark = " *latest" if step is latest else ""
         mark += " *best" if step is best else ""
-        state = f"{one.state}{mark}"
+        state = f"{step.state}{mark}"
         table.add(
-            one.name,
-            "-" if one.step is None else one.step,
+            step.name,
+            "-" if step.step is None else step.step,
             state,
-            size_text(one.num_bytes),
-            "-" if one.num_ranks is None else one.num_ranks,
-            "-" if one.created_s is None else age_text(now_s - one.created_s),
+            size_text(step.num_bytes),
+            "-" if step.num_ranks is None else step.num_ranks,
+            "-" if step.created_s is None else age_text(now_s - step.created_s),
             *(_details(step) if full else ()),
-            *(number_text(one.metrics[n]) if n in one.metrics else "-" for n in metrics),
-            *([" ".join(one.tags)] if has_tags else []),
-            styled=(2, _STYLES.get(one.state, "")),
+            *(number_text(step.metrics[n]) if n in step.metrics else "-" for n in metrics),
+            *([" ".join(step.tags)] if has_tags else []),
+            styled=(2, _STYLES.get(step.state, "")),
         )
     table.print()
     for step in run:
         if step.state == "damaged":
-            click.echo(f"{step.name}: {step.listed.detail}")
-        elif step.listed.in_flight and step.state != "in flight":
-            click.echo(
-                f"{step.name}: {count_text(len(step.listed.in_flight), 'save')} over it in flight"
-            )
+            click.echo(f"{step.name}: {step.detail}")
+        elif step.in_flight and step.state != "in flight":
+            click.echo(f"{step.name}: {count_text(len(step.in_flight), 'save')} over it in flight")
         if step.note:
             click.echo(f"{step.name}: {step.note}")
 
@@ -162,10 +159,10 @@ def _marked(run: RunView) -> tuple[StepView | None, StepView | None]:
 
 
 def _details(step: StepView) -> list[str]:
-    new = step.new_bytes if step.listed.is_readable else None
+    new = step.new_bytes if step.is_readable else None
     return [
         "-" if new is None else size_text(new),
-        (step.layout if step.listed.is_readable else None) or "-",
+        (step.layout if step.is_readable else None) or "-",
         "-" if step.stall_s is None else seconds_text(step.stall_s),
         "-" if step.durable_s is None else seconds_text(step.durable_s),
     ]

@@ -133,7 +133,7 @@ def _steps_of(text: str) -> str:
         found = [one for one in open_run(Target(text)) if one.name != "."]
     except CheckpointError:
         return ""
-    found = [one for one in found if one.listed.is_readable]
+    found = [one for one in found if one.is_readable]
     if not found:
         return ""
     count = "its step" if len(found) == 1 else f"one of its {len(found)} steps"

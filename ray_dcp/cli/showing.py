@@ -1,16 +1,11 @@
-"""The commands `show` and `verify`, as tables for people or as JSON. No torch, no ray.
-
-`tree_of` makes a tree of the names of a checkpoint: by their paths in the state dict, else by their
-dots.
-"""
+"""The commands `show` and `verify`, as tables for people or as JSON. No torch, no ray."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,52 +13,11 @@ from ray_dcp.cli.output import Rows, as_json, number_text, print_json, progress
 from ray_dcp.cli.places import checkpoint_at, hint_at, place_of
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.view.checkpoint_view import CheckpointView
+from ray_dcp.view.pictures.of_views import leaves_of
+from ray_dcp.view.pictures.tree import Node, grown
 from ray_dcp.view.verify import VerifyReport
 from ray_dcp.view.verify import verify as verify_path
 from ray_dcp.view.wording import count_text, size_text
-
-if TYPE_CHECKING:
-    from ray_dcp.view.checkpoint_view import CheckpointView
-
-
-@dataclass
-class Node:
-    """A branch of the tree, or a tensor or object."""
-
-    label: str
-    name: str | None = None
-    """FQN of what sits here; None for a branch."""
-    num_bytes: int = 0
-    """Of all tensors at and below it."""
-    num_tensors: int = 0
-    num_objects: int = 0
-    children: dict[str, Node] = field(default_factory=dict)
-
-
-def tree_of(view: CheckpointView, names: Sequence[str] | None = None) -> Node:
-    """Returns the root of the tree of a checkpoint.
-
-    Args:
-        view: The checkpoint.
-        names: Which names; all by default.
-    """
-    root = Node(view.url)
-    paths = dict(zip(view.checkpoint.table.names, view.checkpoint.table.paths, strict=True))
-    for name in view.names if names is None else names:
-        path = paths[name]
-        parts = name.split(".") if path is None else [str(part) for part in path] or [name]
-        info = view.tensors.get(name)
-        # Why dots as well: most paths are one flat mapping of names with dots.
-        steps = [step for part in parts for step in part.split(".")]
-        node = root
-        for part in [None, *steps]:
-            if part is not None:
-                node = node.children.setdefault(part, Node(part))
-            node.num_bytes += 0 if info is None else info.num_bytes
-            node.num_tensors += info is not None
-            node.num_objects += info is None
-        node.name = name
-    return root
 
 
 def tree_lines(
@@ -76,29 +30,28 @@ def tree_lines(
         names: Which names; all by default.
         depth: Levels; all by default.
     """
-    yield from _lines(view, tree_of(view, names), "", depth)
+    yield from _lines(grown(leaves_of(view, names), merged=False), "", depth)
 
 
-def _lines(view: CheckpointView, node: Node, indent: str, depth: int | None) -> Iterator[str]:
+def _lines(node: Node, indent: str, depth: int | None) -> Iterator[str]:
     if depth is not None and depth <= 0:
         return
     for number, child in enumerate(node.children.values()):
         last = number == len(node.children) - 1
-        yield f"{indent}{'└── ' if last else '├── '}{_node_line(view, child)}"
+        yield f"{indent}{'└── ' if last else '├── '}{_node_line(child)}"
         deeper = None if depth is None else depth - 1
-        yield from _lines(view, child, f"{indent}{'    ' if last else '│   '}", deeper)
+        yield from _lines(child, f"{indent}{'    ' if last else '│   '}", deeper)
 
 
-def _node_line(view: CheckpointView, node: Node) -> str:
-    if node.name is None or node.children:
-        counts = f"{node.num_tensors} tensors" + (
-            f", {node.num_objects} objects" if node.num_objects else ""
-        )
-        return f"{node.label}: {counts}, {size_text(node.num_bytes)}"
-    info = view.tensors.get(node.name)
-    if info is None:
-        return f"{node.label}: object"
-    return f"{node.label}: {info.dtype}{list(info.shape)} {size_text(info.num_bytes)}"
+def _node_line(node: Node) -> str:
+    leaf = node.leaf
+    if leaf is None or node.children:
+        num_objects = node.num_leaves - node.num_tensors
+        counts = f"{node.num_tensors} tensors" + (f", {num_objects} objects" if num_objects else "")
+        return f"{node.name}: {counts}, {size_text(node.num_bytes)}"
+    if leaf.shape is None:
+        return f"{node.name}: object"
+    return f"{node.name}: {leaf.dtype}{list(leaf.shape)} {size_text(leaf.num_bytes)}"
 
 
 _MOST_PROBLEMS = 50

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from math import prod, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, widen
 from ray_dcp.errors import InvalidRequestError, MissingKeyError
 from ray_dcp.store.opening import Told
 from ray_dcp.view.naming import nearest
+from ray_dcp.view.tensor_handle import parts_of
 
 if TYPE_CHECKING:
     from ray_dcp.view.checkpoint_view import CheckpointView
@@ -235,9 +236,6 @@ def _blocks_differ(
 
 
 ChangeName = Literal["unchanged", "changed", "undecided", "reshaped", "retyped", "added", "removed"]
-
-_SLAB_BYTES = 32 << 20
-"""Of each of the two tensors, so much is in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -477,14 +475,7 @@ def _slabs(
     first: TensorHandle, second: TensorHandle
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """Yields the same part of both tensors, one after the other."""
-    shape = first.shape
-    if not shape:
-        yield first.raw(...), second.raw(...)
-        return
-    row_bytes = prod(shape[1:]) * 8
-    step = max(1, _SLAB_BYTES // max(row_bytes, 1))
-    for low in range(0, shape[0], step):
-        part = slice(low, min(low + step, shape[0]))
+    for part in parts_of(first.shape):
         yield first.raw(part), second.raw(part)
 
 

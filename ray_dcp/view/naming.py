@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.view.listing import ListedCheckpoint
 
 Mode = Literal["min", "max"]
+Listed = TypeVar("Listed", bound=ListedCheckpoint)
 
 _SMALL = re.compile(r"loss|err|perplexity|ppl|wer|cer|mae|mse|nll", re.IGNORECASE)
 _LARGE = re.compile(
@@ -54,9 +55,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def choose(
-    listed: Sequence[ListedCheckpoint], key: int | str, *, url: str = ""
-) -> ListedCheckpoint:
+def choose(listed: Sequence[Listed], key: int | str, *, url: str = "") -> Listed:
     """Returns the checkpoint of a run that a key names.
 
     Args:
@@ -103,12 +102,12 @@ def choose(
 
 
 def best_of_run(
-    listed: Sequence[ListedCheckpoint],
+    listed: Sequence[Listed],
     metric: str | None = None,
     mode: str | None = None,
     *,
     url: str = "",
-) -> ListedCheckpoint:
+) -> Listed:
     """Returns the readable checkpoint with the best value of a metric; of equal ones the newest.
 
     Args:
@@ -160,7 +159,7 @@ def best_of_run(
     return min(ranked, key=lambda one: (sign * one.metrics[metric], -(one.step or 0)))
 
 
-def _by_number(listed: Sequence[ListedCheckpoint], step: int, url: str) -> ListedCheckpoint:
+def _by_number(listed: Sequence[Listed], step: int, url: str) -> Listed:
     found = [one for one in listed if one.step == step]
     direct = [one for one in found if "/" not in one.name]
     chosen = direct or found
@@ -182,7 +181,7 @@ def _by_number(listed: Sequence[ListedCheckpoint], step: int, url: str) -> Liste
     )
 
 
-def _latest(listed: Sequence[ListedCheckpoint], url: str) -> ListedCheckpoint:
+def _latest(listed: Sequence[Listed], url: str) -> Listed:
     readable = [one for one in listed if one.is_readable]
     numbered = [one for one in readable if one.step is not None]
     if numbered:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
 from ray_dcp.format.names import SHARED_FOLDER, check_note, check_tag, note_key, tag_key
@@ -26,69 +26,22 @@ from ray_dcp.store.opening import absolute_target, as_target, open_storage, plac
 from ray_dcp.view.checkpoint_view import CheckpointView, layout_text
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
 from ray_dcp.view.difference import diff_tables
-from ray_dcp.view.listing import FOREIGN, ListedCheckpoint, State, list_checkpoints
+from ray_dcp.view.listing import FOREIGN, ListedCheckpoint, list_checkpoints
 from ray_dcp.view.naming import best_of_run, choose, nearest, split_address
 from ray_dcp.view.trace import read_trace
 from ray_dcp.view.wording import size_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StepView:
+class StepView(ListedCheckpoint):
     """One step of a run as it was listed; what is in it is read when it is asked for."""
 
-    listed: ListedCheckpoint
-    """What the listing tells."""
-    _run: RunView = field(repr=False)
+    _run: RunView = field(kw_only=True)
 
     @property
-    def name(self) -> str:
-        """Path below the run; `.` for the root itself."""
-        return self.listed.name
-
-    @property
-    def step(self) -> int | None:
-        """Number at the end of the name; None if there is none."""
-        return self.listed.step
-
-    @property
-    def state(self) -> State:
-        """See `ListedCheckpoint.state`."""
-        return self.listed.state
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files in the folder."""
-        return self.listed.num_bytes
-
-    @property
-    def num_ranks(self) -> int | None:
-        """Ranks that saved it, if that can be told."""
-        return self.listed.num_ranks
-
-    @property
-    def created_s(self) -> float | None:
-        """When it was saved, in seconds since 1970; None if that was not recorded."""
-        return self.listed.created_s
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """As told to a `CheckpointManager`."""
-        return self.listed.metrics
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The user's, as told to a `CheckpointManager`."""
-        return self.listed.metadata
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Sorted."""
-        return self.listed.tags
-
-    @property
-    def note(self) -> str:
-        """Text for people; empty if there is none."""
-        return self.listed.note
+    def listed(self) -> ListedCheckpoint:
+        """What the listing tells."""
+        return self
 
     @property
     def path(self) -> Target:
@@ -130,7 +83,7 @@ class StepView:
     @cached_property
     def trace(self) -> SaveTrace | None:
         """The course of its save; None when that left none, or one that can't be read."""
-        manifest = self.listed.manifest
+        manifest = self.manifest
         try:
             storage = open_storage(self.path)
             return read_trace(storage, None if manifest is None else manifest.attempt)
@@ -173,10 +126,11 @@ class RunView:
     """Where the run lies."""
     steps: tuple[StepView, ...] = field(init=False)
     """By step, then by name."""
-    _listed: tuple[ListedCheckpoint, ...] = field(default=(), repr=False)
+    _listed: InitVar[tuple[ListedCheckpoint, ...]] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", tuple(StepView(one, self) for one in self._listed))
+    def __post_init__(self, _listed: tuple[ListedCheckpoint, ...]) -> None:
+        steps = tuple(StepView(**vars(one), _run=self) for one in _listed)
+        object.__setattr__(self, "steps", steps)
 
     @property
     def url(self) -> str:
@@ -205,8 +159,7 @@ class RunView:
 
     def step(self, key: int | str) -> StepView:
         """Returns a step without opening its checkpoint; see `__getitem__`."""
-        found = choose(self._listed, key, url=self.url)
-        return self.steps[self._listed.index(found)]
+        return choose(self.steps, key, url=self.url)
 
     def best(self, metric: str | None = None, mode: str | None = None) -> StepView:
         """Returns the step with the best value of a metric.
@@ -219,13 +172,12 @@ class RunView:
             CheckpointNotFoundError: No step has the metric.
             InvalidRequestError: It is not clear which metric is meant, or which values are best.
         """
-        found = best_of_run(self._listed, metric, mode, url=self.url)
-        return self.steps[self._listed.index(found)]
+        return best_of_run(self.steps, metric, mode, url=self.url)
 
     def before(self, step: StepView) -> StepView | None:
         """Returns the last readable step before one; None for the first."""
         at = self.steps.index(step)
-        return next((one for one in reversed(self.steps[:at]) if one.listed.is_readable), None)
+        return next((one for one in reversed(self.steps[:at]) if one.is_readable), None)
 
     def refresh(self) -> RunView:
         """Returns the run as it is now."""
@@ -460,7 +412,7 @@ def _owner(key: str, by_name: Mapping[str, StepView]) -> str | None:
 
 
 def _kind(key: str, step: StepView) -> Kind:
-    manifest = step.listed.manifest
+    manifest = step.manifest
     if step.state in FOREIGN:
         return "records" if key == ".metadata" or key.endswith(".json") else "data"
     if manifest is not None and any(entry.key == key for entry in manifest.files):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -23,6 +24,9 @@ from ray_dcp.io.reader import read_chunks, read_item
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.storage import Storage
+
+_SLAB_BYTES = 32 << 20
+"""Of a tensor that is read to be looked through, so much is in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +314,14 @@ class TensorHandle:
                 key=self.name,
             )
         return value
+
+
+def parts_of(shape: tuple[int, ...]) -> list[Any]:
+    """Returns indices of parts of a tensor that together are all of it, each of 32 MiB or a row."""
+    if not shape:
+        return [...]
+    rows = max(1, _SLAB_BYTES // max(prod(shape[1:]) * 8, 1))
+    return [slice(low, min(low + rows, shape[0])) for low in range(0, shape[0], rows)]
 
 
 class _OneTarget:

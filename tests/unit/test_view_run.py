@@ -226,7 +226,7 @@ def test_the_states_of_steps_that_are_not_whole(run: Path):
         40: "committed", 50: "in flight", 60: "aborted", 70: "deleted", 80: "damaged",
         90: "damaged",
     }  # fmt: skip
-    assert ray_dcp.open(run).step(40).listed.in_flight == ("00000000000000bb",)
+    assert ray_dcp.open(run).step(40).in_flight == ("00000000000000bb",)
     assert ray_dcp.open(run)["latest"].url.endswith("step-40")
     with pytest.raises(UncommittedCheckpointError):
         ray_dcp.open(run)[50]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from math import prod, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.view.pictures.drawing import WIDTH, Picture, div, rank_colour, rect, safe, svg, text
 from ray_dcp.view.pictures.lines import line_chart
 from ray_dcp.view.pictures.tables import Changed, Step, diff_chart, step_table
+from ray_dcp.view.tensor_handle import parts_of
 from ray_dcp.view.wording import age_text, count_text, size_text
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 MOST_DETAILED = 50
 """Steps of which a notebook looks at more than the listing, where that is quick."""
 MOST_RANKS = 32
-_SLAB_BYTES = 32 << 20
 
 
 def picture_steps(
@@ -168,7 +168,7 @@ def norms_of(run: RunView, include: str = "*") -> dict[str, list[tuple[float, fl
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for step in run:
-        if step.step is None or not step.listed.is_readable:
+        if step.step is None or not step.is_readable:
             continue
         stats = step.view.stats
         for name, info in step.view.tensors.items():
@@ -191,21 +191,18 @@ def _short(url: str) -> str:
 
 
 def _step(step: StepView, details: bool, now_s: float) -> Step:
-    trace = None
-    if details and step.listed.is_readable:
-        with suppress(CheckpointError):
-            trace = step.view.trace
+    looks_in = details and step.is_readable
     return Step(
         name=step.name,
         step=step.step,
         state=step.state,
         age="" if step.created_s is None else age_text(now_s - step.created_s),
         num_bytes=step.num_bytes,
-        new_bytes=step.new_bytes if details and step.listed.is_readable else None,
+        new_bytes=step.new_bytes if looks_in else None,
         num_ranks=step.num_ranks,
-        layout=step.layout if details and step.listed.is_readable else None,
-        stall_s=None if trace is None else trace.stall_s,
-        durable_s=None if trace is None else trace.committed_s,
+        layout=step.layout if looks_in else None,
+        stall_s=step.stall_s if looks_in else None,
+        durable_s=step.durable_s if looks_in else None,
         metrics=step.metrics,
         tags=step.tags,
         note=step.note,
@@ -214,16 +211,8 @@ def _step(step: StepView, details: bool, now_s: float) -> Step:
 
 def _norm(handle: TensorHandle) -> float:
     total = 0.0
-    for part in _parts(handle.shape):
+    for part in parts_of(handle.shape):
         values = np.abs(as_numbers(handle.raw(part), handle.dtype).reshape(-1))
         with np.errstate(over="ignore", invalid="ignore"):
             total += float(np.dot(values, values))
     return sqrt(total) if total >= 0 else total
-
-
-def _parts(shape: tuple[int, ...]) -> Iterable[object]:
-    """Returns indices of parts of a tensor that together are all of it."""
-    if not shape:
-        return [...]
-    rows = max(1, _SLAB_BYTES // max(prod(shape[1:]) * 8, 1))
-    return [slice(low, min(low + rows, shape[0])) for low in range(0, shape[0], rows)]

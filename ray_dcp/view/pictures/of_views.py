@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ray_dcp.core.dtypes import ITEMSIZE
@@ -114,14 +114,17 @@ def boxes_of(view: CheckpointView, name: str) -> tuple[Boxes, str]:
     return stored_boxes(view.table, view.table.names.index(name)), info.dtype
 
 
-def leaves_of(view: CheckpointView) -> list[Leaf]:
+def leaves_of(view: CheckpointView, names: Iterable[str] | None = None) -> list[Leaf]:
     """Returns the tensors and objects of a checkpoint; what objects take is not known.
 
     Args:
         view: Of the checkpoint.
+        names: Which; all by default.
     """
-    found = [
-        Leaf(name, info.shape, info.dtype, info.num_bytes, info.num_chunks, info.path)
-        for name, info in view.tensors.items()
+    paths = dict(zip(view.names, view.checkpoint.table.paths, strict=True))
+    return [
+        Leaf(name, None, "", 0, path=paths[name])
+        if (info := view.tensors.get(name)) is None
+        else Leaf(name, info.shape, info.dtype, info.num_bytes, info.num_chunks, info.path)
+        for name in (view.names if names is None else names)
     ]
-    return found + [Leaf(name, None, "", 0) for name in view.objects]

@@ -40,16 +40,17 @@ class Node:
     name: str
     num_bytes: int = 0
     num_leaves: int = 0
-    has_tensors: bool = False
+    num_tensors: int = 0
     children: dict[str, Node] = field(default_factory=dict)
     leaf: Leaf | None = None
 
 
-def grown(leaves: Iterable[Leaf]) -> Node:
-    """Returns the tree of some tensors; a name without branches is one node.
+def grown(leaves: Iterable[Leaf], *, merged: bool = True) -> Node:
+    """Returns the tree of some tensors and objects.
 
     Args:
         leaves: In any order.
+        merged: A name without branches is one node.
 
     Complexity:
         O(leaves x depth).
@@ -61,22 +62,18 @@ def grown(leaves: Iterable[Leaf]) -> Node:
     """
     root = Node("")
     for leaf in leaves:
-        parts = leaf.name.split(".") if leaf.path is None else _split(leaf.path)
+        parts = _split(leaf)
         node = root
         for part in (None, *parts):
             if part is not None:
                 node = node.children.setdefault(part, Node(part))
             node.num_bytes += leaf.num_bytes
             node.num_leaves += 1
-            node.has_tensors |= leaf.shape is not None
+            node.num_tensors += leaf.shape is not None
         node.leaf = leaf
-    for name, child in [*root.children.items()]:
-        merged = _merged(child)
-        if merged.name != name:
-            root.children = {
-                (merged.name if key == name else key): (merged if key == name else other)
-                for key, other in root.children.items()
-            }
+    if merged:
+        children = [_merged(child) for child in root.children.values()]
+        root.children = {child.name: child for child in children}
     return root
 
 
@@ -124,7 +121,7 @@ def _line(node: Node, total: int, level: int, open_levels: int, budget: list[int
         f"height:9px;border-radius:2px;background:{_FILL};width:{width}px'></span></span>"
     )
     # Why not 0 B: what objects take is not known before they are read.
-    length = size_text(node.num_bytes) if node.num_bytes or node.has_tensors else ""
+    length = size_text(node.num_bytes) if node.num_bytes or node.num_tensors else ""
     size = f"<span style='flex:none;width:76px;text-align:right'>{length}</span>"
     if leaf is None:
         told = f"{node.num_leaves} below"
@@ -166,8 +163,9 @@ def _merged(node: Node) -> Node:
     return node
 
 
-def _split(path: Sequence[str | int]) -> list[str]:
-    return [part for key in path for part in str(key).split(".")]
+def _split(leaf: Leaf) -> list[str]:
+    # Why dots as well: most paths are one flat mapping of names with dots.
+    return [part for key in leaf.path or (leaf.name,) for part in str(key).split(".")]
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
