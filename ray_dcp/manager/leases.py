@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
@@ -135,32 +135,6 @@ class LeaseRenewal:
             number += 1
             with suppress(Exception):
                 self._beat(number)
-
-
-@dataclass
-class Unchanged:
-    """Tells for how long something has stayed as it is, by this process' own clock.
-
-    Args:
-        clock: Seconds that only go forward.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    _seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-
-    def since_s(self, key: str, data: bytes) -> float:
-        """Returns how long a key has had this content, in seconds; 0 when it is new.
-
-        Args:
-            key: Of what.
-            data: Its content now.
-        """
-        now_s = self.clock()
-        known = self._seen.get(key)
-        if known is None or known[0] != data:
-            self._seen[key] = (data, now_s)
-            return 0.0
-        return now_s - known[1]
 
 
 LEASE_S = 30.0
@@ -436,7 +410,7 @@ class Readers:
     Args:
         lease_s: Silence after which a reader on another machine counts as gone, in seconds.
         holder: Who asks; this process by default.
-        unchanged: Tells how long a lease has stayed as it is.
+        clock: Seconds that only go forward.
     """
 
     def __init__(
@@ -444,11 +418,13 @@ class Readers:
         *,
         lease_s: float,
         holder: LeaseHolder | None = None,
-        unchanged: Unchanged | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lease_s = lease_s
         self._holder = holder or this_process()
-        self._unchanged = unchanged or Unchanged()
+        self._clock = clock
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        """Content of leases, and since when it is that."""
 
     def is_live(self, shared: Storage, key: str) -> bool:
         """Tells whether a lease is held; removes it where its holder is gone.
@@ -467,7 +443,10 @@ class Readers:
         holder = LeaseHolder.decode(data)
         lives = None if holder is None else holder.lives_here(self._holder)
         if lives is None:
-            lives = self._unchanged.since_s(key, data) < self._lease_s
+            now_s = self._clock()
+            if self._seen.get(key, (b"", 0.0))[0] != data:
+                self._seen[key] = (data, now_s)
+            lives = now_s - self._seen[key][1] < self._lease_s
         if not lives:
             shared.delete([key])
         return lives

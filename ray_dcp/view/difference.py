@@ -135,14 +135,10 @@ def _compare(
     change[~same_shape] = Change.RESHAPED
     change[~same_type] = Change.RETYPED
     comparable = np.flatnonzero(same_type & same_shape)
-    left, right = (
-        _Chunks(first, rows[comparable], width),
-        _Chunks(second, others[comparable], width),
-    )
-    same_cut = left.counts == right.counts
+    counts, other_counts = (np.bincount(t.tensor, minlength=t.num_tensors) for t in (first, second))
     # Why: chunks are paired one by one, so both sides need as many of each tensor.
-    left, right = left.of(same_cut), right.of(same_cut)
-    chosen = comparable[same_cut]
+    chosen = comparable[counts[rows[comparable]] == other_counts[others[comparable]]]
+    left, right = _Chunks(first, rows[chosen], width), _Chunks(second, others[chosen], width)
     owner = np.repeat(np.arange(len(chosen)), left.counts)
     cut_alike = left.equal_boxes(right)
     has_hashes = left.has_hashes & right.has_hashes
@@ -174,30 +170,21 @@ def _dtype_codes(table: ChunkTable, words: tuple[str, ...]) -> Int64Array:
 class _Chunks:
     """The chunks of some tensors, those of a tensor side by side in the order of their boxes."""
 
-    def __init__(
-        self, table: ChunkTable, tensors: Int64Array, width: int, rows: Int64Array | None = None
-    ) -> None:
-        self._table, self._tensors, self._width = table, tensors, width
+    def __init__(self, table: ChunkTable, tensors: Int64Array, width: int) -> None:
+        self._table, self._width = table, width
         counts = np.bincount(table.tensor, minlength=table.num_tensors)
         self.counts = counts[tensors]
-        if rows is None:
-            offset, _ = widen(table.offset, table.size, width)
-            keys = [offset[:, dim] for dim in reversed(range(width))]
-            order = np.lexsort(np.stack([*keys, table.tensor]))
-            starts = offsets_of(counts)[:-1]
-            rows = order[np.repeat(starts[tensors], self.counts) + within(self.counts)]
-        self.rows = rows
+        offset, _ = widen(table.offset, table.size, width)
+        keys = [offset[:, dim] for dim in reversed(range(width))]
+        order = np.lexsort(np.stack([*keys, table.tensor]))
+        starts = offsets_of(counts)[:-1]
+        self.rows = rows = order[np.repeat(starts[tensors], self.counts) + within(self.counts)]
         self.payload = np.where(table.payload_bytes >= 0, table.payload_bytes, -1)[rows]
         self.blocks = table.block_bytes[rows]
         self.has_hashes = (self.blocks > 0) & (self.payload >= 0)
         self.check_start = table.check_start[rows]
         self.num_checks = table.check_start[rows + 1] - self.check_start
         self.checks = table.checks
-
-    def of(self, chosen: BoolArray) -> _Chunks:
-        """Returns the chunks of some of the tensors."""
-        rows = self.rows[np.repeat(chosen, self.counts)]
-        return _Chunks(self._table, self._tensors[chosen], self._width, rows)
 
     def equal_boxes(self, other: _Chunks) -> BoolArray:
         """Whether each chunk is the same box as its counterpart."""

@@ -30,7 +30,7 @@ from ray_dcp.io.records import Announced
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import writer as removal
 from ray_dcp.manager.catalogue import FOLDER, look
-from ray_dcp.manager.leases import Lease, Readers, Unchanged, WriterLease, this_process
+from ray_dcp.manager.leases import Lease, Readers, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.local import LocalStorage
@@ -312,7 +312,7 @@ def test_a_reader_that_died_keeps_nothing(storage):
 def test_a_reader_on_another_machine_keeps_its_step_as_long_as_it_beats(storage):
     opener, root = opener_of(storage), root_of(storage)
     now = [0.0]
-    readers = Readers(lease_s=30.0, holder=HERE, unchanged=Unchanged(lambda: now[0]))
+    readers = Readers(lease_s=30.0, holder=HERE, clock=lambda: now[0])
     reader = Lease(root, 7, opener, lease_s=30.0, holder=ELSEWHERE, beats=False)
     reader.__enter__()
     shared = opener(root.shared)

@@ -30,7 +30,6 @@ from ray_dcp.format.manifest import decode_record, encode_record
 from ray_dcp.format.step_info import info_key
 from ray_dcp.integrations.train import reports, save_requests
 from ray_dcp.integrations.train.checkpointer import (
-    Committed,
     Pace,
     Save,
     UnderWay,
@@ -312,23 +311,17 @@ def test_a_filesystem_of_the_users_is_taken_as_it_is():
 
 
 def test_reports_are_no_faster_than_the_controller_looks_and_the_last_is_made():
-    pace, told, untold = Pace(2.0), [], []
-    for step in range(10):
-        untold.append(Committed(step, 100.0 + step))
-        if due := pace.due(untold):
-            told.append(due.step)
-            untold.clear()
-    assert told == [0, 3, 6, 9]
-    assert pace.due([]) is None
-    last = Committed(10, 110.0)
-    assert pace.due([last]) is None
-    assert pace.due([last], final=True) == last
+    pace = Pace(2.0)
+    assert [step for step in range(10) if pace.is_due(100.0 + step)] == [0, 3, 6, 9]
+    assert not pace.is_due(110.0)
+    assert pace.is_due(110.0, final=True)
+    assert pace.is_due(109.0), "a clock that was set back"
 
 
 def test_what_has_no_time_is_reported():
     pace = Pace(2.0)
-    assert pace.due([Committed(1, None)]) is not None
-    assert pace.due([Committed(2, None)]) is not None
+    assert pace.is_due(None)
+    assert pace.is_due(None)
 
 
 def test_metrics_become_numbers_and_what_can_not_is_named():

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -243,15 +243,6 @@ _SLACK = 1.5
 """Times the interval of the controller: what it needs to look is on top of it."""
 
 
-@dataclass(frozen=True)
-class Committed:
-    """A save that is committed."""
-
-    step: int
-    created_s: float | None
-    """By the coordinator's clock; None when its manifest does not travel."""
-
-
 @dataclass
 class Pace:
     """What was reported last.
@@ -264,35 +255,29 @@ class Pace:
     last_s: float | None = None
     """When what was reported last was planned."""
 
-    def due(self, found: Sequence[Committed], *, final: bool = False) -> Committed | None:
-        """Returns what to report now, if anything, and takes it as reported.
+    def is_due(self, created_s: float | None, *, final: bool = False) -> bool:
+        """Tells whether to report the newest save that is committed, and takes it as reported.
 
         Args:
-            found: Committed and not reported, in the order of their steps.
+            created_s: When it was planned, by the coordinator's clock; None when its manifest does
+                not travel.
             final: No later call will come.
 
         Example:
             >>> pace = Pace(2.0)
-            >>> pace.due([Committed(1, 100.0)])
-            Committed(step=1, created_s=100.0)
-            >>> pace.due([Committed(2, 101.0)])
-            >>> pace.due([Committed(2, 101.0), Committed(3, 104.0)])
-            Committed(step=3, created_s=104.0)
+            >>> [pace.is_due(created_s) for created_s in (100.0, 101.0, 104.0)]
+            [True, False, True]
         """
-        if not found:
-            return None
-        newest = found[-1]
-        known = newest.created_s is not None and self.last_s is not None
         # Why above zero: a clock that was set back must not keep a run from being reported.
-        too_soon = 0 <= _since(newest, self.last_s) < self.interval_s * _SLACK
-        if known and not final and too_soon:
-            return None
-        self.last_s = newest.created_s
-        return newest
-
-
-def _since(one: Committed, last_s: float | None) -> float:
-    return (one.created_s or 0.0) - (last_s or 0.0)
+        too_soon = (
+            created_s is not None
+            and self.last_s is not None
+            and 0 <= created_s - self.last_s < self.interval_s * _SLACK
+        )
+        if too_soon and not final:
+            return False
+        self.last_s = created_s
+        return True
 
 
 OnError = Literal["warn", "raise"]
@@ -551,14 +536,10 @@ class Checkpointer:
 
     def _tell(self, *, final: bool = False) -> None:
         """Reports to Ray Train what is to be reported now, on all ranks alike."""
-        due = self._pace.due(
-            [Committed(one.save.folder.step, one.created_s) for one in self._untold], final=final
-        )
-        if due is None:
-            return
-        newest = self._untold[-1].save
-        self._untold.clear()
-        self._report(newest.folder, newest.metrics)
+        if self._untold and self._pace.is_due(self._untold[-1].created_s, final=final):
+            newest = self._untold[-1].save
+            self._untold.clear()
+            self._report(newest.folder, newest.metrics)
 
     def _report(self, folder: StepFolder, metrics: Mapping[str, Any]) -> None:
         reports.report(self._facts.checkpoint(f"{self._folder}/{folder.name}"), metrics)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.format.save_trace import SaveTrace
 from ray_dcp.view.pictures.drawing import GREY, RED, rank_colour
-from ray_dcp.view.pictures.layout import Boxes, Flat, check_one_tensor, flatten, raster
+from ray_dcp.view.pictures.layout import (
+    MOST_BOXES,
+    Boxes,
+    Flat,
+    Patch,
+    check_one_tensor,
+    flatten,
+    patches,
+    raster_patches,
+)
 from ray_dcp.view.pictures.lines import MOST_NAMED, Series, by_change
 from ray_dcp.view.pictures.tables import CHANGES, Changed, Step
 from ray_dcp.view.pictures.timeline import COLOURS, COORDINATOR
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MOST_BOXES = 400
+MOST_LABELS = 64
 MOST_BARS = 30
 
 
@@ -206,58 +215,28 @@ def _bars(rows: Sequence[tuple[str, float, str]], unit: str, title: str) -> Figu
 
 
 def _draw(axes: Axes, flat: Flat, *, labels: bool) -> None:
-    from matplotlib.patches import Rectangle
-
     rows, columns = flat.lengths
     axes.set(xlim=(0, columns), ylim=(rows, 0))
-    if len(flat.rank) > MOST_BOXES:
-        cells = raster(flat)
-        tall, wide = rows / cells.shape[0], columns / cells.shape[1]
-        boxes = [
-            (int(cells[y, x]), (y * tall, x * wide), (tall, wide))
-            for y in range(cells.shape[0])
-            for x in range(cells.shape[1])
-            if cells[y, x] > -2
-        ]
-    else:
-        boxes = [
-            (rank, (top, left), (height, width))
-            for rank, (top, left), (height, width) in zip(
-                flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
-            )
-        ]
-    edge = "none" if len(flat.rank) > MOST_BOXES else "white"
-    for rank, (top, left), (height, width) in boxes:
-        colour = GREY if rank < 0 else rank_colour(rank)
-        axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, edgecolor=edge))
-        if labels and rank >= 0 and len(boxes) <= 64:
-            axes.text(
-                left + width / 2,
-                top + height / 2,
-                str(rank),
-                color="white",
-                ha="center",
-                va="center",
-                weight="bold",
-            )
+    is_raster = len(flat.rank) > MOST_BOXES
+    found = (raster_patches if is_raster else patches)(flat, columns, rows)
+    edge = "none" if is_raster else "white"
+    for one in found:
+        colour = GREY if one.rank < 0 else rank_colour(one.rank)
+        named = labels and one.rank >= 0 and len(found) <= MOST_LABELS
+        _add(axes, one, "white" if named else None, facecolor=colour, edgecolor=edge)
 
 
 def _outline(axes: Axes, flat: Flat) -> None:
+    named = "black" if len(flat.rank) <= MOST_LABELS else None
+    for one in patches(flat, flat.lengths[1], flat.lengths[0]):
+        _add(axes, one, named, fill=False, edgecolor="black", linewidth=2)
+
+
+def _add(axes: Axes, patch: Patch, named: str | None, **look: Any) -> None:
+    """Draws a rectangle, with its rank in a colour if it is to be named."""
     from matplotlib.patches import Rectangle
 
-    for rank, (top, left), (height, width) in zip(
-        flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
-    ):
-        axes.add_patch(
-            Rectangle((left, top), width, height, fill=False, edgecolor="black", linewidth=2)
-        )
-        if len(flat.rank) <= 64:
-            axes.text(
-                left + width / 2,
-                top + height / 2,
-                str(rank),
-                color="black",
-                ha="center",
-                va="center",
-                weight="bold",
-            )
+    axes.add_patch(Rectangle((patch.left, patch.top), patch.width, patch.height, **look))
+    if named is not None:
+        x, y = patch.left + patch.width / 2, patch.top + patch.height / 2
+        axes.text(x, y, str(patch.rank), color=named, ha="center", va="center", weight="bold")

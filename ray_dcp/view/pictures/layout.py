@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 
 import numpy as np
 import numpy.typing as npt
@@ -197,6 +197,60 @@ def raster(flat: Flat, cells: tuple[int, int] = CELLS) -> IntArray:
     return found
 
 
+@dataclass(frozen=True)
+class Patch:
+    """A rectangle of a drawing."""
+
+    rank: int
+    left: float
+    top: float
+    width: float
+    height: float
+    where: str = ""
+    """Indices of the part that it is; empty in a raster."""
+
+
+def patches(flat: Flat, width: float, height: float) -> list[Patch]:
+    """Returns the boxes as rectangles of a drawing.
+
+    Args:
+        flat: The boxes.
+        width: Of the drawing.
+        height: Of the drawing.
+    """
+    tall, wide = height / max(flat.lengths[0], 1), width / max(flat.lengths[1], 1)
+    found = []
+    for rank, start, size in zip(
+        flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
+    ):
+        slices = [f"{low}:{low + length}" for low, length in zip(start, size, strict=True)]
+        where = f"[{slices[1] if flat.dims[0] is None else ', '.join(slices)}]"
+        left, top = start[1] * wide, start[0] * tall
+        found.append(Patch(rank, left, top, size[1] * wide, size[0] * tall, where))
+    return found
+
+
+def raster_patches(flat: Flat, width: float, height: float) -> list[Patch]:
+    """Returns the raster of too many boxes, cells of one rank beside each other as one rectangle.
+
+    Args:
+        flat: The boxes.
+        width: Of the drawing.
+        height: Of the drawing.
+    """
+    cells = raster(flat)
+    tall, wide = height / cells.shape[0], width / cells.shape[1]
+    found = []
+    for row, ranks in enumerate(cells.tolist()):
+        column = 0
+        for rank, run in groupby(ranks):
+            length = len([*run])
+            if rank > -2:
+                found.append(Patch(rank, column * wide, row * tall, length * wide, tall))
+            column += length
+    return found
+
+
 def check_one_tensor(before: Boxes, after: Boxes) -> None:
     """Checks that two layouts can be of one tensor.
 
@@ -382,107 +436,49 @@ def _fills(
     flat: Flat, x: float, y: float, width: float, height: float, labels: bool, faint: bool
 ) -> str:
     if len(flat.rank) > MOST_BOXES:
-        return _raster_fills(raster(flat), x, y, width, height)
-    parts = []
-    scale = np.array([height / max(flat.lengths[0], 1), width / max(flat.lengths[1], 1)])
-    for rank, start, size in zip(
-        flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
-    ):
-        top, left = start[0] * scale[0], start[1] * scale[1]
-        tall, wide = float(size[0] * scale[0]), float(size[1] * scale[1])
-        if not size[0] or not size[1]:
-            continue
-        end = [start[0] + size[0], start[1] + size[1]]
-        box = f"[{start[0]}:{end[0]}, {start[1]}:{end[1]}]"
-        box = f"[{start[1]}:{end[1]}]" if flat.dims[0] is None else box
-        told = f"{_name(rank)} {box}"
-        parts.append(
-            rect(
-                x + left,
-                y + top,
-                wide,
-                tall,
-                _colour(rank),
-                told,
-                fill_opacity=0.85,
-                stroke="currentColor",
-                stroke_width=0.5 if faint else 1,
-                stroke_opacity=0.25 if faint else 0.6,
-            )
+        # Why a little more: without it the page shows between cells.
+        cells = (
+            ((x + p.left, y + p.top, p.width + 0.3, p.height + 0.3), p.rank)
+            for p in raster_patches(flat, width, height)
         )
-        if labels and rank >= 0 and wide >= 9 + 6 * len(str(rank)) and tall >= 13:
-            parts.append(
-                text(
-                    x + left + wide / 2,
-                    y + top + tall / 2 + 4,
-                    rank,
-                    text_anchor="middle",
-                    fill="#fff",
-                    font_weight="bold",
-                    pointer_events="none",
-                )
-            )
-    return "".join(parts)
-
-
-def _raster_fills(cells: IntArray, x: float, y: float, width: float, height: float) -> str:
-    tall, wide = height / cells.shape[0], width / cells.shape[1]
+        return "".join(rect(*place, _colour(rank), _name(rank)) for place, rank in cells)
     parts = []
-    for row, ranks in enumerate(cells.tolist()):
-        first = 0
-        for column in range(1, len(ranks) + 1):
-            if column < len(ranks) and ranks[column] == ranks[first]:
-                continue
-            if ranks[first] > -2:
-                # Why a little more: without it the page shows between cells.
-                parts.append(
-                    rect(
-                        x + first * wide,
-                        y + row * tall,
-                        (column - first) * wide + 0.3,
-                        tall + 0.3,
-                        _colour(ranks[first]),
-                        _name(ranks[first]),
-                    )
-                )
-            first = column
+    line, opacity = (0.5, 0.25) if faint else (1, 0.6)
+    look = {"fill_opacity": 0.85, "stroke_width": line, "stroke_opacity": opacity}
+    for p in patches(flat, width, height):
+        if not p.width or not p.height:
+            continue
+        place, told = (x + p.left, y + p.top, p.width, p.height), f"{_name(p.rank)} {p.where}"
+        parts.append(rect(*place, _colour(p.rank), told, stroke="currentColor", **look))
+        if labels and p.rank >= 0:
+            parts.append(_label(p, x, y, pointer_events="none"))
     return "".join(parts)
+
+
+def _label(patch: Patch, x: float, y: float, pointer_events: str | None = None) -> str:
+    """Returns the rank in the middle of its part, if there is room for it."""
+    if patch.width < 9 + 6 * len(str(patch.rank)) or patch.height < 13:
+        return ""
+    return text(
+        x + patch.left + patch.width / 2,
+        y + patch.top + patch.height / 2 + 4,
+        patch.rank,
+        text_anchor="middle",
+        fill="#fff",
+        font_weight="bold",
+        pointer_events=pointer_events,
+    )
 
 
 def _outlines(flat: Flat, x: float, y: float, width: float, height: float) -> str:
-    parts = []
-    tall, wide = height / max(flat.lengths[0], 1), width / max(flat.lengths[1], 1)
     if len(flat.rank) > MOST_BOXES:
         return text(x + width / 2, y + height / 2, f"{len(flat.rank)} parts", text_anchor="middle")
-    for rank, start, size in zip(
-        flat.rank.tolist(), flat.offset.tolist(), flat.size.tolist(), strict=True
-    ):
-        left, top = x + start[1] * wide, y + start[0] * tall
-        inner = tag("title", safe(f"wanted by {_name(rank)}"))
-        parts.append(
-            tag(
-                "rect",
-                inner,
-                x=left,
-                y=top,
-                width=size[1] * wide,
-                height=size[0] * tall,
-                fill="none",
-                stroke="currentColor",
-                stroke_width=2.5,
-            )
-        )
-        if size[1] * wide >= 9 + 6 * len(str(rank)) and size[0] * tall >= 13:
-            parts.append(
-                text(
-                    left + size[1] * wide / 2,
-                    top + size[0] * tall / 2 + 4,
-                    rank,
-                    text_anchor="middle",
-                    fill="#fff",
-                    font_weight="bold",
-                )
-            )
+    parts = []
+    for p in patches(flat, width, height):
+        told = f"wanted by {_name(p.rank)}"
+        place = x + p.left, y + p.top, p.width, p.height
+        parts.append(rect(*place, "none", told, stroke="currentColor", stroke_width=2.5))
+        parts.append(_label(p, x, y))
     return tag("g", "".join(parts))
 
 
