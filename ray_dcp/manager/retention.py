@@ -7,9 +7,9 @@ newest step, one that carries a tag, or one that a caller protects.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.errors import InvalidRequestError
 
@@ -315,16 +315,13 @@ def check_retention(policy: object) -> RetentionPolicy:
 
 
 def check_metrics(
-    metrics: Mapping[str, object] | None,
-    policy: RetentionPolicy | None,
-    as_number: Callable[[object], float] = float,  # type: ignore[assignment]
+    metrics: Mapping[str, Any] | None, policy: RetentionPolicy | None
 ) -> dict[str, float]:
     """Returns the metrics of a step as numbers.
 
     Args:
-        metrics: By name: numbers, or what `as_number` takes, as a tensor of one element.
+        metrics: By name: numbers, or what `float` takes, as a tensor of one element.
         policy: Every metric by which it ranks must be there.
-        as_number: Makes a number of a value.
 
     Raises:
         InvalidRequestError: One is no number, is NaN although the policy ranks by it, or is
@@ -345,7 +342,7 @@ def check_metrics(
                 f"metrics must have texts as names, but one is {name!r}", key="metrics"
             )
         try:
-            found[name] = as_number(value)
+            found[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequestError(
                 f"the metric {name!r} must be a number, but is {value!r}", key=name

@@ -307,37 +307,16 @@ def open(path: AnyPlace) -> CheckpointView | RunView:  # noqa: A001 - the public
         run = open_run(path)
         if any(one.name != "." for one in run):
             return run
-        if isinstance(path, str) and split_address(path)[1] is not None:
-            return open_address(path)
-        error.message += nearest_paths(path)
-        raise
-
-
-def open_address(text: str) -> CheckpointView:
-    """Returns the checkpoint that `RUN@STEP`, or a plain path, names.
-
-    Raises:
-        CheckpointNotFoundError: There is none; the message offers the nearest.
-        CheckpointError: As `open` does.
-    """
-    run, step = split_address(text)
-    if step is None:
-        try:
-            return open_checkpoint(text)
-        except CheckpointNotFoundError as error:
-            error.message += nearest_paths(text)
+        root, step = split_address(path) if isinstance(path, str) else ("", None)
+        if step is None:
+            error.message += nearest_paths(path)
             raise
-    return open_step(run, step)
-
-
-def open_step(run: str, step: str) -> CheckpointView:
-    """Returns one step of a run; see `RunView.__getitem__`."""
-    found = open_run(run)
-    if not len(found):
+    run = open_run(root)
+    if not len(run):
         raise CheckpointNotFoundError(
-            f"expected a run with steps in {found.url}, found no checkpoint" + nearest_paths(run)
+            f"expected a run with steps in {run.url}, found no checkpoint" + nearest_paths(root)
         )
-    return found[step]
+    return run[step]
 
 
 def nearest_paths(place: AnyPlace) -> str:

@@ -132,14 +132,14 @@ def train_in_two_shards(config: dict[str, str]) -> None:
 
 def told_when_asked() -> threading.Event:
     """Returns what is set when this process has been asked to save."""
-    asked, tell = threading.Event(), save_requests.tell
+    asked, ask = threading.Event(), save_requests.REQUESTS.ask
 
     def told(what: save_requests.Asked) -> bool:
-        found = tell(what)
+        found = ask(what)
         asked.set()
         return found
 
-    save_requests.tell = told
+    save_requests.REQUESTS.ask = told
     return asked
 
 

@@ -70,11 +70,6 @@ def test_a_run_that_is_not_there_is_told_with_the_nearest_names(run: Path, comma
     assert "did you mean 'run'" in refused(command, run.parent / "runn", *more)
 
 
-def test_a_tensor_that_is_not_there_offers_the_nearest(run: Path):
-    said = refused("reshard", f"{run}@10", "--to", "2", "--tensor", "model.wieght")
-    assert "did you mean 'model.weight'" in said
-
-
 def test_half_deleted_steps_are_listed_and_refused(run: Path):
     checkpoints.data_file(run / "step-20").unlink()
     rows = {row["name"]: row for row in json.loads(invoke("ls", run, "--json").stdout)}
@@ -135,14 +130,6 @@ def test_what_is_damaged_exits_with_1_and_leaves_nothing(run: Path, left: str, v
         assert (found.exit_code, "Traceback" in found.output) == (1, False), (verb, found.output)
         assert file.name in found.output, (verb, found.output)
     assert [p.name for p in run.parent.iterdir()] == ["run"]
-
-
-def test_a_damaged_file_is_named_and_exits_with_1(run: Path):
-    for manifest in (run / "step-10").glob("manifest-*"):
-        checkpoints.flip(manifest, 60)
-    said = refused("show", run / "step-10", exit_code=1)
-    assert "manifest-00000001.json" in said
-    assert "damaged" in invoke("ls", run).stdout
 
 
 @pytest.mark.parametrize("what", ["list", "read"])

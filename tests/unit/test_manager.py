@@ -185,18 +185,6 @@ def test_order_any_takes_older_and_repeated_steps_and_keeps_what_it_has_just_sav
     assert restored(manager, 5) == 5
 
 
-def test_a_step_that_is_under_way_is_not_saved_again(manage):
-    manager = manage(1, max_pending_async=2, order="any")
-    manager.save_async(1, state(1))
-    with manager._writer.lock:
-        under_way = 1 in manager._writer.steps.pending
-        if under_way:
-            with pytest.raises(InvalidRequestError, match=r"being saved already.*join\(\)"):
-                manager._writer.steps.check_step(1, replace=True)
-    manager.join()
-    assert manager.save(1, state(1))
-
-
 @pytest.mark.parametrize(
     "telling",
     [
@@ -324,15 +312,6 @@ def test_the_best_the_rounded_and_the_tagged_steps_are_kept(manage):
     manager.save(8, state(8), metrics={"loss": 0.5})
     manager.join()
     assert manager.all_steps() == [0, 5, 8]
-
-
-def test_best_n_never_evicts_the_newest(manage):
-    manager = manage(1, retention=BestN(1, "loss"))
-    for step, loss in ((1, 0.1), (2, 5.0), (3, 6.0)):
-        manager.save(step, state(step), metrics={"loss": loss})
-        manager.join()
-        assert manager.latest_step() == step
-    assert manager.all_steps() == [1, 3]
 
 
 def test_a_manager_of_another_retention_prunes_at_its_next_save(manage):

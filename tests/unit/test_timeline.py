@@ -114,13 +114,6 @@ def test_it_prints_plain_text_where_there_is_no_terminal(saved: Path):
     assert run(f"{saved.parent}@7").output == found.output
 
 
-def test_json_tells_all_of_it(saved: Path):
-    told = json.loads(run(saved, "--json").output)
-    trace = ray_dcp.open(saved).trace
-    assert told["attempt"] == trace.attempt
-    assert [span["phase"] for span in told["spans"]] == [span.phase for span in trace.spans]
-
-
 def test_the_file_for_chrome_has_complete_events_of_all_lanes(saved: Path, tmp_path: Path):
     found = run(saved, "--chrome", tmp_path / "trace.json")
     assert found.exit_code == 0

@@ -1,10 +1,9 @@
-"""`SaveBeforeResize` as Ray Train's controller calls it, with workers that are boards."""
+"""`SaveBeforeResize` as Ray Train's controller calls it, with workers in this process."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import ray.cloudpickle
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.integrations.train import callback, save_requests
+from ray_dcp.integrations.train import callback
 from ray_dcp.integrations.train.callback import SaveBeforeResize
 from ray_dcp.integrations.train.save_requests import Asked, SaveRequests
 from tests.polling import eventually
@@ -21,21 +20,19 @@ from tests.polling import eventually
 class Group:
     """A worker group of one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.board = SaveRequests()
-        self.board.open(4)
-        self._patch = monkeypatch
+    def __init__(self) -> None:
+        self.requests = SaveRequests()
+        self.requests.open(4)
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        self._patch.setattr(save_requests, "BOARD", self.board)
-        return [function(*arguments)]
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(self.requests, method)(*arguments)]
 
     def save(self, step: int) -> Asked:
         """Makes the save that is asked for at a step, without lingering."""
         assert eventually(lambda: has_asked(self))
-        asked = self.board.at(step, 1)
+        asked = self.requests.at(step, 1)
         assert asked is not None
-        self.board.ended(replace(asked, linger_s=0.0), committed=True)
+        self.requests.ended(replace(asked, linger_s=0.0), committed=True)
         return asked
 
 
@@ -57,7 +54,7 @@ class State:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(callback, "_Workers", lambda group: group)
-    return Group(monkeypatch)
+    return Group()
 
 
 @pytest.fixture
@@ -79,7 +76,7 @@ def in_s(seconds: float) -> Notice:
 
 
 def has_asked(group: Group) -> bool:
-    return group.board._asked is not None
+    return group.requests._asked is not None
 
 
 def preemption_threads() -> list[threading.Thread]:
@@ -104,7 +101,7 @@ def test_a_restart_after_a_failure_asks_nobody_and_the_next_resize_does(group: G
     one.before_controller_execute_resize_decision(None)
     assert not has_asked(group)
     assert caplog.text == ""
-    group.board.close(1)
+    group.requests.close(1)
     one.before_controller_execute_resize_decision(None)
     assert "No save before the resize: rank(s) [0] have no open checkpointer" in caplog.text
 
@@ -149,10 +146,10 @@ def test_after_the_last_save_that_fits_the_ranks_wait_for_the_node_to_go(
 ):
     one = started(group)
     rounds.append(0.0)
-    group.board.took(stage_s=0.1, commit_s=4.0)
+    group.requests.took(stage_s=0.1, commit_s=4.0)
     one.after_controller_state_update(None, State(in_s(1000.0)))
     assert group.save(5).linger_s == 0.0, "there is time for another one"
-    group.board.took(stage_s=0.1, commit_s=400.0)
+    group.requests.took(stage_s=0.1, commit_s=400.0)
     assert group.save(6).linger_s > 900.0
     assert eventually(lambda: preemption_threads() == [])
 

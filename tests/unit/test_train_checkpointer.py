@@ -16,7 +16,7 @@ from ray_dcp.errors import CheckpointError, CheckpointNotFoundError, InvalidRequ
 from ray_dcp.integrations.train import reports as telling
 from ray_dcp.integrations.train.checkpointer import Checkpointer
 from ray_dcp.integrations.train.joining import Group, Retention, RunFacts, parse
-from ray_dcp.integrations.train.save_requests import BOARD, Asked
+from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
@@ -149,12 +149,12 @@ def test_a_run_goes_back_to_the_newest_step_that_it_has_saved_itself(make: Make,
         assert len(ckpt._under_way) == 0, "what other ranks still save is not to be missed"
         assert found["w"].tolist() == [2.0] * 4
         assert not told or told[-1][0] == 1, "what this group saved is told once, by the next save"
-        held = BOARD.hold("asked")
+        held = REQUESTS.hold("asked")
         assert held is not None
         assert held.last_step == 2
-        assert BOARD.ask(Asked("asked", "resize", held.last_step))
+        assert REQUESTS.ask(Asked("asked", "resize", held.last_step))
         assert ckpt.save(3, found)
-        assert BOARD.state("asked") in ("saving", "committed")
+        assert REQUESTS.state("asked") in ("saving", "committed")
     assert [step for step, _ in told] == [1, 2, 3]
 
 
@@ -243,8 +243,8 @@ def test_old_steps_are_deleted_where_ray_dcp_is_the_owner(make: Make, told: Any)
 
 
 def ask(linger_s: float, after_step: int) -> None:
-    assert BOARD.hold("asked") is not None
-    assert BOARD.ask(Asked("asked", "resize", after_step, linger_s))
+    assert REQUESTS.hold("asked") is not None
+    assert REQUESTS.ask(Asked("asked", "resize", after_step, linger_s))
 
 
 def test_a_step_that_is_asked_for_is_saved_and_the_asker_told(make: Make, told: Any):
@@ -252,7 +252,7 @@ def test_a_step_that_is_asked_for_is_saved_and_the_asker_told(make: Make, told: 
         assert not ckpt.save(1, state())
         ask(0.0, after_step=2)
         assert [ckpt.save(step, state()) for step in (2, 3, 4)] == [False, True, False]
-        assert eventually(lambda: BOARD.state("asked") == "committed")
+        assert eventually(lambda: REQUESTS.state("asked") == "committed")
     assert [step for step, _ in told] == [3]
 
 
@@ -263,10 +263,10 @@ def test_before_the_workers_end_a_rank_waits_for_the_commit_and_makes_no_step(
     ask(1000.0, after_step=1)
     thread = threading.Thread(target=ckpt.save, args=(2, state()))
     thread.start()
-    assert eventually(lambda: BOARD.state("asked") == "committed")
+    assert eventually(lambda: REQUESTS.state("asked") == "committed")
     assert thread.is_alive()
     assert told == []
-    BOARD.drop("asked")
+    REQUESTS.drop("asked")
     thread.join(180)
     assert not thread.is_alive()
     assert [step for step, _ in told] == [2]
@@ -278,4 +278,4 @@ def test_the_asker_is_told_of_a_failure_at_once(make: Make, told: Any):
     ask(1000.0, after_step=1)
     with pytest.warns(UserWarning, match="not saved"), pytest.raises(CheckpointError):
         ckpt.save(2, unsaveable())
-    assert BOARD.state("asked") == "failed"
+    assert REQUESTS.state("asked") == "failed"

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -452,41 +451,36 @@ def test_a_fall_back_and_failed_saves_are_told_on_rank_0_only():
 # --- asking for a save ---------------------------------------------------------------------------
 
 
-class Boards:
+class Asking:
     """Ranks that are asked in this process, each with `SaveRequests` of its own."""
 
-    def __init__(self, *last_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.boards = [SaveRequests() for _ in last_steps]
-        for one, last in zip(self.boards, last_steps, strict=True):
+    def __init__(self, *last_steps: int) -> None:
+        self.ranks = [SaveRequests() for _ in last_steps]
+        for one, last in zip(self.ranks, last_steps, strict=True):
             one.open(last)
-        self._patch = monkeypatch
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        found = []
-        for one in self.boards:
-            self._patch.setattr(save_requests, "BOARD", one)
-            found.append(function(*arguments))
-        return found
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(one, method)(*arguments) for one in self.ranks]
 
     def saved(self, first: list[int], last: int) -> list[list[int]]:
         """Returns at which steps each rank is asked to save, from where it is up to a step."""
         return [
             [step for step in range(begin, last) if one.at(step, 1) is not None]
-            for one, begin in zip(self.boards, first, strict=True)
+            for one, begin in zip(self.ranks, first, strict=True)
         ]
 
 
 @pytest.mark.parametrize("last_steps", [(4, 4), (3, 5), (-1, -1), (7, 2, 5)])
-def test_ranks_at_different_steps_save_the_same_one(last_steps: tuple[int, ...], monkeypatch: Any):
-    ranks = Boards(*last_steps, monkeypatch=monkeypatch)
+def test_ranks_at_different_steps_save_the_same_one(last_steps: tuple[int, ...]):
+    ranks = Asking(*last_steps)
     assert ask_all(ranks, "a", "resize").asked
     saved = ranks.saved([last + 1 for last in last_steps], 20)
     assert saved == [[max(last_steps) + 1]] * len(last_steps)
 
 
-def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
-    ranks = Boards(4, monkeypatch=monkeypatch)
-    one = ranks.boards[0]
+def test_a_rank_that_is_held_decides_nothing_until_it_is_told():
+    ranks = Asking(4)
+    one = ranks.ranks[0]
     assert one.hold("a") is not None
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(one.at(5, 1)))
@@ -498,9 +492,9 @@ def test_a_rank_that_is_held_decides_nothing_until_it_is_told(monkeypatch: Any):
     assert [asked.seq for asked in found] == ["a"]
 
 
-def test_only_the_checkpointer_that_was_made_last_is_asked(monkeypatch: Any):
-    ranks = Boards(-1, monkeypatch=monkeypatch)
-    one = ranks.boards[0]
+def test_only_the_checkpointer_that_was_made_last_is_asked():
+    ranks = Asking(-1)
+    one = ranks.ranks[0]
     assert one.open() == 2
     assert ask_all(ranks, "a", "resize").asked
     assert one.at(5, 1) is None
@@ -517,41 +511,41 @@ def test_a_rank_whose_asker_died_goes_on(monkeypatch: Any):
     assert not one.ask(Asked("a", "resize", 4))
 
 
-def test_who_asks_while_somebody_asks_is_refused_and_nobody_is_held(monkeypatch: Any):
-    ranks = Boards(4, 4, monkeypatch=monkeypatch)
+def test_who_asks_while_somebody_asks_is_refused_and_nobody_is_held():
+    ranks = Asking(4, 4)
     assert ask_all(ranks, "a", "resize").asked
     assert not ask_all(ranks, "b", "preemption").asked
     assert ranks.saved([5, 5], 8) == [[5], [5]]
 
 
-def test_ranks_without_a_checkpointer_can_not_be_asked_and_the_others_go_on(monkeypatch: Any):
-    ranks = Boards(4, 4, monkeypatch=monkeypatch)
-    ranks.boards[1].close(1)
+def test_ranks_without_a_checkpointer_can_not_be_asked_and_the_others_go_on():
+    ranks = Asking(4, 4)
+    ranks.ranks[1].close(1)
     result = ask_all(ranks, "a", "resize")
     assert (result.asked, "[1]" in result.why) == (False, True)
-    assert ranks.boards[0].at(5, 1) is None
+    assert ranks.ranks[0].at(5, 1) is None
 
 
-def test_a_worker_that_does_not_answer_leaves_the_others_free(monkeypatch: Any):
-    ranks = Boards(4, monkeypatch=monkeypatch)
+def test_a_worker_that_does_not_answer_leaves_the_others_free():
+    ranks = Asking(4)
     good = ranks.call
 
-    def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if function is save_requests.tell:
+    def call(method: str, *arguments: Any) -> list[Any]:
+        if method == "ask":
             raise TimeoutError
-        return good(function, *arguments)
+        return good(method, *arguments)
 
     ranks.call = call  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
         ask_all(ranks, "a", "resize")
-    assert ranks.boards[0].at(5, 1) is None
+    assert ranks.ranks[0].at(5, 1) is None
 
 
-def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left(monkeypatch: Any):
-    ranks = Boards(4, 4, monkeypatch=monkeypatch)
-    ranks.boards[1].took(stage_s=3.0, commit_s=10.0)
+def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left():
+    ranks = Asking(4, 4)
+    ranks.ranks[1].took(stage_s=3.0, commit_s=10.0)
     assert ask_all(ranks, "a", "preemption", left_s=2.0).fit == "none"
-    assert ranks.boards[0].at(5, 1) is None
+    assert ranks.ranks[0].at(5, 1) is None
     assert ask_all(ranks, "b", "preemption", left_s=5.0).fit == "memory"
     assert tier_that_fits(20.0, 3.0, 10.0) == "storage"
 
@@ -561,36 +555,36 @@ def test_a_save_is_only_asked_for_when_it_fits_into_the_time_left(monkeypatch: A
     [(30.0, None, 0.0), (12.0, None, 99.0), (30.0, 12.0, 99.0), (None, None, 99.0)],
 )
 def test_ranks_linger_when_no_further_save_would_fit(
-    left_s: float | None, took_s: float | None, linger_s: float, monkeypatch: Any
+    left_s: float | None, took_s: float | None, linger_s: float
 ):
-    ranks = Boards(4, monkeypatch=monkeypatch)
-    ranks.boards[0].took(stage_s=0.1, commit_s=4.0)
+    ranks = Asking(4)
+    ranks.ranks[0].took(stage_s=0.1, commit_s=4.0)
     assert ask_all(ranks, "a", "", linger_s=99.0, left_s=left_s, took_s=took_s).asked
-    asked = ranks.boards[0].at(5, 1)
+    asked = ranks.ranks[0].at(5, 1)
     assert asked is not None
     assert asked.linger_s == linger_s
 
 
-def test_the_asker_learns_how_the_save_ended(monkeypatch: Any):
+def test_the_asker_learns_how_the_save_ended():
     for committed in (True, False):
-        ranks = Boards(4, 4, monkeypatch=monkeypatch)
-        first = ranks.boards[0]
+        ranks = Asking(4, 4)
+        first = ranks.ranks[0]
         assert follow(ranks, "never asked", 10.0) == "failed"
         ask_all(ranks, "a", "preemption")
         assert follow(ranks, "a", 0.0) == "waiting"
-        asked = [one.at(5, 1) for one in ranks.boards]
+        asked = [one.at(5, 1) for one in ranks.ranks]
         assert follow(ranks, "a", 0.0) == "saving"
-        for one, request in zip(ranks.boards, asked, strict=True):
+        for one, request in zip(ranks.ranks, asked, strict=True):
             assert request is not None
             assert follow(ranks, "a", 0.0) == ("saving" if committed or one is first else "failed")
             one.ended(request, committed)
         assert follow(ranks, "a", 10.0) == ("committed" if committed else "failed")
 
 
-def test_a_rank_lingers_after_the_save_until_it_is_let_go(monkeypatch: Any):
-    ranks = Boards(4, monkeypatch=monkeypatch)
+def test_a_rank_lingers_after_the_save_until_it_is_let_go():
+    ranks = Asking(4)
     ask_all(ranks, "a", "resize", linger_s=1000.0)
-    one = ranks.boards[0]
+    one = ranks.ranks[0]
     asked = one.at(5, 1)
     assert asked is not None
     thread = threading.Thread(target=one.ended, args=(asked, True))

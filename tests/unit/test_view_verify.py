@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ray_dcp
-from ray_dcp.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
+from ray_dcp.errors import StorageError, UncommittedCheckpointError
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.opening import open_storage
@@ -46,11 +46,6 @@ def test_an_undamaged_checkpoint_is_ok_and_every_byte_of_its_files_was_compared(
     assert report.problems == ()
     assert report.notes == ()
     assert report.checked_bytes == ray_dcp.open(saved_checkpoint).num_bytes
-
-
-def test_an_undamaged_checkpoint_in_safetensors_is_ok(tmp_path: Path):
-    path = checkpoints.save(tmp_path / "c", container="safetensors")
-    assert ray_dcp.verify(path).problems == ()
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -113,14 +108,6 @@ def test_blocks_that_lie_together_are_one_problem_and_others_are_not(copied: Pat
         (5 * block, "1"),
     ]
     assert len(problems) == 3
-
-
-def test_all_damage_is_told_at_once(copied: Path):
-    for name in ("model.weight", "model.half"):
-        file, first, _ = payload_of(copied, name)
-        checkpoints.flip(file, first)
-    found = {problem.fqn for problem in ray_dcp.verify(copied).problems}
-    assert found == {"model.weight", "model.half"}
 
 
 def test_a_missing_file_is_told_with_what_was_in_it(copied: Path):
@@ -195,11 +182,6 @@ def test_a_file_that_can_not_be_read_is_told_and_the_others_are_checked(saved_ch
     storage.assert_hit()
     (problem,) = report.problems
     assert "unreadable: input/output error" in problem.what
-
-
-def test_where_nothing_is_verify_says_so(tmp_path: Path):
-    with pytest.raises(CheckpointNotFoundError):
-        ray_dcp.verify(tmp_path / "nothing")
 
 
 def test_what_was_never_committed_is_no_damaged_checkpoint(copied: Path):

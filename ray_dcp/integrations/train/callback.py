@@ -191,8 +191,8 @@ class _Workers:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: Any) -> list[Any]:
         """See `save_requests.Ranks`."""
-        refs = self._group.execute_async(function, *arguments)
+        refs = self._group.execute_async(save_requests.of_this_worker, method, *arguments)
         found: list[Any] = ray_calls.get(refs, timeout=ANSWER_S)
         return found

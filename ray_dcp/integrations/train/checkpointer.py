@@ -48,7 +48,7 @@ from ray_dcp.integrations.train.joining import (
     parse,
     run_facts,
 )
-from ray_dcp.integrations.train.save_requests import BOARD, Asked
+from ray_dcp.integrations.train.save_requests import REQUESTS, Asked
 from ray_dcp.loading import run_load_newest
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
@@ -329,7 +329,7 @@ class Checkpointer:
         self._closed = False
         # Why one thread: what it does to the storage has an order, and training does not wait.
         self._aside = ThreadPoolExecutor(1, "ray_dcp train") if facts.rank == 0 else None
-        self._owner = BOARD.open()
+        self._owner = REQUESTS.open()
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._group.root.url!r}, rank={self._facts.rank})"
@@ -388,7 +388,7 @@ class Checkpointer:
         self._register(report, registered)
         self._last_step = step
         self._decided = (-1, False, None)
-        BOARD.went_back(step, self._owner)
+        REQUESTS.went_back(step, self._owner)
         return step
 
     def should_save(self, step: int) -> bool:
@@ -406,7 +406,7 @@ class Checkpointer:
         self._check_new(step)
         if self._decided[0] == step:
             return self._decided[1]
-        asked = BOARD.at(step, self._owner) or self._preemption.asks(step)
+        asked = REQUESTS.at(step, self._owner) or self._preemption.asks(step)
         due = asked is not None or step % self._interval == 0
         self._decided = (step, due, asked)
         return due
@@ -555,9 +555,11 @@ class Checkpointer:
         """
         save = self._under_way.newest
         if save is None:
-            BOARD.ended(asked, any(one.save.folder.step == step for one in self._untold))
+            REQUESTS.ended(asked, any(one.save.folder.step == step for one in self._untold))
         else:
-            save.handle.add_done_callback(lambda done: BOARD.ended(asked, done.exception() is None))
+            save.handle.add_done_callback(
+                lambda done: REQUESTS.ended(asked, done.exception() is None)
+            )
 
     def _register(self, report: LoadReport, registered: str | None) -> None:
         """Reports what was restored, where Ray Train was not told of it before."""
@@ -590,7 +592,7 @@ class Checkpointer:
 
     def _leave(self, *, wait: bool) -> None:
         self._closed = True
-        BOARD.close(self._owner)
+        REQUESTS.close(self._owner)
         if self._aside is not None:
             self._aside.shutdown(wait=wait, cancel_futures=not wait)
         try:
@@ -619,7 +621,7 @@ class Checkpointer:
 
 def _took(done: Future[Any], begun_s: float, stage_s: float) -> None:
     if done.exception() is None:
-        BOARD.took(stage_s, time.monotonic() - begun_s)
+        REQUESTS.took(stage_s, time.monotonic() - begun_s)
 
 
 def _logged(do: Callable[[], object]) -> None:

@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -481,15 +481,24 @@ def join(
     """
     root = Root(absolute_target(target_of_run(facts, check_folder(folder), storage_options)))
     owner = owner_of(max_to_keep, facts.num_to_keep)
-    first, error = None, None
+    error: Exception | None = None
+    begun = right = retention = None
     if facts.rank == 0:
         try:
-            first = _First.of(facts, root, owner, max_to_keep)
+            right = take_right(root, facts.run_id, facts.name)
+            # Why: a save that a killed group has staged here may be all there is.
+            NodeMemory().await_staged(root.url, STAGED_S, Stop())
+            listed = list_run(root.target)
+            number = next_group([*(one.name for one in listed.steps), *listed.others])
+            retention = Retention(
+                root, owner, max_to_keep, number, _registered(), check=right.check
+            )
+            begun = number, secrets.token_hex(3), bool(listed.steps)
         except Exception as failed:  # noqa: BLE001 - the other ranks wait in the broadcast
             error = failed
     # Why cut: Ray Train broadcasts 1 kB.
     why = None if error is None else f"{type(error).__name__}: {error}"[:800]
-    told = broadcast((None if first is None else first.told(), why))
+    told = broadcast((begun, why))
     if error is not None:
         raise error
     if told[1] is not None:
@@ -501,35 +510,7 @@ def join(
         # Why with Ray although alone: its stager keeps what is staged when this worker is killed.
         session = Session(f"train-{facts.name}-{word}", 0, 1)
         session.greet()
-    group = Group(root, number, word, session, owns, has_steps)
-    if first is not None:
-        group.right, group.retention = first.right, first.retention
-    return group
-
-
-@dataclass
-class _First:
-    """What rank 0 finds."""
-
-    number: int
-    right: WriterLease
-    retention: Retention
-    has_steps: bool
-    word: str = field(default_factory=lambda: secrets.token_hex(3))
-
-    @classmethod
-    def of(cls, facts: RunFacts, root: Root, owner: Owner, max_to_keep: int) -> _First:
-        right = take_right(root, facts.run_id, facts.name)
-        # Why: a save that a killed group has staged here may be all there is.
-        NodeMemory().await_staged(root.url, STAGED_S, Stop())
-        listed = list_run(root.target)
-        names = [*(one.name for one in listed.steps), *listed.others]
-        number = next_group(names)
-        retention = Retention(root, owner, max_to_keep, number, _registered(), check=right.check)
-        return cls(number, right, retention, bool(listed.steps))
-
-    def told(self) -> tuple[int, str, bool]:
-        return self.number, self.word, self.has_steps
+    return Group(root, number, word, session, owns, has_steps, right, retention)
 
 
 def take_right(

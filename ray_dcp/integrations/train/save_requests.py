@@ -198,7 +198,7 @@ def _faded(known_s: float | None, seconds: float) -> float:
     return seconds if known_s is None else max(seconds, (known_s + seconds) / 2)
 
 
-BOARD = SaveRequests()
+REQUESTS = SaveRequests()
 """Of this worker: a process is one."""
 
 
@@ -253,8 +253,8 @@ LOOK_S = 0.05
 class Ranks(Protocol):
     """The workers of a group."""
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Returns what a function of this module gives in each worker, by rank.
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Returns what a method of the `SaveRequests` of each worker gives, by rank.
 
         Raises:
             Exception: A worker does not answer.
@@ -318,27 +318,27 @@ def ask_all(
         Exception: A worker does not answer.
     """
     try:
-        held: Sequence[Held | None] = ranks.call(hold, seq)
+        held: Sequence[Held | None] = ranks.call("hold", seq)
         answers = [one for one in held if one is not None]
         if not held or len(answers) < len(held):
-            ranks.call(drop, seq)
+            ranks.call("drop", seq)
             missing = [rank for rank, one in enumerate(held) if one is None]
             return Result(False, why=f"rank(s) {missing} have no open checkpointer, or are asked")
         commit_s = _longest(one.commit_s for one in answers)
         fit = tier_that_fits(left_s, _longest(one.stage_s for one in answers), commit_s)
         if fit == "none":
-            ranks.call(drop, seq)
+            ranks.call("drop", seq)
             return Result(
                 False, fit, f"no save fits in {left_s or 0:.1f} s: earlier ones took longer"
             )
         after = max(one.last_step for one in answers)
         ends = left_s is None or is_last_round(left_s, _longest((commit_s, took_s)))
-        told = ranks.call(tell, Asked(seq, reason, after, linger_s if ends else 0.0))
+        told = ranks.call("ask", Asked(seq, reason, after, linger_s if ends else 0.0))
     except Exception:
-        ranks.call(drop, seq)
+        ranks.call("drop", seq)
         raise
     if not all(told):
-        ranks.call(drop, seq)
+        ranks.call("drop", seq)
         return Result(False, fit, "a rank had waited for the word for too long")
     return Result(True, fit)
 
@@ -365,7 +365,7 @@ def follow(
     """
     end_s = clock() + limit_s
     while True:
-        states: list[State] = ranks.call(state, seq)
+        states: list[State] = ranks.call("state", seq)
         for worst in ("failed", "unknown"):
             if worst in states:
                 return "failed"
@@ -380,24 +380,6 @@ def _longest(seconds: Iterable[float | None]) -> float | None:
     return max((one for one in seconds if one is not None), default=None)
 
 
-# What workers are told to call, by name: on the `SaveRequests` of their process.
-
-
-def hold(seq: str) -> Held | None:
-    """See `SaveRequests.hold`."""
-    return BOARD.hold(seq)
-
-
-def tell(asked: Asked) -> bool:
-    """See `SaveRequests.ask`."""
-    return BOARD.ask(asked)
-
-
-def drop(seq: str) -> None:
-    """See `SaveRequests.drop`."""
-    BOARD.drop(seq)
-
-
-def state(seq: str) -> State:
-    """See `SaveRequests.state`."""
-    return BOARD.state(seq)
+def of_this_worker(method: str, *arguments: Any) -> Any:
+    """Calls a method of the `SaveRequests` of this process: what the workers are told to run."""
+    return getattr(REQUESTS, method)(*arguments)
