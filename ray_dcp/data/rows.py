@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ray_dcp.data.sampler import check_epoch
+from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError, StateDictError
 from ray_dcp.torch_adapter.per_rank import PerRank
 
@@ -169,7 +169,7 @@ class RowsSeen:
         Raises:
             InvalidRequestError: It is no epoch.
         """
-        check_epoch(epoch)
+        check_whole(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._seen = epoch, IdRuns()
 

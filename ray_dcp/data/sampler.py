@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
-__all__ = ["ORDER_VERSION", "ElasticBatchSampler", "SampleOrder", "check_epoch", "share_of"]
+__all__ = ["ORDER_VERSION", "ElasticBatchSampler", "SampleOrder", "share_of"]
 
 ORDER_VERSION = 1
 """Goes up when `SampleOrder` orders differently: places of two versions do not compare."""
@@ -55,16 +56,9 @@ class SampleOrder:
     )
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.num_samples) or self.num_samples < 1:
-            raise InvalidRequestError(
-                f"num_samples must be a whole number from 1, but is {self.num_samples!r}",
-                key="num_samples",
-            )
-        if not _is_whole(self.seed) or not 0 <= self.seed < MAX_SEED:
-            raise InvalidRequestError(
-                f"seed must be a whole number from 0 and below 2**64, but is {self.seed!r}",
-                key="seed",
-            )
+        check_whole(self.num_samples, "num_samples", 1)
+        if check_whole(self.seed, "seed") >= MAX_SEED:
+            raise InvalidRequestError(f"seed must be below 2**64, but is {self.seed!r}", key="seed")
 
     def samples(self, start: int, stop: int) -> NDArray[np.int64]:
         """Returns the samples at places [start, stop) of the stream, which may cross epochs."""
@@ -104,22 +98,6 @@ def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
         [(0, 2), (2, 4), (4, 7)]
     """
     return count * rank // world_size, count * (rank + 1) // world_size
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_epoch(epoch: object) -> None:
-    """Checks the number of an epoch.
-
-    Raises:
-        InvalidRequestError: It is no whole number from 0.
-    """
-    if type(epoch) is not int or epoch < 0:
-        raise InvalidRequestError(
-            f"an epoch must be a whole number from 0, but is {epoch!r}", key="epoch"
-        )
 
 
 T = TypeVar("T")
@@ -380,17 +358,14 @@ def _step(together: Any, each: Any, world_size: int) -> int:
             key="global_batch_size",
         )
     name, value = ("batch_size", each) if together is None else ("global_batch_size", together)
-    if type(value) is not int or value < 1:
-        raise InvalidRequestError(
-            f"{name} must be a whole number from 1, but is {value!r}", key=name
-        )
+    value = check_whole(value, name, 1)
     if together is not None and together < world_size:
         raise InvalidRequestError(
             f"global_batch_size={together} leaves some of the {world_size} ranks without a sample; "
             f"make it {world_size} or more, or use fewer ranks",
             key="global_batch_size",
         )
-    return int(value) if each is None else int(value) * world_size
+    return value if each is None else value * world_size
 
 
 def _shown(state: Any) -> str:

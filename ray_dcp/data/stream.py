@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ray_dcp.data.sampler import SampleOrder, check_epoch
+from ray_dcp.core.checks import check_whole
+from ray_dcp.data.sampler import SampleOrder
 from ray_dcp.errors import InvalidRequestError, StateDictError
 
 __all__ = ["AT_END", "ElasticStream", "merged"]
@@ -102,7 +103,7 @@ class ElasticStream(IterableDataset[Any]):
         Raises:
             InvalidRequestError: It is no epoch.
         """
-        check_epoch(epoch)
+        check_whole(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._before, self._own, self._ended = epoch, {}, {}, False
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
 
 Mode = Literal["min", "max"]
@@ -72,7 +73,7 @@ class LatestN(_Combines):
     n: int
 
     def __post_init__(self) -> None:
-        _check_count(self.n, "LatestN.n")
+        check_whole(self.n, "LatestN.n", 1)
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
@@ -100,7 +101,7 @@ class BestN(_Combines):
     """Which values are the best: the lowest or the highest."""
 
     def __post_init__(self) -> None:
-        _check_count(self.n, "BestN.n")
+        check_whole(self.n, "BestN.n", 1)
         if not isinstance(self.metric, str) or not self.metric:
             raise InvalidRequestError(
                 f"BestN.metric must be the name of a metric, but is {self.metric!r}", key="metric"
@@ -132,7 +133,7 @@ class KeepEverySteps(_Combines):
     interval: int
 
     def __post_init__(self) -> None:
-        _check_count(self.interval, "KeepEverySteps.interval")
+        check_whole(self.interval, "KeepEverySteps.interval", 1)
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
@@ -155,11 +156,7 @@ class KeepEveryHours(_Combines):
     hours: float
 
     def __post_init__(self) -> None:
-        good = isinstance(self.hours, (int, float)) and not isinstance(self.hours, bool)
-        if not good or not 0 < self.hours < math.inf:
-            raise InvalidRequestError(
-                f"KeepEveryHours.hours must be a number above 0, but is {self.hours!r}", key="hours"
-            )
+        check_above_0(self.hours, "KeepEveryHours.hours")
 
     def keeps(self, steps: Sequence[StepFacts]) -> Sequence[bool]:
         """See `RetentionPolicy`."""
@@ -369,11 +366,3 @@ def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
             key="retention",
         )
     return said
-
-
-def _check_count(value: object, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidRequestError(
-            f"{name} must be a whole number above 0, but is {value!r}",
-            key=name.rpartition(".")[2],
-        )

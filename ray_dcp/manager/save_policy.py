@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import InvalidRequestError
 
 MOST_PROBED = 1_000_000
@@ -84,7 +85,7 @@ class EverySteps(_Combines):
     only_steps = True
 
     def __post_init__(self) -> None:
-        _check_above_0(self.interval, "EverySteps.interval", whole=True)
+        check_whole(self.interval, "EverySteps.interval", 1)
 
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
@@ -108,7 +109,7 @@ class EveryMinutes(_Combines):
     only_steps = False
 
     def __post_init__(self) -> None:
-        _check_above_0(self.minutes, "EveryMinutes.minutes")
+        check_above_0(self.minutes, "EveryMinutes.minutes")
 
     def due(self, facts: SaveFacts) -> bool:
         """See `SavePolicy`."""
@@ -136,10 +137,7 @@ class AtSteps(_Combines):
         if not steps:
             raise InvalidRequestError("AtSteps needs at least one step, as AtSteps(1, 10, 100)")
         for step in steps:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise InvalidRequestError(
-                    f"AtSteps takes steps, whole numbers from 0, but found {step!r}", key="steps"
-                )
+            check_whole(step, "AtSteps.steps")
         self.steps = frozenset(steps)
 
     def __repr__(self) -> str:
@@ -318,13 +316,3 @@ def _is_ever_due(policy: SavePolicy) -> bool:
     if last + period > MOST_PROBED:
         return True  # too many to try: not refused
     return any(policy.due(SaveFacts(step=step)) for step in range(last + period + 1))
-
-
-def _check_above_0(value: object, name: str, *, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
-    good = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
-    if not good:
-        raise InvalidRequestError(
-            f"{name} must be a {'whole ' if whole else ''}number above 0, but is {value!r}",
-            key=name.rpartition(".")[2],
-        )

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from ray_dcp.core.checks import check_above_0, check_whole
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.names import STEP_NAME, StepNames
 from ray_dcp.manager.leases import LEASE_S
@@ -119,16 +120,8 @@ class Settings:
             ("num_of_threads", 1),
             ("sync_every", 1),
         ):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise InvalidRequestError(
-                    f"{name} must be a whole number from {least}, but is {number!r}", key=name
-                )
-        lease_s = self.lease_s
-        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not lease_s > 0:
-            raise InvalidRequestError(
-                f"lease_s must be a number of seconds above 0, but is {lease_s!r}", key="lease_s"
-            )
+            check_whole(getattr(self, name), name, least)
+        check_above_0(self.lease_s, "lease_s")
         if self.order not in get_args(Order):
             raise InvalidRequestError(
                 f"order must be one of {', '.join(map(repr, get_args(Order)))}, but is "
@@ -181,13 +174,8 @@ def _policy(
             "hear of one. Leave chkpt_on_preemption at True",
             key="chkpt_on_preemption",
         )
-    if interval is not None and (
-        isinstance(interval, bool) or not isinstance(interval, int) or interval < 1
-    ):
-        raise InvalidRequestError(
-            f"save_interval must be a whole number of steps above 0, but is {interval!r}",
-            key="save_interval",
-        )
+    if interval is not None:
+        check_whole(interval, "save_interval", 1)
     chosen = EverySteps(interval) if interval is not None else check_save_policy(policy)
     return AnyOf(chosen, OnPreemption()) if preemption else chosen
 

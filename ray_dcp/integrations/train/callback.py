@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.core.checks import check_above_0
 from ray_dcp.integrations.train import save_requests
 from ray_dcp.integrations.train.save_requests import next_round_s
 from ray_dcp.runtime import ray_calls
@@ -50,11 +50,7 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     """
 
     def __init__(self, limit_s: float = 120.0) -> None:
-        if isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)) or not limit_s > 0:
-            raise InvalidRequestError(
-                f"limit_s must be a number of seconds above 0, but is {limit_s!r}", key="limit_s"
-            )
-        self._limit_s = float(limit_s)
+        self._limit_s = check_above_0(limit_s, "limit_s")
         self._group: Any = None
         self._known: Any = None
         self._has_failed = False

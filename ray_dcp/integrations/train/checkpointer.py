@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from ray_dcp.asynchronous import run_async_save
+from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -699,14 +700,8 @@ def _checked(
     Raises:
         InvalidRequestError: An argument has a value that it can't have.
     """
-    for name, number, least in (
-        ("save_interval", save_interval, 1),
-        ("check_preemption_every", check_preemption_every, 0),
-    ):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise InvalidRequestError(
-                f"{name} must be a whole number from {least}, but is {number!r}", key=name
-            )
+    check_whole(save_interval, "save_interval", 1)
+    every = check_whole(check_preemption_every, "check_preemption_every")
     if on_error not in get_args(OnError):
         raise InvalidRequestError(
             f"on_error must be 'warn' or 'raise', but is {on_error!r}", key="on_error"
@@ -717,4 +712,4 @@ def _checked(
     ):
         if given is not None and not isinstance(given, kind):
             raise InvalidRequestError(f"{name} must be {kind.__name__}, but is {given!r}", key=name)
-    return options or SaveOptions(), load_options or LoadOptions(), int(str(check_preemption_every))
+    return options or SaveOptions(), load_options or LoadOptions(), every

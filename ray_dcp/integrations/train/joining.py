@@ -30,6 +30,7 @@ from urllib.parse import parse_qsl
 
 import ray
 
+from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -140,10 +141,7 @@ def owner_of(max_to_keep: int, num_to_keep: int | None) -> Owner:
         >>> owner_of(3, None), owner_of(0, 3), owner_of(0, None)
         ('ray_dcp', 'ray', 'nobody')
     """
-    if isinstance(max_to_keep, bool) or not isinstance(max_to_keep, int) or max_to_keep < 0:
-        raise InvalidRequestError(
-            f"max_to_keep must be a whole number from 0, but is {max_to_keep!r}", key="max_to_keep"
-        )
+    check_whole(max_to_keep, "max_to_keep")
     if max_to_keep and num_to_keep is not None:
         raise InvalidRequestError(
             f"max_to_keep={max_to_keep} and CheckpointConfig(num_to_keep={num_to_keep}) both say "
