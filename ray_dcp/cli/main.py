@@ -16,48 +16,27 @@ import click
 import ray_dcp
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InvalidRequestError
 
-# Name -> `module:attribute` of its click command, in the order of a look at a run.
+# Name -> `module:attribute` of its click command, in the order of a look at a run; and its summary,
+# as `--help` must not import what a command imports.
 COMMANDS = {
-    "ls": "ray_dcp.cli.listing:ls",
-    "show": "ray_dcp.cli.showing:show",
-    "diff": "ray_dcp.cli.comparing:diff",
-    "verify": "ray_dcp.cli.showing:verify",
-    "reshard": "ray_dcp.cli.comparing:reshard",
-    "timeline": "ray_dcp.cli.timeline:timeline",
-    "export": "ray_dcp.cli.moving:export",
-    "import": "ray_dcp.cli.moving:import_",
-    "cp": "ray_dcp.cli.moving:cp",
-    "tag": "ray_dcp.cli.changing:tag",
-    "rm": "ray_dcp.cli.changing:rm",
-    "gc": "ray_dcp.cli.changing:gc",
-    "du": "ray_dcp.cli.listing:du",
-    "doctor": "ray_dcp.cli.doctor:doctor",
-    "watch": "ray_dcp.cli.listing:watch",
-    "metadata": "ray_dcp.cli.changing:metadata",
-    "demo": "ray_dcp.cli.demo:demo",
-    "devstore": "ray_dcp.cli.devstore:devstore",
-}
-
-# Why here: `--help` must not import what a command imports.
-SUMMARIES = {
-    "ls": "List the checkpoints below a directory.",
-    "show": "Show what is in a checkpoint.",
-    "diff": "Tell which tensors differ between two checkpoints.",
-    "verify": "Compare every stored byte with its checksums.",
-    "reshard": "Tell what a load on other ranks would read.",
-    "timeline": "Show what took how long on which rank when it was saved.",
-    "export": "Write a checkpoint as safetensors, torch.save or stock DCP.",
-    "import": "Make a checkpoint of a file or folder of another program.",
-    "cp": "Copy a checkpoint to another place.",
-    "tag": "Give a step tags, or a note.",
-    "rm": "Delete checkpoints.",
-    "gc": "Delete what crashed saves left behind.",
-    "du": "Tell what takes how much space.",
-    "doctor": "Look for what is wrong with a run or its storage.",
-    "watch": "Tell what happens to a run, until Ctrl-C.",
-    "metadata": "Write the .metadata that a save left out, for stock DCP.",
-    "demo": "Train, save, kill, resume on fewer and more ranks.",
-    "devstore": "Run a local S3 server, for want of a cloud.",
+    "ls": ("listing:ls", "List the checkpoints below a directory."),
+    "show": ("showing:show", "Show what is in a checkpoint."),
+    "diff": ("comparing:diff", "Tell which tensors differ between two checkpoints."),
+    "verify": ("showing:verify", "Compare every stored byte with its checksums."),
+    "reshard": ("comparing:reshard", "Tell what a load on other ranks would read."),
+    "timeline": ("timeline:timeline", "Show what took how long on which rank when it was saved."),
+    "export": ("moving:export", "Write a checkpoint as safetensors, torch.save or stock DCP."),
+    "import": ("moving:import_", "Make a checkpoint of a file or folder of another program."),
+    "cp": ("moving:cp", "Copy a checkpoint to another place."),
+    "tag": ("changing:tag", "Give a step tags, or a note."),
+    "rm": ("changing:rm", "Delete checkpoints."),
+    "gc": ("changing:gc", "Delete what crashed saves left behind."),
+    "du": ("listing:du", "Tell what takes how much space."),
+    "doctor": ("doctor:doctor", "Look for what is wrong with a run or its storage."),
+    "watch": ("listing:watch", "Tell what happens to a run, until Ctrl-C."),
+    "metadata": ("changing:metadata", "Write the .metadata that a save left out, for stock DCP."),
+    "demo": ("demo:demo", "Train, save, kill, resume on fewer and more ranks."),
+    "devstore": ("devstore:devstore", "Run a local S3 server, for want of a cloud."),
 }
 
 DEBUG = "ray_dcp.debug"
@@ -83,28 +62,25 @@ class LazyGroup(click.Group):
     message of an error.
 
     Args:
-        commands_at: Name of each command and `module:attribute` where it is.
-        summaries: One line for each, for `--help`.
+        lazy: Name of each command, with `module:attribute` below `ray_dcp.cli`, and one
+            line for `--help`.
     """
 
-    def __init__(
-        self, *args: Any, commands_at: dict[str, str], summaries: dict[str, str], **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._commands_at = commands_at
-        self._summaries = summaries
+        self._lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names in their order, without importing anything."""
-        return list(self._commands_at)
+        return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Returns a command after importing its module; None for an unknown name."""
-        place = self._commands_at.get(cmd_name)
-        if place is None:
+        if cmd_name not in self._lazy:
             return None
-        module, _, attribute = place.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module, _, attribute = self._lazy[cmd_name][0].partition(":")
+        loaded = importlib.import_module(f"ray_dcp.cli.{module}")
+        command: click.Command = getattr(loaded, attribute)
         if not any(parameter.name == "debug" for parameter in command.params):
             command.params.append(_debug_option())
         return command
@@ -112,7 +88,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands from the summaries."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._summaries[name]) for name in self._commands_at])
+            formatter.write_dl([(name, told) for name, (_, told) in self._lazy.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error becomes one message and an exit code."""
@@ -177,7 +153,7 @@ def _trace(ctx: click.Context) -> None:
         traceback.print_exc(file=sys.stderr)
 
 
-@click.group(cls=LazyGroup, commands_at=COMMANDS, summaries=SUMMARIES)
+@click.group(cls=LazyGroup, lazy=COMMANDS)
 @click.option("--debug", is_flag=True, help="Show a traceback before the message of an error.")
 @click.version_option(ray_dcp.__version__, prog_name="ray-dcp")
 @click.pass_context

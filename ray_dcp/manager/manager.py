@@ -51,22 +51,13 @@ from ray_dcp.store.opening import open_storage
 logger = logging.getLogger(__name__)
 
 
-def close_at_exit(manager: CheckpointManager) -> None:
-    """Has a manager closed at the end of the process, unless that was done before.
-
-    Args:
-        manager: That has saves under way.
-    """
+def _close_at_exit(manager: CheckpointManager) -> None:
+    """Has a manager that has saves under way closed at the end of the process."""
     _open.add(manager)
     # Why with each save: handlers run in reverse order, and Ray's own, which ends the connection,
     # comes with the first `import ray`.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
-
-
-def forget(manager: CheckpointManager) -> None:
-    """Takes back `close_at_exit`."""
-    _open.discard(manager)
 
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
@@ -393,7 +384,7 @@ class CheckpointManager:
             CheckpointError: As `save`, as far as it shows before the bytes are copied.
         """
         self._check_open()
-        close_at_exit(self)
+        _close_at_exit(self)
         told = {"metrics": metrics, "metadata": metadata, "tags": tags, "replace": replace}
         return self._actions.save_async(step, state_dict, force, told)
 
@@ -522,7 +513,7 @@ class CheckpointManager:
             self.join()
         finally:
             self._closed = True
-            forget(self)
+            _open.discard(self)
             self._actions.finisher.close()
             self._preemption.stop()
             try:

@@ -172,12 +172,11 @@ class _Range(io.RawIOBase):
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 << 20
 
-Findings = tuple[tuple[str, int] | None, str | None]
-"""`((what is wrong, length of the file) or None, a note or None)`."""
 
-
-def metadata_problem(storage: Storage, manifest: Manifest, table: ChunkTable) -> Findings:
-    """Returns what is wrong with the `.metadata` that stock DCP reads beside a manifest of ours.
+def metadata_problem(
+    storage: Storage, manifest: Manifest, table: ChunkTable
+) -> tuple[Problem | None, str | None]:
+    """Returns what is wrong with the `.metadata` that stock DCP reads beside a manifest; or a note.
 
     Why a missing or older one is no damage: a crash between commit and publication leaves it, and
     the checkpoint is whole.
@@ -196,7 +195,8 @@ def metadata_problem(storage: Storage, manifest: Manifest, table: ChunkTable) ->
     is_earlier = _attempt_of(data) is not None and manifest.attempt.encode() not in data
     if digest == manifest.replaced_metadata or is_earlier:
         return None, f"{key} is of an earlier save: stock DCP reads that one"
-    return ("expected the bytes that the manifest names, found others", len(data)), None
+    what = "expected the bytes that the manifest names, found others"
+    return Problem(key, None, 0, len(data), what), None
 
 
 def record_notes(storage: Storage, decides: int) -> list[str]:
@@ -221,8 +221,8 @@ def record_notes(storage: Storage, decides: int) -> list[str]:
     return notes
 
 
-def index_problem(storage: Storage, key: str, table: ChunkTable) -> tuple[str, int] | None:
-    """Returns what is wrong with the index of a Hugging Face folder, and its length.
+def index_problem(storage: Storage, key: str, table: ChunkTable) -> Problem | None:
+    """Returns what is wrong with the index of a Hugging Face folder.
 
     Only other readers go by it: ours takes what the files themselves say.
     """
@@ -232,7 +232,8 @@ def index_problem(storage: Storage, key: str, table: ChunkTable) -> tuple[str, i
         found: Any = fields["weight_map"]
         named = {str(name): str(file) for name, file in found.items()}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        return f"expected JSON with a weight_map, found {type(error).__name__}", len(data)
+        what = f"expected JSON with a weight_map, found {type(error).__name__}"
+        return Problem(key, None, 0, len(data), what)
     held: dict[str, set[str]] = {name: set() for name in table.names}
     for tensor, file in zip(table.tensor.tolist(), table.file.tolist(), strict=True):
         held[table.names[tensor]].add(table.files[file])
@@ -242,7 +243,8 @@ def index_problem(storage: Storage, key: str, table: ChunkTable) -> tuple[str, i
         return None
     told = "; ".join(_told(name, named.get(name), held.get(name)) for name in wrong[:4])
     more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    return f"expected the files that hold each tensor, found {told}{more}", len(data)
+    what = f"expected the files that hold each tensor, found {told}{more}"
+    return Problem(key, None, 0, len(data), what)
 
 
 def is_header_of(data: bytes, table: ChunkTable, rows: Sequence[int]) -> bool:
@@ -411,20 +413,17 @@ def _other_files(
     storage: Storage, checkpoint: Checkpoint, keys: Iterable[str]
 ) -> tuple[list[Problem], list[str]]:
     """Returns problems and notes of the files that hold no chunks."""
-    manifest, problems, notes = checkpoint.manifest, [], []
+    manifest = checkpoint.manifest
     if manifest is not None:
         wrong, note = metadata_problem(storage, manifest, checkpoint.table)
-        if wrong is not None and manifest.metadata is not None:
-            problems.append(Problem(manifest.metadata.key, None, 0, wrong[1], wrong[0]))
-        notes += [] if note is None else [note]
+        notes = [] if note is None else [note]
         notes += record_notes(storage, checkpoint.slot)
         notes += trace_notes(storage, manifest.attempt)
-    elif checkpoint.kind == "safetensors":
-        for key in keys:
-            if key.endswith(INDEX_SUFFIX) and "/" not in key:
-                wrong = index_problem(storage, key, checkpoint.table)
-                problems += [] if wrong is None else [Problem(key, None, 0, wrong[1], wrong[0])]
-    return problems, notes
+        return [] if wrong is None else [wrong], notes
+    is_index = checkpoint.kind == "safetensors"
+    indices = [k for k in keys if is_index and k.endswith(INDEX_SUFFIX) and "/" not in k]
+    found = (index_problem(storage, key, checkpoint.table) for key in indices)
+    return [one for one in found if one is not None], []
 
 
 def _rows_by_file(table: ChunkTable) -> list[list[int]]:

@@ -103,7 +103,7 @@ def test_a_restart_after_a_failure_asks_nobody_and_the_next_resize_does(group: G
     assert caplog.text == ""
     group.requests.close(1)
     one.before_controller_execute_resize_decision(None)
-    assert "No save before the resize: rank(s) [0] have no open checkpointer" in caplog.text
+    assert "No save before a resize: rank(s) [0] have no open checkpointer" in caplog.text
 
 
 def test_a_group_that_has_ended_is_not_asked(group: Group):

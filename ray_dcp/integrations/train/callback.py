@@ -102,16 +102,10 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
     # What it does then
 
     def _save_before_the_end(self, workers: _Workers) -> None:
-        seq, begun_s = secrets.token_hex(8), time.monotonic()
-        result = save_requests.ask_all(workers, seq, "resize", linger_s=self._limit_s + END_S)
-        if not result.asked:
-            logger.warning("No save before the resize: %s", result.why)
-            return
-        how = save_requests.follow(workers, seq, self._limit_s)
-        took_s = time.monotonic() - begun_s
+        how, took_s = self._save(workers, "resize", linger_s=self._limit_s + END_S)
         if how == "committed":
             logger.info("Saved before the resize, in %.1f s", took_s)
-        else:
+        elif took_s is not None:
             logger.warning(
                 "The save before the resize is %s after %.1f s; what was trained since the last "
                 "one may be redone. Raise SaveBeforeResize(limit_s=%g) if steps or saves take that "
@@ -120,6 +114,18 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
                 took_s,
                 self._limit_s,
             )
+
+    def _save(
+        self, workers: _Workers, reason: str, *, left_s: float | None = None, **more: Any
+    ) -> tuple[str, float | None]:
+        """Asks for a save and waits for it; returns how it ended and after how many seconds."""
+        seq, begun_s = secrets.token_hex(8), time.monotonic()
+        result = save_requests.ask_all(workers, seq, reason, left_s=left_s, **more)
+        if not result.asked:
+            logger.warning("No save before a %s: %s", reason, result.why)
+            return result.why, None
+        how = save_requests.follow(workers, seq, self._limit_s if left_s is None else left_s)
+        return how, time.monotonic() - begun_s
 
     def _save_in_time(self, group: Any, info: Any) -> None:
         """Saves at once, and as late as possible once more."""
@@ -141,27 +147,18 @@ class SaveBeforeResize(ControllerCallback, WorkerGroupCallback):
         self, workers: _Workers, info: Any, deadline_s: float | None, took_s: float | None
     ) -> float | None:
         """Returns how long the save took that was asked for; None when none was."""
-        seq, begun_s = secrets.token_hex(8), time.time()
-        left_s = None if deadline_s is None else deadline_s - begun_s
-        result = save_requests.ask_all(
-            workers,
-            seq,
-            "preemption",
-            left_s=left_s,
-            took_s=took_s,
-            linger_s=0.0 if left_s is None else max(0.0, left_s) + END_S,
+        left_s = None if deadline_s is None else deadline_s - time.time()
+        linger_s = 0.0 if left_s is None else max(0.0, left_s) + END_S
+        how, took_s = self._save(
+            workers, "preemption", left_s=left_s, took_s=took_s, linger_s=linger_s
         )
-        if not result.asked:
-            logger.warning("Preemption: no save: %s", result.why)
-            return None
-        how = save_requests.follow(workers, seq, self._limit_s if left_s is None else left_s)
-        took_s = time.time() - begun_s
-        logger.warning(
-            "Preemption of %s: a save was asked for, and is %s after %.1f s",
-            sorted(info.preempted_node_to_ranks),
-            how,
-            took_s,
-        )
+        if took_s is not None:
+            logger.warning(
+                "Preemption of %s: a save was asked for, and is %s after %.1f s",
+                sorted(info.preempted_node_to_ranks),
+                how,
+                took_s,
+            )
         return took_s
 
     def _guarded(self, what: str, do: Callable[[], object]) -> None:
