@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import ray_dcp
-from ray_dcp.errors import CheckpointNotFoundError, DamagedCheckpointError
+from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.attempts import Attempt, attempt, files_at, one_error, save_sound, sound_state
 from tests.checkpoints import flip
@@ -88,12 +87,3 @@ def test_both_ranks_fall_back_to_the_same_step(workers, tmp_path):
     # The session goes on.
     workers.run(save_sound, f"{tmp_path}/step-13", 13)
     assert {report.step for report in reports(workers.run(try_newest, str(tmp_path)))} == {13}
-
-
-def test_a_run_without_checkpoints_is_told_to_both(workers, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        one_error(
-            workers.run(try_newest, str(tmp_path / "run")), CheckpointNotFoundError,
-            "found nothing", str(tmp_path / "run"),
-        )  # fmt: skip

@@ -21,8 +21,6 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
-from ray_dcp.view.run_view import open_run, usage_of
-from tests import checkpoints
 
 
 def invoke(*arguments: object, **more: object) -> Result:
@@ -68,22 +66,6 @@ def test_paths_that_hold_none_are_told_with_the_nearest_names(
 def test_a_run_that_is_not_there_is_told_with_the_nearest_names(run: Path, command: str):
     more = ["--looks", "1"] if command == "watch" else []
     assert "did you mean 'run'" in refused(command, run.parent / "runn", *more)
-
-
-def test_half_deleted_steps_are_listed_and_refused(run: Path):
-    checkpoints.data_file(run / "step-20").unlink()
-    rows = {row["name"]: row for row in json.loads(invoke("ls", run, "--json").stdout)}
-    assert rows["step-20"]["state"] == "damaged"
-    assert "is missing" in rows["step-20"]["detail"]
-    assert refused("cp", run / "step-20", run.parent / "copy", exit_code=1)
-    found = invoke("doctor", run)
-    assert (found.exit_code, "wrong" in found.stdout) == (1, True)
-    assert invoke("verify", run / "step-20").exit_code == 1
-    assert "step-10" in invoke("show", f"{run}@latest").stdout
-    for table in (run / "step-10").glob("chunks.*"):
-        table.unlink()
-    assert "no such file" in refused("show", run / "step-10", exit_code=1)
-    assert invoke("verify", run / "step-10").exit_code == 1
 
 
 def test_foreign_files_are_told_what_to_do_with(tmp_path: Path):
@@ -364,11 +346,3 @@ def test_a_store_that_can_not_be_reached_is_told_soon(
     monkeypatch.setattr(places, "PATIENCE_S", 1.0)
     said = refused(command, f"s3://bucket/{command}@latest")
     assert "the connection failed: check the endpoint" in said
-
-
-def test_du_counts_safetensors_of_others_as_data(tmp_path: Path):
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "model.safetensors").write_bytes(bytes(100))
-    (tmp_path / "hub" / "config.json").write_bytes(b"{}")
-    (row,) = [one for one in usage_of(open_run(tmp_path)) if one.name == "hub"]
-    assert (row.num_bytes["data"], row.num_bytes["records"], row.num_bytes["other"]) == (100, 2, 0)

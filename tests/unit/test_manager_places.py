@@ -8,7 +8,7 @@ import torch
 from obstore.store import MemoryStore
 from pyarrow import fs as arrow
 
-from ray_dcp.manager import CheckpointManager, Item, LatestN
+from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.store.location import Location
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only if there is none:UserWarning")
@@ -38,13 +38,3 @@ def test_steps_are_saved_kept_and_restored_there(root):
     state = {"w": torch.zeros(3)}
     report = CheckpointManager(root, read_only=True).restore("auto", state)
     assert (report.step, state["w"][0]) == (3, 3)
-
-
-def test_items_are_as_well(root):
-    items = {"model": Item(), "data": Item()}
-    with manager_of(root, items=items) as manager:
-        manager.save(1, {"model": {"w": torch.ones(3)}, "data": {"n": 7}})
-        state = {"model": {"w": torch.zeros(3)}, "data": {"n": 0}}
-        manager.restore(1, state)
-    assert state["model"]["w"].tolist() == [1, 1, 1]
-    assert state["data"]["n"] == 7

@@ -104,16 +104,6 @@ def test_ten_thousand_ranks_fit_a_screen_or_two():
     assert any(line.split()[:2] == ["write", "10000"] for line in lines)
 
 
-def test_it_prints_plain_text_where_there_is_no_terminal(saved: Path):
-    found = run(saved)
-    assert found.exit_code == 0
-    assert "\x1b" not in found.output
-    assert f"{saved}: save, 1 rank, " in found.output
-    assert "rank 0" in found.output
-    assert run(f"{saved.parent}@latest").output == found.output
-    assert run(f"{saved.parent}@7").output == found.output
-
-
 def test_the_file_for_chrome_has_complete_events_of_all_lanes(saved: Path, tmp_path: Path):
     found = run(saved, "--chrome", tmp_path / "trace.json")
     assert found.exit_code == 0

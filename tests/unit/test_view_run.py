@@ -17,7 +17,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import AbortRecord, encode_record, record_key
 from ray_dcp.view.listing import ListedCheckpoint
 from ray_dcp.view.naming import best_of_run, choose, split_address
-from ray_dcp.view.run_view import RunView
 from tests import checkpoints
 
 
@@ -35,14 +34,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(root: Path, tmp_path: Path) -> Path:
     return shutil.copytree(root, tmp_path / "run")
-
-
-def test_a_directory_of_steps_is_opened_as_a_run_and_one_of_them_as_a_checkpoint(root: Path):
-    run = ray_dcp.open(root)
-    assert isinstance(run, RunView)
-    assert [step.step for step in run] == [10, 20, 30]
-    assert len(run) == 3
-    assert isinstance(ray_dcp.open(root / "step-00000010"), ray_dcp.CheckpointView)
 
 
 def test_a_step_tells_what_its_manager_and_its_save_noted(root: Path):
@@ -236,12 +227,6 @@ def test_a_place_that_holds_nothing_offers_similar_names(root: Path, tmp_path: P
     checkpoints.save(tmp_path / "experiment" / "step-1")
     with pytest.raises(CheckpointNotFoundError, match="did you mean 'experiment'"):
         ray_dcp.open(tmp_path / "experimant")
-
-
-def test_files_of_other_kinds_say_what_to_do(tmp_path: Path):
-    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointNotFoundError, match="ray-dcp import"):
-        ray_dcp.open(tmp_path / "w.pt")
 
 
 def test_a_single_safetensors_file_is_a_checkpoint(tmp_path: Path):
