@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import click
 
 from ray_dcp.errors import InvalidRequestError
 
-_MOST_DRAWN = 500
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 dry_run = click.option("--dry-run", is_flag=True, help="Only tell what would be done.")
@@ -44,38 +45,40 @@ class Rows:
             *cells: One for each title.
             styled: Which cell has a style on a terminal, and which.
         """
-        self._rows.append([str(cell) for cell in cells])
+        row = [str(cell) for cell in cells]
+        if sys.stdout.isatty():
+            # Why: a name in a checkpoint must not move the cursor of who looks at it.
+            row = [_CONTROL.sub("\N{REPLACEMENT CHARACTER}", cell) for cell in row]
+        self._rows.append(row)
         self._styles.append(styled)
 
     def print(self) -> None:
         """Prints the table."""
-        if sys.stdout.isatty() and len(self._rows) <= _MOST_DRAWN:
-            self._draw()
-            return
-        # Why not drawn: piped output has no width to fit into, a cut name is of no use to grep, and
-        # of thousands of rows each takes a quarter of a millisecond to draw.
         widths = [max(map(len, column)) for column in zip(self._titles, *self._rows, strict=True)]
-        lines = []
-        for row in (self._titles, *self._rows):
-            cells = [
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, self._right, strict=True)
-            ]
-            lines.append("  ".join(cells).rstrip())
+        lines = [click.style(self._line(self._titles, widths), bold=True)]
+        for row, (at, style) in zip(self._rows, self._styles, strict=True):
+            lines.append(self._line(row, widths, at, style))
         click.echo("\n".join(lines))
 
-    def _draw(self) -> None:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    def _line(self, row: list[str], widths: list[int], styled_at: int = 0, style: str = "") -> str:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, self._right, strict=True)
+        ]
+        line = "  ".join(cells).rstrip()
+        start = sum(widths[:styled_at]) + 2 * styled_at
+        stop = start + widths[styled_at]
+        return line[:start] + styled(line[start:stop], style) + line[stop:]
 
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for title, right in zip(self._titles, self._right, strict=True):
-            table.add_column(title, justify="right" if right else "left", overflow="fold")
-        for row, (at, style) in zip(self._rows, self._styles, strict=True):
-            # Why Text: a name with [brackets] is no markup.
-            table.add_row(*(Text(c, style if n == at else "") for n, c in enumerate(row)))
-        Console(file=sys.stdout, highlight=False).print(table)
+
+def styled(text: str, style: str) -> str:
+    """Returns text with a style on a terminal: a colour, `dim` or `bold`; plain where that is "".
+
+    Where the output is no terminal click takes the style away.
+    """
+    if style in ("dim", "bold"):
+        return click.style(text, **{style: True})
+    return click.style(text, fg=style) if style else text
 
 
 def number_text(value: float) -> str:

@@ -11,13 +11,12 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.text import Text
 
-from ray_dcp.cli.output import print_json
+from ray_dcp.cli.output import print_json, styled
 from ray_dcp.cli.places import checkpoint_at
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.save_trace import SaveTrace, Span
@@ -72,13 +71,11 @@ def timeline(path: str, as_json: bool, chrome_file: str | None) -> None:
         return
     terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size().columns, 160) if terminal else _WIDTH
-    console = Console(file=sys.stdout, highlight=False, width=max(width, 60))
-    for line in gantt(trace, view.url, console.width):
-        console.print(line, soft_wrap=True)
+    click.echo("\n".join(gantt(trace, view.url, max(width, 60))))
 
 
-def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
-    """Returns a trace as lines of text, each at most `width` long but for the title.
+def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[str]:
+    """Returns a trace as lines of styled text, each at most `width` long but for the title.
 
     Args:
         trace: Of a save.
@@ -92,48 +89,39 @@ def gantt(trace: SaveTrace, title: str, width: int = _WIDTH) -> list[Text]:
     late = {straggler.rank for straggler in trace.stragglers}
     end_s = max([trace.committed_s, *(span.stop_s for span in trace.spans)]) or 1e-9
     lines = [
-        Text(
-            f"{title}: {trace.mode}, {count_text(trace.world_size, 'rank')}, "
-            f"{size_text(trace.num_bytes)}"
-        ),
-        Text(
-            f"committed after {seconds_text(trace.committed_s)}, "
-            f"training waited {seconds_text(trace.stall_s)}"
-        ),
-        Text(""),
+        f"{title}: {trace.mode}, {count_text(trace.world_size, 'rank')}, "
+        f"{size_text(trace.num_bytes)}",
+        f"committed after {seconds_text(trace.committed_s)}, "
+        f"training waited {seconds_text(trace.stall_s)}",
+        "",
     ]
     for lane, spans in [*found.items()][: _MOST_LANES + 1]:
         drawn = _bar(spans, end_s, bar, COORDINATOR_MARKS if lane is None else MARKS)
-        mark = "!" if lane in late else " "
+        mark = styled("!", "red") if lane in late else " "
         num_bytes = sum(span.num_bytes for span in spans if span.phase == "write")
         told = f" {size_text(num_bytes):>10}" if num_bytes else ""
-        lines.append(Text.assemble(f"{names[lane]:<{left}} ", (mark, "bold red"), " ", drawn, told))
+        lines.append(f"{names[lane]:<{left}} {mark} {drawn}{told}")
     lines.append(_axis(left, bar, end_s))
     hidden = trace.world_size - len(trace.ranks)
     if hidden > 0:
-        lines.append(Text(f"… and {hidden} more ranks, which are in these numbers:"))
-    lines += [Text(""), *_table(trace), Text("")]
+        lines.append(f"… and {hidden} more ranks, which are in these numbers:")
+    lines += ["", *_table(trace), ""]
     for straggler in trace.stragglers:
         where = f" ({straggler.where})" if straggler.where else ""
         lines.append(
-            Text(
-                f"! rank {straggler.rank} ended {straggler.phase} after "
-                f"{seconds_text(straggler.seconds)}, half of the ranks within "
-                f"{seconds_text(straggler.median_s)}{where}"
-            )
+            f"! rank {straggler.rank} ended {straggler.phase} after "
+            f"{seconds_text(straggler.seconds)}, half of the ranks within "
+            f"{seconds_text(straggler.median_s)}{where}"
         )
-    lines += [Text(f"! another stager took over from rank {r}'s") for r, _ in trace.takeovers]
-    marks = {**MARKS}
-    legend = "  ".join(f"{mark} {phase}" for phase, mark in marks.items())
-    lines.append(Text(f"ranks: {legend}", style="dim"))
-    legend = "  ".join(f"{mark} {phase}" for phase, mark in COORDINATOR_MARKS.items())
-    lines.append(Text(f"coordinator: {legend}", style="dim"))
+    lines += [f"! another stager took over from rank {r}'s" for r, _ in trace.takeovers]
+    for who, marks in (("ranks", MARKS), ("coordinator", COORDINATOR_MARKS)):
+        legend = "  ".join(f"{mark} {phase}" for phase, mark in marks.items())
+        lines.append(styled(f"{who}: {legend}", "dim"))
     return lines
 
 
-def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str]) -> Text:
-    cells = [" "] * width
-    styles = [""] * width
+def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str]) -> str:
+    cells = [(" ", "")] * width
     # Why in this order: a stager writes while the rank still copies, and waiting tells least.
     order = {"commit": 0, "write": 1}
     for span in sorted(spans, key=lambda span: order.get(span.phase, 2)):
@@ -141,30 +129,25 @@ def _bar(spans: tuple[Span, ...], end_s: float, width: int, marks: dict[str, str
         # Why at least one: what took no time at all took place.
         last = max(first + 1, min(round(span.stop_s / end_s * width), width))
         for cell in range(max(first, 0), last):
-            cells[cell] = marks.get(span.phase, "?")
-            styles[cell] = STYLES.get(span.phase, "green")
-    text = Text()
-    for mark, style in zip(cells, styles, strict=True):
-        text.append(mark, style)
-    return text
+            cells[cell] = marks.get(span.phase, "?"), STYLES.get(span.phase, "green")
+    runs = ((style, "".join(mark for mark, _ in run)) for (_, style), run in groupby(cells))
+    return "".join(styled(text, style) for style, text in runs)
 
 
-def _axis(left: int, width: int, end_s: float) -> Text:
+def _axis(left: int, width: int, end_s: float) -> str:
     half = seconds_text(end_s / 2)
     end = seconds_text(end_s)
     middle = f"{'0':<{width // 2}}{half}"
-    return Text(" " * (left + 3) + f"{middle:<{max(width - len(end), 0)}}{end}", style="dim")
+    return styled(" " * (left + 3) + f"{middle:<{max(width - len(end), 0)}}{end}", "dim")
 
 
-def _table(trace: SaveTrace) -> list[Text]:
-    lines = [Text(f"{'PHASE':<8} {'RANKS':>6} {'MEDIAN':>9} {'P99':>9} {'MAX':>9} {'SIZE':>11}")]
+def _table(trace: SaveTrace) -> list[str]:
+    lines = [f"{'PHASE':<8} {'RANKS':>6} {'MEDIAN':>9} {'P99':>9} {'MAX':>9} {'SIZE':>11}"]
     for phase in trace.phases:
         size = size_text(phase.num_bytes) if phase.num_bytes else "-"
         lines.append(
-            Text(
-                f"{phase.phase:<8} {phase.num_ranks:>6} {seconds_text(phase.median_s):>9} "
-                f"{seconds_text(phase.p99_s):>9} {seconds_text(phase.max_s):>9} {size:>11}"
-            )
+            f"{phase.phase:<8} {phase.num_ranks:>6} {seconds_text(phase.median_s):>9} "
+            f"{seconds_text(phase.p99_s):>9} {seconds_text(phase.max_s):>9} {size:>11}"
         )
     return lines
 

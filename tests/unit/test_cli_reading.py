@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import ray_dcp
 from ray_dcp.cli.main import main
+from ray_dcp.cli.output import Rows
 from tests import checkpoints
 
 
@@ -93,3 +95,15 @@ def test_wrong_use_exits_with_2(command: str):
     found = invoke(command, "ftp://host/run")
     assert found.exit_code == 2
     assert "ftp://" in found.stderr
+
+
+def test_a_table_on_a_terminal_has_colours_and_no_control_characters_of_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    table = Rows("name", "state", "size<")
+    table.add("a\x1b[2Jb", "damaged", "1 KiB", styled=(1, "red"))
+    table.print()
+    head, row = capsys.readouterr().out.splitlines()
+    assert head == "\x1b[1mNAME    STATE     SIZE\x1b[0m"
+    assert row == "a\ufffd[2Jb  \x1b[31mdamaged\x1b[0m  1 KiB"

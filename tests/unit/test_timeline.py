@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -49,7 +50,7 @@ def trace_of(n: int) -> SaveTrace:
 
 
 def test_bars_begin_and_end_where_the_phases_do():
-    lines = [line.plain for line in gantt(trace_of(3), "run", 96)]
+    lines = [click.unstyle(line) for line in gantt(trace_of(3), "run", 96)]
     width = 96 - len("coordinator") - 22
     bars = {line.split("  ")[0].rstrip(" !"): line[len("coordinator") + 3 :] for line in lines[3:7]}
     first = bars["rank 0"][:width]
@@ -98,7 +99,7 @@ def async_trace() -> SaveTrace:
 
 
 def test_ten_thousand_ranks_fit_a_screen_or_two():
-    lines = [line.plain for line in gantt(trace_of(10_000), "run", 80)]
+    lines = [click.unstyle(line) for line in gantt(trace_of(10_000), "run", 80)]
     assert len(lines) < 120
     assert any(line.startswith("… and 99") for line in lines)
     assert any(line.split()[:2] == ["write", "10000"] for line in lines)
