@@ -104,7 +104,7 @@ def flatten(state_dict: Mapping[Any, Any], *, before_2_4: bool = False) -> Flat:
         values = enumerate(flat.values)
         rows = [row for row, value in values if not (isinstance(value, Mapping) and not value)]
         flat = replace(flat.only(rows), empty=set())
-    _check_unique(flat.names)
+    check_names(flat.names)
     return flat
 
 
@@ -121,7 +121,7 @@ def flatten_top(state_dict: Mapping[Any, Any]) -> Flat:
         flat.values.append(value)
         flat.parents.append(state_dict)
         flat.keys.append(key)
-    _check_unique(flat.names)
+    check_names(flat.names)
     return flat
 
 
@@ -247,7 +247,25 @@ def _check_depth(depth: int, path: NamePath) -> None:
         )
 
 
-def _check_unique(names: list[str]) -> None:
+def check_names(names: list[str]) -> None:
+    """Raises where names can't be told apart, or can't be written down.
+
+    Args:
+        names: Of all values of a state dict.
+
+    Raises:
+        StateDictError: Two are equal, or one has no UTF-8: half of a surrogate pair.
+    """
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as error:
+        wrong = next(name for name in names if not _has_utf8(name))
+        raise StateDictError(
+            f"expected keys that are Unicode text, but {wrong!a} has half of a surrogate pair "
+            f"({error.reason}), which no file can hold; rename it, or repair it with "
+            "key.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')",
+            key=ascii(wrong),
+        ) from error
     if len(set(names)) == len(names):
         return
     twice = [name for name, times in Counter(names).items() if times > 1]
@@ -257,6 +275,14 @@ def _check_unique(names: list[str]) -> None:
         "rename one of the nested keys that join to the same dotted name",
         key=twice[0],
     )
+
+
+def _has_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_step(here: Any, key: str | int, path: NamePath) -> None:

@@ -14,12 +14,14 @@ from ray_dcp.errors import (
     StateDictError,
 )
 from ray_dcp.torch_adapter.collective import call_user_code
-from ray_dcp.torch_adapter.flatten import Flat
+from ray_dcp.torch_adapter.flatten import Flat, check_names
 
 Merge = Callable[[Sequence[Any], int, int], Any]
 RULES = ("error", "keep", "wrap")
 
-_NAME = re.compile(r"(?P<fqn>.*)\.rank-(?P<rank>0|[1-9][0-9]{0,8})-of-(?P<world>[1-9][0-9]{0,8})")
+_NAME = re.compile(
+    r"(?P<fqn>.*)\.rank-(?P<rank>0|[1-9][0-9]{0,8})-of-(?P<world>[1-9][0-9]{0,8})", re.DOTALL
+)
 
 
 class PerRank:
@@ -78,6 +80,9 @@ def named_for_rank(flat: Flat, rank: int, world_size: int) -> Flat:
         flat: The state dict.
         rank: This rank.
         world_size: Number of ranks.
+
+    Raises:
+        StateDictError: Another value has the name that an own one would get.
     """
     if PerRank not in set(map(type, flat.values)):
         return flat
@@ -86,6 +91,7 @@ def named_for_rank(flat: Flat, rank: int, world_size: int) -> Flat:
         if type(value) is PerRank:
             names[row] = name_of_rank(names[row], rank, world_size)
             paths[row] = (*paths[row], f"rank-{rank}-of-{world_size}")
+    check_names(names)
     return replace(flat, names=names, paths=paths)
 
 

@@ -143,3 +143,12 @@ def test_an_empty_mapping_gives_way_to_a_value_of_its_name() -> None:
     flat = flatten({0: {}, "0": TENSOR})
     assert flat.names == ["0"]
     assert flat.values[0] is TENSOR
+
+
+@pytest.mark.parametrize("key", ["\ud83d\ude00", "\ud83d", "a\ude00"])
+@pytest.mark.parametrize("flattens", [flatten, flatten_top])
+def test_a_key_that_is_no_unicode_text_is_named_before_anything_is_saved(
+    flattens: Any, key: str
+) -> None:
+    with pytest.raises(StateDictError, match="half of a surrogate pair"):
+        flattens({"fine": 1, key: TENSOR})

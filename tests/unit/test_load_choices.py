@@ -306,6 +306,20 @@ def test_a_change_of_world_size_follows_the_rule(tmp_path: Path):
     assert [state["rng"].value for state in merged] == [(3, 0, 2), (3, 1, 2)]
 
 
+def test_a_value_per_rank_may_lie_below_any_key(tmp_path: Path):
+    ray_dcp.save({"a\nb": PerRank(7)}, checkpoint_id=tmp_path / "c")
+    found = {"a\nb": PerRank(0)}
+    load(tmp_path / "c", found, strict=True)
+    assert found["a\nb"].value == 7
+
+
+def test_a_value_that_has_the_name_of_a_value_per_rank_is_named(tmp_path: Path):
+    state = {"a": PerRank(1), "a.rank-0-of-1": 5}
+    with pytest.raises(StateDictError, match=r"'a\.rank-0-of-1' would name two values"):
+        ray_dcp.save(state, checkpoint_id=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
 def test_one_rank_splits_what_one_saved(tmp_path: Path):
     ray_dcp.save({"d": PerRank([1, 2, 3, 4])}, checkpoint_id=tmp_path / "c")
 
