@@ -6,7 +6,8 @@ They load neither torch nor ray.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ray_dcp.cli.output import agree, dry_run, yes
 from ray_dcp.cli.places import place_of, run_at, step_at, step_in_run
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.format.names import (
+    READING,
     SHARED_FOLDER,
     TAGS,
     check_note,
@@ -27,6 +29,7 @@ from ray_dcp.format.names import (
 from ray_dcp.format.step_info import info_slot
 from ray_dcp.io.records import Announced, fence
 from ray_dcp.store.opening import absolute_target, open_storage, place_below
+from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.listing import FOREIGN, step_of
 from ray_dcp.view.run_view import StepView
 from ray_dcp.view.wording import count_text, size_text
@@ -40,7 +43,7 @@ _MOST_SHOWN = 20
 
 @click.command()
 @click.argument("steps", nargs=-1, required=True)
-@click.option("--force", is_flag=True, help="Also steps that have a tag.")
+@click.option("--force", is_flag=True, help="Also steps that are tagged or being read.")
 @click.option("--quiet", is_flag=True, help="Name no files.")
 @yes
 @dry_run
@@ -65,8 +68,6 @@ def rm(steps: tuple[str, ...], force: bool, quiet: bool, yes: bool, dry_run: boo
             delete(place_below(step.path, folder), dry_run=dry_run)
             for folder in step.items.values()
         ]
-        if not dry_run and not any(report.warnings for report in reports):
-            mark.forget()
         for report in reports:
             _tell(report, report.path, quiet=quiet)
 
@@ -82,10 +83,15 @@ def _check_deletable(step: StepView, marks: _Marks, *, force: bool) -> None:
             f"{step.path.url} has the {'tag' if len(marks.tags) == 1 else 'tags'} "
             f"{', '.join(marks.tags)}: take it away with ray-dcp tag --remove, or say --force"
         )
+    if marks.readers and not force:
+        raise InvalidRequestError(
+            f"{step.path.url} is being read by {', '.join(marks.readers)}: wait until that is "
+            f"done, or say --force if it has ended"
+        )
 
 
 class _Marks:
-    """A step, with its tags and note in the run that its folder lies in."""
+    """A step, with its tags, its note and its readers in the run that its folder lies in."""
 
     def __init__(self, step: StepView) -> None:
         run, _, name = step.path.url.rstrip("/").rpartition("/")
@@ -95,26 +101,30 @@ class _Marks:
         self._run = replace(step.path, url=run)
         self._shared = None
         self.tags: tuple[str, ...] = ()
+        self.readers: tuple[str, ...] = ()
         if self._step is not None and run and not run.endswith("/"):
             self._shared = open_storage(place_below(self._run, SHARED_FOLDER))
             self._look()
 
     def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
-        """Deletes the step that was looked at, unless it was given a tag or replaced since."""
+        """Deletes the step that was looked at, unless it was protected or replaced since."""
         from ray_dcp.runtime.garbage_collection import delete
         from ray_dcp.runtime.tasks import new_attempt
 
-        manifest = self._view.manifest
-        expected = None if manifest is None else manifest.attempt
+        # Careful: before the delete. Its number may come again, with an info of its own.
+        infos = self._infos()
         if dry_run or self._shared is None or self._step is None:
-            return delete(self._view.path, expected=expected, dry_run=dry_run)
-        # Why: who gives it a tag from here on ends the deletion, or is told that it came too late.
+            report = delete(self._view.path, expected=self._expected, dry_run=dry_run)
+            return report if dry_run else self._forget(infos, report)
+        # Why: who tags or reads it from here on ends the deletion, or is told that it is too late.
         mark = Announced(self._step, new_attempt(), self._name)
         self._shared.write(mark.key, b"")
         try:
             self._look()
             _check_deletable(self._view, self, force=force)
-            return delete(self._view.path, expected=expected, attempt=mark.attempt)
+            with self._taken_away(self._shared, self._step):
+                report = delete(self._view.path, expected=self._expected, attempt=mark.attempt)
+            return self._forget(infos, report)
         finally:
             # Why all: a manager may have decided to remove another step because this one stood.
             fence(
@@ -123,18 +133,60 @@ class _Marks:
                 f"step {self._step} was removed",
             )
 
-    def forget(self) -> None:
-        """Takes away what is told about a step that is gone: its number may come again."""
+    @property
+    def _expected(self) -> str | None:
+        """The attempt that was looked at: "" where nothing was committed, None if none can tell."""
+        if self._view.manifest is not None:
+            return self._view.manifest.attempt
+        return None if self._view.state == "damaged" else ""
+
+    def _infos(self) -> list[str]:
         storage = open_storage(self._view.path)
-        storage.delete([e.key for e in storage.list("step-info-") if info_slot(e.key) is not None])
-        if self._shared is not None and self._step is not None:
-            keys = [tag_key(self._step, tag) for tag in self.tags]
-            self._shared.delete([*keys, note_key(self._step)])
+        return [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
+
+    def _forget(self, infos: Sequence[str], report: CollectReport) -> CollectReport:
+        """Takes away what was told about a step that is gone."""
+        if not report.warnings:
+            open_storage(self._view.path).delete(infos)
+        return report
+
+    @contextmanager
+    def _taken_away(self, shared: Storage, step: int) -> Iterator[None]:
+        """Takes tags and note away before the step goes, and gives them back if it stays.
+
+        Why before: the step may be saved again as soon as it is gone, with tags of its own.
+        """
+        marks = {tag_key(step, tag): b"" for tag in self.tags}
+        with suppress(KeyMissingError):
+            marks[note_key(step)] = shared.read(note_key(step))
+        shared.delete([*marks])
+        try:
+            yield
+        except CheckpointError:
+            for key, data in marks.items():
+                shared.write(key, data)
+            raise
 
     def _look(self) -> None:
-        if self._shared is not None:
-            found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
-            self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+        if self._shared is None:
+            return
+        found = (tag_of(entry.key) for entry in self._shared.list(f"{TAGS}{self._step}."))
+        self.tags = tuple(sorted(tagged[1] for tagged in found if tagged is not None))
+        leases = [entry.key for entry in self._shared.list(f"{READING}{self._step}.")]
+        self.readers = tuple(filter(None, (_reader(self._shared, key) for key in leases)))
+
+
+def _reader(shared: Storage, lease: str) -> str:
+    """Returns who reads a step by a lease; "" where its process is gone."""
+    from ray_dcp.manager.leases import LeaseHolder, this_process
+
+    try:
+        holder = LeaseHolder.decode(shared.read(lease))
+    except KeyMissingError:
+        return ""
+    if holder is None:
+        return "an unknown process"
+    return "" if holder.lives_here(this_process()) is False else str(holder)
 
 
 @click.command()

@@ -229,6 +229,7 @@ def _reader(pattern: object) -> re.Pattern[str]:
 SHARED_FOLDER = ".manager"
 """Folder of a run that holds what is shared."""
 TAGS = "tags/"
+READING = "reading/"
 NOTES = "notes/"
 MAX_NOTE_BYTES = 64 << 10
 

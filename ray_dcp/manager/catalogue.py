@@ -18,7 +18,7 @@ from functools import cached_property
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
 from ray_dcp.format.manifest import DeleteRecord, Manifest, slot_of
-from ray_dcp.format.names import SHARED_FOLDER, StepNames, tag_of
+from ray_dcp.format.names import READING, SHARED_FOLDER, StepNames, tag_of
 from ray_dcp.format.step_info import StepInfo, info_slot
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager.retention import StepFacts
@@ -28,7 +28,6 @@ from ray_dcp.store.storage import Storage
 from ray_dcp.view.listing import PART_NAME, highest_record, info_below
 
 FOLDER = SHARED_FOLDER
-READING = "reading/"
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ray_dcp.errors import CheckpointError, CheckpointExistsError, InvalidRequestError
+from ray_dcp.format.names import READING
 from ray_dcp.io.records import fence
-from ray_dcp.manager.catalogue import READING, Root
+from ray_dcp.manager.catalogue import Root
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError, Storage
 

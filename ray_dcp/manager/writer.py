@@ -22,9 +22,9 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import check_tag
+from ray_dcp.format.names import READING, check_tag
 from ray_dcp.format.step_info import StepInfo, check_metadata
-from ray_dcp.manager.catalogue import READING, Catalogue, Root, StepFound, look_at_step
+from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics
 from ray_dcp.manager.save_policy import SaveFacts

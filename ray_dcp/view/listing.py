@@ -11,7 +11,7 @@ which of them hold a checkpoint: the load that tries one finds out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -333,10 +333,13 @@ def list_checkpoints(
         shared = _read_shared(storage, directories)
         _fold_attempts(directories)
         todo = [item for item in directories.items() if _is_checkpoint(item[1])]
+        checkpoints = {directory for directory, _ in todo if directory}
         found: list[ListedCheckpoint] = []
 
         def look(item: tuple[str, dict[str, int]]) -> None:
-            found.append(_look(storage, root, *item, shared))
+            # Why: it is an item of the step that it lies in, whatever number its name ends with.
+            is_item = any(above in checkpoints for above in _above(item[0]))
+            found.append(_look(storage, root, *item, shared, is_item=is_item))
             if told is not None:
                 told(len(found), len(todo))
 
@@ -386,6 +389,13 @@ def _fold_attempts(directories: dict[str, dict[str, int]]) -> None:
             )
 
 
+def _above(directory: str) -> Iterator[str]:
+    """Yields the directories that a directory lies in, without the root."""
+    while "/" in directory:
+        directory = directory.rpartition("/")[0]
+        yield directory
+
+
 def _is_checkpoint(files: Mapping[str, int]) -> bool:
     return any(
         key == METADATA or slot_of(key) or key.endswith((".distcp", ".safetensors"))
@@ -399,6 +409,8 @@ def _look(
     directory: str,
     files: Mapping[str, int],
     shared: _Shared,
+    *,
+    is_item: bool,
 ) -> ListedCheckpoint:
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
     slot, found = _found(storage, root, directory, files)
@@ -407,7 +419,7 @@ def _look(
     if manifest is not None:
         with suppress(DamagedCheckpointError):
             info = info_below(storage, directory, map(info_slot, files), slot)
-    step = step_of(name)
+    step = None if is_item else step_of(name)
     # Why: what is nested deeper, or the root itself, is no step of this run.
     own = step is not None and bool(directory) and "/" not in directory
     listed = ListedCheckpoint(
