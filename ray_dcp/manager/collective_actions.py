@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CommitUnknownError,
     InvalidRequestError,
     StorageError,
@@ -39,12 +40,13 @@ from ray_dcp.manager.steps import StepTarget
 from ray_dcp.manager.writer import Writer
 from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.commands import Failed, RecordsRead, Result, Task
 from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import attempt, refusal
-from ray_dcp.runtime.tasks import settle
+from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.store.opening import place_below
 from ray_dcp.torch_adapter.dispatch import decide_save
 
@@ -471,7 +473,11 @@ class CollectiveActions:
             folders = {name: place.folder_of(name) for name in self.settings.named}
             run_save(
                 decide_save(None, None, target),
-                InlineSession("step", new_attempt=lambda: place.attempt),
+                InlineSession(
+                    "step",
+                    performer=partial(_perform_after, place),
+                    new_attempt=lambda: place.attempt,
+                ),
                 {"step": place.step, "items": folders},
                 SaveOptions(),
                 target,
@@ -544,3 +550,23 @@ class CollectiveActions:
                 f"this manager of {self.root.url} is read_only; make one without it to save",
                 key="read_only",
             )
+
+
+def _perform_after(place: StepTarget, task: Task) -> Result:
+    """Performs a task of the save that makes a step of its items, if nobody removed these since.
+
+    Why the records: another writer that took over may have found items without a step, as a crash
+    leaves them. It commits its removal before it deletes them, so either it is seen here, or it
+    takes the slot that this save aims at.
+    """
+    found = perform(task)
+    if not isinstance(found, RecordsRead) or found.last_slot == place.last_slot:
+        return found
+    return Failed(
+        CheckpointExistsError(
+            f"Expected nothing to be committed or deleted in the folder of step {place.step} while "
+            f"it was being saved, but another process took over the run and removed what this one "
+            f"had saved of it. The step is not committed; only one job at a time may write here",
+            step=place.step,
+        )
+    )

@@ -20,12 +20,13 @@ from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    DamagedCheckpointError,
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.manifest import DeleteRecord, Manifest, record_key, slot_of
+from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, record_key
 from ray_dcp.format.names import TAGS, StepNames, check_tag, note_key, tag_key, tag_of
-from ray_dcp.format.step_info import StepInfo, encode_info, info_key, info_slot
+from ray_dcp.format.step_info import StepInfo, decode_info, encode_info, info_key, info_slot
 from ray_dcp.io.records import Announced, fence, read_slots, used_slots
 from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look
 from ray_dcp.manager.leases import Readers
@@ -34,12 +35,14 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.tasks import new_attempt
 from ray_dcp.store.opening import open_storage, place_below
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import KeyMissingError, Storage
 
 Opener = Callable[[Target], Storage]
 Order = Literal["increasing", "any"]
 
 _ITEM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_ITEM_FOLDER = re.compile(rf"(?P<item>{_ITEM.pattern})(?:\.[1-9][0-9]{{0,17}})?")
+"""See `StepTarget.folder_of`."""
 
 
 @dataclass(frozen=True)
@@ -300,8 +303,9 @@ class Steps:
         found = self.catalogue.steps.get(place.step)
         if found is None or found.info is None:
             return
-        keys = [entry.key for entry in self.opener(self.root.below(place.name)).list()]
-        for item in sorted(_items_among(keys) - {*found.info.items.values()}):
+        storage = self.opener(self.root.below(place.name))
+        keys = [entry.key for entry in storage.list()]
+        for item in sorted(_items_in(storage, keys) - {*found.info.items.values()}):
             # Why older ones alone: a later one belongs to a save that came after this one.
             if _begun_at(item) < place.last_slot:
                 remove_folder(self.root.target, f"{place.name}/{item}", None, self.opener)
@@ -433,17 +437,18 @@ def remove_step(
         StorageError: Something is left; the step is gone all the same, or was not touched.
     """
     folder = root.below(going.name)
-    keys = [entry.key for entry in opener(folder).list()]
+    storage = opener(folder)
+    keys = [entry.key for entry in storage.list()]
     # Careful: looked at before the record. Whoever saves the step after it uses other folders.
     items = {
         item: _standing_attempt(opener(root.below(f"{going.name}/{item}")))
-        for item in sorted(_items_among(keys))
+        for item in sorted(_items_in(storage, keys))
     }
     check()
     _delete(folder, opener, going.attempt, attempt)
     for item, seen in items.items():
         remove_folder(root.target, f"{going.name}/{item}", seen, opener)
-    opener(folder).delete([key for key in keys if info_slot(key) is not None])
+    storage.delete([key for key in keys if info_slot(key) is not None])
 
 
 def remove_folder(
@@ -528,11 +533,24 @@ def check_item_name(name: object) -> str:
     return name
 
 
-def _items_among(keys: Iterable[str]) -> set[str]:
-    """Returns the sub-folders in which records of saves lie."""
-    found = set()
+def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
+    """Returns the folders of a step's items: of those that an info of the step names.
+
+    Others are the user's, whatever lies in them.
+
+    Args:
+        storage: Of the step's folder.
+        keys: All that is there.
+    """
+    keys = list(keys)
+    names: set[str] = set()
     for key in keys:
-        folder, _, rest = key.partition("/")
-        if rest and (slot_of(rest) is not None or rest.endswith(".distcp")):
-            found.add(folder)
-    return found
+        # Suppressed: an item too many stays then, and `ray_dcp.collect` finds what a crash left.
+        with suppress(KeyMissingError, DamagedCheckpointError):
+            if info_slot(key) is not None:
+                names |= decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key).items.keys()
+    return {
+        folder
+        for folder, slash, _ in (key.partition("/") for key in keys)
+        if slash and (found := _ITEM_FOLDER.fullmatch(folder)) and found["item"] in names
+    }

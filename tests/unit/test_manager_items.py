@@ -1,0 +1,73 @@
+"""Steps of several items: their folders are theirs alone, and who takes over a run ends their save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp import CheckpointManager
+from ray_dcp.errors import CheckpointExistsError
+from ray_dcp.manager import Item
+from ray_dcp.store.local import LocalStorage
+
+
+def manager(root: Path, **given: Any) -> CheckpointManager:
+    return CheckpointManager(root, 1, items={"model": Item()}, **given)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((3,), value)}}
+
+
+def step(root: Path, number: int) -> Path:
+    return root / f"step-{number:08}"
+
+
+@pytest.mark.parametrize("name", ["ema", "eval.best", "model-old", "model.x"])
+def test_what_the_user_keeps_in_a_step_s_folder_stays(tmp_path: Path, name: str) -> None:
+    own = step(tmp_path, 5) / name
+    with manager(tmp_path) as made:
+        made.save(5, state(1))
+        ray_dcp.save({"ema": torch.ones(2)}, checkpoint_id=own)
+        made.save(5, state(2), replace=True)
+        assert ray_dcp.verify(own).ok
+        assert not (step(tmp_path, 5) / "model").exists()
+        made.save(6, state(6))
+        made.delete(5)
+    assert ray_dcp.verify(own).ok
+    assert not (step(tmp_path, 5) / "model.1").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "key"), [("model", "manifest-"), ("", "chunks."), ("", "manifest-")]
+)
+def test_a_writer_that_is_taken_over_before_its_step_is_committed_does_not_commit_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, key: str
+) -> None:
+    """The next writer finds items without a step, as a crash leaves them, and removes them."""
+    first = manager(tmp_path, takeover=True)
+    writes = LocalStorage.write
+    paused_in = str(step(tmp_path, 5) / folder)
+
+    def write(storage: LocalStorage, name: str, *args: Any, **how: Any) -> Any:
+        if storage.url != paused_in or not name.startswith(key):
+            return writes(storage, name, *args, **how)
+        monkeypatch.undo()
+        # Its items are committed before the next writer comes, and its step after it.
+        written = writes(storage, name, *args, **how) if folder else None
+        with manager(tmp_path, takeover=True) as second:
+            second.save(6, state(6))
+            second.join()
+        return written if folder else writes(storage, name, *args, **how)
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    with pytest.raises(CheckpointExistsError):
+        first.save(5, state(5))
+    first.close()
+    with CheckpointManager(tmp_path, items={"model": Item()}, read_only=True) as reader:
+        assert reader.all_steps() == [6]
+    assert not list(step(tmp_path, 5).rglob("*.distcp"))
