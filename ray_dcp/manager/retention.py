@@ -7,12 +7,13 @@ newest step, one that carries a tag, or one that a caller protects.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from ray_dcp.core.checks import check_above_0, check_whole
-from ray_dcp.errors import InvalidRequestError
+from ray_dcp.errors import CheckpointError, InvalidRequestError
 
 Mode = Literal["min", "max"]
 
@@ -248,6 +249,7 @@ def superfluous(
 
     Raises:
         InvalidRequestError: The policy does not give one answer a step.
+        CheckpointError: The policy raised.
 
     Example:
         >>> steps = [StepFacts(step=s, metrics={"loss": float(s)}) for s in (1, 2, 3)]
@@ -358,7 +360,18 @@ def check_metrics(
 
 
 def _said(policy: RetentionPolicy, steps: Sequence[StepFacts]) -> list[bool]:
-    said = [bool(kept) for kept in policy.keeps(steps)]
+    try:
+        said = [bool(kept) for kept in policy.keeps(steps)]
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Why: a save is committed by now, and nothing may go on the word of a policy that failed.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise CheckpointError(
+            f"expected {policy!r} to say of {len(steps)} steps which to keep, but it raised "
+            f"{type(error).__name__}: {error} ({where.filename}:{where.lineno}). No step is "
+            f"removed until it answers; mend its keeps()"
+        ) from error
     if len(said) != len(steps):
         raise InvalidRequestError(
             f"{policy!r} must say of each of {len(steps)} steps whether to keep it, but gave "

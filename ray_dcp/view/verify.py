@@ -21,26 +21,33 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ray_dcp.core.checksums import block_checks, digest_bytes
 from ray_dcp.core.values import ChunkTable, Kind
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
+from ray_dcp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    StorageError,
+)
 from ray_dcp.format.manifest import MAX_RECORD_BYTES, Manifest, decode_record, slot_of
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safe_pickle import MAX_PICKLE_BYTES
 from ray_dcp.format.safetensors import Entry, header, parse_header, saved_offsets, sharding_metadata
+from ray_dcp.format.step_info import info_slot
 from ray_dcp.format.stream_transforms import MAX_OBJECT_BYTES, ZSTD, unpacked_item
 from ray_dcp.format.torch_items import check_directory, torch_save_frame
 from ray_dcp.io.checkpoint import Checkpoint, projects, read_checkpoint
 from ray_dcp.io.reader import item_bytes_at_most, locate_item
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.store.storage import KeyMissingError, Storage
+from ray_dcp.view.listing import info_below
 from ray_dcp.view.trace import trace_notes
 
 _RECORDS = {"data.pkl", "version", "byteorder"}
@@ -331,7 +338,7 @@ class VerifyReport:
 
 
 def verify(path: AnyPlace, *, told: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Returns which bytes of the checkpoint at a path are damaged.
+    """Returns which bytes of the checkpoint at a path are damaged, in all items of a step.
 
     Damage is reported, not raised, also where it keeps the checkpoint from being opened at all.
 
@@ -353,7 +360,45 @@ def verify(path: AnyPlace, *, told: Callable[[int, int], None] | None = None) ->
         checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
     except DamagedCheckpointError as error:
         return VerifyReport(0, (_unopenable(storage, error),))
-    return verify_checkpoint(storage, checkpoint, told=told)
+    reports = [verify_checkpoint(storage, checkpoint, told=told)]
+    for folder in items_of(storage, checkpoint):
+        reports.append(_verify_item(place_below(path, folder), folder, told))
+    return VerifyReport(
+        sum(report.checked_bytes for report in reports),
+        tuple(problem for report in reports for problem in report.problems),
+        tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+    )
+
+
+def items_of(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns the folders of the items of which a step of a `CheckpointManager` consists.
+
+    Args:
+        storage: Where the step lies.
+        checkpoint: The step's own.
+
+    Returns:
+        Empty for a checkpoint that is not a step, or that is all in one.
+    """
+    if checkpoint.manifest is None:
+        return ()
+    slots = [info_slot(entry.key) for entry in storage.list("step-info-")]
+    try:
+        info = info_below(storage, "", slots, checkpoint.slot)
+    except DamagedCheckpointError:
+        return ()
+    return () if info is None else tuple(info.items.values())
+
+
+def _verify_item(
+    path: AnyPlace, folder: str, told: Callable[[int, int], None] | None
+) -> VerifyReport:
+    try:
+        report = verify(path, told=told)
+    except CheckpointNotFoundError as error:
+        return VerifyReport(0, (Problem(folder, None, 0, 0, error.message),))
+    problems = (replace(one, file=f"{folder}/{one.file}") for one in report.problems)
+    return replace(report, problems=tuple(problems))
 
 
 def _unopenable(storage: Storage, error: DamagedCheckpointError) -> Problem:

@@ -1,7 +1,8 @@
-"""Steps of several items: their folders are theirs alone, and who takes over a run ends their save."""
+"""Steps of several items: their folders are theirs, and who takes over a run ends their save."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ray_dcp import CheckpointManager
 from ray_dcp.errors import CheckpointExistsError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
+from tests.checkpoints import flip
 
 
 def manager(root: Path, **given: Any) -> CheckpointManager:
@@ -20,7 +22,7 @@ def manager(root: Path, **given: Any) -> CheckpointManager:
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"model": {"w": torch.full((3,), value)}}
+    return {"model": {"w": torch.full((300,), value)}}
 
 
 def step(root: Path, number: int) -> Path:
@@ -71,3 +73,16 @@ def test_a_writer_that_is_taken_over_before_its_step_is_committed_does_not_commi
     with CheckpointManager(tmp_path, items={"model": Item()}, read_only=True) as reader:
         assert reader.all_steps() == [6]
     assert not list(step(tmp_path, 5).rglob("*.distcp"))
+
+
+def test_verify_looks_at_the_items_of_a_step(tmp_path: Path) -> None:
+    with manager(tmp_path) as made:
+        made.save(5, state(1))
+    assert ray_dcp.verify(step(tmp_path, 5)).ok
+    (data,) = (step(tmp_path, 5) / "model").glob("*.distcp")
+    flip(data, 600)
+    (problem, *_) = ray_dcp.verify(step(tmp_path, 5)).problems
+    assert (problem.file, problem.fqn) == (f"model/{data.name}", "w")
+    shutil.rmtree(data.parent)
+    (problem,) = ray_dcp.verify(step(tmp_path, 5)).problems
+    assert problem.file == "model"

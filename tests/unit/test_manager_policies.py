@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from ray_dcp.manager import (
     AnyOf,
     AtSteps,
     BestN,
+    CheckpointManager,
     EveryMinutes,
     EverySteps,
     KeepEveryHours,
@@ -186,3 +190,29 @@ def test_metrics_of_any_number_are_taken_and_nan_where_nobody_ranks_by_it():
     found = check_metrics({"a": 1, "b": math.nan, "c": True}, BestN(1, "a"))
     assert found["a"] == 1.0
     assert math.isnan(found["b"])
+
+
+def test_a_retention_policy_that_raises_removes_nothing_and_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        fails = False
+
+        def keeps(self, steps: Any) -> list[bool]:
+            if self.fails:
+                raise KeyError("loss")
+            return [one.step > steps[-1].step - 2 for one in steps]
+
+    policy = Failing()
+    with CheckpointManager(tmp_path, 1, retention=policy) as manager:
+        for number in range(1, 4):
+            manager.save(number, {"w": torch.ones(2)})
+        manager.join()
+        policy.fails = True
+        manager.save(4, {"w": torch.ones(2)})
+        assert manager.all_steps() == [2, 3, 4]
+        assert "raised KeyError: 'loss'" in caplog.text
+        policy.fails = False
+        manager.save(5, {"w": torch.ones(2)})
+        manager.join()
+        assert manager.all_steps() == [4, 5]
