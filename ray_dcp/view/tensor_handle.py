@@ -216,6 +216,9 @@ class TensorHandle:
             return selected
         import torch
 
+        # Why: a dimension of length 1 that was reversed counts as C order to numpy, not to torch.
+        if min(selected.strides, default=0) < 0:
+            selected = selected.copy()
         return torch.from_numpy(selected).view(getattr(torch, self.dtype))
 
     @property

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ray_dcp
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.view.tensor_handle import select
 
@@ -98,3 +100,12 @@ def test_any_other_index_is_refused(index: Any, message: str):
 
 def test_numpy_integers_are_integers():
     assert select((np.int64(3), np.uint8(1)), (10, 8)) == select((3, 1), (10, 8))
+
+
+def test_a_dimension_of_length_1_can_be_reversed_in_every_dtype() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        url = f"memory://view-reversed/{dtype}"
+        ray_dcp.save({"w": torch.arange(3, dtype=dtype).reshape(1, 3)}, checkpoint_id=url)
+        handle = ray_dcp.open(url)["w"]
+        assert handle[::-1, ::-1].tolist() == [[2, 1, 0]]
+        assert handle[::-1].tolist() == [[0, 1, 2]]
