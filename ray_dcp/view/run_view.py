@@ -37,6 +37,9 @@ class StepView(ListedCheckpoint):
     """One step of a run as it was listed; what is in it is read when it is asked for."""
 
     _run: RunView = field(kw_only=True)
+    # Why: what is listed holds mappings, which have no hash.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @property
     def listed(self) -> ListedCheckpoint:

@@ -55,6 +55,12 @@ def test_show_filters_by_pattern(saved_checkpoint: Path):
     assert lines[2:] == ["0 of 10 names match 'nope'"]
 
 
+def test_a_tree_counts_tensors_and_objects(saved_checkpoint: Path):
+    lines = output_of("show", saved_checkpoint, "--tree").splitlines()
+    assert lines[2].startswith("├── model: 7 tensors, ")
+    assert lines[-3:-1] == ["└── note[x]: 0 tensors, 2 objects, 0 B", "    ├── text: object"]
+
+
 def test_a_long_name_is_not_cut_when_the_output_is_piped(tmp_path: Path):
     name = "x" * 300
     ray_dcp.save({name: torch.ones(1)}, checkpoint_id=tmp_path / "c", no_dist=True)

@@ -21,6 +21,7 @@ from ray_dcp.cli.main import main
 from ray_dcp.errors import StorageError
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
+from tests import checkpoints
 
 
 def invoke(*arguments: object, **more: object) -> Result:
@@ -303,6 +304,13 @@ def test_doctor_tries_the_storage_and_cleans_up(run: Path):
     assert {one["what"]: one["level"] for one in found["findings"]}["commit"] == "ok"
     assert sorted(p.name for p in run.iterdir()) == before
     assert ray_dcp.__version__ in found["findings"][0]["told"]
+
+
+def test_doctor_finds_what_is_damaged(run: Path):
+    checkpoints.data_file(run / "step-20").unlink()
+    found = invoke("doctor", run)
+    assert (found.exit_code, "wrong" in found.stdout) == (1, True)
+    assert "damaged: __0_0." in found.stdout
 
 
 def test_doctor_says_that_a_storage_refuses(run: Path, monkeypatch: pytest.MonkeyPatch):
