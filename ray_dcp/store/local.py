@@ -41,6 +41,7 @@ from ray_dcp.store.storage import (
     NETWORK_DISK,
     TEMP_PREFIX,
     Entry,
+    OnceWriter,
     PartWriter,
     ReadTraits,
     StorageTraits,
@@ -244,7 +245,7 @@ _DIRECT_MIN_BYTES = 256 << 10
 """Shorter aligned memory is copied: one large request beats several small ones."""
 
 
-class LocalWriter:
+class LocalWriter(OnceWriter):
     """Implements `PartWriter`; owns a temporary file and a bounce buffer until it is closed.
 
     Args:
@@ -259,18 +260,25 @@ class LocalWriter:
 
     def __init__(self, path: str, key: str, *, sync: bool, direct: bool) -> None:
         self._path = path
-        self._key = key
         self._sync = sync
-        self._state = "open"
+        self._create = True
         self._fd, self._temp, self._direct = _open_maybe_direct(path, key, direct, sync)
         self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
         self._view = memoryview(self._bounce)
         self._fill = 0
         self._flushed = 0
+        super().__init__(path, key)
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See `PartWriter.write`."""
-        self._check_open()
+    def commit(self, *, create: bool = True) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed.
+
+        Args:
+            create: Only if the name is free; else it takes the place of what has it.
+        """
+        self._create = create
+        super().commit()
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
         view = as_bytes_view(data)
         try:
             if len(view) >= _DIRECT_MIN_BYTES:
@@ -279,42 +287,17 @@ class LocalWriter:
         except OSError as exc:
             raise os_failure(exc, "write", self._key, self._path) from exc
 
-    def commit(self, *, create: bool = True) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed.
-
-        Args:
-            create: Only if the name is free; else it takes the place of what has it.
-        """
-        if self._state == "committed":
-            return
-        self._check_open()
+    def _publish(self) -> None:
         try:
             self._finish()
-            publish(self._temp, self._path, create=create, sync=self._sync)
+            publish(self._temp, self._path, create=self._create, sync=self._sync)
         except OSError as exc:
-            self.abort()
             raise os_failure(exc, "publish", self._key, self._path) from exc
-        self._state = "committed"
 
-    def abort(self) -> None:
-        """See `PartWriter.abort`."""
-        if self._state != "open":
-            return
-        self._state = "aborted"
+    def _discard(self) -> None:
         self._close()
         with suppress(OSError):
             os.unlink(self._temp)
-
-    def __del__(self) -> None:
-        # Why: a writer dropped without commit must leave neither descriptor nor file behind.
-        if getattr(self, "_state", None) == "open" and hasattr(self, "_view"):
-            self.abort()
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(
-                f"the writer of {self._path} was {self._state}; open another", key=self._key
-            )
 
     def _write_in_place(self, view: memoryview) -> memoryview:
         """Writes what can go out from the caller's memory; returns what is left of it."""
