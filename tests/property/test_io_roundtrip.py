@@ -16,11 +16,10 @@ from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.io import read_jobs
 from ray_dcp.io import reader as filling
 from ray_dcp.io.reader import read_chunks
-from ray_dcp.io.writer import write_file
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, pair_bytes, plan_reads
 from ray_dcp.store.memory import MemoryStorage
-from tests.unit.transfer_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of
+from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
 DTYPES = {"uint8": "u1", "int16": "<i2", "float32": "<f4", "int64": "<i8", "complex128": "<c16"}
 

@@ -30,9 +30,9 @@ from ray_dcp.io.checkpoint import (
     find_checkpoint,
     newest_record,
     read_checkpoint,
-    read_records,
 )
 from ray_dcp.io.reader import read_chunks, read_item
+from ray_dcp.io.records import read_slots
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.finish import finish_table
@@ -41,7 +41,7 @@ from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from tests.unit.transfer_cases import Sink, raw
+from tests.unit.io_cases import Sink, raw
 
 STATE = {
     "w": np.arange(60_000, dtype=np.float32).reshape(200, 300),
@@ -215,7 +215,8 @@ def test_an_abort_before_the_manifest_of_its_attempt_decides(storage):
     assert read_checkpoint(storage).attempt == "a1"
     abort(storage, "a3", 4)
     assert read_checkpoint(storage).slot == 1
-    assert sorted(read_records(storage)) == [1, 2, 3, 4]
+    slots = read_slots(storage, whole=True)
+    assert sorted({**slots.older, **slots.records}) == [1, 2, 3, 4]
 
 
 def test_an_abort_after_the_manifest_changes_nothing(storage):

@@ -20,7 +20,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io import read_jobs, reader
 from ray_dcp.io.reader import read_chunks, read_item
-from ray_dcp.io.writer import write_file
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
@@ -28,7 +27,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import LOCAL_DISK, OBJECT_STORE
 from tests.descriptors import open_below
-from tests.unit.transfer_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of
+from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
 FILE = "__0_0.a1.distcp"
 

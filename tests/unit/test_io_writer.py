@@ -20,13 +20,13 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.safetensors import header
 from ray_dcp.io.threads import Stop, run_tasks
-from ray_dcp.io.writer import write_file, write_part, write_pieces
+from ray_dcp.io.writer import write_part, write_pieces
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.descriptors import open_below
-from tests.unit.transfer_cases import Piece, file_plan, rank_plan, raw
+from tests.unit.io_cases import Piece, file_plan, rank_plan, raw, write_file
 
 KEY = "__0_0.a1.distcp"
 
