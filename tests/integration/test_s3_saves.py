@@ -92,7 +92,7 @@ def test_a_save_that_meets_an_error_leaves_nothing_and_the_previous_one_stands(p
 
 
 def test_a_race_of_committers_has_one_winner(place):
-    # `python -m tests.races` has 16 race 50 times; this server has most of them wait for seconds.
+    # Why so few: this server has most of them wait for seconds.
     for number in range(2):
         assert len(race_for_a_slot(open_storage(place / str(number)), 6)) == 1
 

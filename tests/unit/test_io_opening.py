@@ -261,8 +261,9 @@ def test_a_damaged_record_decides_nothing_and_names_the_way_out(storage):
     assert read_checkpoint(storage).attempt == "a1"
 
 
+@pytest.mark.parametrize("look", [read_checkpoint, find_checkpoint])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_a_damaged_table_is_told(storage, damage):
+def test_a_damaged_table_is_told(storage, damage, look):
     save(storage, "a1", 1)
     data = bytearray(storage.read("table.a1.parquet"))
     data[len(data) // 2] ^= 1
@@ -271,21 +272,9 @@ def test_a_damaged_table_is_told(storage, damage):
     else:
         storage.write("table.a1.parquet", data if damage == "flip" else data[:-1])
     with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
-        read_checkpoint(storage)
-    assert caught.value.key == "table.a1.parquet"
-
-
-@pytest.mark.parametrize("damage", ["flip", "gone"])
-def test_who_only_looks_which_checkpoint_stands_sees_that_its_table_is_damaged(storage, damage):
-    save(storage, "a1", 1)
-    data = bytearray(storage.read("table.a1.parquet"))
-    data[len(data) // 2] ^= 1
-    storage.write("table.a1.parquet", data)
-    if damage == "gone":
-        storage.delete(["table.a1.parquet"])
-    with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
-        find_checkpoint(storage, checkpoint_id="run/step-1")
+        look(storage, checkpoint_id="run/step-1")
     assert caught.value.checkpoint_id == "run/step-1"
+    assert caught.value.key == "table.a1.parquet"
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -305,13 +294,6 @@ def test_a_stock_checkpoint_is_found_without_decoding_and_read_with_it(tmp_path)
     assert (found.kind, found.slot) == ("stock", 0)
     with pytest.raises(DamagedCheckpointError, match="a pickle"):
         checkpoint_from(storage, found.kind, found.slot, found.record)
-
-
-def test_our_metadata_without_its_manifest_is_no_stock_checkpoint(storage):
-    save(storage, "a1", 1)
-    storage.delete([record_key(1)])
-    with pytest.raises(UncommittedCheckpointError, match="a1"):
-        find_checkpoint(storage)
 
 
 @pytest.mark.parametrize("change", [{"num_chunks": 99}, {"num_tensors": 1}, {"files": ()}])
@@ -360,6 +342,15 @@ def test_metadata_of_ours_without_its_manifest_is_uncommitted(storage):
     storage.delete([record_key(1)])
     with pytest.raises(UncommittedCheckpointError, match="a1 never committed"):
         read_checkpoint(storage)
+    with pytest.raises(UncommittedCheckpointError, match="a1"):
+        find_checkpoint(storage)
+
+
+def test_what_stock_dcp_left_when_it_died_over_ours_changes_nothing(storage):
+    save(storage, "a1", 1)
+    for key in ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp"):
+        storage.write(key, b"half")
+    assert_state(tensors_of(storage, read_checkpoint(storage)))
 
 
 def test_a_stock_save_over_ours_is_an_error_that_names_both(storage):

@@ -9,7 +9,6 @@ import socket
 import threading
 
 import fsspec
-import numpy as np
 import obstore
 import obstore.store
 import pytest
@@ -24,13 +23,12 @@ from ray_dcp.store.object_storage import (
     ObjectStorage,
     UploadBudget,
     _Own,
-    _Pieces,
     is_past_the_end,
     object_failure,
     worth_s,
 )
 from ray_dcp.store.object_stores import ObjectOptions, name_of_store
-from ray_dcp.store.retry import Retrying, pauses
+from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.store.storage_adapter import redacted
 from tests.crash.crashes import check_crashes
@@ -81,20 +79,6 @@ def test_who_waits_for_room_hears_that_its_upload_has_ended():
     budget.wake()
     thread.join(180)
     assert not thread.is_alive()
-
-
-def test_pieces_come_in_order_and_end_or_fail():
-    pieces = _Pieces()
-    arrays = [np.full(3, n, np.uint8) for n in range(3)]
-    for array in arrays:
-        pieces.add(array)
-    pieces.end(None)
-    assert [piece[0] for piece in pieces] == [0, 1, 2]
-    failing = _Pieces()
-    failing.add(arrays[0])
-    failing.end(ValueError("stop"))
-    with pytest.raises(ValueError, match="stop"):
-        next(failing)
 
 
 def test_memory_of_an_upload_comes_back_to_the_budget():
@@ -197,13 +181,6 @@ def test_a_store_that_can_not_be_tried_is_an_error_and_is_asked_again_later(hidd
 # retries
 
 
-def test_pauses_grow_with_jitter_and_have_a_limit():
-    found = list(itertools.islice(pauses(lambda: 0.0), 12))
-    assert found == sorted(found)
-    assert found[0] == 0.05
-    assert found[-1] == 5.0
-
-
 def test_a_call_is_repeated_until_its_total_deadline():
     now = [0.0]
     tries: list[float] = []
@@ -260,13 +237,6 @@ def test_a_store_that_answered_again_has_a_whole_budget_again():
     with pytest.raises(ConnectionError, match="cut"):
         retrying.call(ask, lambda error: 60.0)
     assert now[0] - begun_s > 5.0
-
-
-def test_what_will_be_the_same_next_time_is_asked_once():
-    retrying = Retrying(10.0, sleep=lambda _: pytest.fail("waited"))
-    for error in (GenericError(f"{PUT} - status code: 403: no"), ValueError("malformed")):
-        with pytest.raises(type(error)):
-            retrying.call(lambda error=error: (_ for _ in ()).throw(error), worth_s)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])

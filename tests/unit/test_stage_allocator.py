@@ -116,17 +116,6 @@ TestLedger = Ledger.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_slot_that_a_rank_still_fills_is_not_given_away_when_its_file_has_failed():
-    ledger = SlotAllocator(1)
-    ledger.begin("a", "x", [{0}])
-    ledger.grants()
-    ledger.begin("b", "y", [{0}])
-    ledger.finished("a", 0)
-    assert ledger.grants() == []
-    ledger.delivered("a", 0)
-    assert [grant.job for grant in ledger.grants()] == ["b"]
-
-
 def test_jobs_that_wait_take_turns():
     ledger = SlotAllocator(3)
     ledger.begin("a", "x", [{0}] * 5)
@@ -179,18 +168,6 @@ def test_a_kept_job_has_its_slots_until_others_need_them_the_oldest_first():
     assert ledger.num_used == 3
     ledger.drop("b")
     assert ledger.num_used == 1
-
-
-def test_a_job_that_is_to_be_kept_and_not_finished_is_not_pushed_out():
-    ledger = SlotAllocator(1)
-    ledger.begin("a", "x", [{0}], keep=True)
-    ledger.grants()
-    ledger.delivered("a", 0)
-    ledger.seal("a")
-    ledger.begin("b", "y", [{0}])
-    assert ledger.grants() == []
-    ledger.finished("a", 0)
-    assert [grant.job for grant in ledger.grants()] == ["b"]
 
 
 def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():

@@ -7,11 +7,11 @@ import pytest
 
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.stage.memory_tier import TierFile, cut, too_many
+from ray_dcp.stage.memory_tier import TierFile, too_many
 from ray_dcp.stage.values import Slot
 from tests.polling import eventually
 from tests.staged import MIB, share
-from tests.unit.test_stage_spool import MIXED, Node
+from tests.unit.test_stage_write_queue import MIXED, Node
 
 KEEP = SaveOptions(keep_in_memory=1)
 
@@ -125,10 +125,6 @@ def test_the_last_committed_ones_stay_and_what_came_after_them(keep, gone):
     committed = {"a": True, "b": False, "c": True, "d": True, "e": False}
     seen = [("run", name, keep, is_committed) for name, is_committed in committed.items()]
     assert too_many(seen) == gone
-
-
-def test_a_cut_of_nothing_is_empty():
-    assert cut([], 0, 5) == []
 
 
 def test_a_read_that_begins_between_two_runs_is_not_served():

@@ -136,14 +136,6 @@ def test_bytes_stay_until_the_report_is_taken_also_when_another_save_waits_for_r
     assert not all(node.arena.holds(slot) for slot in first.slots)
 
 
-def test_two_saves_that_overlap_share_no_slot(places):
-    node = Node(8)
-    one = node.rank(share([3 * MIB]), places[0])
-    one.begin()
-    two = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
-    assert {slot.index for slot in one.slots}.isdisjoint(slot.index for slot in two.slots)
-
-
 def test_a_rank_gets_its_own_slots_again(places):
     node = Node(8)
     used = []
@@ -353,16 +345,6 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     assert spool.seal(order.key).result(180)
     assert eventually(lambda: reports and not ledger.num_used)
     assert most <= 2
-    assert same_files(*places)
-
-
-def test_no_data_is_lost_when_files_are_not_synced(places):
-    what = share(MIXED)
-    what.written(places[1])
-    node = Node(8)
-    options = SaveOptions(sync_files=False, num_threads=1)
-    node.rank(what, places[0], options=options).stage()
-    assert node.idle()
     assert same_files(*places)
 
 
