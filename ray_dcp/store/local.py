@@ -28,10 +28,8 @@ import os
 import secrets
 import stat
 import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -407,12 +405,23 @@ def _pwrite(fd: int, views: list[memoryview], offset: int) -> int:
     return done
 
 
-@dataclass
 class _OpenFile:
-    fd: int
-    identity: tuple[int, int]
-    users: int = 0
-    retired: bool = False
+    """A regular file, open for reading until nobody refers to it any more."""
+
+    fd = -1
+
+    def __init__(self, path: str) -> None:
+        self.fd = open_regular(path)
+        self.identity = _identity(os.fstat(self.fd))
+        self.users = 0
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.fd >= 0:
+            close(self.fd)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 class OpenFiles:
@@ -432,8 +441,6 @@ class OpenFiles:
         self._limit = limit
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
-        # Why not __del__: it also runs on half-built objects and at interpreter exit.
-        weakref.finalize(self, _close_all, self._files)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[int]:
@@ -446,20 +453,17 @@ class OpenFiles:
         try:
             yield file.fd
         finally:
-            self._release(file)
+            with self._lock:
+                file.users -= 1
 
     def forget(self, path: str) -> None:
-        """Closes the file of a path that is about to vanish, if it is kept."""
+        """Closes the file of a path that is about to vanish, unless it is in use."""
         with self._lock:
-            file = self._files.pop(path, None)
-            if file is not None:
-                _retire(file)
+            self._files.pop(path, None)
 
     def close(self) -> None:
         """Closes everything that is not in use; the cache stays usable."""
         with self._lock:
-            for file in self._files.values():
-                _retire(file)
             self._files.clear()
 
     def _acquire(self, path: str) -> _OpenFile:
@@ -470,31 +474,16 @@ class OpenFiles:
             if file is not None and file.users:
                 file.users += 1
                 return file
-        now = os.stat(path)
-        identity = (now.st_dev, now.st_ino)
+        now = _identity(os.stat(path))
         with self._lock:
             file = self._files.pop(path, None)
-            if file is not None and file.identity != identity:
-                _retire(file)
-                file = None
-            if file is None:
-                file = _open(path)
+            if file is None or file.identity != now:
+                file = _OpenFile(path)
             file.users += 1
             self._files[path] = file  # the last entry is the most recent
-            self._evict()
+            while len(self._files) > self._limit:
+                del self._files[next(iter(self._files))]
         return file
-
-    def _release(self, file: _OpenFile) -> None:
-        with self._lock:
-            file.users -= 1
-            if file.retired and file.users == 0:
-                os.close(file.fd)
-
-    def _evict(self) -> None:
-        surplus = len(self._files) - self._limit
-        if surplus > 0:
-            for path in list(self._files)[:surplus]:
-                _retire(self._files.pop(path))
 
 
 def open_regular(path: str) -> int:
@@ -511,24 +500,6 @@ def open_regular(path: str) -> int:
         code = errno.ENOENT if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, os.strerror(code), path)
     return fd
-
-
-def _open(path: str) -> _OpenFile:
-    fd = open_regular(path)
-    status = os.fstat(fd)
-    return _OpenFile(fd, (status.st_dev, status.st_ino))
-
-
-def _retire(file: _OpenFile) -> None:
-    file.retired = True
-    if file.users == 0:
-        os.close(file.fd)
-
-
-def _close_all(files: dict[str, _OpenFile]) -> None:
-    for file in files.values():
-        os.close(file.fd)
-    files.clear()
 
 
 _MOUNTS = "/proc/self/mountinfo"

@@ -322,16 +322,11 @@ def test_a_table_collected_while_it_is_opened_means_a_newer_commit(storage):
 # `.metadata` beside a manifest
 
 
-def test_a_missing_metadata_is_stale_and_the_manifest_stands(storage):
-    save(storage, "a1", 1, publish=False)
-    checkpoint = read_checkpoint(storage)
-    assert checkpoint.attempt == "a1"
-    assert checkpoint.metadata_is_stale
-
-
-def test_the_metadata_of_an_earlier_save_of_ours_is_stale(storage):
-    save(storage, "a1", 1)
-    save(storage, "a2", 2, publish=False)
+@pytest.mark.parametrize("earlier", [False, True], ids=["missing", "earlier"])
+def test_metadata_that_is_missing_or_of_an_earlier_save_is_stale(storage, earlier):
+    if earlier:
+        save(storage, "a1", 1)
+    save(storage, "a2", 1 + earlier, publish=False)
     checkpoint = read_checkpoint(storage)
     assert checkpoint.attempt == "a2"
     assert checkpoint.metadata_is_stale
@@ -468,45 +463,28 @@ def test_a_shard_without_its_offset_is_damage(tmp_path):
 # nothing there
 
 
-def not_found(storage):
-    with pytest.raises(CheckpointNotFoundError) as caught:
+STEPS = [f"step-{step}/.metadata" for step in range(20)]
+NOTHING = {
+    "nothing": ([], r"there is nothing; check the path"),
+    "a folder of checkpoints": (
+        [*STEPS[9:11], "step-100/.metadata", "hf/model.safetensors", "logs/x.txt",
+         "run/last/manifest-00000001.json"],
+        "hf, run/last, step-9, step-10, step-100: load one of them",
+    ),
+    "a long list": (STEPS, "step-0, step-1, step-2, … step-17, step-18, step-19 .20 in all"),
+    "other files": (["model.bin", "sub/x²1"], "found model.bin, sub/; check the path"),
+    "metadata of each rank": (["__0.metadata", "__0_0.distcp"], "use_collectives=False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "told"), NOTHING.values(), ids=NOTHING)
+def test_a_place_without_a_checkpoint_says_what_it_holds(storage, keys, told):
+    for key in keys:
+        storage.write(key, b"")
+    with pytest.raises(CheckpointNotFoundError, match=told) as caught:
         read_checkpoint(storage)
     assert not isinstance(caught.value, UncommittedCheckpointError)
-    return str(caught.value)
-
-
-def test_an_empty_place_says_so(storage):
-    assert "there is nothing" in not_found(storage)
-    assert storage.url in not_found(storage)
-
-
-def test_a_folder_of_checkpoints_names_them_in_order(storage):
-    for step in (9, 10, 100):
-        storage.write(f"step-{step}/.metadata", b"")
-    storage.write("hf/model.safetensors", b"")
-    storage.write("run/last/manifest-00000001.json", b"")
-    storage.write("logs/x.txt", b"")
-    text = not_found(storage)
-    assert "hf, run/last, step-9, step-10, step-100: load one of them" in text
-
-
-def test_a_long_list_is_shortened(storage):
-    for step in range(20):
-        storage.write(f"step-{step}/.metadata", b"")
-    text = not_found(storage)
-    assert "step-0, step-1, step-2, … step-17, step-18, step-19 (20 in all)" in text
-
-
-def test_other_files_are_named(storage):
-    storage.write("model.bin", b"")
-    storage.write("sub/x²1", b"")
-    assert "found model.bin, sub/; check the path" in not_found(storage)
-
-
-def test_rank_local_metadata_is_explained(storage):
-    storage.write("__0.metadata", b"")
-    storage.write("__0_0.distcp", b"")
-    assert "use_collectives=False" in not_found(storage)
+    assert storage.url in str(caught.value)
 
 
 def test_a_storage_that_fails_is_no_missing_checkpoint():
