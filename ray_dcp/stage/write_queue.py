@@ -155,7 +155,7 @@ class WriteQueue:
             wanted, layout = set(job.files), job.layout
             windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
             keep = channel.arena is not None and order.options.keep_in_memory > 0
-            channel.ledger.begin(order.key, order.owner, windows, keep=keep)
+            channel.allocator.begin(order.key, order.owner, windows, keep=keep)
             self._pump(channel)
             return self._grant(job, 0)
 
@@ -201,7 +201,7 @@ class WriteQueue:
             for number, content in came.items():
                 job.windows[number] = content
                 if job.channel is not None:
-                    job.channel.ledger.delivered(key, number)
+                    job.channel.allocator.delivered(key, number)
             self._start(job)
             job.changed.notify_all()
             self._pump(job.channel)
@@ -376,7 +376,7 @@ class WriteQueue:
     def used_bytes(self) -> int:
         """Returns how much staging memory is granted now."""
         with self._lock:
-            return sum(c.ledger.num_used * c.slot_bytes for c in self._channels.values())
+            return sum(c.allocator.num_used * c.slot_bytes for c in self._channels.values())
 
     def num_active(self) -> int:
         """Returns how many jobs are not over."""
@@ -392,23 +392,23 @@ class WriteQueue:
         """Returns the slots of shared memory that a rank will get first for so many bytes."""
         with self._lock:
             channel = self._channels["arena"]
-            return channel.ledger.expect(owner, -(-num_bytes // channel.slot_bytes))
+            return channel.allocator.expect(owner, -(-num_bytes // channel.slot_bytes))
 
     def owned(self, owner: str) -> tuple[int, ...]:
         """Returns the slots that a rank had last; one of its name may need them next."""
         with self._lock:
             channel = self._channels.get("arena")
-            return () if channel is None else tuple(channel.ledger.owned(owner))
+            return () if channel is None else tuple(channel.allocator.owned(owner))
 
     def warm(self, index: int) -> None:
         """Touches the memory of a slot, unless that has happened."""
         channel = self._channels["arena"]
         with self._lock:
-            if channel.ledger.is_warm(index) or channel.arena is None:
+            if channel.allocator.is_warm(index) or channel.arena is None:
                 return
         channel.arena.touch(index)
         with self._lock:
-            channel.ledger.warmed(index)
+            channel.allocator.warmed(index)
 
     def shrink(self, owners: Collection[str]) -> None:
         """Gives memory back to the machine that no rank has used but those that are gone.
@@ -420,7 +420,7 @@ class WriteQueue:
         while channel is not None and channel.arena is not None:
             # Why one by one: to free a slot takes some milliseconds, in which others wait.
             with self._lock:
-                index = channel.ledger.cool(owners)
+                index = channel.allocator.cool(owners)
                 if index is None:
                     return
                 channel.arena.discard(index)
@@ -458,7 +458,7 @@ class WriteQueue:
             and job.arena is not None
             and job.error is None
             and job.is_written
-            and channel.ledger.is_whole(job.order.key)
+            and channel.allocator.is_whole(job.order.key)
         )
         return job.is_kept
 
@@ -474,11 +474,11 @@ class WriteQueue:
         return [job for job in kept if job.order.key.attempt in gone or not self._keeps(job)]
 
     def _grant(self, job: Job, have: int) -> Grant:
-        freed = job.channel.ledger.freed(job.order.key) if job.channel else ()
+        freed = job.channel.allocator.freed(job.order.key) if job.channel else ()
         return Grant(tuple(job.slots[have:]), freed)
 
     def _pump(self, channel: Channel | None) -> None:
-        granted = channel.ledger.grants() if channel else ()
+        granted = channel.allocator.grants() if channel else ()
         for grant in granted:
             if channel is not None and channel.arena is not None:
                 channel.arena.mark(grant.slot)
@@ -497,12 +497,12 @@ class WriteQueue:
                 job.wants_more.remove((have, future))
                 answer(future, error, None if error else self._grant(job, have))
         if job.wants_seal and error is None and not job.is_sealed and job.channel is not None:
-            ledger = job.channel.ledger
-            if ledger.may_seal(job.order.key):
+            allocator = job.channel.allocator
+            if allocator.may_seal(job.order.key):
                 self._start(job)
                 error = job.failure()
-            if error is None and ledger.may_seal(job.order.key):
-                ledger.seal(job.order.key)
+            if error is None and allocator.may_seal(job.order.key):
+                allocator.seal(job.order.key)
                 job.is_sealed = job.rank_is_done = True
         for waiting in job.wants_seal if error is not None or job.is_sealed else ():
             answer(waiting, error, True)
@@ -547,13 +547,13 @@ class WriteQueue:
     def _drop(self, job: Job) -> None:
         job.windows.clear()
         if job.channel is not None:
-            job.channel.ledger.drop(job.order.key)
+            job.channel.allocator.drop(job.order.key)
             self._pump(job.channel)
 
     def _forget_freed(self, job: Job) -> None:
         """Lets go of objects of the store that count no more."""
         if job.arena is None and job.channel is not None:
-            for window in job.channel.ledger.freed(job.order.key):
+            for window in job.channel.allocator.freed(job.order.key):
                 job.windows[window] = memoryview(b"")
 
     # In the threads of a job
@@ -584,7 +584,7 @@ class WriteQueue:
             with self._lock:
                 job.written_bytes += num_bytes
                 if window is not None and job.channel is not None:
-                    job.channel.ledger.read(job.order.key, window, file)
+                    job.channel.allocator.read(job.order.key, window, file)
                     self._pump(job.channel)
                     self._forget_freed(job)
 
@@ -598,7 +598,7 @@ class WriteQueue:
             self._report(job.reporter, report)
         with self._lock:
             if job.channel is not None:
-                job.channel.ledger.finished(job.order.key, file)
+                job.channel.allocator.finished(job.order.key, file)
                 self._forget_freed(job)
                 self._pump(job.channel)
             self._settle(job)

@@ -17,12 +17,9 @@ import ray_dcp
 from ray_dcp.errors import CheckpointError, StorageError
 from ray_dcp.manager import CheckpointManager
 from ray_dcp.protocol.messages import Target
-from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.location import Location
 from ray_dcp.store.opening import as_target, open_storage
 from tests.crash.crashes import check_crashes
-from tests.crash.invariants import standing_state
-from tests.crash.registry import NEW, OLD, Place
 from tests.races import race_for_a_slot
 from tests.s3_server import fresh_place, server_without_conditions
 
@@ -77,18 +74,6 @@ def test_an_interrupted_operation_leaves_the_previous_or_the_new_checkpoint(plac
         every=5,
     )
     assert reached.points[variant] >= 2
-
-
-def test_a_save_that_meets_an_error_leaves_nothing_and_the_previous_one_stands(place):
-    storage = open_storage(place)
-    Place(storage).save(OLD)
-    before = storage.list()
-    slow_down = Fault(operation="commit", key="*.distcp", error="503 Slow Down")
-    with Script([slow_down]) as script, pytest.raises(StorageError, match="503 Slow Down"):
-        Place(script.wrap(storage)).save(NEW)
-    records = [entry for entry in storage.list() if entry not in before]
-    assert all(entry.key.startswith("manifest-") for entry in records)
-    assert standing_state(storage, (OLD, NEW)) is OLD
 
 
 def test_a_race_of_committers_has_one_winner(place):

@@ -81,7 +81,6 @@ def limits(draw):
         (read_jobs, "SLICE_BYTES"): draw(sizes),
         (read_jobs, "SPAN_BYTES"): draw(sizes),
         (read_jobs, "SCRATCH_BYTES"): draw(st.sampled_from([1, 64, 1 << 20])),
-        (read_jobs, "_SPAN_PAIR_BYTES"): draw(sizes),
         (read_jobs, "FREE_GAP_BYTES"): 0,
         (read_jobs, "MOST_GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
         (filling, "_VERIFY_BYTES"): draw(sizes),

@@ -72,10 +72,10 @@ def test_every_kind_of_tensor_is_staged_as_it_is_written(container, tmp_path: Pa
     arena = StagingMemory.create(6, SLOT)
     channel = Channel(SLOT, SlotAllocator(6), arena)
     reports = []
-    spool = WriteQueue(
+    queue = WriteQueue(
         {"arena": channel}, StagerOptions(), lambda _, report: reports.append(report)
     )
-    rank = Rank(spool, channel, what, what.order(StageKey("s", 0, "a1"), places[0], SLOT))
+    rank = Rank(queue, channel, what, what.order(StageKey("s", 0, "a1"), places[0], SLOT))
     rank.stage()
     for value in tensors.values():
         if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel():

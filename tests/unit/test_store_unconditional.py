@@ -13,9 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ray_dcp
 from ray_dcp.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CommitUnknownError,
-    ParticipantError,
     StorageError,
 )
 from ray_dcp.format.manifest import record_key
@@ -293,29 +291,6 @@ def test_settle_tells_what_a_record_says_and_writes_none(place):
     assert place.list() == keys
     perform(CreateAbort(target, 2, "aborted", "why", None, False), opened)
     assert ask("aborted") == Fenced(2)
-
-
-def test_a_rank_whose_coordinator_died_says_that_the_outcome_is_unknown(place):
-    def dead(request):
-        raise ParticipantError("the coordinator died")
-
-    generator = next(iter(save_ranks(NEW, 1, place.url, opener=opener(place))))
-    performer = partial(perform, opener=opener(place))
-
-    def steps():
-        request = next(generator)
-        while not isinstance(request, SaveReceipt):
-            request = generator.send((yield request))
-        try:
-            dead(request)
-        except ParticipantError as error:
-            return generator.throw(error)
-
-    (result,) = run_ranks([steps()], performer=performer)
-    assert isinstance(result.error, CommitUnknownError)
-    assert place.list("manifest-") == []
-    with pytest.raises(CheckpointNotFoundError):
-        load_and_check(NEW, 1, place.url)
 
 
 @pytest.mark.parametrize("create_if_absent", [True, False])
