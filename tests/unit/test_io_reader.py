@@ -277,6 +277,23 @@ def test_damage_names_tensor_file_and_bytes(storage):
     assert caught.value.checkpoint_id == storage.url
 
 
+def test_rows_that_share_a_chunk_are_each_verified(storage):
+    array = random_array(5000)
+    table = written(storage, [array], block_bytes=4096)
+    boxes = [(0, (0,), (3072,)), (0, (1100,), (10,)), (0, (4000,), (10,))]
+    sink, stats = read(storage, table, wanted_of(*boxes))
+    assert [bytes(b) for b in sink.buffers] == [
+        array[low : low + n].tobytes() for _, (low,), (n,) in boxes
+    ]
+    assert (stats.blocks_checked, stats.bytes_read) == (3 + 1 + 1, 4 * 4096)
+    sink, stats = read(storage, table, wanted_of(*boxes[:2]))
+    assert sink.buffers[0] == array[:3072].tobytes()
+    assert stats.bytes_read == 3 * 4096
+    flip(storage, int(table.payload_offset[0]) + 4000 * 4)
+    with pytest.raises(DamagedCheckpointError, match=r"bytes \[12288, 16384\) of the chunk's"):
+        read(storage, table, wanted_of(*boxes))
+
+
 def test_a_sample_counts_from_the_first_block_that_is_read(storage):
     array = random_array(3000, 1000)
     table = written(storage, [array])

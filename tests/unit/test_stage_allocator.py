@@ -116,6 +116,17 @@ TestAllocator = Allocator.TestCase
 TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_a_slot_that_a_rank_still_fills_is_not_given_away_when_its_file_has_failed():
+    allocator = SlotAllocator(1)
+    allocator.begin("a", "x", [{0}])
+    allocator.grants()
+    allocator.begin("b", "y", [{0}])
+    allocator.finished("a", 0)
+    assert allocator.grants() == []
+    allocator.delivered("a", 0)
+    assert [grant.job for grant in allocator.grants()] == ["b"]
+
+
 def test_jobs_that_wait_take_turns():
     allocator = SlotAllocator(3)
     allocator.begin("a", "x", [{0}] * 5)
