@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import StorageWrapper
 from ray_dcp.view.checkpoint_view import CheckpointView
 
 
-class Counting:
+class Counting(StorageWrapper):
     """Passes reads on, and counts the bytes of each key."""
 
     def __init__(self, url: str) -> None:
-        self._inner = open_storage(url)
-        self.url = self._inner.url
-        self.traits = self._inner.traits
+        super().__init__(open_storage(url))
         self.bytes_read: dict[str, int] = {}
         self.ranges = 0
 
@@ -27,16 +26,13 @@ class Counting:
         return sum(n for key, n in self.bytes_read.items() if key.endswith(data))
 
     def read(self, key, start=0, num_bytes=None):
-        data = self._inner.read(key, start, num_bytes)
+        data = super().read(key, start, num_bytes)
         self._count(key, len(data))
         return data
 
     def read_into(self, key, start, target):
-        self._inner.read_into(key, start, target)
+        super().read_into(key, start, target)
         self._count(key, len(target))
-
-    def list(self, prefix=""):
-        return self._inner.list(prefix)
 
 
 def counted_view(path: object) -> tuple[CheckpointView, Counting]:

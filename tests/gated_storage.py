@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 
 from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import StorageWrapper
 
 
 class Gate:
@@ -41,37 +42,31 @@ class Gate:
             self.opened.wait(180)
 
 
-class GatedStorage:
+class GatedStorage(StorageWrapper):
     def __init__(self, inner, gate):
-        self._inner, self._gate = inner, gate
-        self.url, self.traits, self.list = inner.url, inner.traits, inner.list
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._gate = gate
 
     def read(self, key, start=0, num_bytes=None):
         self._gate.wait(key)
-        return self._inner.read(key, start, num_bytes)
+        return super().read(key, start, num_bytes)
 
     def read_into(self, key, start, target):
         self._gate.wait(key)
-        self._inner.read_into(key, start, target)
+        super().read_into(key, start, target)
 
     def write(self, key, data, *, create=False):
         self._gate.wait(key)
-        self._inner.write(key, data, create=create)
+        super().write(key, data, create=create)
 
     def open_writer(self, key, **how):
-        return GatedWriter(self._inner.open_writer(key, **how), key, self._gate)
+        return GatedWriter(super().open_writer(key, **how), key, self._gate)
 
 
 class GatedWriter:
     def __init__(self, inner, key, gate):
         self._inner, self._key, self._gate = inner, key, gate
         self.commit, self.abort = inner.commit, inner.abort
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
 
     def write(self, data):
         self._gate.wait(self._key)

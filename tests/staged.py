@@ -110,7 +110,7 @@ def same_files(one: Target, other: Target) -> bool:
 class Rank:
     """A rank that hands a share to a write queue in this process, step by step."""
 
-    spool: WriteQueue
+    queue: WriteQueue
     channel: Channel
     share: Share
     order: StageOrder
@@ -119,7 +119,7 @@ class Rank:
     next_window: int = 0
 
     def begin(self) -> Rank:
-        self.slots = list(self.spool.begin(self.order, self.reporter).slots)
+        self.slots = list(self.queue.begin(self.order, self.reporter).slots)
         return self
 
     def fill(self, *, deliver: bool = True) -> None:
@@ -131,7 +131,7 @@ class Rank:
         )
         window = self.next_window
         while window >= len(self.slots):
-            self.slots += self.spool.more(self.order.key, len(self.slots)).result(180).slots
+            self.slots += self.queue.more(self.order.key, len(self.slots)).result(180).slots
         into = self.channel.arena.slot_array(self.slots[window].index)
         items = self.share.items
         fill_window(
@@ -140,7 +140,7 @@ class Rank:
         )  # fmt: skip
         self.next_window += 1
         if deliver:
-            self.spool.deliver(self.order.key, window)
+            self.queue.deliver(self.order.key, window)
 
     @property
     def num_windows(self) -> int:
@@ -155,7 +155,7 @@ class Rank:
         self.begin()
         for _ in range(self.num_windows):
             self.fill()
-        assert self.spool.seal(self.order.key).result(180) is True
+        assert self.queue.seal(self.order.key).result(180) is True
 
 
 def scribbled(share: Share) -> Callable[[], None]:

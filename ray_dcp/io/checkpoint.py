@@ -30,7 +30,6 @@ from ray_dcp.errors import (
 from ray_dcp.format.manifest import (
     DeleteRecord,
     Manifest,
-    Record,
     decode_record,
     record_key,
     slot_of,
@@ -485,17 +484,6 @@ def newest_record(storage: Storage) -> Committed | None:
         StorageError: The storage can't be read.
     """
     return _committed(read_slots(storage).decides)
-
-
-def read_records(storage: Storage) -> dict[int, Record]:
-    """Returns all records by slot that were written and not removed since.
-
-    Raises:
-        DamagedCheckpointError: One is damaged.
-        StorageError: The storage can't be read.
-    """
-    slots = read_slots(storage, whole=True)
-    return {**slots.older, **slots.records}
 
 
 def _read_or_none(storage: Storage, key: str, most_bytes: int = MAX_PICKLE_BYTES) -> bytes | None:

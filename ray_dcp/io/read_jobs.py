@@ -42,7 +42,6 @@ SLICE_BYTES = 1 << 20
 """A direct read is cut into slices of about this length, for several threads. Why so short: threads
 then read side by side what a kernel reads ahead for one of them. With slices of 8 MiB each of four
 threads is somewhere else, and a disk gave half as much. It also is what a cache holds."""
-_SPAN_PAIR_BYTES = 4 << 20
 SCRATCH_BYTES = 64 << 20
 """Most temporary memory of a job, for regions that are not contiguous; one that needs a longer
 block takes that."""
@@ -195,7 +194,7 @@ def make_jobs(geo: Geometry, num_rows: int, cost: ReadCost) -> tuple[list[Job], 
     pairs = geo.bytes
     straight = pairs.chunk_contiguous & pairs.target_contiguous & ~geo.unparsed
     direct = straight & (pairs.num_bytes >= DIRECT_BYTES)
-    limit = min(_SPAN_PAIR_BYTES, SCRATCH_BYTES)
+    limit = min(SPAN_BYTES, SCRATCH_BYTES)
     span = geo.unparsed | (~direct & (pairs.read_high - pairs.read_low <= limit))
     placed: list[tuple[int, int, Job]] = []
     span_bytes = min(max(SPAN_BYTES, cost.request_bytes), SCRATCH_BYTES)

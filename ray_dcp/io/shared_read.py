@@ -11,7 +11,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -132,10 +132,6 @@ class SharedReadStorage(StorageWrapper):
             threading.Thread(target=self._read_for_all, daemon=True, name="ray_dcp reads for all")
             for _ in range(min(num_threads, len(self._todo)))
         ]
-
-    def __getattr__(self, name: str) -> Any:
-        # Why: a storage may offer more than the protocol asks for.
-        return getattr(self._inner, name)
 
     def start(self) -> None:
         """Begins to read for others."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -86,9 +87,10 @@ def run_tasks(
     def drain() -> None:
         try:
             while not stop.asked:
-                with lock:
-                    task = next(left, _NONE)
-                if isinstance(task, _None):
+                try:
+                    with lock:
+                        task = next(left)
+                except StopIteration:
                     return
                 work(task)
         except BaseException as exc:  # noqa: BLE001 - raised below, in the caller's thread
@@ -134,13 +136,21 @@ def run_within(
         >>> run_within(lambda: 6 * 7, 10.0, Stop(), lambda: TimeoutError())
         42
     """
-    wake, run = threading.Event(), _Run(work)
-    thread = threading.Thread(target=run, args=(wake,), daemon=True)
+    wake, ended = threading.Event(), Future[T]()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(error)
+        wake.set()
+
+    thread = threading.Thread(target=run, daemon=True)
     stop.wakes(wake)
     try:
         thread.start()
         wake.wait(within_s)
-        if not run.ended and not stop.asked:
+        if not ended.done() and not stop.asked:
             stop.because(overdue())
     except BaseException as error:
         stop.because(error)
@@ -148,35 +158,8 @@ def run_within(
         raise
     finally:
         stop.forget(wake)
-    if not run.ended:
+    if not ended.done():
         thread.join(unwind_s)
-    if not run.ended or (run.error is not None and stop.error is not None):
+    if not ended.done() or (ended.exception() is not None and stop.error is not None):
         raise stop.error or overdue()
-    if run.error is not None:
-        raise run.error
-    return run.values[0]
-
-
-class _Run(Generic[T]):
-    """Work in its thread: what it gave or raised, once it has ended."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self.values: list[T] = []
-        self.error: BaseException | None = None
-        self.ended = False
-
-    def __call__(self, wake: threading.Event) -> None:
-        try:
-            self.values.append(self._work())
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            self.error = error
-        self.ended = True
-        wake.set()
-
-
-class _None:
-    """Stands for the end of the tasks."""
-
-
-_NONE = _None()
+    return ended.result()

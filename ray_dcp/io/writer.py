@@ -619,47 +619,13 @@ def write_part(
     stop = Stop()
 
     def write(index: int) -> None:
-        receipts[index] = _write_file(
-            storage, rank_plan.files[index], attempt, source, deferred, options, stop
-        )
+        plan = rank_plan.files[index]
+        pieces = ItemPieces(plan, part_key(plan, attempt), source, deferred)
+        receipts[index] = write_pieces(storage, plan, attempt, pieces, options=options, stop=stop)
 
     num_files = len(rank_plan.files)
     run_tasks(range(num_files), write, min(options.num_threads, num_files), stop)
     return tuple(receipts[index] for index in range(num_files))
-
-
-def write_file(
-    storage: Storage,
-    file_plan: FilePlan,
-    attempt: str,
-    *,
-    source: Source,
-    deferred: Deferred,
-    sync: bool = True,
-) -> FileReceipt:
-    """Writes one part file, publishes it, and returns its receipt.
-
-    A file of the same content that another writer of this attempt published first is fine.
-
-    Args:
-        storage: Where to.
-        file_plan: What to write.
-        attempt: Id of the attempt, put into the key.
-        source: Gives an item's bytes.
-        deferred: Gives a deferred item's bytes.
-        sync: Durable when the call returns.
-
-    Raises:
-        StorageError: The storage refused.
-        CheckpointExistsError: The key is taken by other bytes.
-        InternalError: Plan and items contradict each other.
-        Exception: Whatever `source` or `deferred` raised.
-
-    Complexity:
-        O(bytes); a small tensor costs about 2 us.
-    """
-    options = SaveOptions(sync_files=sync)
-    return _write_file(storage, file_plan, attempt, source, deferred, options, Stop())
 
 
 def write_pieces(
@@ -669,51 +635,35 @@ def write_pieces(
     source: PieceSource,
     *,
     options: SaveOptions,
+    stop: Stop | None = None,
 ) -> FileReceipt:
-    """Writes one part file from staged pieces, publishes it, and returns its receipt.
+    """Writes one part file, publishes it, and returns its receipt.
+
+    A file of the same content that another writer of this attempt published first is fine.
 
     Args:
         storage: Where to.
         file_plan: What to write.
         attempt: Id of the attempt, put into the key.
         source: Gives the bytes; may wait for them.
-        options: `sync_files` counts.
+        options: `sync_files` counts: the file is durable when the call returns.
+        stop: Tells that it is given up.
 
     Raises:
-        CheckpointError: As `write_file`.
+        StorageError: The storage refused.
+        CheckpointExistsError: The key is taken by other bytes.
+        SaveCancelledError: It was given up.
+        InternalError: Plan and pieces contradict each other.
         Exception: Whatever `source` raised.
+
+    Complexity:
+        O(bytes); a small tensor costs about 2 us.
     """
-    return _write(storage, file_plan, attempt, lambda key: source, options, Stop())
-
-
-def _write_file(
-    storage: Storage,
-    plan: FilePlan,
-    attempt: str,
-    source: Source,
-    deferred: Deferred,
-    options: SaveOptions,
-    stop: Stop,
-) -> FileReceipt:
-    def pieces(key: str) -> PieceSource:
-        return ItemPieces(plan, key, source, deferred)
-
-    return _write(storage, plan, attempt, pieces, options, stop)
-
-
-def _write(
-    storage: Storage,
-    plan: FilePlan,
-    attempt: str,
-    pieces: Callable[[str], PieceSource],
-    options: SaveOptions,
-    stop: Stop,
-) -> FileReceipt:
-    key = part_key(plan, attempt)
+    key = part_key(file_plan, attempt)
     writer: PartWriter | None = None
     try:
         writer = storage.open_writer(key, sync=options.sync_files)
-        file = PartFile(writer, plan, key, pieces(key), stop)
+        file = PartFile(writer, file_plan, key, source, stop or Stop())
         receipt = file.write()
         file.commit(storage, receipt)
     except BaseException as exc:
@@ -723,4 +673,4 @@ def _write(
             exc.key = key
         raise
     # Why not before: what somebody else published is compared with them.
-    return replace(receipt, checks=_NO_CHECKS) if plan.checks_at_end else receipt
+    return replace(receipt, checks=_NO_CHECKS) if file_plan.checks_at_end else receipt

@@ -10,10 +10,9 @@ slots that are registered with the device's driver.
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Protocol, runtime_checkable
 
@@ -51,70 +50,36 @@ def copy_all(pairs: Iterable[Pair], num_threads: int | None = None) -> None:
         >>> into
         array([0, 1, 2], dtype=uint8)
     """
-    batch = _Batch(pairs)
-    threads = min(num_threads or _processors(), _MOST_THREADS, len(batch))
-    try:
-        # Suppressed: the interpreter ends, and starts no threads any more.
-        with suppress(RuntimeError):
-            for _ in range(threads - 1):
-                _helpers.submit(batch.work)
-        batch.work()
-    except BaseException:
-        # Why: the caller was interrupted, and may use the memory for something else.
-        batch.give_up()
-        raise
-    finally:
-        batch.join()
-    batch.check()
+    left = deque(
+        (target[low : low + _SLICE_BYTES], found[low : low + _SLICE_BYTES])
+        for target, found in pairs
+        for low in range(0, max(len(target), len(found)), _SLICE_BYTES)
+    )
 
-
-class _Batch:
-    """Copies that any thread may take, one by one."""
-
-    def __init__(self, pairs: Iterable[Pair]) -> None:
-        self._left = deque(
-            (target[low : low + _SLICE_BYTES], found[low : low + _SLICE_BYTES])
-            for target, found in pairs
-            for low in range(0, max(len(target), len(found)), _SLICE_BYTES)
-        )
-        self._changed = threading.Condition()
-        self._working = 0
-        self._error: Exception | None = None
-
-    def __len__(self) -> int:
-        return len(self._left)
-
-    def work(self) -> None:
-        """Copies until nothing is left."""
-        with self._changed:
-            self._working += 1
+    def work() -> None:
         try:
             while True:
                 # Why numpy: unlike an assignment to a memoryview it lets other threads run.
-                np.copyto(*self._left.popleft())
+                np.copyto(*left.popleft())
         except IndexError:
-            pass
-        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
-            self._error = error
-            self.give_up()
-        finally:
-            with self._changed:
-                self._working -= 1
-                self._changed.notify_all()
+            return
+        except BaseException:
+            # Why: the caller may have been interrupted, and use the memory for something else.
+            left.clear()
+            raise
 
-    def give_up(self) -> None:
-        """Takes that nothing more is to be copied."""
-        self._left.clear()
-
-    def join(self) -> None:
-        """Returns when nobody works any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._working)
-
-    def check(self) -> None:
-        """Raises what went wrong."""
-        if self._error is not None:
-            raise self._error
+    helpers: list[Future[None]] = []
+    # Suppressed: the interpreter ends, and starts no threads any more.
+    with suppress(RuntimeError):
+        for _ in range(min(num_threads or _processors(), _MOST_THREADS, len(left)) - 1):
+            helpers.append(_helpers.submit(work))
+    try:
+        work()
+    finally:
+        working = [one for one in helpers if not one.cancel()]
+        wait(working)
+    for one in working:
+        one.result()
 
 
 def _processors() -> int:

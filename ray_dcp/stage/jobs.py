@@ -36,7 +36,7 @@ class Channel:
     """A kind of staging memory: shared by the node, or objects of the store, which only count."""
 
     slot_bytes: int
-    ledger: SlotAllocator[StageKey]
+    allocator: SlotAllocator[StageKey]
     arena: StagingMemory | None = None
 
 
@@ -53,7 +53,7 @@ def arena_channel(limit_bytes: int, options: StagerOptions) -> Channel:
         LimitError: There is no such memory on this machine.
     """
     channel = channel_of(limit_bytes, options)
-    channel.arena = StagingMemory.create(channel.ledger.num_slots, channel.slot_bytes)
+    channel.arena = StagingMemory.create(channel.allocator.num_slots, channel.slot_bytes)
     return channel
 
 

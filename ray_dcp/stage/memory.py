@@ -312,9 +312,6 @@ class Lease:
 class PrivateMemory:
     """Areas of memory that are leased out, and kept when they come back.
 
-    Args:
-        most_idle_bytes: What is kept unused at most; the largest areas first.
-
     Example:
         >>> memory = PrivateMemory()
         >>> lease = memory.lease(3)
@@ -324,10 +321,9 @@ class PrivateMemory:
         True
     """
 
-    def __init__(self, most_idle_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[mmap.mmap] = []
-        self._most_idle_bytes = most_idle_bytes
 
     @property
     def idle_bytes(self) -> int:
@@ -375,10 +371,7 @@ class PrivateMemory:
 
     def _take_back(self, area: mmap.mmap) -> None:
         with self._lock:
-            limit = self._most_idle_bytes
             self._idle.append(area)
-            while limit is not None and sum(map(len, self._idle)) > limit:
-                self._idle.remove(min(self._idle, key=len))
 
 
 def _new(num_bytes: int) -> mmap.mmap:

@@ -5,7 +5,7 @@ calls its methods, from any thread, and receives reports. Its threads run at a l
 training, for processors and for the disk.
 
 It keeps plans and layouts of the last saves, so that a plan is not sent with every save, and
-written checkpoints for loads (`TierRetention`, called with the queue's lock held).
+written checkpoints for loads.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import os
 import platform
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -53,241 +53,19 @@ from ray_dcp.stage.windows import StagingLayout, lay_out_windows
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-
-class TierRetention:
-    """The jobs of a write queue whose bytes stay.
-
-    Args:
-        jobs: Of the queue, oldest first; changed by it only.
-    """
-
-    def __init__(self, jobs: Mapping[StageKey, Job]) -> None:
-        self._jobs = jobs
-
-    def takes(self, job: Job) -> bool:
-        """Returns whether a job that has ended stays, and notes that it does."""
-        channel = job.channel
-        job.is_kept = (
-            job.order.options.keep_in_memory > 0
-            and not job.is_dropped
-            and channel is not None
-            and job.arena is not None
-            and job.error is None
-            and job.is_written
-            and channel.ledger.is_whole(job.order.key)
-        )
-        return job.is_kept
-
-    def surplus(self) -> list[Job]:
-        """Returns the jobs that are not to be kept any longer."""
-        kept = [job for job in self._jobs.values() if job.is_kept]
-        gone = too_many(
-            [
-                (
-                    job.run,
-                    job.order.key.attempt,
-                    job.order.options.keep_in_memory,
-                    job.is_committed,
-                )
-                for job in kept
-            ]
-        )
-        return [job for job in kept if job.order.key.attempt in gone or not self.takes(job)]
-
-    def of(self, attempt: str) -> TierEntry | None:
-        """Returns what is kept of an attempt; None when nothing is."""
-        jobs = [
-            job for job in self._jobs.values() if job.is_kept and job.order.key.attempt == attempt
-        ]
-        jobs = [job for job in jobs if self.takes(job)]
-        files = {file.key: file for job in jobs for file in job.kept_files()}
-        arena = jobs[0].arena if jobs else None
-        return (
-            TierEntry(arena.address, tuple(files.values())) if files and arena is not None else None
-        )
-
-    def in_flight(self, url: str) -> list[InFlight]:
-        """Returns the saves to a place, or below it, that may still be committed.
-
-        Args:
-            url: Of a checkpoint, or of the folder that it is in.
-        """
-        below = url.rstrip("/") + "/"
-        return [
-            InFlight(job.order.target, job.order.key.attempt, job.is_over)
-            for job in self._jobs.values()
-            if job.error is None
-            and not (job.is_committed or job.is_dropped)
-            and (job.order.target.url.rstrip("/") + "/").startswith(below)
-        ]
-
-
 _JOBS_KEPT = 64
 """Finished jobs whose reports are kept for a coordinator that asks, when nobody releases them."""
+_PLANS_KEPT = 16
+
+_T = TypeVar("_T")
 
 
-class WriteQueueState:
-    """The jobs of a node and its staging memory, to be looked at from any thread.
-
-    Args:
-        channels: By name: `"arena"` and `"store"`, or one of them.
-    """
-
-    def __init__(self, channels: dict[str, Channel]) -> None:
-        self._channels = channels
-        self._lock = threading.RLock()
-        self._jobs: dict[StageKey, Job] = {}
-        self._shelf = TierRetention(self._jobs)
-
-    def progress(self, key: StageKey) -> StageProgress | None:
-        """Returns how far a job is; None when it is not known."""
-        with self._lock:
-            job = self._jobs.get(key)
-            return None if job is None else job.progress()
-
-    def shares(self, attempt: str) -> list[StageProgress]:
-        """Returns how far each share of an attempt is, the later incarnation last."""
-        with self._lock:
-            jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
-            return [job.progress() for job in jobs if not job.is_dropped]
-
-    def paces(self) -> dict[StageKey, tuple[int, int]]:
-        """Returns bytes written and bytes in all of every job that is not kept for loads."""
-        with self._lock:
-            found = [job.progress() for job in self._jobs.values() if not job.is_kept]
-        return {one.key: (one.written_bytes, one.num_bytes) for one in found}
-
-    def kept(self, attempt: str) -> TierEntry | None:
-        """Returns what is kept of an attempt; None when nothing is."""
-        with self._lock:
-            return self._shelf.of(attempt)
-
-    def kept_attempts(self) -> set[str]:
-        """Returns the attempts of which something is kept."""
-        with self._lock:
-            return {job.order.key.attempt for job in self._jobs.values() if job.is_kept}
-
-    def fetch(self, parts: Sequence[Part]) -> np.ndarray | None:
-        """Returns bytes of staging memory as uint8[n]; None when they are gone.
-
-        Args:
-            parts: As `TierFile.find` gave them: one after the other. What is nowhere is 0.
-        """
-        arena = self._channels["arena"].arena
-        found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
-        return found if arena is not None and arena.read_into(parts, found.data) else None
-
-    def num_kept(self) -> int:
-        """Returns how many jobs are kept for loads."""
-        with self._lock:
-            return sum(job.is_kept for job in self._jobs.values())
-
-    def in_flight(self, url: str) -> list[InFlight]:
-        """Returns the saves to a place, or below it, that may still be committed."""
-        with self._lock:
-            return self._shelf.in_flight(url)
-
-    def used_bytes(self) -> int:
-        """Returns how much staging memory is granted now."""
-        with self._lock:
-            return sum(c.ledger.num_used * c.slot_bytes for c in self._channels.values())
-
-    def num_active(self) -> int:
-        """Returns how many jobs are not over."""
-        with self._lock:
-            return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
-
-    def num_adopted(self) -> int:
-        """Returns how many jobs read from the memory of another stager."""
-        with self._lock:
-            return sum(job.channel is None and not job.is_over for job in self._jobs.values())
-
-    def expect(self, owner: str, num_bytes: int) -> list[int]:
-        """Returns the slots of shared memory that a rank will get first for so many bytes."""
-        with self._lock:
-            channel = self._channels["arena"]
-            return channel.ledger.expect(owner, -(-num_bytes // channel.slot_bytes))
-
-    def owned(self, owner: str) -> tuple[int, ...]:
-        """Returns the slots that a rank had last; one of its name may need them next."""
-        with self._lock:
-            channel = self._channels.get("arena")
-            return () if channel is None else tuple(channel.ledger.owned(owner))
-
-    def warm(self, index: int) -> None:
-        """Touches the memory of a slot, unless that has happened."""
-        channel = self._channels["arena"]
-        with self._lock:
-            if channel.ledger.is_warm(index) or channel.arena is None:
-                return
-        channel.arena.touch(index)
-        with self._lock:
-            channel.ledger.warmed(index)
-
-    def shrink(self, owners: Collection[str]) -> None:
-        """Gives memory back to the machine that no rank has used but those that are gone.
-
-        Args:
-            owners: Those that are there, or may come again: their slots stay warm.
-        """
-        channel = self._channels.get("arena")
-        while channel is not None and channel.arena is not None:
-            # Why one by one: to free a slot takes some milliseconds, in which others wait.
-            with self._lock:
-                index = channel.ledger.cool(owners)
-                if index is None:
-                    return
-                channel.arena.discard(index)
-
-    # With the lock held
-
-    def _new(self) -> threading.Condition:
-        return threading.Condition(self._lock)
-
-    def _add(self, job: Job) -> Job:
-        self._jobs[job.order.key] = job
-        jobs = self._jobs.values()
-        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
-        for old in over[:-_JOBS_KEPT]:
-            del self._jobs[old.order.key]
-        return job
-
-
-_MOST_KEPT = 16
-
-
-class KnownPlans:
-    """The plans of the last orders. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[bytes, RankPlan] = OrderedDict()
-        self._layouts: OrderedDict[tuple[object, ...], StagingLayout] = OrderedDict()
-
-    def plan(self, order: StageOrder) -> RankPlan | None:
-        """Returns the plan that came with an order or an earlier one; None when neither did."""
-        plan = order.plan or self._plans.get(order.plan_id)
-        if plan is not None:
-            self._plans[order.plan_id] = plan
-            self._plans.move_to_end(order.plan_id)
-            while len(self._plans) > _MOST_KEPT:
-                self._plans.popitem(last=False)
-        return plan
-
-    def layout(self, order: StageOrder, plan: RankPlan) -> StagingLayout:
-        """Returns where an order's bytes lie.
-
-        Args:
-            order: The order.
-            plan: Its plan.
-        """
-        name = (order.plan_id, order.deferred_bytes, order.window_bytes)
-        layout = self._layouts.get(name)
-        if layout is None:
-            layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
-            self._layouts[name] = layout
-            while len(self._layouts) > _MOST_KEPT:
-                self._layouts.popitem(last=False)
-        return layout
+def _remember(known: OrderedDict[Hashable, _T], name: Hashable, value: _T) -> None:
+    """Takes what was used last, and forgets what was used long ago."""
+    known[name] = value
+    known.move_to_end(name)
+    while len(known) > _PLANS_KEPT:
+        known.popitem(last=False)
 
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -313,7 +91,7 @@ def step_behind(nice: int, io_priority: Literal["normal", "low", "idle"]) -> Non
         ctypes.CDLL(None).syscall(number, 1, 0, value)
 
 
-class WriteQueue(WriteQueueState):
+class WriteQueue:
     """Holds and writes what ranks hand over.
 
     *Invariant*: a slot is given to somebody else only when no writer reads it and its rank has
@@ -334,12 +112,15 @@ class WriteQueue(WriteQueueState):
         report: Callable[[Any, StageReport], None],
         opener: Callable[[Target], Storage] = open_storage,
     ) -> None:
-        super().__init__(channels)
+        self._channels = channels
+        self._lock = threading.RLock()
+        self._jobs: dict[StageKey, Job] = {}
         self._options = options
         self._report = report
         self._opener = opener
         self._turn = threading.BoundedSemaphore(options.num_writers)
-        self._known = KnownPlans()
+        self._plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
+        self._layouts: OrderedDict[Hashable, StagingLayout] = OrderedDict()
 
     def begin(self, order: StageOrder, reporter: Any) -> Grant | Unknown:
         """Takes an order, and returns the first windows' slots; may be none as yet.
@@ -368,15 +149,13 @@ class WriteQueue(WriteQueueState):
                     f"nodes the same StagerOptions and equal stores",
                     key="window_bytes",
                 )
-            plan = self._known.plan(order)
-            if plan is None:
+            job = self._admit(order, reporter, channel, channel.arena)
+            if job is None:
                 return Unknown("plan")
-            layout = self._known.layout(order, plan)
-            job = self._add(Job(order, plan, layout, reporter, channel, channel.arena, self._new()))
-            wanted = set(job.files)
+            wanted, layout = set(job.files), job.layout
             windows = [layout.files_of(window) & wanted for window in range(layout.num_windows)]
             keep = channel.arena is not None and order.options.keep_in_memory > 0
-            channel.ledger.begin(order.key, order.owner, windows, keep=keep)
+            channel.allocator.begin(order.key, order.owner, windows, keep=keep)
             self._pump(channel)
             return self._grant(job, 0)
 
@@ -422,7 +201,7 @@ class WriteQueue(WriteQueueState):
             for number, content in came.items():
                 job.windows[number] = content
                 if job.channel is not None:
-                    job.channel.ledger.delivered(key, number)
+                    job.channel.allocator.delivered(key, number)
             self._start(job)
             job.changed.notify_all()
             self._pump(job.channel)
@@ -465,15 +244,13 @@ class WriteQueue(WriteQueueState):
         with self._lock:
             if order.key in self._jobs:
                 return True
-            plan = self._known.plan(order)
-            if plan is None:
+            job = self._admit(order, reporter, None, arena)
+            if job is None:
                 return Unknown("plan")
-            layout = self._known.layout(order, plan)
-            job = self._add(Job(order, plan, layout, reporter, None, arena, self._new()))
             job.is_sealed = job.rank_is_done = True
             job.slots = list(slots)
             job.windows = {w: arena.slot(slot.index) for w, slot in enumerate(slots)}
-            if len(slots) != layout.num_windows:
+            if len(slots) != job.layout.num_windows:
                 job.error = lost_memory(order.key.rank)
             self._start(job)
             if job.is_over and job.error is not None:
@@ -526,14 +303,182 @@ class WriteQueue(WriteQueueState):
                         self._fail(job, died(job.order.key.rank))
                     self._tidy(job)
 
+    # To be looked at
+
+    def progress(self, key: StageKey) -> StageProgress | None:
+        """Returns how far a job is; None when it is not known."""
+        with self._lock:
+            job = self._jobs.get(key)
+            return None if job is None else job.progress()
+
+    def shares(self, attempt: str) -> list[StageProgress]:
+        """Returns how far each share of an attempt is, the later incarnation last."""
+        with self._lock:
+            jobs = [job for job in self._jobs.values() if job.order.key.attempt == attempt]
+            return [job.progress() for job in jobs if not job.is_dropped]
+
+    def paces(self) -> dict[StageKey, tuple[int, int]]:
+        """Returns bytes written and bytes in all of every job that is not kept for loads."""
+        with self._lock:
+            found = [job.progress() for job in self._jobs.values() if not job.is_kept]
+        return {one.key: (one.written_bytes, one.num_bytes) for one in found}
+
+    def kept(self, attempt: str) -> TierEntry | None:
+        """Returns what is kept of an attempt; None when nothing is."""
+        with self._lock:
+            jobs = [
+                job
+                for job in self._jobs.values()
+                if job.is_kept and job.order.key.attempt == attempt and self._keeps(job)
+            ]
+            files = {file.key: file for job in jobs for file in job.kept_files()}
+            arena = jobs[0].arena if jobs else None
+            if not files or arena is None:
+                return None
+            return TierEntry(arena.address, tuple(files.values()))
+
+    def kept_attempts(self) -> set[str]:
+        """Returns the attempts of which something is kept."""
+        with self._lock:
+            return {job.order.key.attempt for job in self._jobs.values() if job.is_kept}
+
+    def fetch(self, parts: Sequence[Part]) -> np.ndarray | None:
+        """Returns bytes of staging memory as uint8[n]; None when they are gone.
+
+        Args:
+            parts: As `TierFile.find` gave them: one after the other. What is nowhere is 0.
+        """
+        arena = self._channels["arena"].arena
+        found = np.zeros(sum(part.num_bytes for part in parts), dtype=np.uint8)
+        return found if arena is not None and arena.read_into(parts, found.data) else None
+
+    def num_kept(self) -> int:
+        """Returns how many jobs are kept for loads."""
+        with self._lock:
+            return sum(job.is_kept for job in self._jobs.values())
+
+    def in_flight(self, url: str) -> list[InFlight]:
+        """Returns the saves to a place, or below it, that may still be committed.
+
+        Args:
+            url: Of a checkpoint, or of the folder that it is in.
+        """
+        below = url.rstrip("/") + "/"
+        with self._lock:
+            return [
+                InFlight(job.order.target, job.order.key.attempt, job.is_over)
+                for job in self._jobs.values()
+                if job.error is None
+                and not (job.is_committed or job.is_dropped)
+                and (job.order.target.url.rstrip("/") + "/").startswith(below)
+            ]
+
+    def used_bytes(self) -> int:
+        """Returns how much staging memory is granted now."""
+        with self._lock:
+            return sum(c.allocator.num_used * c.slot_bytes for c in self._channels.values())
+
+    def num_active(self) -> int:
+        """Returns how many jobs are not over."""
+        with self._lock:
+            return sum(not (job.is_over and job.rank_is_done) for job in self._jobs.values())
+
+    def num_adopted(self) -> int:
+        """Returns how many jobs read from the memory of another stager."""
+        with self._lock:
+            return sum(job.channel is None and not job.is_over for job in self._jobs.values())
+
+    def expect(self, owner: str, num_bytes: int) -> list[int]:
+        """Returns the slots of shared memory that a rank will get first for so many bytes."""
+        with self._lock:
+            channel = self._channels["arena"]
+            return channel.allocator.expect(owner, -(-num_bytes // channel.slot_bytes))
+
+    def owned(self, owner: str) -> tuple[int, ...]:
+        """Returns the slots that a rank had last; one of its name may need them next."""
+        with self._lock:
+            channel = self._channels.get("arena")
+            return () if channel is None else tuple(channel.allocator.owned(owner))
+
+    def warm(self, index: int) -> None:
+        """Touches the memory of a slot, unless that has happened."""
+        channel = self._channels["arena"]
+        with self._lock:
+            if channel.allocator.is_warm(index) or channel.arena is None:
+                return
+        channel.arena.touch(index)
+        with self._lock:
+            channel.allocator.warmed(index)
+
+    def shrink(self, owners: Collection[str]) -> None:
+        """Gives memory back to the machine that no rank has used but those that are gone.
+
+        Args:
+            owners: Those that are there, or may come again: their slots stay warm.
+        """
+        channel = self._channels.get("arena")
+        while channel is not None and channel.arena is not None:
+            # Why one by one: to free a slot takes some milliseconds, in which others wait.
+            with self._lock:
+                index = channel.allocator.cool(owners)
+                if index is None:
+                    return
+                channel.arena.discard(index)
+
     # With the lock held
 
+    def _admit(
+        self, order: StageOrder, reporter: Any, channel: Channel | None, arena: StagingMemory | None
+    ) -> Job | None:
+        """Returns a new job; None where its plan came neither with it nor with an earlier order."""
+        plan = order.plan or self._plans.get(order.plan_id)
+        if plan is None:
+            return None
+        _remember(self._plans, order.plan_id, plan)
+        name = (order.plan_id, order.deferred_bytes, order.window_bytes)
+        layout = self._layouts.get(name)
+        if layout is None:
+            layout = lay_out_windows(plan, order.deferred_bytes, order.window_bytes)
+        _remember(self._layouts, name, layout)
+        changed = threading.Condition(self._lock)
+        job = self._jobs[order.key] = Job(order, plan, layout, reporter, channel, arena, changed)
+        jobs = self._jobs.values()
+        over = [one for one in jobs if one.is_over and one.rank_is_done and not one.is_kept]
+        for old in over[:-_JOBS_KEPT]:
+            del self._jobs[old.order.key]
+        return job
+
+    def _keeps(self, job: Job) -> bool:
+        """Returns whether the bytes of a job that has ended stay, and notes that they do."""
+        channel = job.channel
+        job.is_kept = (
+            job.order.options.keep_in_memory > 0
+            and not job.is_dropped
+            and channel is not None
+            and job.arena is not None
+            and job.error is None
+            and job.is_written
+            and channel.allocator.is_whole(job.order.key)
+        )
+        return job.is_kept
+
+    def _surplus(self) -> list[Job]:
+        """Returns the jobs whose bytes are not to stay any longer."""
+        kept = [job for job in self._jobs.values() if job.is_kept]
+        gone = too_many(
+            [
+                (job.run, job.order.key.attempt, job.order.options.keep_in_memory, job.is_committed)
+                for job in kept
+            ]
+        )
+        return [job for job in kept if job.order.key.attempt in gone or not self._keeps(job)]
+
     def _grant(self, job: Job, have: int) -> Grant:
-        freed = job.channel.ledger.freed(job.order.key) if job.channel else ()
+        freed = job.channel.allocator.freed(job.order.key) if job.channel else ()
         return Grant(tuple(job.slots[have:]), freed)
 
     def _pump(self, channel: Channel | None) -> None:
-        granted = channel.ledger.grants() if channel else ()
+        granted = channel.allocator.grants() if channel else ()
         for grant in granted:
             if channel is not None and channel.arena is not None:
                 channel.arena.mark(grant.slot)
@@ -552,12 +497,12 @@ class WriteQueue(WriteQueueState):
                 job.wants_more.remove((have, future))
                 answer(future, error, None if error else self._grant(job, have))
         if job.wants_seal and error is None and not job.is_sealed and job.channel is not None:
-            ledger = job.channel.ledger
-            if ledger.may_seal(job.order.key):
+            allocator = job.channel.allocator
+            if allocator.may_seal(job.order.key):
                 self._start(job)
                 error = job.failure()
-            if error is None and ledger.may_seal(job.order.key):
-                ledger.seal(job.order.key)
+            if error is None and allocator.may_seal(job.order.key):
+                allocator.seal(job.order.key)
                 job.is_sealed = job.rank_is_done = True
         for waiting in job.wants_seal if error is not None or job.is_sealed else ():
             answer(waiting, error, True)
@@ -588,10 +533,10 @@ class WriteQueue(WriteQueueState):
             self._fail(job, no_thread(job.order.key.rank, exc))
 
     def _tidy(self, job: Job) -> None:
-        if job.is_over and job.rank_is_done and not self._shelf.takes(job):
+        if job.is_over and job.rank_is_done and not self._keeps(job):
             (self._forget if job.is_released else self._drop)(job)
             return
-        for old in self._shelf.surplus() if job.is_kept else ():
+        for old in self._surplus() if job.is_kept else ():
             old.is_dropped, old.is_kept = True, False
             self._forget(old)
 
@@ -602,13 +547,13 @@ class WriteQueue(WriteQueueState):
     def _drop(self, job: Job) -> None:
         job.windows.clear()
         if job.channel is not None:
-            job.channel.ledger.drop(job.order.key)
+            job.channel.allocator.drop(job.order.key)
             self._pump(job.channel)
 
     def _forget_freed(self, job: Job) -> None:
         """Lets go of objects of the store that count no more."""
         if job.arena is None and job.channel is not None:
-            for window in job.channel.ledger.freed(job.order.key):
+            for window in job.channel.allocator.freed(job.order.key):
                 job.windows[window] = memoryview(b"")
 
     # In the threads of a job
@@ -639,7 +584,7 @@ class WriteQueue(WriteQueueState):
             with self._lock:
                 job.written_bytes += num_bytes
                 if window is not None and job.channel is not None:
-                    job.channel.ledger.read(job.order.key, window, file)
+                    job.channel.allocator.read(job.order.key, window, file)
                     self._pump(job.channel)
                     self._forget_freed(job)
 
@@ -653,7 +598,7 @@ class WriteQueue(WriteQueueState):
             self._report(job.reporter, report)
         with self._lock:
             if job.channel is not None:
-                job.channel.ledger.finished(job.order.key, file)
+                job.channel.allocator.finished(job.order.key, file)
                 self._forget_freed(job)
                 self._pump(job.channel)
             self._settle(job)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pyarrow import fs as arrow
 
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url
 from ray_dcp.store.storage import Storage
-from ray_dcp.store.storage_adapter import HiddenStream, StorageAdapter, temporary_beside
+from ray_dcp.store.storage_adapter import FilesystemPort, StorageAdapter
 
 _SCHEMES = {"gcs": "gs", "abfs": "az"}
 
@@ -33,11 +32,11 @@ class ArrowStorage(StorageAdapter):
     """
 
     def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem = filesystem
+        self.filesystem = filesystem
         super().__init__(ArrowPort(filesystem), _url(filesystem, path), path.rstrip("/"))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ArrowStorage, (self._filesystem, self._root))
+        return (ArrowStorage, (self.filesystem, self._root))
 
     @classmethod
     def within(cls, filesystem: Any, url: str) -> Storage:
@@ -51,19 +50,6 @@ class ArrowStorage(StorageAdapter):
         if isinstance(filesystem, arrow.LocalFileSystem):
             return LocalStorage(path)
         return cls(filesystem, path)
-
-
-def place_in_arrow(filesystem: Any, url: str) -> Target:
-    """Returns the target for a path or URL in a ready filesystem; its root when empty."""
-    filesystem, path = _unwrapped(filesystem, url)
-    handler = getattr(filesystem, "handler", None)
-    if isinstance(handler, arrow.FSSpecHandler):
-        from ray_dcp.store.fsspec_storage import place_in_fsspec
-
-        return place_in_fsspec(handler.fs, path)
-    if isinstance(filesystem, arrow.LocalFileSystem):
-        return Target(path)
-    return Target(_url(filesystem, path), filesystem=filesystem)
 
 
 def _unwrapped(filesystem: Any, url: str) -> tuple[Any, str]:
@@ -81,21 +67,17 @@ def _url(filesystem: Any, path: str) -> str:
     return f"{_SCHEMES.get(kind, kind)}://{path.strip('/')}"
 
 
-class ArrowPort:
+class ArrowPort(FilesystemPort):
     """Implements `FilesystemPort`.
 
     *Why always a temporary file for long ones*: a stream that is dropped without `close` publishes
     what it has, and there is no way to abort it. On object stores the move is a copy by the store.
     """
 
-    can_create = False
-    shared = True
-    options: Mapping[str, object] = {}
-
     def __init__(self, filesystem: Any) -> None:
         self._fs = filesystem
         self.name = f"arrow:{filesystem.type_name}"
-        self._puts_at_once = filesystem.type_name in ("s3", "gcs", "abfs", "mock")
+        self.puts_at_once = filesystem.type_name in ("s3", "gcs", "abfs", "mock")
 
     def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
         """See `FilesystemPort`."""
@@ -112,25 +94,19 @@ class ArrowPort:
 
     def put(self, path: str, data: bytes) -> None:
         """See `FilesystemPort`."""
-        if self._puts_at_once:
-            with self._fs.open_output_stream(path) as stream:
-                stream.write(data)
-            return
-        hidden = self.open_hidden(path)
-        hidden.write(memoryview(data))
-        hidden.publish()
+        with self._fs.open_output_stream(path) as stream:
+            stream.write(data)
 
-    def create(self, path: str, data: bytes) -> None:
-        """See `FilesystemPort`; never called, as there is no such call."""
-        raise NotImplementedError("pyarrow.fs has no conditional put")
-
-    def open_hidden(self, path: str) -> HiddenStream:
+    def open(self, path: str) -> Any:
         """See `FilesystemPort`."""
         directory = path.rpartition("/")[0]
-        if directory and not self._puts_at_once:
+        if directory and not self.puts_at_once:
             self._fs.create_dir(directory, recursive=True)
-        temp = temporary_beside(path)
-        return _RenamedStream(self._fs, self._fs.open_output_stream(temp), temp, path)
+        return self._fs.open_output_stream(path)
+
+    def move(self, path: str, to: str) -> None:
+        """See `FilesystemPort`."""
+        self._fs.move(path, to)
 
     def find(self, path: str) -> Iterable[tuple[str, int]]:
         """See `FilesystemPort`."""
@@ -143,24 +119,3 @@ class ArrowPort:
         """See `FilesystemPort`."""
         self.size(path)
         self._fs.delete_file(path)
-
-
-class _RenamedStream:
-    """A temporary file that gets its name by a move."""
-
-    def __init__(self, filesystem: Any, stream: Any, temp: str, path: str) -> None:
-        self._fs = filesystem
-        self._stream = stream
-        self._temp = temp
-        self._path = path
-
-    def write(self, data: memoryview) -> None:
-        self._stream.write(data)
-
-    def publish(self) -> None:
-        self._stream.close()
-        self._fs.move(self._temp, self._path)
-
-    def discard(self) -> None:
-        self._stream.close()
-        self._fs.delete_file(self._temp)

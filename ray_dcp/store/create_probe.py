@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ray_dcp.errors import StorageError
+from ray_dcp.store.storage import TEMP_PREFIX, KeyExistsError, KeyMissingError
 
-Put = Callable[[str, bytes], bool]
-"""Creates a hidden key; False when it is there already."""
-Get = Callable[[str], bytes | None]
-Delete = Callable[[str], None]
+Create = Callable[[str, bytes], object]
+Read = Callable[[str], bytes]
+Delete = Callable[[list[str]], object]
 
 # Why few: SeaweedFS has more of them wait for seconds.
 _RACERS = 4
@@ -26,14 +26,14 @@ _KNOWN: dict[str, bool] = {}
 _UNDER_WAY: dict[str, threading.Lock] = {}
 
 
-def creates_if_absent_in(store: str, put: Put, get: Get, delete: Delete) -> bool:
+def creates_if_absent_in(store: str, create: Create, read: Read, delete: Delete) -> bool:
     """Returns whether a key has exactly one winner in a store.
 
     Args:
         store: Names the store, as its bucket's URL; probed once.
-        put: Creates a hidden key, conditionally.
-        get: Reads one; None when it is not there.
-        delete: Removes one.
+        create: Creates a hidden key, conditionally, or raises `KeyExistsError`.
+        read: Reads one, or raises `KeyMissingError`.
+        delete: Removes some.
 
     Raises:
         StorageError: It could not be tried: the store did not answer, or this process may not
@@ -43,7 +43,7 @@ def creates_if_absent_in(store: str, put: Put, get: Get, delete: Delete) -> bool
         turn = _UNDER_WAY.setdefault(store, threading.Lock())
     with turn:
         if store not in _KNOWN:
-            _KNOWN[store] = _tried(put, get, delete)
+            _KNOWN[store] = _tried(create, read, delete)
         return _KNOWN[store]
 
 
@@ -53,13 +53,26 @@ def forget_probes() -> None:
         _KNOWN.clear()
 
 
-def _tried(put: Put, get: Get, delete: Delete) -> bool:
+def _tried(create: Create, read: Read, delete: Delete) -> bool:
     token = secrets.token_hex(6)
-    first, race = f"{token}-probe", f"{token}-race"
+    first, race = f"{TEMP_PREFIX}{token}-probe", f"{TEMP_PREFIX}{token}-race"
+
+    def put(key: str, value: bytes) -> bool:
+        with suppress(KeyExistsError):
+            create(key, value)
+            return True
+        return False
+
+    def get(key: str) -> bytes | None:
+        with suppress(KeyMissingError):
+            return read(key)
+        return None
+
     try:
-        if not _created(put, get, first, b"first"):
+        # Why read: the answer to a key that was created may be lost, and a server that ignores the
+        # condition may still say that it refused.
+        if not put(first, b"first") and get(first) != b"first":
             return False
-        # Why read: a server that ignores the condition may still say that it refused.
         if put(first, b"second") or get(first) != b"first":
             return False
         values = [str(number).encode() for number in range(_RACERS)]
@@ -69,11 +82,6 @@ def _tried(put: Put, get: Get, delete: Delete) -> bool:
         # Why none is fine: the answer to the winner was lost, and it met itself.
         return sum(won) <= 1 and stands in values and (not any(won) or won[int(stands)])
     finally:
-        for name in (first, race):
+        for key in (first, race):
             with suppress(StorageError):
-                delete(name)
-
-
-def _created(put: Put, get: Get, name: str, value: bytes) -> bool:
-    """Tells whether a new key took a value, also where the answer to that was lost."""
-    return put(name, value) or get(name) == value
+                delete([key])

@@ -21,7 +21,7 @@ from ray_dcp.store.storage import (
     Entry,
     PartWriter,
     Storage,
-    StorageTraits,
+    StorageWrapper,
     as_bytes_view,
     os_failure,
 )
@@ -228,7 +228,7 @@ save elsewhere [key a1]
         self._kept.append(writer)
 
 
-class FaultyStorage:
+class FaultyStorage(StorageWrapper):
     """Implements `Storage` by another one, except where a fault is scripted.
 
     Args:
@@ -247,18 +247,8 @@ class FaultyStorage:
     """
 
     def __init__(self, inner: Storage, script: Script | Sequence[Fault] = ()) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._script = script if isinstance(script, Script) else Script(script)
-
-    @property
-    def url(self) -> str:
-        """That of the inner storage."""
-        return self._inner.url
-
-    @property
-    def traits(self) -> StorageTraits:
-        """Those of the inner storage."""
-        return self._inner.traits
 
     @property
     def calls(self) -> tuple[Call, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -13,11 +13,16 @@ from fsspec.registry import available_protocols
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import split_url
 from ray_dcp.store.storage import Storage
-from ray_dcp.store.storage_adapter import HiddenStream, StorageAdapter, redacted, temporary_beside
+from ray_dcp.store.storage_adapter import (
+    FilesystemPort,
+    HiddenStream,
+    StorageAdapter,
+    redacted,
+    temporary_beside,
+)
 
 
 class FsspecStorage(StorageAdapter):
@@ -40,10 +45,10 @@ class FsspecStorage(StorageAdapter):
         port = FsspecPort(filesystem)
         root = str(filesystem._strip_protocol(path)).rstrip("/")
         super().__init__(port, _url(filesystem, root), root)
-        self._filesystem = filesystem
+        self.filesystem = filesystem
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (FsspecStorage, (self._filesystem, self._root))
+        return (FsspecStorage, (self.filesystem, self._root))
 
     @classmethod
     def at(cls, url: str, options: dict[str, object]) -> Storage:
@@ -56,7 +61,7 @@ class FsspecStorage(StorageAdapter):
         Raises:
             InvalidRequestError: Nothing serves the protocol, or the options are not understood.
         """
-        return cls.within(*_made(url, options))
+        return cls.within(*filesystem_of(url, options))
 
     @classmethod
     def within(cls, filesystem: AbstractFileSystem, url: str) -> Storage:
@@ -67,24 +72,12 @@ class FsspecStorage(StorageAdapter):
         return cls(filesystem, path)
 
 
-def place_in_fsspec(filesystem: AbstractFileSystem, url: str) -> Target:
-    """Returns the target for a path or URL in a ready filesystem; its root when empty."""
-    filesystem, path = _unwrapped(filesystem, url)
-    if isinstance(filesystem, LocalFileSystem):
-        return Target(path)
-    return Target(_url(filesystem, path), filesystem=filesystem)
-
-
-def place_by_url(url: str, options: dict[str, object]) -> Target:
-    """Returns the target of a URL, or of a local path, with the filesystem that is made for it.
+def filesystem_of(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str]:
+    """Returns the filesystem that fsspec makes for a URL or local path, and the path in it.
 
     Raises:
         InvalidRequestError: As `FsspecStorage.at`.
     """
-    return place_in_fsspec(*_made(url, options))
-
-
-def _made(url: str, options: dict[str, object]) -> tuple[AbstractFileSystem, str]:
     scheme = split_url(url)[0]
     try:
         filesystem, path = url_to_fs(url, **options)
@@ -121,7 +114,7 @@ def _unwrapped(filesystem: AbstractFileSystem, url: str) -> tuple[AbstractFileSy
     return filesystem, path
 
 
-class FsspecPort:
+class FsspecPort(FilesystemPort):
     """Implements `FilesystemPort`.
 
     *Why two ways of putting a file*: on object stores a put is atomic and there is no rename, which
@@ -131,13 +124,13 @@ class FsspecPort:
 
     def __init__(self, filesystem: AbstractFileSystem) -> None:
         self._fs = filesystem
-        self.protocol = _protocol(filesystem)
-        self.options: Mapping[str, object] = dict(filesystem.storage_options or {})
-        self.name = f"fsspec:{self.protocol}:{filesystem._fs_token}"
-        self.shared = self.protocol != "memory"
-        self._renames = type(filesystem).mv is not AbstractFileSystem.mv
+        protocol = _protocol(filesystem)
+        self.options = dict(filesystem.storage_options or {})
+        self.name = f"fsspec:{protocol}:{filesystem._fs_token}"
+        self.shared = protocol != "memory"
+        self.puts_at_once = type(filesystem).mv is AbstractFileSystem.mv
         # Why not where it renames: there a create makes an empty file first and then fills it.
-        self.can_create = not self._renames
+        self.can_create = self.puts_at_once
 
     def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
         """See `FilesystemPort`."""
@@ -154,28 +147,26 @@ class FsspecPort:
 
     def put(self, path: str, data: bytes) -> None:
         """See `FilesystemPort`."""
-        if not self._renames:
-            self._fs.pipe_file(path, data)
-            return
-        stream = self.open_hidden(path)
-        try:
-            stream.write(memoryview(data))
-        except BaseException:
-            stream.discard()
-            raise
-        stream.publish()
+        self._fs.pipe_file(path, data)
 
     def create(self, path: str, data: bytes) -> None:
         """See `FilesystemPort`."""
         self._fs.pipe_file(path, data, mode="create")
 
+    def open(self, path: str) -> Any:
+        """See `FilesystemPort`."""
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return self._fs.open(path, "wb")
+
+    def move(self, path: str, to: str) -> None:
+        """See `FilesystemPort`."""
+        self._fs.mv(path, to)
+
     def open_hidden(self, path: str) -> HiddenStream:
         """See `FilesystemPort`."""
-        if not self._renames and self._is_uncommitted(temporary_beside(path)):
+        if self.puts_at_once and self._is_uncommitted(temporary_beside(path)):
             return _UncommittedFile(self._fs.open(path, "wb", autocommit=False))
-        temp = temporary_beside(path)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        return _RenamedFile(self._fs, self._fs.open(temp, "wb"), temp, path)
+        return super().open_hidden(path)
 
     def _is_uncommitted(self, path: str) -> bool:
         """Tells whether a file that is opened without `autocommit` is hidden until it is told.
@@ -223,45 +214,6 @@ class _UncommittedFile:
 
     def discard(self) -> None:
         self._file.discard()
-
-
-class _RenamedFile:
-    """A temporary file that gets its name by a move."""
-
-    def __init__(self, filesystem: AbstractFileSystem, file: Any, temp: str, path: str) -> None:
-        self._fs = filesystem
-        self._file = file
-        self._temp = temp
-        self._path = path
-
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
-
-    def publish(self) -> None:
-        self._file.close()
-        self._fs.mv(self._temp, self._path)
-        # Why looked at: HDFS replaces no file, answers that it did not rename, and its client over
-        # HTTP does not look at that answer.
-        if self._is_unnamed():
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path)
-            self._fs.mv(self._temp, self._path)
-            if self._is_unnamed():
-                raise OSError(f"the filesystem did not rename {self._temp} and told no error")
-
-    def _is_unnamed(self) -> bool:
-        self._fs.invalidate_cache()
-        try:
-            self._fs.info(self._temp)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def discard(self) -> None:
-        try:
-            self._file.close()
-        finally:
-            self._fs.rm_file(self._temp)
 
 
 def _url(filesystem: AbstractFileSystem, path: str) -> str:

@@ -28,10 +28,8 @@ import os
 import secrets
 import stat
 import threading
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,6 +39,7 @@ from ray_dcp.store.storage import (
     NETWORK_DISK,
     TEMP_PREFIX,
     Entry,
+    OnceWriter,
     PartWriter,
     ReadTraits,
     StorageTraits,
@@ -244,7 +243,7 @@ _DIRECT_MIN_BYTES = 256 << 10
 """Shorter aligned memory is copied: one large request beats several small ones."""
 
 
-class LocalWriter:
+class LocalWriter(OnceWriter):
     """Implements `PartWriter`; owns a temporary file and a bounce buffer until it is closed.
 
     Args:
@@ -259,18 +258,25 @@ class LocalWriter:
 
     def __init__(self, path: str, key: str, *, sync: bool, direct: bool) -> None:
         self._path = path
-        self._key = key
         self._sync = sync
-        self._state = "open"
+        self._create = True
         self._fd, self._temp, self._direct = _open_maybe_direct(path, key, direct, sync)
         self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)
         self._view = memoryview(self._bounce)
         self._fill = 0
         self._flushed = 0
+        super().__init__(path, key)
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See `PartWriter.write`."""
-        self._check_open()
+    def commit(self, *, create: bool = True) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed.
+
+        Args:
+            create: Only if the name is free; else it takes the place of what has it.
+        """
+        self._create = create
+        super().commit()
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
         view = as_bytes_view(data)
         try:
             if len(view) >= _DIRECT_MIN_BYTES:
@@ -279,42 +285,17 @@ class LocalWriter:
         except OSError as exc:
             raise os_failure(exc, "write", self._key, self._path) from exc
 
-    def commit(self, *, create: bool = True) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed.
-
-        Args:
-            create: Only if the name is free; else it takes the place of what has it.
-        """
-        if self._state == "committed":
-            return
-        self._check_open()
+    def _publish(self) -> None:
         try:
             self._finish()
-            publish(self._temp, self._path, create=create, sync=self._sync)
+            publish(self._temp, self._path, create=self._create, sync=self._sync)
         except OSError as exc:
-            self.abort()
             raise os_failure(exc, "publish", self._key, self._path) from exc
-        self._state = "committed"
 
-    def abort(self) -> None:
-        """See `PartWriter.abort`."""
-        if self._state != "open":
-            return
-        self._state = "aborted"
+    def _discard(self) -> None:
         self._close()
         with suppress(OSError):
             os.unlink(self._temp)
-
-    def __del__(self) -> None:
-        # Why: a writer dropped without commit must leave neither descriptor nor file behind.
-        if getattr(self, "_state", None) == "open" and hasattr(self, "_view"):
-            self.abort()
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(
-                f"the writer of {self._path} was {self._state}; open another", key=self._key
-            )
 
     def _write_in_place(self, view: memoryview) -> memoryview:
         """Writes what can go out from the caller's memory; returns what is left of it."""
@@ -424,12 +405,23 @@ def _pwrite(fd: int, views: list[memoryview], offset: int) -> int:
     return done
 
 
-@dataclass
 class _OpenFile:
-    fd: int
-    identity: tuple[int, int]
-    users: int = 0
-    retired: bool = False
+    """A regular file, open for reading until nobody refers to it any more."""
+
+    fd = -1
+
+    def __init__(self, path: str) -> None:
+        self.fd = open_regular(path)
+        self.identity = _identity(os.fstat(self.fd))
+        self.users = 0
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.fd >= 0:
+            close(self.fd)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 class OpenFiles:
@@ -449,8 +441,6 @@ class OpenFiles:
         self._limit = limit
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
-        # Why not __del__: it also runs on half-built objects and at interpreter exit.
-        weakref.finalize(self, _close_all, self._files)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[int]:
@@ -463,20 +453,17 @@ class OpenFiles:
         try:
             yield file.fd
         finally:
-            self._release(file)
+            with self._lock:
+                file.users -= 1
 
     def forget(self, path: str) -> None:
-        """Closes the file of a path that is about to vanish, if it is kept."""
+        """Closes the file of a path that is about to vanish, unless it is in use."""
         with self._lock:
-            file = self._files.pop(path, None)
-            if file is not None:
-                _retire(file)
+            self._files.pop(path, None)
 
     def close(self) -> None:
         """Closes everything that is not in use; the cache stays usable."""
         with self._lock:
-            for file in self._files.values():
-                _retire(file)
             self._files.clear()
 
     def _acquire(self, path: str) -> _OpenFile:
@@ -487,31 +474,16 @@ class OpenFiles:
             if file is not None and file.users:
                 file.users += 1
                 return file
-        now = os.stat(path)
-        identity = (now.st_dev, now.st_ino)
+        now = _identity(os.stat(path))
         with self._lock:
             file = self._files.pop(path, None)
-            if file is not None and file.identity != identity:
-                _retire(file)
-                file = None
-            if file is None:
-                file = _open(path)
+            if file is None or file.identity != now:
+                file = _OpenFile(path)
             file.users += 1
             self._files[path] = file  # the last entry is the most recent
-            self._evict()
+            while len(self._files) > self._limit:
+                del self._files[next(iter(self._files))]
         return file
-
-    def _release(self, file: _OpenFile) -> None:
-        with self._lock:
-            file.users -= 1
-            if file.retired and file.users == 0:
-                os.close(file.fd)
-
-    def _evict(self) -> None:
-        surplus = len(self._files) - self._limit
-        if surplus > 0:
-            for path in list(self._files)[:surplus]:
-                _retire(self._files.pop(path))
 
 
 def open_regular(path: str) -> int:
@@ -528,24 +500,6 @@ def open_regular(path: str) -> int:
         code = errno.ENOENT if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, os.strerror(code), path)
     return fd
-
-
-def _open(path: str) -> _OpenFile:
-    fd = open_regular(path)
-    status = os.fstat(fd)
-    return _OpenFile(fd, (status.st_dev, status.st_ino))
-
-
-def _retire(file: _OpenFile) -> None:
-    file.retired = True
-    if file.users == 0:
-        os.close(file.fd)
-
-
-def _close_all(files: dict[str, _OpenFile]) -> None:
-    for file in files.values():
-        os.close(file.fd)
-    files.clear()
 
 
 _MOUNTS = "/proc/self/mountinfo"

@@ -14,6 +14,7 @@ from ray_dcp.store.storage import (
     Entry,
     KeyExistsError,
     KeyMissingError,
+    OnceWriter,
     PartWriter,
     StorageTraits,
     as_bytes_view,
@@ -117,37 +118,20 @@ class MemoryStorage:
             _CONTENT[name] = data
 
 
-class _MemoryWriter:
+class _MemoryWriter(OnceWriter):
     """Collects the bytes and puts them at commit."""
 
     def __init__(self, storage: MemoryStorage, key: str) -> None:
         self._storage = storage
-        self._key = key
-        self._data: bytearray | None = bytearray()
-        self._committed = False
+        self._data = bytearray()
+        super().__init__(f"{storage.url}/{key}", key)
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See `PartWriter.write`."""
-        if self._data is None:
-            raise StorageError(
-                f"the writer of {self._storage.url}/{self._key} is closed; open another",
-                key=self._key,
-            )
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
         self._data += as_bytes_view(data)
 
-    def commit(self) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed."""
-        if self._committed:
-            return
-        if self._data is None:
-            raise StorageError(
-                f"the writer of {self._storage.url}/{self._key} was aborted; open another",
-                key=self._key,
-            )
-        data, self._data = bytes(self._data), None
-        self._storage._put(self._key, data, create=True)
-        self._committed = True
+    def _publish(self) -> None:
+        self._storage._put(self._key, bytes(self._data), create=True)
+        self._data = bytearray()
 
-    def abort(self) -> None:
-        """See `PartWriter.abort`."""
-        self._data = None
+    def _discard(self) -> None:
+        self._data = bytearray()

@@ -18,14 +18,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ray_dcp.errors import StorageError, StorageRefusedError
+from ray_dcp.errors import InvalidRequestError, StorageError, StorageRefusedError
 from ray_dcp.store.create_probe import creates_if_absent_in
+from ray_dcp.store.location import split_url
 from ray_dcp.store.object_stores import (
     ObjectOptions,
     base_url,
@@ -33,7 +35,6 @@ from ray_dcp.store.object_stores import (
     forget_store,
     make_store,
     name_of_store,
-    place_in,
     provider_of,
 )
 from ray_dcp.store.retry import Retrying
@@ -44,6 +45,7 @@ from ray_dcp.store.storage import (
     Entry,
     KeyExistsError,
     KeyMissingError,
+    OnceWriter,
     PartWriter,
     ReadTraits,
     StorageTraits,
@@ -141,91 +143,49 @@ def budget_of(options: ObjectOptions) -> UploadBudget:
         return _BUDGETS.setdefault(key, UploadBudget(*key))
 
 
-class ObjectWriter:
-    """Implements `PartWriter`.
+class ObjectWriter(OnceWriter):
+    """Implements `PartWriter`; what can't change is not copied.
 
     Args:
-        store: A store of obstore.
-        path: Where in it.
-        key: For messages.
-        where: URL of the key, for messages.
+        storage: Where to.
+        store: Its store of obstore, whose client repeats the requests of parts.
+        key: The key.
         options: Length of parts, how many at a time, memory.
-        create: Puts a path if there is none.
-        look: Raises where nothing is at a path.
-        ask: Calls the store and gives its errors their meaning.
-        ask_once: As `ask`, but never calls twice.
     """
 
     def __init__(
-        self,
-        store: Any,
-        path: str,
-        key: str,
-        where: str,
-        options: ObjectOptions,
-        *,
-        create: Callable[[str, Any], None],
-        look: Callable[[str], object],
-        ask: _Ask,
-        ask_once: _Ask,
+        self, storage: ObjectStorage, store: Any, key: str, options: ObjectOptions
     ) -> None:
+        self._storage = storage
         self._store = store
-        self._create = create
-        self._look = look
-        self._path = path
-        self._key = key
-        self._where = where
         self._options = options
-        self._ask = ask
-        self._ask_once = ask_once
         self._budget = budget_of(options)
         self._own = _Own()
-        self._state = "open"
         self._num_bytes = 0
         self._head: list[npt.NDArray[np.uint8]] = []
         self._upload: _Upload | None = None
+        super().__init__(storage._where(key), key)
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See `PartWriter.write`: copies, unless the bytes can't change."""
-        self._add(data, copy=not isinstance(data, bytes))
+    def _publish(self) -> None:
+        """Puts the file, or ends its upload.
 
-    def commit(self) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed.
-
-        A longer file than one request is looked for first; see `StorageTraits.exclusive_parts`.
+        A longer file than one request is looked for first; see `StorageTraits.create_if_absent`.
         """
-        if self._state == "committed":
-            return
-        self._check_open()
-        try:
-            if self._upload is None:
-                self._put_whole()
-            else:
-                self._check_free()
-                self._upload.finish()
-        except BaseException:
-            self.abort()
-            raise
-        self._state = "committed"
+        if self._upload is None:
+            self._storage._create(self._key, self._head or b"", "publish")
+        else:
+            self._check_free()
+            self._upload.finish()
         self._drop()
 
-    def abort(self) -> None:
-        """See `PartWriter.abort`. Parts that were uploaded are removed by the store."""
-        if self._state != "open":
-            return
-        self._state = "aborted"
+    def _discard(self) -> None:
+        # The store removes the parts that were uploaded.
         if self._upload is not None:
             self._upload.give_up()
         self._drop()
         self._budget.forget(self._own)
 
-    def __del__(self) -> None:
-        # Why: a writer dropped without commit must leave neither a thread nor an upload behind.
-        if getattr(self, "_state", None) == "open" and hasattr(self, "_upload"):
-            self.abort()
-
-    def _add(self, data: bytes | bytearray | memoryview, *, copy: bool) -> None:
-        self._check_open()
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
         view = as_bytes_view(data)
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
@@ -237,7 +197,7 @@ class ObjectWriter:
                     key=self._key,
                 )
             self._budget.take(self._own, len(piece), self._has_ended)
-            self._hand_over(self._counted(piece, copy))
+            self._hand_over(self._counted(piece, copy=not isinstance(data, bytes)))
             self._num_bytes += len(piece)
 
     def _has_ended(self) -> bool:
@@ -259,28 +219,20 @@ class ObjectWriter:
             self._head.append(array)
             if self._num_bytes + len(array) <= self._options.request_bytes:
                 return
-            self._upload = _Upload(self._store, self._path, self._options, self._ask_once)
+            ask = partial(self._storage._asked, "publish", self._key, repeat=False)
+            path = self._storage._path(self._key)
+            self._upload = _Upload(self._store, path, self._options, ask)
             while self._head:
                 self._upload.add(self._head.pop(0))
         else:
             self._upload.add(array)
 
-    def _put_whole(self) -> None:
-        body: Any = self._head or b""
-        self._ask(lambda: self._create(self._path, body))
-
     def _check_free(self) -> None:
         try:
-            self._ask(lambda: self._look(self._path))
+            self._storage._size(self._key, "publish")
         except KeyMissingError:
             return
         raise KeyExistsError(f"could not publish {self._where}: it exists already", key=self._key)
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(
-                f"the writer of {self._where} was {self._state}; open another", key=self._key
-            )
 
     def _drop(self) -> None:
         self._head.clear()
@@ -640,11 +592,10 @@ class ObjectStorage:
         """
         return StorageTraits(
             create_if_absent=creates_if_absent_in(
-                name_of_store(self._store), self._probe_put, self._probe_get, self._probe_delete
+                name_of_store(self._store), self._create, self._range, self.delete
             ),
             durable=provider_of(self._store) is not None,
             shared=provider_of(self._store) is not None,
-            exclusive_parts=False,
         )
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
@@ -705,30 +656,17 @@ class ObjectStorage:
         check_key(key)
         # Why copied: obstore's store in memory keeps what it is given.
         view = as_bytes_view(data) if provider_of(self._store) else bytes(as_bytes_view(data))
-        path = self._path(key)
         if create:
-            self._asked("create", key, partial(self._create, path, view))
-        else:
-            self._asked(
-                "write",
-                key,
-                lambda: self._obstore.put(self._calls, path, view, use_multipart=False),
-            )
+            self._create(key, view)
+            return
+        path = self._path(key)
+        put = partial(self._obstore.put, self._calls, path, view, use_multipart=False)
+        self._asked("write", key, put)
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
         check_key(key)
-        return ObjectWriter(
-            self._store,
-            self._path(key),
-            key,
-            self._where(key),
-            self._options,
-            create=self._create,
-            look=partial(self._obstore.head, self._calls),
-            ask=partial(self._asked, "publish", key),
-            ask_once=partial(self._asked, "publish", key, repeat=False),
-        )
+        return ObjectWriter(self, self._store, key, self._options)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Storage.delete`."""
@@ -740,35 +678,37 @@ class ObjectStorage:
             except KeyMissingError:
                 # Why one by one: not every store takes a missing key as deleted.
                 for path in some:
-                    self._delete_one(path)
+                    with suppress(KeyMissingError):
+                        self._asked("delete", path, partial(self._delete, [path]))
 
-    def _create(self, path: str, body: Any) -> None:
+    def _create(self, key: str, body: Any, doing: str = "create") -> None:
         """Puts a key if there is none.
 
         Careful: one whose answer was lost is asked again, and may meet itself. Callers read back
         what is there and compare it with what they wrote.
         """
-        try:
-            self._obstore.put(self._calls, path, body, mode="create", use_multipart=False)
-        except self._obstore.exceptions.AlreadyExistsError as error:
-            # Why looked at: obstore says the same of a conflict with another request (409), after
-            # which there may be no such key.
+        path = self._path(key)
+
+        def put() -> None:
             try:
-                self._obstore.head(self._calls, path)
-            except FileNotFoundError:
-                raise ConflictError("the store answered a conflict with another request") from error
-            raise
+                self._obstore.put(self._calls, path, body, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError as error:
+                # Why looked at: obstore says the same of a conflict with another request (409),
+                # after which there may be no such key.
+                try:
+                    self._obstore.head(self._calls, path)
+                except FileNotFoundError:
+                    raise ConflictError(
+                        "the store answered a conflict with another request"
+                    ) from error
+                raise
+
+        self._asked(doing, key, put)
 
     def _delete(self, paths: builtins.list[str]) -> None:
         self._obstore.delete(self._calls, paths)
 
-    def _delete_one(self, path: str) -> None:
-        try:
-            self._asked("delete", path, partial(self._delete, [path]))
-        except KeyMissingError:
-            return
-
-    def _range(self, key: str, start: int, num_bytes: int | None) -> bytes:
+    def _range(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         wanted = {"offset": start} if num_bytes is None else (start, start + num_bytes)
         options = {"range": wanted} if start or num_bytes is not None else {}
         path = self._path(key)
@@ -778,9 +718,9 @@ class ObjectStorage:
 
         return self._asked("read", key, get)
 
-    def _size(self, key: str) -> int:
+    def _size(self, key: str, doing: str = "read") -> int:
         path = self._path(key)
-        found = self._asked("read", key, lambda: self._obstore.head(self._calls, path))
+        found = self._asked(doing, key, lambda: self._obstore.head(self._calls, path))
         return int(found["size"])
 
     def _asked(self, doing: str, key: str, act: Callable[[], T], *, repeat: bool = True) -> T:
@@ -833,30 +773,6 @@ class ObjectStorage:
 
         return obstore
 
-    # For the probe of conditional creation
-
-    def _probe_put(self, name: str, data: bytes) -> bool:
-        path = self._path(TEMP_PREFIX + name)
-        try:
-            self._asked("create", TEMP_PREFIX + name, partial(self._create, path, data))
-        except KeyExistsError:
-            return False
-        return True
-
-    def _probe_get(self, name: str) -> bytes | None:
-        path = self._path(TEMP_PREFIX + name)
-        try:
-            return self._asked(
-                "read",
-                TEMP_PREFIX + name,
-                lambda: bytes(self._obstore.get(self._calls, path).bytes()),
-            )
-        except KeyMissingError:
-            return None
-
-    def _probe_delete(self, name: str) -> None:
-        self._delete_one(self._path(TEMP_PREFIX + name))
-
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (self._store, self._root, self._options))
 
@@ -878,9 +794,23 @@ class ObjectStorage:
 
     @classmethod
     def within(cls, store: Any, url: str) -> ObjectStorage:
-        """Returns the storage of a path or URL in a ready store."""
-        url = place_in(store, url).url
-        return cls(store, url[len(base_url(store)) :])
+        """Returns the storage of a path or URL in a ready store.
+
+        Args:
+            store: A store of obstore; its prefix is part of the place.
+            url: Path below the store's prefix, or URL that begins with the store's own; may be
+                empty.
+        """
+        base = base_url(store)
+        if not split_url(url)[0]:
+            return cls(store, url)
+        if url != base and not url.startswith(f"{base}/"):
+            raise InvalidRequestError(
+                f"expected a path in the given store, or a URL that begins with {base}/, but "
+                f"found {url!r}",
+                key="checkpoint_id",
+            )
+        return cls(store, url[len(base) :])
 
     # Last: below it, `list` in an annotation would mean this method.
     def list(self, prefix: str = "") -> list[Entry]:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.protocol.messages import Target
-from ray_dcp.store.location import split_url
 from ray_dcp.store.retry import Retrying
 
 MIB = 1 << 20
@@ -222,26 +220,6 @@ def forget_store(store: Any) -> None:
             del _KEPT[name]
         for key in [key for key, (kept, _) in _CLIENTS.items() if kept is store]:
             del _CLIENTS[key]
-
-
-def place_in(store: Any, url: str) -> Target:
-    """Returns the target for a path in a ready store, or for one of its URLs.
-
-    Args:
-        store: A store of obstore; its prefix is part of the place.
-        url: Path below the store's prefix, or URL that begins with the store's own; may be empty.
-    """
-    base = base_url(store)
-    if split_url(url)[0]:
-        if url != base and not url.startswith(f"{base}/"):
-            raise InvalidRequestError(
-                f"expected a path in the given store, or a URL that begins with {base}/, but "
-                f"found {url!r}",
-                key="checkpoint_id",
-            )
-        return Target(url.rstrip("/"), filesystem=store)
-    path = url.strip("/")
-    return Target(f"{base}/{path}" if path else base, filesystem=store)
 
 
 def base_url(store: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,15 +50,17 @@ def as_target(place: AnyPlace) -> Target:
         checked_url(place.url)
         return place
     if isinstance(place, Location):
-        return _with_filesystem(place.url, place.filesystem, place.storage_options)
+        if place.filesystem is None:
+            return Target(place.url, place.storage_options)
+        return _with_filesystem(place.url, place.filesystem)
     if brings_filesystem(place):
         found: Any = place
-        return _with_filesystem(str(found.path), found.filesystem, {})
+        return _with_filesystem(str(found.path), found.filesystem)
     brought = getattr(place, "fs", None)
     if not isinstance(place, str) and kind_of_filesystem(brought) == "fsspec":
-        return _with_filesystem(str(getattr(place, "path", "")), brought, {})
+        return _with_filesystem(str(getattr(place, "path", "")), brought)
     if not isinstance(place, (str, os.PathLike)) and kind_of_filesystem(place) is not None:
-        return _with_filesystem("", place, {})
+        return _with_filesystem("", place)
     return Target(checked_url(place))
 
 
@@ -86,7 +88,7 @@ def open_storage(target: AnyPlace) -> Storage:
     """
     place = as_target(target)
     if place.filesystem is not None:
-        return _of_filesystem(place)
+        return _in_filesystem(place.url, place.filesystem)
     scheme, rest = split_url(place.url)
     options = dict(place.storage_options)
     if scheme in PROVIDERS:
@@ -150,41 +152,35 @@ def place_by_fsspec(url: str) -> Target:
     Raises:
         InvalidRequestError: fsspec makes none.
     """
-    from ray_dcp.store.fsspec_storage import place_by_url
+    from ray_dcp.store.fsspec_storage import filesystem_of
 
-    return place_by_url(url, {})
+    filesystem, path = filesystem_of(url, {})
+    return _with_filesystem(path, filesystem)
 
 
-def _of_filesystem(place: Target) -> Storage:
-    kind = kind_of_filesystem(place.filesystem)
+def _with_filesystem(url: str, filesystem: Any) -> Target:
+    """Returns the target for a path or URL in a ready filesystem; its root when empty."""
+    storage = _in_filesystem(url, filesystem)
+    if isinstance(storage, LocalStorage):
+        return Target(storage.url)
+    # Why not always the given one: what was wrapped around another is left out.
+    return Target(storage.url, filesystem=getattr(storage, "filesystem", filesystem))
+
+
+def _in_filesystem(url: str, filesystem: Any) -> Storage:
+    # Why inside: adapters import the libraries whose filesystems they take.
+    kind = kind_of_filesystem(filesystem)
     if kind == "obstore":
         from ray_dcp.store.object_storage import ObjectStorage
 
-        return ObjectStorage.within(place.filesystem, place.url)
+        return ObjectStorage.within(filesystem, url)
     if kind == "arrow":
         from ray_dcp.store.arrow_storage import ArrowStorage
 
-        return ArrowStorage.within(place.filesystem, place.url)
+        return ArrowStorage.within(filesystem, url)
     from ray_dcp.store.fsspec_storage import FsspecStorage
 
-    return FsspecStorage.within(place.filesystem, place.url)
-
-
-def _with_filesystem(url: str, filesystem: Any, options: Mapping[str, object]) -> Target:
-    if filesystem is None:
-        return Target(url, options)
-    # Why inside: adapters import the libraries whose filesystems they take.
-    if kind_of_filesystem(filesystem) == "obstore":
-        from ray_dcp.store.object_stores import place_in
-
-        return place_in(filesystem, url)
-    if kind_of_filesystem(filesystem) == "arrow":
-        from ray_dcp.store.arrow_storage import place_in_arrow
-
-        return place_in_arrow(filesystem, url)
-    from ray_dcp.store.fsspec_storage import place_in_fsspec
-
-    return place_in_fsspec(filesystem, url)
+    return FsspecStorage.within(filesystem, url)
 
 
 LOOKS_S = 0.25

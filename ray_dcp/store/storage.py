@@ -4,7 +4,8 @@ A storage is bound to one checkpoint directory. Keys are relative, `/`-separated
 Every method may be called from several threads, and everything may happen twice. A storage
 describes itself by `StorageTraits` and `ReadTraits`, which are asked instead of its class.
 
-Every storage shares the checks of keys and ranges, and what an errno means (`os_failure`). A
+Every storage shares the checks of keys and ranges, what an errno means (`os_failure`), and the life
+of a writer, from open to committed or aborted (`OnceWriter`). A
 `StorageWrapper` passes everything on to another storage, to be changed in part. `OneFile` is one
 file of a directory as a storage to read: nothing else is visible, nothing can be written. `opening`
 opens the storage of a path or URL.
@@ -30,6 +31,7 @@ __all__ = [
     "Entry",
     "KeyExistsError",
     "KeyMissingError",
+    "OnceWriter",
     "OneFile",
     "PartWriter",
     "ReadTraits",
@@ -67,15 +69,13 @@ class StorageTraits:
     create_if_absent: bool
     """`write(create=True)` and `PartWriter.commit` have exactly one winner, whoever asks from
     wherever. False where they look first and then write: then a save's coordinator alone decides
-    (see `ray_dcp.runtime.tasks`)."""
+    (see `ray_dcp.runtime.tasks`). Where a file of several requests is put together, `commit` of
+    one may look first all the same: of two in the same moment the later stands, and the other is
+    not told. Keys of data files carry their attempt, whose writers write equal bytes."""
     durable: bool
     """What was written survives a power cut."""
     shared: bool
     """Other processes see it (False for `memory://`)."""
-    exclusive_parts: bool = True
-    """`PartWriter.commit` has exactly one winner, however long the file. False where only files of
-    one request have: of two that commit a longer one in the same moment the later stands, and the
-    other is not told. Keys of data files carry their attempt, whose writers write equal bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,66 @@ class PartWriter(Protocol):
     def abort(self) -> None:
         """Drops what was written. Never raises; does nothing after `commit`."""
         ...
+
+
+class OnceWriter:
+    """Implements `PartWriter` for subclasses that say where the bytes go.
+
+    One that is dropped while it is open is aborted: it leaves neither file nor thread behind.
+
+    Args:
+        where: Path or URL of the key, for messages.
+        key: The key.
+    """
+
+    _state = "unmade"
+
+    def __init__(self, where: str, key: str) -> None:
+        self._where = where
+        self._key = key
+        self._state = "open"
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See `PartWriter.write`."""
+        self._check_open()
+        self._append(data)
+
+    def commit(self) -> None:
+        """See `PartWriter.commit`; does nothing when it was committed."""
+        if self._state == "committed":
+            return
+        self._check_open()
+        try:
+            self._publish()
+        except BaseException:
+            self.abort()
+            raise
+        self._state = "committed"
+
+    def abort(self) -> None:
+        """See `PartWriter.abort`."""
+        if self._state == "open":
+            self._state = "aborted"
+            self._discard()
+
+    def __del__(self) -> None:
+        self.abort()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(
+                f"the writer of {self._where} was {self._state}; open another", key=self._key
+            )
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
+        raise NotImplementedError
+
+    def _publish(self) -> None:
+        raise NotImplementedError
+
+    def _discard(self) -> None:
+        """Drops what was written; must not raise."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -413,7 +473,7 @@ class StorageWrapper:
         self._inner.delete(keys)
 
 
-class OneFile:
+class OneFile(StorageWrapper):
     """Implements the reading part of `Storage`.
 
     Args:
@@ -430,7 +490,7 @@ class OneFile:
     """
 
     def __init__(self, inner: Storage, key: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._key = key
 
     @property
@@ -438,44 +498,27 @@ class OneFile:
         """Path or URL of the file."""
         return f"{self._inner.url.rstrip('/')}/{self._key}"
 
-    @property
-    def traits(self) -> StorageTraits:
-        """Those of the directory's."""
-        return self._inner.traits
-
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
         """See `Storage.read`."""
         self._check(key)
-        return self._inner.read(key, start, num_bytes)
+        return super().read(key, start, num_bytes)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """See `Storage.read_into`."""
         self._check(key)
-        self._inner.read_into(key, start, target)
+        super().read_into(key, start, target)
 
-    def list(self, prefix: str = "") -> list[Entry]:
+    def list(self, prefix: str = "") -> builtins.list[Entry]:
         """See `Storage.list`."""
-        if not self._key.startswith(prefix):
-            return []
-        return [entry for entry in self._inner.list(self._key) if entry.key == self._key]
+        # Why not all that begins so: there may be much beside the file, at any depth.
+        found = super().list(self._key) if self._key.startswith(prefix) else []
+        return [entry for entry in found if entry.key == self._key]
 
-    def write(
-        self, key: str, data: bytes | bytearray | memoryview, *, create: bool = False
-    ) -> None:
-        """Refuses."""
-        self._refuse()
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise StorageError(f"{self.url} is one file: nothing is written or deleted here")
 
-    def open_writer(self, key: str, *, sync: bool = True) -> NoReturn:
-        """Refuses."""
-        self._refuse()
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Refuses."""
-        self._refuse()
+    write = open_writer = delete = _refuse
 
     def _check(self, key: str) -> None:
         if key != self._key:
             raise KeyMissingError(f"{self.url} is one file, and has no {key!r}", key=key)
-
-    def _refuse(self) -> NoReturn:
-        raise StorageError(f"{self.url} is one file: nothing is written or deleted here")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from ray_dcp.store.storage import (
     Entry,
     KeyExistsError,
     KeyMissingError,
+    OnceWriter,
     PartWriter,
     ReadTraits,
     StorageTraits,
@@ -88,41 +90,97 @@ class HiddenStream(Protocol):
         """Drops it."""
 
 
-class FilesystemPort(Protocol):
+class FilesystemPort:
     """What is asked of a filesystem; paths are its own. Raises `OSError`s, or what it likes.
 
     Attributes:
         name: Names the store, not the path, so that it is probed once.
         can_create: There is a conditional `create` to be tried.
+        puts_at_once: `put` is atomic, as on an object store, where a rename would copy.
         shared: Other processes see it, also after a power cut.
         options: As the user gave them, so that they are kept out of messages.
     """
 
     name: str
-    can_create: bool
-    shared: bool
-    options: Mapping[str, object]
+    can_create = False
+    puts_at_once = False
+    shared = True
+    options: Mapping[str, object] = {}
 
     def read(self, path: str, start: int, num_bytes: int | None) -> bytes:
         """Returns bytes of a file, fewer when it is shorter, or raises `FileNotFoundError`."""
+        raise NotImplementedError
 
     def size(self, path: str) -> int:
         """Returns the length of a file, or raises `FileNotFoundError`."""
+        raise NotImplementedError
 
     def put(self, path: str, data: bytes) -> None:
-        """Puts a file atomically."""
+        """Puts a file atomically; asked only where that can be."""
+        raise NotImplementedError
 
     def create(self, path: str, data: bytes) -> None:
-        """Puts a file if there is none; any error where there is one."""
+        """Puts a file if there is none, any error where there is one; asked where it can."""
+        raise NotImplementedError
 
-    def open_hidden(self, path: str) -> HiddenStream:
-        """Opens a file that is to be published."""
+    def open(self, path: str) -> Any:
+        """Opens a file to be written, in a folder that is made; it has `write` and `close`."""
+        raise NotImplementedError
+
+    def move(self, path: str, to: str) -> None:
+        """Gives a file another name."""
+        raise NotImplementedError
 
     def find(self, path: str) -> Iterable[tuple[str, int]]:
         """Yields every file below a path with its length; nothing when it does not exist."""
+        raise NotImplementedError
 
     def remove(self, path: str) -> None:
         """Removes a file, or raises `FileNotFoundError`."""
+        raise NotImplementedError
+
+    def open_hidden(self, path: str) -> HiddenStream:
+        """Opens a file that is to be published."""
+        return _RenamedFile(self, path)
+
+    def is_there(self, path: str) -> bool:
+        """Tells whether there is a file."""
+        try:
+            self.size(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+class _RenamedFile:
+    """A temporary file that gets its name by a move."""
+
+    def __init__(self, port: FilesystemPort, path: str) -> None:
+        self._port = port
+        self._path = path
+        self._temp = temporary_beside(path)
+        self._file = port.open(self._temp)
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+
+    def publish(self) -> None:
+        self._file.close()
+        self._port.move(self._temp, self._path)
+        # Why looked at: HDFS replaces no file, answers that it did not rename, and its client over
+        # HTTP does not look at that answer.
+        if self._port.is_there(self._temp):
+            with suppress(FileNotFoundError):
+                self._port.remove(self._path)
+            self._port.move(self._temp, self._path)
+            if self._port.is_there(self._temp):
+                raise OSError(f"the filesystem did not rename {self._temp} and told no error")
+
+    def discard(self) -> None:
+        try:
+            self._file.close()
+        finally:
+            self._port.remove(self._temp)
 
 
 class StorageAdapter:
@@ -164,13 +222,10 @@ class StorageAdapter:
             StorageError: It could not be tried.
         """
         can_create = self._port.can_create and creates_if_absent_in(
-            self._port.name, self._probe_put, self._probe_get, self._probe_delete
+            self._port.name, self._create, self._read, self.delete
         )
         return StorageTraits(
-            create_if_absent=can_create,
-            durable=self._port.shared,
-            shared=self._port.shared,
-            exclusive_parts=False,
+            create_if_absent=can_create, durable=self._port.shared, shared=self._port.shared
         )
 
     def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
@@ -181,7 +236,7 @@ class StorageAdapter:
             self._asked("read", key, lambda: self._port.size(path))
             return b""
         try:
-            return self._asked("read", key, lambda: self._port.read(path, start, num_bytes))
+            return self._read(key, start, num_bytes)
         except KeyMissingError:
             raise
         except StorageError:
@@ -208,13 +263,12 @@ class StorageAdapter:
         """See `Storage.write`; where nothing creates if absent, `create` looks first."""
         path = self._path(key)
         value = bytes(as_bytes_view(data))
-        if not create:
-            self._asked("write", key, lambda: self._port.put(path, value))
-        elif self.traits.create_if_absent:
-            self._create(key, path, value)
-        else:
+        if create and self.traits.create_if_absent:
+            self._create(key, value)
+            return
+        if create:
             self._check_free(key, path)
-            self._asked("create", key, lambda: self._port.put(path, value))
+        self._asked("create" if create else "write", key, lambda: self._put(path, value))
 
     def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
         """See `Storage.open_writer`; `sync` changes nothing."""
@@ -250,27 +304,38 @@ class StorageAdapter:
         except KeyMissingError:
             return []
 
-    def _create(self, key: str, path: str, value: bytes) -> None:
+    def _read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        path = self._below(key)
+        return self._asked("read", key, lambda: self._port.read(path, start, num_bytes))
+
+    def _put(self, path: str, value: bytes) -> None:
+        if self._port.puts_at_once:
+            self._port.put(path, value)
+            return
+        stream = self._port.open_hidden(path)
+        try:
+            stream.write(memoryview(value))
+        except BaseException:
+            stream.discard()
+            raise
+        stream.publish()
+
+    def _create(self, key: str, value: bytes) -> None:
+        path = self._below(key)
+
         def act() -> None:
             try:
                 self._port.create(path, value)
             except Exception as error:
                 # Why asked: each library has its own error for a name that is taken.
-                if isinstance(error, FileExistsError) or self._is_there(path):
+                if isinstance(error, FileExistsError) or self._port.is_there(path):
                     raise FileExistsError(str(error)) from error
                 raise
 
         self._asked("create", key, act, repeat=False)
 
-    def _is_there(self, path: str) -> bool:
-        try:
-            self._port.size(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _check_free(self, key: str, path: str) -> None:
-        if self._asked("look at", key, lambda: self._is_there(path)):
+        if self._asked("look at", key, lambda: self._port.is_there(path)):
             raise KeyExistsError(f"could not create {self._where(key)}: it exists", key=key)
 
     def _size(self, key: str) -> int:
@@ -312,25 +377,6 @@ class StorageAdapter:
     def _below(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    # For the probe of conditional creation
-
-    def _probe_put(self, name: str, data: bytes) -> bool:
-        try:
-            self._create(TEMP_PREFIX + name, self._below(TEMP_PREFIX + name), data)
-        except KeyExistsError:
-            return False
-        return True
-
-    def _probe_get(self, name: str) -> bytes | None:
-        path = self._below(TEMP_PREFIX + name)
-        try:
-            return self._asked("read", TEMP_PREFIX + name, lambda: self._port.read(path, 0, None))
-        except KeyMissingError:
-            return None
-
-    def _probe_delete(self, name: str) -> None:
-        self.delete([TEMP_PREFIX + name])
-
     # Last: below it, `list` in an annotation would mean this method.
     def list(self, prefix: str = "") -> list[Entry]:
         """See `Storage.list`."""
@@ -341,74 +387,45 @@ class StorageAdapter:
         ]
 
 
-class _AdapterWriter:
+class _AdapterWriter(OnceWriter):
     """Keeps a short file in memory; writes a longer one into a hidden stream."""
 
     def __init__(self, storage: StorageAdapter, key: str, path: str) -> None:
         self._storage = storage
-        self._key = key
         self._path = path
-        self._state = "open"
         self._head = bytearray()
         self._stream: HiddenStream | None = None
+        super().__init__(storage._where(key), key)
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See `PartWriter.write`."""
-        self._check_open()
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
         view = as_bytes_view(data)
         if self._stream is None and len(self._head) + len(view) <= _HEAD_BYTES:
             self._head += view
             return
         if self._stream is None:
             self._stream = self._ask("create", lambda: self._storage._port.open_hidden(self._path))
-            self._append(memoryview(self._head))
-        self._append(view)
+            self._write(self._stream, memoryview(self._head))
+        self._write(self._stream, view)
 
-    def commit(self) -> None:
-        """See `PartWriter.commit`; does nothing when it was committed."""
-        if self._state == "committed":
-            return
-        self._check_open()
-        try:
-            if self._stream is None:
-                self._storage.write(self._key, self._head, create=True)
-            else:
-                self._storage._check_free(self._key, self._path)
-                self._ask("publish", self._stream.publish)
-        except BaseException:
-            self.abort()
-            raise
-        self._state = "committed"
+    def _publish(self) -> None:
+        if self._stream is None:
+            self._storage.write(self._key, self._head, create=True)
+        else:
+            self._storage._check_free(self._key, self._path)
+            self._ask("publish", self._stream.publish)
 
-    def abort(self) -> None:
-        """See `PartWriter.abort`."""
-        if self._state != "open":
-            return
-        self._state = "aborted"
+    def _discard(self) -> None:
         self._head = bytearray()
-        if self._stream is not None:
-            try:
+        # Suppressed: what it leaves is collected later.
+        with suppress(Exception):
+            if self._stream is not None:
                 self._stream.discard()
-            except Exception:  # noqa: BLE001 - what it leaves is collected later
-                self._stream = None
 
-    def __del__(self) -> None:
-        if getattr(self, "_state", None) == "open" and hasattr(self, "_stream"):
-            self.abort()
-
-    def _append(self, view: memoryview) -> None:
-        stream: Any = self._stream
+    def _write(self, stream: HiddenStream, view: memoryview) -> None:
         self._ask("write", lambda: stream.write(view))
 
     def _ask(self, doing: str, act: Callable[[], T]) -> T:
         return self._storage._asked(doing, self._key, act, repeat=False)
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(
-                f"the writer of {self._storage.url}/{self._key} was {self._state}; open another",
-                key=self._key,
-            )
 
 
 def temporary_beside(path: str) -> str:

@@ -35,12 +35,12 @@ from tests.crash.invariants import (
     expect,
     is_same,
 )
+from tests.crash.own_operations import OPERATIONS
 from tests.crash.registry import (
     NEXT,
     Operation,
     Place,
     directory_of,
-    registered_operation,
 )
 
 __all__ = ["FOREIGN", "Reached", "aftermath_of", "check_crashes", "told_by"]
@@ -78,11 +78,8 @@ def check_crashes(
 ) -> Reached:
     """Interrupts an operation at every call in turn and checks what is left.
 
-    For the author of a storage: with `storage`, all that ray_dcp does is tried on it. For the
-    author of an operation: register it (`register_operation`).
-
     Args:
-        operation: What to interrupt, or the name under which it is registered.
+        operation: What to interrupt, or the name of one of `OPERATIONS`.
         storage: Makes an empty storage, each time another one or the same again (which is faster:
             what stands before is then written from a copy); a `MemoryStorage` by default. What is
             left in it is deleted.
@@ -98,7 +95,7 @@ def check_crashes(
 
     Raises:
         AssertionError: An invariant does not hold; the message says after which interruption.
-        InvalidRequestError: The storage is not empty, or the operation needs another one.
+        InvalidRequestError: The storage is not empty.
 
     Complexity:
         Calls times variants runs of the operation, each with several loads and a save.
@@ -109,7 +106,7 @@ def check_crashes(
         (['new', 'previous'], True)
     """
     if isinstance(operation, str):
-        operation = registered_operation(operation)
+        operation = next(one for one in OPERATIONS if one.name == operation)
     make = storage or partial(MemoryStorage, f"ray_dcp-testing/{uuid.uuid4().hex}")
     chosen = operation.invariants or INVARIANTS if invariants is None else invariants
     enumeration = _Enumeration(operation, make, chosen, interrupt)
@@ -239,11 +236,6 @@ class _Enumeration:
     def _prepared(self) -> Iterator[tuple[Storage, frozenset[str]]]:
         """Lends a place with what stands before, and tells what lies beside it."""
         storage = self._make()
-        if self._operation.needs_path and directory_of(storage) is None:
-            raise InvalidRequestError(
-                f"{self._operation.name} opens its path by itself, which takes a LocalStorage, "
-                f"but found {type(storage).__name__}"
-            )
         if storage.list():
             raise InvalidRequestError(
                 f"expected an empty storage, but there is something in {storage.url}"

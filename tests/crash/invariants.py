@@ -23,7 +23,8 @@ import torch.distributed.checkpoint.state_dict_loader as stock
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import Manifest, record_key
 from ray_dcp.format.save_trace import trace_key
-from ray_dcp.io.checkpoint import METADATA_KEY, read_checkpoint, read_records
+from ray_dcp.io.checkpoint import METADATA_KEY, read_checkpoint
+from ray_dcp.io.records import read_slots
 from ray_dcp.runtime.tasks import outcome
 from ray_dcp.store.fault_injection import Fault, Operation, Script
 from ray_dcp.store.local import LocalStorage
@@ -170,7 +171,8 @@ def outcomes_agree(after: Aftermath) -> None:
     Raises:
         AssertionError: It does not.
     """
-    records = read_records(after.storage)
+    slots = read_slots(after.storage, whole=True)
+    records = {**slots.older, **slots.records}
     attempts = {record.attempt for record in records.values()} | {after.attempt} - {None}
     if _can_be_opened(after.storage):
         said: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""Registers what ray_dcp itself does at a place; importing it is enough."""
+"""What ray_dcp itself does at a place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.store.fault_injection import CrashError, Fault, Script
 from tests.crash.array_states import ArrayCapture, State
 from tests.crash.ranks import load_state
-from tests.crash.registry import NEW, OLD, Place, register_operation
+from tests.crash.registry import NEW, OLD, Operation, Place
 
 __all__ = [
+    "OPERATIONS",
     "delete_at",
     "leave_a_crash",
     "put_stock_checkpoint",
@@ -146,46 +148,47 @@ def _safe_new(place: Place) -> str:
     return place.save(NEW, 2, options=SAFETENSORS)
 
 
-register_operation("save.first", prepare=_nothing, run=_save_new, new=NEW)
-register_operation("save.overwrite", prepare=_save_old, run=_save_new, previous=OLD, new=NEW)
-register_operation(
-    "save.overwrite_beside_leftovers", prepare=_old_and_leftovers, run=_save_new, previous=OLD,
-    new=NEW,
+def _collect(place: Place, **how: bool) -> None:
+    collect(place.url, opener=place.open, **how)
+
+
+OPERATIONS = (
+    Operation(name="save.first", prepare=_nothing, run=_save_new, new=NEW),
+    Operation(name="save.overwrite", prepare=_save_old, run=_save_new, previous=OLD, new=NEW),
+    Operation(
+        name="save.overwrite_beside_leftovers", prepare=_old_and_leftovers, run=_save_new,
+        previous=OLD, new=NEW,
+    ),
+    Operation(
+        name="save.overwrite_stock", prepare=put_stock_checkpoint, run=_save_new, previous=OLD,
+        new=NEW,
+    ),
+    Operation(
+        name="save.staged", prepare=_old_and_leftovers, run=_staged_new, previous=OLD, new=NEW
+    ),
+    Operation(name="save.first_safetensors", prepare=_nothing, run=_safe_new, new=NEW),
+    Operation(
+        name="save.overwrite_safetensors", prepare=_safe_old, run=_safe_new, previous=OLD, new=NEW
+    ),
+    Operation(
+        name="save.overwrite_by_safetensors", prepare=_save_old, run=_safe_new, previous=OLD,
+        new=NEW,
+    ),
+    Operation(
+        name="save.aborted", prepare=_save_old, run=save_with_a_failing_rank, previous=OLD,
+        new=OLD, fails=True,
+    ),
+    Operation(
+        name="load.repairs_metadata", prepare=_not_published, run=_load_new, previous=NEW, new=NEW
+    ),
+    Operation(name="delete", prepare=_old_and_leftovers, run=delete_at, previous=OLD),
+    Operation(name="delete.safetensors", prepare=_safe_old, run=delete_at, previous=OLD),
+    Operation(name="delete.again", prepare=_half_deleted, run=delete_at),
+    Operation(
+        name="collect", prepare=_replaced_and_leftovers, run=_collect, previous=OLD, new=OLD
+    ),
+    Operation(
+        name="collect.abort_unfinished", prepare=_replaced_and_leftovers,
+        run=partial(_collect, abort_unfinished=True), previous=OLD, new=OLD,
+    ),
 )  # fmt: skip
-register_operation(
-    "save.overwrite_stock", prepare=put_stock_checkpoint, run=_save_new, previous=OLD, new=NEW
-)
-register_operation(
-    "save.staged", prepare=_old_and_leftovers, run=_staged_new, previous=OLD, new=NEW
-)
-register_operation("save.first_safetensors", prepare=_nothing, run=_safe_new, new=NEW)
-register_operation(
-    "save.overwrite_safetensors", prepare=_safe_old, run=_safe_new, previous=OLD, new=NEW
-)
-register_operation(
-    "save.overwrite_by_safetensors", prepare=_save_old, run=_safe_new, previous=OLD, new=NEW
-)
-register_operation(
-    "save.aborted", prepare=_save_old, run=save_with_a_failing_rank, previous=OLD, new=OLD,
-    fails=True,
-)  # fmt: skip
-register_operation(
-    "load.repairs_metadata", prepare=_not_published, run=_load_new, previous=NEW, new=NEW
-)
-register_operation("delete", prepare=_old_and_leftovers, run=delete_at, previous=OLD)
-register_operation("delete.safetensors", prepare=_safe_old, run=delete_at, previous=OLD)
-register_operation("delete.again", prepare=_half_deleted, run=delete_at)
-register_operation(
-    "collect",
-    prepare=_replaced_and_leftovers,
-    run=lambda place: collect(place.url, opener=place.open),
-    previous=OLD,
-    new=OLD,
-)
-register_operation(
-    "collect.abort_unfinished",
-    prepare=_replaced_and_leftovers,
-    run=lambda place: collect(place.url, opener=place.open, abort_unfinished=True),
-    previous=OLD,
-    new=OLD,
-)

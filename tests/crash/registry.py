@@ -1,17 +1,15 @@
-"""Which operations are interrupted at every point: `register_operation` adds one.
+"""What an operation is that is interrupted at every point, and the place where it happens.
 
 What is done with them is in `crashes`; those of ray_dcp itself are in `own_operations`.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import Storage
@@ -24,10 +22,6 @@ __all__ = [
     "OLD",
     "Operation",
     "Place",
-    "register_operation",
-    "registered_operation",
-    "registered_operations",
-    "unregister_operation",
 ]
 
 OLD, NEW, NEXT = sample_state(1), sample_state(2), sample_state(3)
@@ -85,9 +79,6 @@ class Operation:
     """What stands after it; None for nothing."""
     fails: bool = False
     """It raises a `CheckpointError` also when nothing is wrong with the storage."""
-    needs_path: bool = False
-    """It does not use `Place.storage`, but opens the path: only its system calls can be
-    interrupted, in a local directory."""
     invariants: Sequence[Callable[[Any], None]] | None = None
     """What must hold afterwards, each called with an `Aftermath`; `INVARIANTS` if None."""
     look: Callable[[Storage, tuple[State, ...]], State | None] | None = None
@@ -96,89 +87,6 @@ class Operation:
 
     def __str__(self) -> str:
         return self.name
-
-
-_OPERATIONS: dict[str, Operation] = {}
-
-
-def register_operation(
-    name: str,
-    *,
-    prepare: Callable[[Place], object],
-    run: Callable[[Place], object],
-    previous: State | None = None,
-    new: State | None = None,
-    fails: bool = False,
-    needs_path: bool = False,
-    invariants: Sequence[Callable[[Any], None]] | None = None,
-    look: Callable[[Storage, tuple[State, ...]], State | None] | None = None,
-) -> Operation:
-    """Adds an operation to those that the tests interrupt at every point.
-
-    Args:
-        name: Of the operation, unique.
-        prepare: Makes what stands before.
-        run: Does it; see `Operation.run`.
-        previous: What stands before; None for nothing.
-        new: What stands after it; None for nothing.
-        fails: It raises a `CheckpointError` also when nothing is wrong with the storage.
-        needs_path: It opens the path by itself.
-        invariants: See `Operation.invariants`.
-        look: See `Operation.look`.
-
-    Raises:
-        InvalidRequestError: The name is taken.
-
-    Example:
-        >>> overwrite = register_operation(
-        ...     "doc.mine",
-        ...     prepare=lambda place: place.save(OLD),
-        ...     run=lambda place: place.save(NEW, 3),
-        ...     previous=OLD,
-        ...     new=NEW,
-        ... )
-        >>> overwrite in registered_operations()
-        True
-        >>> unregister_operation("doc.mine")
-    """
-    if name in _OPERATIONS:
-        raise InvalidRequestError(f"an operation {name!r} is registered already; take another name")
-    operation = Operation(
-        name=name, prepare=prepare, run=run, previous=previous, new=new, fails=fails,
-        needs_path=needs_path, invariants=invariants, look=look,
-    )  # fmt: skip
-    _OPERATIONS[name] = operation
-    return operation
-
-
-def unregister_operation(name: str) -> None:
-    """Takes an operation out again; does nothing when it is not there."""
-    _OPERATIONS.pop(name, None)
-
-
-def registered_operations() -> tuple[Operation, ...]:
-    """Returns all operations, in the order in which they were registered."""
-    _register_own()
-    return tuple(_OPERATIONS.values())
-
-
-def registered_operation(name: str) -> Operation:
-    """Returns the operation of a name.
-
-    Raises:
-        InvalidRequestError: There is none; the message names those that there are.
-    """
-    _register_own()
-    if name not in _OPERATIONS:
-        raise InvalidRequestError(
-            f"expected one of {', '.join(sorted(_OPERATIONS))}, but found {name!r}"
-        )
-    return _OPERATIONS[name]
-
-
-def _register_own() -> None:
-    # Why here: that module registers what ray_dcp does, with the functions of this one.
-    importlib.import_module("tests.crash.own_operations")
 
 
 def directory_of(storage: Storage) -> Path | None:

@@ -21,25 +21,15 @@ from tests.crash.interruptions import interrupted_storage
 from tests.crash.invariants import (
     INVARIANTS,
     Aftermath,
-    a_later_save_works,
-    nothing_lies_outside,
     standing_state,
 )
+from tests.crash.own_operations import OPERATIONS
 from tests.crash.ranks import one_outcome, save_ranks
-from tests.crash.registry import NEW, NEXT, OLD, Operation, Place, registered_operations
-from tests.crash.stock_calls import (
-    interrupted_stock,
-    ours_stands_or_both_are_named,
-    save_by_stock,
-    stock_dcp_sees_no_mixture,
-)
+from tests.crash.registry import NEXT, OLD, Place
 from tests.crash.system_calls import interrupted_system
 
-OPERATIONS = registered_operations()
-ON_STORAGE = [operation for operation in OPERATIONS if not operation.needs_path]
 
-
-@pytest.mark.parametrize("operation", ON_STORAGE, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_a_process_that_dies_leaves_the_previous_or_the_new_checkpoint(operation):
     reached = check_crashes(operation, variants=["before"])
     assert reached.told == {"nothing": reached.points["before"]}
@@ -47,7 +37,7 @@ def test_a_process_that_dies_leaves_the_previous_or_the_new_checkpoint(operation
     assert reached.stood["previous"] >= 1
 
 
-@pytest.mark.parametrize("operation", ON_STORAGE, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_who_loses_an_answer_and_goes_on_is_told_what_stands(operation):
     reached = check_crashes(operation, variants=["lost"], every=2)
     if operation.name.startswith("save.") and not operation.fails:
@@ -55,7 +45,7 @@ def test_who_loses_an_answer_and_goes_on_is_told_what_stands(operation):
         assert {"committed", "failed"} <= set(reached.told) <= {"committed", "failed"}
 
 
-@pytest.mark.parametrize("operation", ON_STORAGE, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_who_meets_an_error_at_any_call_is_told_what_stands(operation):
     once = check_crashes(operation, variants=["refused"], every=5)
     for_ever = check_crashes(operation, variants=["broken"], every=5)
@@ -83,38 +73,6 @@ def test_a_process_that_dies_in_the_midst_of_a_write_leaves_the_previous(name, t
     )
     assert reached.calls.keys() == {"write", "pwritev"}
     assert reached.stood["previous"] >= 3
-
-
-STOCK_OVER_OURS = Operation(
-    name="stock DCP saves over ours",
-    prepare=lambda place: place.save(OLD),
-    run=save_by_stock,
-    previous=OLD,
-    new=NEW,
-    needs_path=True,
-)
-
-
-def test_stock_dcp_that_dies_while_it_saves_over_ours_leaves_ours_or_an_error_that_names_both(
-    tmp_path,
-):
-    crashes = partial(
-        check_crashes,
-        STOCK_OVER_OURS,
-        storage=partial(LocalStorage, tmp_path / "step-1"),
-        interrupt=interrupted_stock,
-        invariants=(
-            ours_stands_or_both_are_named,
-            stock_dcp_sees_no_mixture,
-            nothing_lies_outside,
-            a_later_save_works,
-        ),
-    )
-    early = crashes(variants=["before", "torn"], every=2)
-    assert early.stood == {"previous": sum(early.points.values())}
-    last = crashes(variants=["after"])
-    assert {"create", "write", "rm_file", "rename"} <= last.calls.keys()
-    assert last.stood == {"previous": last.points["after"] - 1, "neither": 1}
 
 
 @settings(max_examples=20, deadline=None)

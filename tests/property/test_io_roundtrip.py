@@ -16,11 +16,10 @@ from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.io import read_jobs
 from ray_dcp.io import reader as filling
 from ray_dcp.io.reader import read_chunks
-from ray_dcp.io.writer import write_file
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, pair_bytes, plan_reads
 from ray_dcp.store.memory import MemoryStorage
-from tests.unit.transfer_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of
+from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
 DTYPES = {"uint8": "u1", "int16": "<i2", "float32": "<f4", "int64": "<i8", "complex128": "<c16"}
 
@@ -82,7 +81,6 @@ def limits(draw):
         (read_jobs, "SLICE_BYTES"): draw(sizes),
         (read_jobs, "SPAN_BYTES"): draw(sizes),
         (read_jobs, "SCRATCH_BYTES"): draw(st.sampled_from([1, 64, 1 << 20])),
-        (read_jobs, "_SPAN_PAIR_BYTES"): draw(sizes),
         (read_jobs, "FREE_GAP_BYTES"): 0,
         (read_jobs, "MOST_GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
         (filling, "_VERIFY_BYTES"): draw(sizes),

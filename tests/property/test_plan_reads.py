@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import assume, event, given, settings, target
 from hypothesis import strategies as st
 
@@ -25,12 +24,8 @@ from ray_dcp.planning.reads import (
 )
 from tests.plan_cases import (
     Case,
-    Piece,
-    Tensor,
     box_bytes,
     cases,
-    sharded,
-    torch_shards,
     truth,
     write,
 )
@@ -226,42 +221,3 @@ def test_coverage_of_any_boxes_is_what_counting_elements_says(
         assert (counts[part] == 0).all()
         counts[part] = 9
     assert (counts != 0).all()
-
-
-UNEVEN = ((7, 5), (8,), (3, 4, 5), (1, 11), (13, 2), ())
-
-
-def uneven_state(world_size: int, dim: int) -> Case:
-    """Returns uneven shards along one dimension, replicas, and what fits in one element."""
-    everyone = tuple(range(world_size))
-    found = []
-    for index, shape in enumerate(UNEVEN):
-        whole = (Piece((0,) * len(shape), shape, everyone),)
-        tensor = Tensor(f"w{index}", Kind.TENSOR, "float32", shape, True, whole)
-        if shape and index % 4 != 3:
-            tensor = sharded(tensor, torch_shards(shape, dim % len(shape), world_size))
-        found.append(tensor)
-    return Case(world_size, tuple(found))
-
-
-@pytest.mark.parametrize("saved", range(1, 9))
-@pytest.mark.parametrize("loaded", range(1, 9))
-def test_every_world_size_reads_what_every_other_saved(saved: int, loaded: int) -> None:
-    case = uneven_state(saved, saved)
-    columns = case.columns()
-    plan = make_plan(columns, min_piece_bytes=1)
-    files, receipts = write(case, columns, plan, "a1")
-    table = finish_table(plan, "a1", receipts)
-    rows, expected = [], []
-    for tensor in uneven_state(loaded, loaded + 1).tensors:
-        for piece in tensor.pieces:
-            for _ in piece.ranks:
-                rows.append((table.names.index(tensor.fqn), list(piece.offset), list(piece.size)))
-                expected.append(box_bytes(truth(tensor), *rows[-1][1:]))
-    wanted = wanted_rows(table, rows)
-    reads = plan_reads(table, wanted)
-    assert reads.uncovered == ()
-    assert reads.bytes_needed == sum(map(len, expected))
-    assert pair_bytes(table, wanted, reads).num_bytes.sum() == reads.bytes_needed
-    for found, right in zip(read(table, files, wanted, reads, 32, 0), expected, strict=True):
-        assert np.array_equal(found, right)

@@ -30,9 +30,9 @@ from ray_dcp.io.checkpoint import (
     find_checkpoint,
     newest_record,
     read_checkpoint,
-    read_records,
 )
 from ray_dcp.io.reader import read_chunks, read_item
+from ray_dcp.io.records import read_slots
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.finish import finish_table
@@ -41,7 +41,7 @@ from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
-from tests.unit.transfer_cases import Sink, raw
+from tests.unit.io_cases import Sink, raw
 
 STATE = {
     "w": np.arange(60_000, dtype=np.float32).reshape(200, 300),
@@ -215,7 +215,8 @@ def test_an_abort_before_the_manifest_of_its_attempt_decides(storage):
     assert read_checkpoint(storage).attempt == "a1"
     abort(storage, "a3", 4)
     assert read_checkpoint(storage).slot == 1
-    assert sorted(read_records(storage)) == [1, 2, 3, 4]
+    slots = read_slots(storage, whole=True)
+    assert sorted({**slots.older, **slots.records}) == [1, 2, 3, 4]
 
 
 def test_an_abort_after_the_manifest_changes_nothing(storage):
@@ -260,8 +261,9 @@ def test_a_damaged_record_decides_nothing_and_names_the_way_out(storage):
     assert read_checkpoint(storage).attempt == "a1"
 
 
+@pytest.mark.parametrize("look", [read_checkpoint, find_checkpoint])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_a_damaged_table_is_told(storage, damage):
+def test_a_damaged_table_is_told(storage, damage, look):
     save(storage, "a1", 1)
     data = bytearray(storage.read("table.a1.parquet"))
     data[len(data) // 2] ^= 1
@@ -270,21 +272,9 @@ def test_a_damaged_table_is_told(storage, damage):
     else:
         storage.write("table.a1.parquet", data if damage == "flip" else data[:-1])
     with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
-        read_checkpoint(storage)
-    assert caught.value.key == "table.a1.parquet"
-
-
-@pytest.mark.parametrize("damage", ["flip", "gone"])
-def test_who_only_looks_which_checkpoint_stands_sees_that_its_table_is_damaged(storage, damage):
-    save(storage, "a1", 1)
-    data = bytearray(storage.read("table.a1.parquet"))
-    data[len(data) // 2] ^= 1
-    storage.write("table.a1.parquet", data)
-    if damage == "gone":
-        storage.delete(["table.a1.parquet"])
-    with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
-        find_checkpoint(storage, checkpoint_id="run/step-1")
+        look(storage, checkpoint_id="run/step-1")
     assert caught.value.checkpoint_id == "run/step-1"
+    assert caught.value.key == "table.a1.parquet"
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -304,13 +294,6 @@ def test_a_stock_checkpoint_is_found_without_decoding_and_read_with_it(tmp_path)
     assert (found.kind, found.slot) == ("stock", 0)
     with pytest.raises(DamagedCheckpointError, match="a pickle"):
         checkpoint_from(storage, found.kind, found.slot, found.record)
-
-
-def test_our_metadata_without_its_manifest_is_no_stock_checkpoint(storage):
-    save(storage, "a1", 1)
-    storage.delete([record_key(1)])
-    with pytest.raises(UncommittedCheckpointError, match="a1"):
-        find_checkpoint(storage)
 
 
 @pytest.mark.parametrize("change", [{"num_chunks": 99}, {"num_tensors": 1}, {"files": ()}])
@@ -339,16 +322,11 @@ def test_a_table_collected_while_it_is_opened_means_a_newer_commit(storage):
 # `.metadata` beside a manifest
 
 
-def test_a_missing_metadata_is_stale_and_the_manifest_stands(storage):
-    save(storage, "a1", 1, publish=False)
-    checkpoint = read_checkpoint(storage)
-    assert checkpoint.attempt == "a1"
-    assert checkpoint.metadata_is_stale
-
-
-def test_the_metadata_of_an_earlier_save_of_ours_is_stale(storage):
-    save(storage, "a1", 1)
-    save(storage, "a2", 2, publish=False)
+@pytest.mark.parametrize("earlier", [False, True], ids=["missing", "earlier"])
+def test_metadata_that_is_missing_or_of_an_earlier_save_is_stale(storage, earlier):
+    if earlier:
+        save(storage, "a1", 1)
+    save(storage, "a2", 1 + earlier, publish=False)
     checkpoint = read_checkpoint(storage)
     assert checkpoint.attempt == "a2"
     assert checkpoint.metadata_is_stale
@@ -359,6 +337,15 @@ def test_metadata_of_ours_without_its_manifest_is_uncommitted(storage):
     storage.delete([record_key(1)])
     with pytest.raises(UncommittedCheckpointError, match="a1 never committed"):
         read_checkpoint(storage)
+    with pytest.raises(UncommittedCheckpointError, match="a1"):
+        find_checkpoint(storage)
+
+
+def test_what_stock_dcp_left_when_it_died_over_ours_changes_nothing(storage):
+    save(storage, "a1", 1)
+    for key in ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp"):
+        storage.write(key, b"half")
+    assert_state(tensors_of(storage, read_checkpoint(storage)))
 
 
 def test_a_stock_save_over_ours_is_an_error_that_names_both(storage):
@@ -476,45 +463,28 @@ def test_a_shard_without_its_offset_is_damage(tmp_path):
 # nothing there
 
 
-def not_found(storage):
-    with pytest.raises(CheckpointNotFoundError) as caught:
+STEPS = [f"step-{step}/.metadata" for step in range(20)]
+NOTHING = {
+    "nothing": ([], r"there is nothing; check the path"),
+    "a folder of checkpoints": (
+        [*STEPS[9:11], "step-100/.metadata", "hf/model.safetensors", "logs/x.txt",
+         "run/last/manifest-00000001.json"],
+        "hf, run/last, step-9, step-10, step-100: load one of them",
+    ),
+    "a long list": (STEPS, "step-0, step-1, step-2, … step-17, step-18, step-19 .20 in all"),
+    "other files": (["model.bin", "sub/x²1"], "found model.bin, sub/; check the path"),
+    "metadata of each rank": (["__0.metadata", "__0_0.distcp"], "use_collectives=False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "told"), NOTHING.values(), ids=NOTHING)
+def test_a_place_without_a_checkpoint_says_what_it_holds(storage, keys, told):
+    for key in keys:
+        storage.write(key, b"")
+    with pytest.raises(CheckpointNotFoundError, match=told) as caught:
         read_checkpoint(storage)
     assert not isinstance(caught.value, UncommittedCheckpointError)
-    return str(caught.value)
-
-
-def test_an_empty_place_says_so(storage):
-    assert "there is nothing" in not_found(storage)
-    assert storage.url in not_found(storage)
-
-
-def test_a_folder_of_checkpoints_names_them_in_order(storage):
-    for step in (9, 10, 100):
-        storage.write(f"step-{step}/.metadata", b"")
-    storage.write("hf/model.safetensors", b"")
-    storage.write("run/last/manifest-00000001.json", b"")
-    storage.write("logs/x.txt", b"")
-    text = not_found(storage)
-    assert "hf, run/last, step-9, step-10, step-100: load one of them" in text
-
-
-def test_a_long_list_is_shortened(storage):
-    for step in range(20):
-        storage.write(f"step-{step}/.metadata", b"")
-    text = not_found(storage)
-    assert "step-0, step-1, step-2, … step-17, step-18, step-19 (20 in all)" in text
-
-
-def test_other_files_are_named(storage):
-    storage.write("model.bin", b"")
-    storage.write("sub/x²1", b"")
-    assert "found model.bin, sub/; check the path" in not_found(storage)
-
-
-def test_rank_local_metadata_is_explained(storage):
-    storage.write("__0.metadata", b"")
-    storage.write("__0_0.distcp", b"")
-    assert "use_collectives=False" in not_found(storage)
+    assert storage.url in str(caught.value)
 
 
 def test_a_storage_that_fails_is_no_missing_checkpoint():

@@ -20,7 +20,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.io import read_jobs, reader
 from ray_dcp.io.reader import read_chunks, read_item
-from ray_dcp.io.writer import write_file
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
@@ -28,7 +27,7 @@ from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import LOCAL_DISK, OBJECT_STORE
 from tests.descriptors import open_below
-from tests.unit.transfer_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of
+from tests.unit.io_cases import Chunk, Piece, Sink, file_plan, pad, raw, table_of, write_file
 
 FILE = "__0_0.a1.distcp"
 
@@ -261,9 +260,8 @@ def test_overlapping_chunks_fill_what_they_cover(storage, rows):
     assert sink.finished == [0]
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (300, 1000)])
-def test_damage_names_tensor_file_and_bytes(storage, shape):
-    arrays = [random_array(*shape), random_array(*shape)]
+def test_damage_names_tensor_file_and_bytes(storage):
+    arrays = [random_array(300, 1000), random_array(300, 1000)]
     table = written(storage, arrays)
     start, block = int(table.payload_offset[1]), int(table.block_bytes[1])
     position = start + arrays[1].nbytes - 1
@@ -277,14 +275,6 @@ def test_damage_names_tensor_file_and_bytes(storage, shape):
     assert "earlier step" in text
     assert caught.value.key == FILE
     assert caught.value.checkpoint_id == storage.url
-
-
-def test_damage_that_is_not_read_is_not_seen(storage):
-    array = random_array(300, 1000)
-    table = written(storage, [array])
-    flip(storage, int(table.payload_offset[0]) + array.nbytes - 1)
-    sink, _ = read(storage, table, wanted_of((0, (0, 0), (200, 1000))))
-    assert sink.buffers[0] == array[:200].tobytes()
 
 
 def test_rows_that_share_a_chunk_are_each_verified(storage):
@@ -321,20 +311,6 @@ def test_a_sample_counts_from_the_first_block_that_is_read(storage):
         assert stats.blocks_checked == -(-num_blocks // 16)
 
 
-def test_a_sample_checks_one_block_in_16_and_at_least_one_of_each_chunk(storage):
-    arrays = [random_array(10), random_array(400, 1000), random_array(3)]
-    table = written(storage, arrays)
-    blocks = int(table.check_start[2] - table.check_start[1])
-    _, stats = read(storage, table, whole(arrays), verify="sample")
-    assert stats.blocks_checked == 2 + -(-blocks // 16)
-    flip(storage, int(table.payload_offset[1]) + int(table.block_bytes[1]))
-    read(storage, table, whole(arrays), verify="sample")
-    flip(storage, int(table.payload_offset[1]) + 16 * int(table.block_bytes[1]))
-    for num_threads in (1, 4):
-        with pytest.raises(DamagedCheckpointError):
-            read(storage, table, whole(arrays), verify="sample", num_threads=num_threads)
-
-
 def test_never_reads_no_more_than_needed_and_checks_nothing(storage):
     array = random_array(300, 1000)
     table = written(storage, [array])
@@ -366,15 +342,6 @@ def test_a_storage_that_fails_is_a_storage_error(storage):
     table = written(storage, arrays)
     faulty = FaultyStorage(storage, [Fault(operation="read_into")])
     with pytest.raises(StorageError, match="scripted"):
-        read(faulty, table, whole(arrays))
-    faulty.assert_hit()
-
-
-def test_a_bit_that_flips_on_the_way_is_found(storage):
-    arrays = [random_array(300, 1000)]
-    table = written(storage, arrays)
-    faulty = FaultyStorage(storage, [Fault(operation="read_into", effect="flip")])
-    with pytest.raises(DamagedCheckpointError, match=r"layer\.0"):
         read(faulty, table, whole(arrays))
     faulty.assert_hit()
 
@@ -470,23 +437,6 @@ def stock_table(storage, tensors, shapes=None):
     )
 
 
-def test_stock_items_small_large_and_strided_are_read(storage):
-    tensors = [
-        torch.from_numpy(random_array(16, 16)),
-        torch.from_numpy(random_array(600, 1000)),
-        torch.from_numpy(random_array(1000, 600)).t(),
-        torch.from_numpy(random_array(4, 3)).t(),
-    ]
-    table = stock_table(storage, tensors)
-    arrays = [t.contiguous().numpy() for t in tensors]
-    counted = FaultyStorage(storage)
-    sink, stats = read(counted, table, whole(arrays))
-    assert [bytes(b) for b in sink.buffers] == [a.tobytes() for a in arrays]
-    assert (stats.blocks_checked, stats.opaque) == (0, ())
-    assert sorted(sink.finished) == [0, 1, 2, 3]
-    assert len(counted.calls) <= 8
-
-
 def test_stock_items_of_one_length_and_shape_are_told_apart_by_their_heads(storage):
     square = [torch.from_numpy(random_array(24, 24)) for _ in range(6)]
     tensors = [*square[:2], square[2].t(), square[3], square[4].t(), square[5]]
@@ -555,13 +505,6 @@ def test_a_stock_item_of_another_shape_or_dtype_is_damage(storage, shape):
     table = stock_table(storage, [torch.zeros(*shape, dtype=torch.int32)])
     with pytest.raises(DamagedCheckpointError, match="found int32"):
         read(storage, table, wanted_of((0, (0, 0), shape)))
-
-
-def test_a_stock_item_that_is_rubbish_is_damage_and_named(storage):
-    table = stock_table(storage, [torch.zeros(16, 16)])
-    storage.write("__0_0.distcp", bytes(len(storage.read("__0_0.distcp"))))
-    with pytest.raises(DamagedCheckpointError, match=r"'layer\.0' in __0_0\.distcp"):
-        read(storage, table, wanted_of((0, (0, 0), (16, 16))))
 
 
 class Evil:

@@ -20,13 +20,13 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.safetensors import header
 from ray_dcp.io.threads import Stop, run_tasks
-from ray_dcp.io.writer import write_file, write_part, write_pieces
+from ray_dcp.io.writer import write_part, write_pieces
 from ray_dcp.options import SaveOptions
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from tests.descriptors import open_below
-from tests.unit.transfer_cases import Piece, file_plan, rank_plan, raw
+from tests.unit.io_cases import Piece, file_plan, rank_plan, raw, write_file
 
 KEY = "__0_0.a1.distcp"
 
@@ -251,25 +251,19 @@ def test_what_the_source_raises_comes_out_and_leaves_nothing(storage):
     assert storage.unpublished() == ()
 
 
-def test_a_file_that_another_incarnation_published_is_taken_for_ours(storage):
+def test_a_lost_answer_to_commit_is_an_error_and_another_writer_takes_the_file(
+    tmp_path,
+):
+    inner = LocalStorage(tmp_path)
+    storage = FaultyStorage(inner, [Fault(operation="commit", effect="after")])
     arrays = arrays_of((3, 5), (1500, 1000))
     plan = file_plan([Piece(r, "float32", a.shape) for r, a in enumerate(arrays)], deferred=(2,))
     write = {"source": source_of(arrays), "deferred": lambda row: b"object" * 5000}
-    first = write_file(storage, plan, "a1", **write)
-    second = write_file(storage, plan, "a1", **write)
-    assert first.digest == second.digest
-    assert storage.unpublished() == ()
-
-
-def test_a_lost_answer_to_commit_is_an_error_and_a_retry_finds_the_file(tmp_path):
-    inner = LocalStorage(tmp_path)
-    storage = FaultyStorage(inner, [Fault(operation="commit", effect="after")])
-    arrays = arrays_of((3, 5))
-    write = {"source": source_of(arrays), "deferred": no_deferred}
     with pytest.raises(StorageError):
-        write_file(storage, plan_of(arrays), "a1", **write)
+        write_file(storage, plan, "a1", **write)
     storage.assert_hit()
-    assert write_file(storage, plan_of(arrays), "a1", **write).num_bytes > 0
+    assert write_file(storage, plan, "a1", **write).num_bytes == inner.list()[0].num_bytes
+    assert inner.unpublished() == ()
 
 
 @pytest.mark.parametrize("change", ["byte", "length", "object"])

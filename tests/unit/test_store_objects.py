@@ -9,26 +9,26 @@ import socket
 import threading
 
 import fsspec
-import numpy as np
 import obstore
 import obstore.store
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
 
 from ray_dcp.errors import StorageError, StorageRefusedError
+from ray_dcp.store import memory
 from ray_dcp.store.create_probe import creates_if_absent_in, forget_probes
 from ray_dcp.store.fsspec_storage import FsspecStorage
+from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.object_storage import (
     ObjectStorage,
     UploadBudget,
     _Own,
-    _Pieces,
     is_past_the_end,
     object_failure,
     worth_s,
 )
 from ray_dcp.store.object_stores import ObjectOptions, name_of_store
-from ray_dcp.store.retry import Retrying, pauses
+from ray_dcp.store.retry import Retrying
 from ray_dcp.store.storage import KeyExistsError, KeyMissingError
 from ray_dcp.store.storage_adapter import redacted
 from tests.crash.crashes import check_crashes
@@ -81,20 +81,6 @@ def test_who_waits_for_room_hears_that_its_upload_has_ended():
     assert not thread.is_alive()
 
 
-def test_pieces_come_in_order_and_end_or_fail():
-    pieces = _Pieces()
-    arrays = [np.full(3, n, np.uint8) for n in range(3)]
-    for array in arrays:
-        pieces.add(array)
-    pieces.end(None)
-    assert [piece[0] for piece in pieces] == [0, 1, 2]
-    failing = _Pieces()
-    failing.add(arrays[0])
-    failing.end(ValueError("stop"))
-    with pytest.raises(ValueError, match="stop"):
-        next(failing)
-
-
 def test_memory_of_an_upload_comes_back_to_the_budget():
     store = obstore.store.S3Store("b", access_key_id="k", secret_access_key="s")
     storage = ObjectStorage(store, options=ObjectOptions(upload_bytes=77 << 20))
@@ -133,29 +119,32 @@ def write_and_commit(writer) -> None:
 # probe
 
 
-class Server:
-    """Keys to bytes, with the ways in which a server may fail its conditions."""
+class Server(MemoryStorage):
+    """A storage with the ways in which a server may fail its conditions."""
 
-    def __init__(self, *, ignores=False, lies=False, loses=0) -> None:
-        self.values: dict[str, bytes] = {}
-        self.ignores, self.lies, self.loses = ignores, lies, loses
+    def __init__(self, *, ignores=False, lies=False, loses=0, races=False) -> None:
+        super().__init__(f"probe-{id(self)}")
+        self.ignores, self.lies, self.loses, self.races = ignores, lies, loses, races
         self.lock = threading.Lock()
 
-    def put(self, name: str, data: bytes) -> bool:
+    def create(self, key: str, data: bytes) -> None:
         with self.lock:
-            is_taken = name in self.values
+            is_taken = any(entry.key == key for entry in self.list())
             if not is_taken or self.ignores or self.lies:
-                self.values[name] = data
+                self._put(key, data, False)
             if not is_taken and self.loses:
                 self.loses -= 1
-                return False  # asked again, and met itself
-            return not is_taken or self.ignores
-
-    def _delete(self, name: str) -> None:
-        self.values.pop(name, None)
+                raise KeyExistsError("asked again, and met itself")
+            if is_taken and not (self.ignores or (self.races and key.endswith("race"))):
+                raise KeyExistsError("taken")
 
     def probe(self, name: str) -> bool:
-        return creates_if_absent_in(name, self.put, self.values.get, self._delete)
+        return creates_if_absent_in(name, self.create, self._value, self.delete)
+
+
+@pytest.fixture
+def hidden_keys(monkeypatch):
+    monkeypatch.setattr(memory, "check_key", lambda key, **_: key)
 
 
 @pytest.mark.parametrize(
@@ -166,48 +155,30 @@ class Server:
         (Server(loses=2), True),
         (Server(ignores=True), False),
         (Server(lies=True), False),
+        (Server(races=True), False),
     ],
-    ids=["conditional", "lost once", "lost twice", "ignores", "lies"],
+    ids=["conditional", "lost once", "lost twice", "ignores", "lies", "races"],
 )
-def test_a_server_is_tried_and_not_believed(server, expected):
+def test_a_server_is_tried_and_not_believed(hidden_keys, server, expected):
     name = f"probe-{id(server)}"
     assert server.probe(name) is expected
-    assert server.values == {}
-    server.put = None  # known from now on
+    assert server.list() == []
+    server.create = None  # known from now on
     assert server.probe(name) is expected
 
 
-def test_a_race_that_several_win_is_seen():
-    values: dict[str, bytes] = {}
-
-    def put(name: str, data: bytes) -> bool:
-        free = name not in values or name.endswith("race")
-        values.setdefault(name, data)
-        return free
-
-    assert not creates_if_absent_in("racy", put, values.get, lambda name: values.pop(name, None))
-
-
-def test_a_store_that_can_not_be_tried_is_an_error_and_is_asked_again_later():
+def test_a_store_that_can_not_be_tried_is_an_error_and_is_asked_again_later(hidden_keys):
     forget_probes()
 
-    def refused(*_: object) -> bool:
+    def refused(*_: object) -> None:
         raise StorageError("may only be read")
 
-    server = Server()
     with pytest.raises(StorageError, match="may only be read"):
         creates_if_absent_in("read-only", refused, refused, refused)
-    assert server.probe("read-only")
+    assert Server().probe("read-only")
 
 
 # retries
-
-
-def test_pauses_grow_with_jitter_and_have_a_limit():
-    found = list(itertools.islice(pauses(lambda: 0.0), 12))
-    assert found == sorted(found)
-    assert found[0] == 0.05
-    assert found[-1] == 5.0
 
 
 def test_a_call_is_repeated_until_its_total_deadline():
@@ -266,13 +237,6 @@ def test_a_store_that_answered_again_has_a_whole_budget_again():
     with pytest.raises(ConnectionError, match="cut"):
         retrying.call(ask, lambda error: 60.0)
     assert now[0] - begun_s > 5.0
-
-
-def test_what_will_be_the_same_next_time_is_asked_once():
-    retrying = Retrying(10.0, sleep=lambda _: pytest.fail("waited"))
-    for error in (GenericError(f"{PUT} - status code: 403: no"), ValueError("malformed")):
-        with pytest.raises(type(error)):
-            retrying.call(lambda error=error: (_ for _ in ()).throw(error), worth_s)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])

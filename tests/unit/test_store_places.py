@@ -43,7 +43,10 @@ def s3_store(**more: object) -> obstore.store.S3Store:
         ("memory://run", MemoryStorage, "memory://run"),
         ("/run", LocalStorage, "/run"),
         (Path("/run"), LocalStorage, "/run"),
-        ("file:///run", LocalStorage, "/run"),
+        ("file:///x/../y", LocalStorage, "/y"),
+        ("FILE:///a%20b", LocalStorage, "/a%20b"),
+        ("memory:///a/", MemoryStorage, "memory://a"),
+        (Target("/x/y/"), LocalStorage, "/x/y"),
         ("simplecache::memory://run", FsspecStorage, "memory:///run"),
         (fsspec.filesystem("memory"), FsspecStorage, "memory://"),
         (Location("run", filesystem=fsspec.filesystem("memory")), FsspecStorage, "memory://run"),
@@ -139,11 +142,15 @@ def test_a_url_with_credentials_is_refused_without_showing_them(url):
         ("a\0b", "expected a path or URL"),
         ("nosuch://x", "install the package that registers it"),
         ("hdfs-x::nosuch://x", "nothing here can reach"),
+        ("file://host/x", "absolute path"),
+        (Target("/x", {"token": SECRET}), "takes no storage_options, but got token"),
+        ("memory://../x", "component"),
     ],
 )
 def test_what_is_no_place_is_told(place, message):
-    with pytest.raises(InvalidRequestError, match=message):
+    with pytest.raises(InvalidRequestError, match=message) as caught:
         open_storage(place)
+    assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -67,19 +67,6 @@ def test_a_directory_is_tried_once_and_nothing_stays_behind(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == []
 
 
-def test_without_hard_links_a_name_is_still_given_once_and_never_empty(
-    tmp_path, no_links, monkeypatch
-):
-    first, second, name = (tmp_path / word for word in ("first", "second", "name"))
-    first.write_bytes(b"1")
-    second.write_bytes(b"2")
-    publish(str(first), str(name), create=True, sync=False)
-    with pytest.raises(FileExistsError):
-        publish(str(second), str(name), create=True, sync=False)
-    assert name.read_bytes() == b"1"
-    assert not first.exists()
-
-
 def test_without_hard_links_and_flags_nothing_is_created_only_if_absent(
     tmp_path, no_links, no_flags, mounted_as
 ):
@@ -108,31 +95,26 @@ def test_what_a_filesystem_refuses_for_another_reason_is_told(tmp_path, no_links
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("kind", ["vfat", "cifs", "fuseblk", "9p"])
-def test_a_kernel_filesystem_without_hard_links_creates_if_absent(
-    tmp_path, no_links, mounted_as, kind
+@pytest.mark.parametrize(
+    ("kinds", "has_links", "expected"),
+    [
+        (["vfat", "cifs", "fuseblk", "9p"], False, True),
+        (["ext4", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "fuse.sshfs"], True, True),
+        (["fuse", "fuse.rclone", "fuse.seaweedfs", "fuse.unheard-of"], True, False),
+        (["fuse", "fuse.rclone"], False, False),
+    ],
+    ids=["kernel without links", "exclusive links", "bridge", "bridge without links"],
+)
+def test_a_filesystem_is_believed_where_one_server_or_kernel_decides(
+    tmp_path, mounted_as, monkeypatch, kinds, has_links, expected
 ):
-    mounted_as(tmp_path, kind)
-    assert creates(tmp_path)
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse(errno.EPERM))
+    for kind in kinds:
+        local._KNOWN.clear()
+        mounted_as(tmp_path, kind)
+        assert creates(tmp_path) is expected, kind
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", ["fuse", "fuse.rclone", "fuse.seaweedfs", "fuse.unheard-of"])
-def test_a_bridge_is_not_believed_with_and_without_hard_links(
-    tmp_path, mounted_as, monkeypatch, kind
-):
-    mounted_as(tmp_path, kind)
-    assert not creates(tmp_path)
-    local._KNOWN.clear()
-    monkeypatch.setattr(os, "link", refuse(errno.EPERM))
-    assert not creates(tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", ["ext4", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "fuse.sshfs"])
-def test_a_filesystem_whose_hard_links_are_exclusive_is_believed(tmp_path, mounted_as, kind):
-    mounted_as(tmp_path, kind)
-    assert creates(tmp_path)
 
 
 def test_a_file_with_another_device_number_than_its_mount_is_found_by_its_path(

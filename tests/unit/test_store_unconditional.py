@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from itertools import count
 from typing import ClassVar
@@ -14,9 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ray_dcp
 from ray_dcp.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CommitUnknownError,
-    ParticipantError,
     StorageError,
 )
 from ray_dcp.format.manifest import record_key
@@ -35,18 +32,16 @@ from ray_dcp.protocol.messages import SaveReceipt, Target
 from ray_dcp.protocol.vote import Fenced, Open, Won
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
-from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.testing.storage_conformance import StorageConformance
 from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
-from tests.crash.registry import registered_operations
+from tests.crash.own_operations import OPERATIONS
 from tests.crash.unconditional_storage import UnconditionalStorage
 from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
 from tests.protocol_play import Play
-from tests.scripted_storage import ChangeScript
 
 OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)
 STATES = [OLD, NEW, NEXT]
@@ -102,58 +97,7 @@ def test_overwrite_false_refuses_there_as_everywhere(place):
     assert loads_whole(place.url, STATES) == 0
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_crash_before_any_change_leaves_the_previous_or_the_new_checkpoint(place, overwrite):
-    previous = 0 if overwrite else None
-    found = []
-    for change in range(1000):
-        clear(place)
-        if overwrite:
-            save_without(place, OLD)
-        script = ChangeScript(change, stops=True)
-
-        def opened(_, script=script):
-            return script.wrap(UnconditionalStorage(place))
-
-        with contextlib.suppress(CrashError):
-            save_without(place, NEW, 3, opened=opened, options=SaveOptions(num_threads=1))
-        found.append(loads_whole(place.url, STATES))
-        save_without(place, NEXT, session="after")
-        assert loads_whole(place.url, STATES) == 2
-        if not script.hit:
-            break
-    commit = found.index(1)
-    assert found == [previous] * commit + [1] * (len(found) - commit)
-    assert commit >= 4
-
-
-@pytest.mark.parametrize("effect", ["before", "after", "broken"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_what_the_ranks_are_told_after_any_fault_is_what_stands(place, overwrite, effect):
-    previous = 0 if overwrite else None
-    told = set()
-    for change in range(1000):
-        clear(place)
-        if overwrite:
-            save_without(place, OLD)
-        lost = "after" if effect == "after" else "before"
-        script = ChangeScript(change, effect=lost, lasting=effect == "broken")
-
-        def opened(_, script=script):
-            return script.wrap(UnconditionalStorage(place))
-
-        results = save_without(place, NEW, 3, opened=opened)
-        (error,) = {type(result.error) for result in results}
-        allowed = {type(None): {1}, CommitUnknownError: {previous, 1}}.get(error, {previous})
-        assert loads_whole(place.url, STATES) in allowed
-        told.add(error)
-        if not script.hit:
-            break
-    assert type(None) in told
-    assert (CommitUnknownError in told) == (effect == "broken")
-
-
-@pytest.mark.parametrize("operation", registered_operations(), ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_whatever_is_interrupted_leaves_a_whole_checkpoint(operation):
     """All invariants but one: what an undecided attempt left is not collected by a later save.
 
@@ -347,29 +291,6 @@ def test_settle_tells_what_a_record_says_and_writes_none(place):
     assert place.list() == keys
     perform(CreateAbort(target, 2, "aborted", "why", None, False), opened)
     assert ask("aborted") == Fenced(2)
-
-
-def test_a_rank_whose_coordinator_died_says_that_the_outcome_is_unknown(place):
-    def dead(request):
-        raise ParticipantError("the coordinator died")
-
-    generator = next(iter(save_ranks(NEW, 1, place.url, opener=opener(place))))
-    performer = partial(perform, opener=opener(place))
-
-    def steps():
-        request = next(generator)
-        while not isinstance(request, SaveReceipt):
-            request = generator.send((yield request))
-        try:
-            dead(request)
-        except ParticipantError as error:
-            return generator.throw(error)
-
-    (result,) = run_ranks([steps()], performer=performer)
-    assert isinstance(result.error, CommitUnknownError)
-    assert place.list("manifest-") == []
-    with pytest.raises(CheckpointNotFoundError):
-        load_and_check(NEW, 1, place.url)
 
 
 @pytest.mark.parametrize("create_if_absent", [True, False])

@@ -13,14 +13,14 @@ from ray_dcp.stage.allocator import SlotAllocator
 NUM_SLOTS = 3
 
 
-class Ledger(RuleBasedStateMachine):
+class Allocator(RuleBasedStateMachine):
     """Drives a `SlotAllocator` as ranks and writers do; a model says who may have which slot."""
 
     jobs = Bundle("jobs")
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = SlotAllocator(NUM_SLOTS)
+        self.allocator = SlotAllocator(NUM_SLOTS)
         self.number = 0
         self.windows: dict[str, list[set[int]]] = {}
         self.slots: dict[tuple[str, int], object] = {}
@@ -37,7 +37,7 @@ class Ledger(RuleBasedStateMachine):
     def begin(self, files, keep):
         self.number += 1
         job = f"job {self.number}"
-        self.ledger.begin(job, f"rank {self.number % 2}", files, keep=keep)
+        self.allocator.begin(job, f"rank {self.number % 2}", files, keep=keep)
         self.windows[job] = files
         self.finished[job] = set()
         self.unread.update({(job, w): set(f) for w, f in enumerate(files)})
@@ -45,7 +45,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule()
     def grants(self):
-        for grant in self.ledger.grants():
+        for grant in self.allocator.grants():
             at = (grant.job, grant.window)
             assert at not in self.slots
             granted = [w for (j, w) in self.slots if j == grant.job]
@@ -75,152 +75,140 @@ class Ledger(RuleBasedStateMachine):
     @rule(job=jobs, window=st.integers(0, 4))
     def deliver(self, job, window):
         if (job, window) in self.slots and job in self.windows:
-            self.ledger.delivered(job, window)
+            self.allocator.delivered(job, window)
             self.here.add((job, window))
 
     @rule(job=jobs, window=st.integers(0, 4), file=st.integers(0, 2))
     def read(self, job, window, file):
         if (job, window) in self.here and job in self.windows:
-            self.ledger.read(job, window, file)
+            self.allocator.read(job, window, file)
             self.unread[job, window].discard(file)
 
     @rule(job=jobs, file=st.integers(0, 2))
     def finish(self, job, file):
         # Also of a file that failed before all its windows came.
         if job in self.windows:
-            self.ledger.finished(job, file)
+            self.allocator.finished(job, file)
             self.finished[job].add(file)
 
     @rule(job=jobs)
     def seal(self, job):
-        if job in self.windows and self.ledger.may_seal(job):
+        if job in self.windows and self.allocator.may_seal(job):
             every = range(len(self.windows[job]))
             assert all((job, window) in self.here for window in every)
-            for window in self.ledger.freed(job):
+            for window in self.allocator.freed(job):
                 assert self.windows[job][window] <= self.finished[job]
-            self.ledger.seal(job)
+            self.allocator.seal(job)
             self.sealed.add(job)
 
     @rule(job=consumes(jobs))
     def drop(self, job):
-        self.ledger.drop(job)
+        self.allocator.drop(job)
         self.windows.pop(job, None)
-        self.ledger.drop(job)
+        self.allocator.drop(job)
 
     @invariant()
     def never_more_than_there_are(self):
-        assert 0 <= self.ledger.num_used <= NUM_SLOTS
+        assert 0 <= self.allocator.num_used <= NUM_SLOTS
 
 
-TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAllocator = Allocator.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_slot_that_a_rank_still_fills_is_not_given_away_when_its_file_has_failed():
-    ledger = SlotAllocator(1)
-    ledger.begin("a", "x", [{0}])
-    ledger.grants()
-    ledger.begin("b", "y", [{0}])
-    ledger.finished("a", 0)
-    assert ledger.grants() == []
-    ledger.delivered("a", 0)
-    assert [grant.job for grant in ledger.grants()] == ["b"]
+    allocator = SlotAllocator(1)
+    allocator.begin("a", "x", [{0}])
+    allocator.grants()
+    allocator.begin("b", "y", [{0}])
+    allocator.finished("a", 0)
+    assert allocator.grants() == []
+    allocator.delivered("a", 0)
+    assert [grant.job for grant in allocator.grants()] == ["b"]
 
 
 def test_jobs_that_wait_take_turns():
-    ledger = SlotAllocator(3)
-    ledger.begin("a", "x", [{0}] * 5)
-    ledger.grants()
-    ledger.begin("b", "y", [{0}] * 5)
+    allocator = SlotAllocator(3)
+    allocator.begin("a", "x", [{0}] * 5)
+    allocator.grants()
+    allocator.begin("b", "y", [{0}] * 5)
     for window in (0, 1):
-        ledger.delivered("a", window)
-        ledger.read("a", window, 0)
-    assert [(g.job, g.window) for g in ledger.grants()] == [("a", 3), ("b", 0)]
+        allocator.delivered("a", window)
+        allocator.read("a", window, 0)
+    assert [(g.job, g.window) for g in allocator.grants()] == [("a", 3), ("b", 0)]
 
 
 def test_a_sealed_job_keeps_its_slots_and_one_that_is_not_gives_what_was_read():
-    ledger = SlotAllocator(2)
-    ledger.begin("a", "x", [{0}])
-    ledger.begin("b", "y", [{0}])
-    ledger.grants()
+    allocator = SlotAllocator(2)
+    allocator.begin("a", "x", [{0}])
+    allocator.begin("b", "y", [{0}])
+    allocator.grants()
     for job in "ab":
-        ledger.delivered(job, 0)
-        ledger.read(job, 0, 0)
-    ledger.seal("a")
-    ledger.begin("c", "z", [{0}, {0}])
-    assert [(g.job, g.slot.index) for g in ledger.grants()] == [("c", 1)]
-    assert not ledger.may_seal("b")
-    ledger.finished("b", 0)
-    assert ledger.may_seal("b")
-    assert ledger.grants() == []
-    ledger.finished("a", 0)
-    assert [(g.window, g.slot.index) for g in ledger.grants()] == [(1, 0)]
+        allocator.delivered(job, 0)
+        allocator.read(job, 0, 0)
+    allocator.seal("a")
+    allocator.begin("c", "z", [{0}, {0}])
+    assert [(g.job, g.slot.index) for g in allocator.grants()] == [("c", 1)]
+    assert not allocator.may_seal("b")
+    allocator.finished("b", 0)
+    assert allocator.may_seal("b")
+    assert allocator.grants() == []
+    allocator.finished("a", 0)
+    assert [(g.window, g.slot.index) for g in allocator.grants()] == [(1, 0)]
 
 
-def finish(ledger, job, windows):
+def finish(allocator, job, windows):
     for window in range(windows):
-        ledger.delivered(job, window)
-        ledger.read(job, window, 0)
-    ledger.finished(job, 0)
+        allocator.delivered(job, window)
+        allocator.read(job, window, 0)
+    allocator.finished(job, 0)
 
 
 def test_a_kept_job_has_its_slots_until_others_need_them_the_oldest_first():
-    ledger = SlotAllocator(4)
+    allocator = SlotAllocator(4)
     for job in "ab":
-        ledger.begin(job, "x", [{0}, {0}], keep=True)
-        ledger.grants()
-        assert not ledger.is_whole(job)
-        finish(ledger, job, 2)
-        assert ledger.is_whole(job)
-    assert ledger.num_used == 4
-    ledger.begin("c", "x", [{0}])
-    assert [grant.job for grant in ledger.grants()] == ["c"]
-    assert (ledger.is_whole("a"), ledger.is_whole("b")) == (False, True)
-    assert ledger.num_used == 3
-    ledger.drop("b")
-    assert ledger.num_used == 1
-
-
-def test_a_job_that_is_to_be_kept_and_not_finished_is_not_pushed_out():
-    ledger = SlotAllocator(1)
-    ledger.begin("a", "x", [{0}], keep=True)
-    ledger.grants()
-    ledger.delivered("a", 0)
-    ledger.seal("a")
-    ledger.begin("b", "y", [{0}])
-    assert ledger.grants() == []
-    ledger.finished("a", 0)
-    assert [grant.job for grant in ledger.grants()] == ["b"]
+        allocator.begin(job, "x", [{0}, {0}], keep=True)
+        allocator.grants()
+        assert not allocator.is_whole(job)
+        finish(allocator, job, 2)
+        assert allocator.is_whole(job)
+    assert allocator.num_used == 4
+    allocator.begin("c", "x", [{0}])
+    assert [grant.job for grant in allocator.grants()] == ["c"]
+    assert (allocator.is_whole("a"), allocator.is_whole("b")) == (False, True)
+    assert allocator.num_used == 3
+    allocator.drop("b")
+    assert allocator.num_used == 1
 
 
 def test_warm_slots_are_preferred_and_a_rank_keeps_its_own():
-    ledger = SlotAllocator(6)
-    assert ledger.expect("x", 2) == [0, 1]
-    assert ledger.expect("y", 2) == [2, 3]
-    assert ledger.expect("x", 3) == [0, 1, 4]
+    allocator = SlotAllocator(6)
+    assert allocator.expect("x", 2) == [0, 1]
+    assert allocator.expect("y", 2) == [2, 3]
+    assert allocator.expect("x", 3) == [0, 1, 4]
     for slot in (1, 2, 5):
-        ledger.warmed(slot)
-    assert ledger.is_warm(5)
-    assert not ledger.is_warm(0)
-    assert ledger.owned("x") == [1]
-    ledger.begin("job", "x", [{0}] * 6)
-    assert [grant.slot.index for grant in ledger.grants()] == [1, 0, 4, 5, 2, 3]
-    assert ledger.owned("x") == [0, 1, 2, 3, 4, 5]
-    ledger.drop("job")
-    assert ledger.owned("x") == [0, 1, 2, 3, 4, 5]
-    assert ledger.owned("y") == []
+        allocator.warmed(slot)
+    assert allocator.is_warm(5)
+    assert not allocator.is_warm(0)
+    assert allocator.owned("x") == [1]
+    allocator.begin("job", "x", [{0}] * 6)
+    assert [grant.slot.index for grant in allocator.grants()] == [1, 0, 4, 5, 2, 3]
+    assert allocator.owned("x") == [0, 1, 2, 3, 4, 5]
+    allocator.drop("job")
+    assert allocator.owned("x") == [0, 1, 2, 3, 4, 5]
+    assert allocator.owned("y") == []
 
 
 def test_a_window_that_nobody_wants_gives_its_slot_back_when_it_is_delivered():
-    ledger = SlotAllocator(1)
-    ledger.begin("a", "x", [set(), {0}])
-    ledger.grants()
-    ledger.delivered("a", 0)
-    assert [grant.window for grant in ledger.grants()] == [1]
+    allocator = SlotAllocator(1)
+    allocator.begin("a", "x", [set(), {0}])
+    allocator.grants()
+    allocator.delivered("a", 0)
+    assert [grant.window for grant in allocator.grants()] == [1]
 
 
 def test_the_same_job_twice_is_a_bug():
-    ledger = SlotAllocator(1)
-    ledger.begin("a", "x", [])
+    allocator = SlotAllocator(1)
+    allocator.begin("a", "x", [])
     with pytest.raises(InternalError):
-        ledger.begin("a", "x", [])
+        allocator.begin("a", "x", [])

@@ -11,7 +11,7 @@ from ray_dcp.stage.memory_tier import TierFile, cut, too_many
 from ray_dcp.stage.values import Slot
 from tests.polling import eventually
 from tests.staged import MIB, share
-from tests.unit.test_stage_spool import MIXED, Node
+from tests.unit.test_stage_write_queue import MIXED, Node
 
 KEEP = SaveOptions(keep_in_memory=1)
 
@@ -25,7 +25,7 @@ def save(node, path, name, seed=0, options=KEEP, sizes=(3 * MIB,), objects=()):
 
 
 def kept(node, rank):
-    return node.spool.kept(rank.order.key.attempt)
+    return node.queue.kept(rank.order.key.attempt)
 
 
 def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
@@ -38,7 +38,7 @@ def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
     for file in found.files:
         stored = np.frombuffer((tmp_path / "c" / file.key).read_bytes(), dtype=np.uint8)
         for start, length in zip(file.start.tolist(), file.num_bytes.tolist(), strict=True):
-            got = node.spool.fetch(file.find(start, length))
+            got = node.queue.fetch(file.find(start, length))
             assert np.array_equal(got, stored[start : start + length])
             num_bytes += length
         ends = file.start + file.num_bytes
@@ -46,7 +46,7 @@ def test_every_byte_of_a_payload_is_found_as_it_lies_in_its_file(tmp_path):
         assert file.find(int(file.start[0]) - 1, 2) is None
         whole = file.find(int(file.start[0]), int(ends[-1] - file.start[0]))
         assert sum(part.num_bytes for part in whole) == ends[-1] - file.start[0]
-    assert num_bytes == node.spool.progress(rank.order.key).num_bytes
+    assert num_bytes == node.queue.progress(rank.order.key).num_bytes
 
 
 def test_without_the_option_nothing_stays(tmp_path):
@@ -67,15 +67,15 @@ def test_the_next_committed_one_takes_its_place_and_not_one_that_failed(tmp_path
         object.__setattr__(rank.order.key, "attempt", f"a{number}")
         rank.stage()
         assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
-        assert node.spool.in_flight(str(tmp_path))[-1].is_written
-        node.spool.release(rank.order.key, committed=committed)
-        assert not node.spool.in_flight(str(tmp_path))
+        assert node.queue.in_flight(str(tmp_path))[-1].is_written
+        node.queue.release(rank.order.key, committed=committed)
+        assert not node.queue.in_flight(str(tmp_path))
         ranks.append(rank)
         if number == 1:
             assert kept(node, ranks[0])
             assert kept(node, rank) is None
-    assert node.spool.kept_attempts() == {"a2"}
-    assert node.spool.num_active() == 0
+    assert node.queue.kept_attempts() == {"a2"}
+    assert node.queue.num_active() == 0
 
 
 def test_an_outcome_that_comes_before_the_answer_to_the_last_report_loses_nothing(tmp_path):
@@ -84,16 +84,16 @@ def test_an_outcome_that_comes_before_the_answer_to_the_last_report_loses_nothin
         node.may_report.clear()
         rank, _ = save(node, tmp_path, f"c{options.keep_in_memory}", options=options)
         key = rank.order.key
-        assert eventually(lambda: node.spool.progress(key).reports)  # noqa: B023
-        node.spool.release(key, committed=True)
-        assert node.spool.progress(key) is not None
-        assert not node.spool.in_flight(str(tmp_path))
+        assert eventually(lambda: node.queue.progress(key).reports)  # noqa: B023
+        node.queue.release(key, committed=True)
+        assert node.queue.progress(key) is not None
+        assert not node.queue.in_flight(str(tmp_path))
         node.may_report.set()
         if options is KEEP:
             assert eventually(lambda: kept(node, rank) is not None)  # noqa: B023
-            assert node.spool.progress(key).reports[0].receipt
+            assert node.queue.progress(key).reports[0].receipt
         else:
-            assert eventually(lambda: node.spool.progress(key) is None)  # noqa: B023
+            assert eventually(lambda: node.queue.progress(key) is None)  # noqa: B023
 
 
 def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
@@ -102,10 +102,10 @@ def test_what_another_save_needs_is_given_up_and_noticed_by_who_reads(tmp_path):
     assert eventually(lambda: kept(node, rank) is not None)
     file = kept(node, rank).files[0]
     parts = file.find(int(file.start[0]), int(file.num_bytes[0]))
-    assert node.spool.fetch(parts) is not None
+    assert node.queue.fetch(parts) is not None
     save(node, tmp_path, "d", seed=1, options=SaveOptions())
     assert node.idle()
-    assert node.spool.fetch(parts) is None
+    assert node.queue.fetch(parts) is None
     assert kept(node, rank) is None
 
 
@@ -114,10 +114,10 @@ def test_only_saves_to_the_place_itself_or_below_are_in_flight(tmp_path):
     what = share([3 * MIB])
     rank = node.rank(what, Target(str(tmp_path / "run" / "c")), options=KEEP).begin()
     for place, found in [("run/c", 1), ("run", 1), ("run/", 1), ("ru", 0), ("run/c/d", 0)]:
-        assert len(node.spool.in_flight(f"{tmp_path}/{place}")) == found
-    assert not node.spool.in_flight(str(tmp_path))[0].is_written
-    node.spool.cancel(rank.order.key, by_rank=True)
-    assert node.spool.in_flight(str(tmp_path)) == []
+        assert len(node.queue.in_flight(f"{tmp_path}/{place}")) == found
+    assert not node.queue.in_flight(str(tmp_path))[0].is_written
+    node.queue.cancel(rank.order.key, by_rank=True)
+    assert node.queue.in_flight(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("keep", "gone"), [(1, {"a", "b", "c"}), (2, {"a", "b"}), (3, {"b"})])
@@ -127,13 +127,11 @@ def test_the_last_committed_ones_stay_and_what_came_after_them(keep, gone):
     assert too_many(seen) == gone
 
 
-def test_a_cut_of_nothing_is_empty():
-    assert cut([], 0, 5) == []
-
-
 def test_a_read_that_begins_between_two_runs_is_not_served():
     runs = np.array([[100, 170], [64, 36], [0, 64]])
     file = TierFile("x", *runs, (Slot(7, 1), Slot(7, 1)))
     for start, length in ((164, 1), (164, 10), (165, 5), (206, 1), (99, 2)):
         assert file.find(start, length) is None
     assert [part.num_bytes for part in file.find(163, 8)] == [1, 6, 1]
+    assert [part.num_bytes for part in cut(file.find(163, 8), 0, 2)] == [1, 1]
+    assert cut([], 0, 5) == []

