@@ -26,6 +26,7 @@ from ray_dcp.handle import SaveHandle, SaveReport
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
+    account_of,
     capture_of,
     run_save,
     target_of,
@@ -33,7 +34,6 @@ from ray_dcp.operations import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
@@ -101,13 +101,7 @@ class _Save:
         self._decision = decision
         self._session = session
         self._options = options
-        self._account = Account(
-            "async_save",
-            handle.checkpoint_id,
-            rank=session.rank,
-            world_size=session.world_size,
-            path=decision.path,
-        )
+        self._account = account_of("async_save", session, handle.checkpoint_id, decision.path)
         self._staging = ""
         handle._run_by(self)
 

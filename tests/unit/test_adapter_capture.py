@@ -40,7 +40,7 @@ from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.torch_adapter.targets import plan_targets
 
-from .seam_support import as_rank, box, fill, frozen, on_ranks, stored
+from .adapter_support import as_rank, box, fill, frozen, on_ranks, stored
 
 WORLD = 4
 

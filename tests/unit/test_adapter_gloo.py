@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.targets import plan_targets
 
-from .seam_support import fill, frozen, stored
+from .adapter_support import fill, frozen, stored
 from .test_adapter_capture import LAYOUTS, WORLD, rows, torch_rows
 
 REPOSITORY = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata, metadata_of_table
 from ray_dcp.torch_adapter.load_report import LoadReport
 
-from .seam_support import stored
+from .adapter_support import stored
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -35,7 +35,7 @@ from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.objects import dump_object
 from ray_dcp.torch_adapter.targets import Targets, plan_targets
 
-from .seam_support import as_rank, fill, on_ranks, stored
+from .adapter_support import as_rank, fill, on_ranks, stored
 
 
 def saved(state_dict: dict[str, Any], **flags: bool) -> tuple[ChunkTable, list[bytes]]:
