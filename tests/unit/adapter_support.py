@@ -1,24 +1,28 @@
-"""A save and a load in miniature: captures to a chunk table and payloads, and those into targets.
-
-Written for these tests from the definitions in `core.values`, without the planner and the reader
-of the package.
-"""
+"""Saves what ranks captured and loads it, without Ray; this process as one of several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_dcp.core.values import ChunkTable, Kind
-from ray_dcp.planning.reads import plan_reads
+from ray_dcp.io.checkpoint import read_checkpoint
+from ray_dcp.options import LoadOptions, SaveOptions
+from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.rank_load import load_rank
+from ray_dcp.runtime.rank_save import save_rank
+from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import Capture
-from ray_dcp.torch_adapter.targets import Targets
+from ray_dcp.torch_adapter.targets import Targets, plan_targets
+
+_numbers = itertools.count()
 
 
 def box(columns, row):
@@ -26,92 +30,52 @@ def box(columns, row):
     return tuple(columns.offset[row, :ndim].tolist()), tuple(columns.size[row, :ndim].tolist())
 
 
-def stored(*captures: Capture) -> tuple[ChunkTable, list[bytes]]:
-    """Every item of every capture, an item that several ranks have once; and their bytes."""
-    names: dict[str, int] = {}
-    dtypes: dict[str, int] = {}
-    tensors: list[tuple] = []
-    chunks: dict[tuple, tuple] = {}
-    for capture in captures:
-        columns = capture.columns
-        for row in range(len(columns)):
-            fqn = columns.names[columns.name[row]]
-            ndim = int(columns.ndim[row])
-            if fqn not in names:
-                names[fqn] = len(names)
-                code = -1
-                if columns.dtype[row] >= 0:
-                    code = dtypes.setdefault(columns.dtypes[columns.dtype[row]], len(dtypes))
-                tensors.append((
-                    columns.paths[columns.name[row]], columns.kind[row], code, ndim,
-                    tuple(columns.shape[row, :ndim].tolist()), columns.requires_grad[row],
-                ))  # fmt: skip
-            fixed = columns.kind[row] == Kind.TENSOR
-            key = (names[fqn], *box(columns, row))
-            if key not in chunks:
-                data = capture.source(row) if fixed else capture.deferred(row)
-                chunks[key] = (*key, bytes(data))
-    rows = sorted(chunks.values(), key=lambda chunk: chunk[0])
-    width = max(1, *(tensor[3] for tensor in tensors))
-
-    def pad(shape, fill):
-        return tuple(shape) + (fill,) * (width - len(shape))
-
-    lengths = np.array([len(chunk[3]) for chunk in rows], np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    num = len(rows)
-    return ChunkTable(
-        names=tuple(names),
-        paths=tuple(tensor[0] for tensor in tensors),
-        dtypes=tuple(dtypes),
-        files=("__0_0.distcp",),
-        kind=np.array([tensor[1] for tensor in tensors], np.int8),
-        dtype=np.array([tensor[2] for tensor in tensors], np.int8),
-        ndim=np.array([tensor[3] for tensor in tensors], np.int8),
-        shape=np.array([pad(tensor[4], 1) for tensor in tensors], np.int64),
-        requires_grad=np.array([tensor[5] for tensor in tensors], np.bool_),
-        tensor=np.array([chunk[0] for chunk in rows], np.int32),
-        offset=np.array([pad(chunk[1], 0) for chunk in rows], np.int64).reshape(num, width),
-        size=np.array([pad(chunk[2], 1) for chunk in rows], np.int64).reshape(num, width),
-        file=np.zeros(num, np.int32),
-        item_offset=starts,
-        item_bytes=lengths,
-        payload_offset=starts,
-        payload_bytes=lengths,
-        block_bytes=np.zeros(num, np.int64),
-        check_start=np.zeros(num + 1, np.int64),
-        checks=np.zeros(0, np.uint64),
-    ), [chunk[3] for chunk in rows]  # fmt: skip
+def stored(*captures: Capture) -> Target:
+    """Saves what each rank captured, and returns where."""
+    target, world_size = Target(f"memory://adapter-{next(_numbers)}/c"), len(captures)
+    ranks = [
+        save_rank(
+            OpKey("save", 0), rank=rank, world_size=world_size, target=target,
+            options=SaveOptions(trace=False), capture=lambda captured=captured: captured,
+        )
+        for rank, captured in enumerate(captures)
+    ]  # fmt: skip
+    for result in run_ranks(ranks):
+        result.get()
+    return target
 
 
-def fill(table: ChunkTable, payloads: Sequence[bytes], targets: Targets) -> None:
-    """Does what a load does after planning, up to `finish`."""
-    wanted = targets.wanted
-    plan = plan_reads(table, wanted)
-    targets.check_coverage(plan)
-    touched = {}
-    for pair in range(len(plan)):
-        chunk, row = int(plan.chunk[pair]), int(plan.wanted[pair])
-        item = np.dtype((np.void, int(wanted.itemsize[row])))
-        ndim = table.ndim[wanted.tensor[row]]
-        source = np.frombuffer(payloads[chunk], item).reshape(table.size[chunk, :ndim])
-        into = touched.get(row)
-        if into is None:
-            into = np.frombuffer(targets.sink.buffer(row), item)
-            touched[row] = into = into.reshape(wanted.size[row, :ndim])
-        low, size = plan.offset[pair, :ndim], plan.size[pair, :ndim]
-        at = low - wanted.offset[row, :ndim]
-        out_of = low - table.offset[chunk, :ndim]
-        into[_slices(at, size)] = source[_slices(out_of, size)]
-    for row in touched:
-        targets.sink.done(row)
-    for chunk, take in targets.objects:
-        take(payloads[chunk])
-    targets.finish()
+def table_of(target: Target) -> ChunkTable:
+    """Returns what is stored."""
+    return read_checkpoint(open_storage(target)).table
 
 
-def _slices(start, size):
-    return tuple(slice(int(a), int(a + n)) for a, n in zip(start, size, strict=True))
+def load(
+    target: Target,
+    state: Any,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    flags: dict[str, bool] | None = None,
+    **options: Any,
+) -> Targets:
+    """Loads as one of several ranks, and returns what was planned."""
+    works, chosen = [], LoadOptions(**options)
+
+    def plan(checkpoint: Any) -> Targets:
+        works.append(
+            plan_targets(
+                state, checkpoint.tensors, narrow=checkpoint.narrow, options=chosen, rank=rank,
+                world_size=world_size, **(flags or {}),
+            )
+        )  # fmt: skip
+        return works[0]
+
+    steps = load_rank(
+        OpKey("load", 0), rank=0, world_size=1, target=target, options=chosen, plan=plan
+    )
+    run_ranks([steps])[0].get()
+    return works[0]
 
 
 @contextmanager
