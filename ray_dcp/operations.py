@@ -69,6 +69,7 @@ def run_save(
     use_collectives: bool = True,
     log: OperationLog | None = None,
     account: Account | None = None,
+    key: OpKey | None = None,
 ) -> Metadata:
     """Saves on this rank and returns the metadata of the committed checkpoint.
 
@@ -83,6 +84,7 @@ def run_save(
         use_collectives: For foreign storages.
         log: Hears of phases.
         account: Of whoever tells the end of the save; by default it is told here.
+        key: Of this call, if the session named it before.
 
     Raises:
         CheckpointError: As `save` does.
@@ -92,7 +94,7 @@ def run_save(
     with ExitStack() as stack:
         if account is None:
             account = stack.enter_context(account_of("save", session, url, decision.path))
-        activity = stack.enter_context(session.activity(options.heartbeat_timeout_s))
+        activity = stack.enter_context(session.activity(options.heartbeat_timeout_s, key))
         if log is not None:
             activity.vitals.on_enter = log.enter
         if decision.path == FOREIGN:
