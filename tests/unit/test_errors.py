@@ -66,6 +66,14 @@ def test_every_error_is_torchs_and_survives_pickling_with_all_its_fields(module:
         assert list(found.failures) == [3]
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_an_error_without_fields_survives_pickling(cls: type):
+    found = pickle.loads(pickle.dumps(cls("only this")))
+    assert str(found) == "only this"
+    assert (found.checkpoint_id, found.step, found.rank, found.key) == (None, None, None, None)
+    assert not hasattr(found, "__notes__")
+
+
 def test_the_failures_of_other_ranks_survive_pickling():
     frames = traceback.StackSummary.from_list([("train.py", 12, "step", "save()")])
     error = CheckpointError("two ranks failed").with_failures(
