@@ -197,7 +197,13 @@ class Placing:
             flat: The state dict.
             index: FQN to number of the tensor in the table.
         """
-        direct, loaded = self._direct_dtypes(), self.loaded.append
+        # None at the end: what -1 finds, the dtype of objects.
+        known: list[torch.dtype | None] = [*map(find_dtype, self.table.dtypes), None]
+        direct = [
+            known[code] if kind == _TENSOR else None
+            for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
+        ]
+        loaded = self.loaded.append
         shapes = self._shapes
         numbers: list[int] = []
         targets: list[torch.Tensor] = []
@@ -236,22 +242,9 @@ class Placing:
             except UnsupportedValueError as error:
                 self._unsupported.append(error.message)
         rows = np.array(numbers, np.int64)
-        # 0: what -1 finds, the dtype of objects.
-        sizes = [
-            0 if (dtype := find_dtype(name)) is None else dtype.itemsize
-            for name in self.table.dtypes
-        ]
-        itemsize = np.array([*sizes, 0], np.int64)[self.table.dtype[rows]]
+        sizes = np.array([dtype.itemsize if dtype else 0 for dtype in known], np.int64)
+        itemsize = sizes[self.table.dtype[rows]]
         self.raw.add_direct(rows, targets, self.table.shape[rows], itemsize)
-
-    def _direct_dtypes(self) -> list[torch.dtype | None]:
-        """Returns for each tensor the dtype of targets that its raw bytes can be read into."""
-        known: list[torch.dtype | None] = [find_dtype(name) for name in self.table.dtypes]
-        known.append(None)  # What -1 finds, the dtype of objects.
-        return [
-            known[code] if kind == _TENSOR else None
-            for code, kind in zip(self._dtype_codes, self._kinds, strict=True)
-        ]
 
     def check(self) -> None:
         """Raises whatever speaks against this load.
