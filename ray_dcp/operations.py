@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey, Reply, Request, Target
+from ray_dcp.protocol.messages import OpKey, Target
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
@@ -26,7 +26,7 @@ from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_measurable, measured
-from ray_dcp.torch_adapter.collective import Group, Ranks
+from ray_dcp.torch_adapter.collective import Group, RankCalls
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.foreign import foreign_save
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
@@ -35,14 +35,6 @@ from ray_dcp.torch_adapter.planner_save import capture_with_planner
 
 StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
-
-
-class RankCalls(Ranks, Protocol):
-    """What a step of a save or load needs of a session; `Activity` gives it too."""
-
-    def call(self, request: Request) -> Reply:
-        """Returns the coordinator's reply."""
-        ...
 
 
 class RankSession(RankCalls, Protocol):

@@ -246,7 +246,8 @@ def _is_key_map(key_map: object) -> bool:
 
 def _check_fields(options: SaveOptions | LoadOptions, *others: str) -> None:
     """Checks choices, flags and numbers by their types; `others` are checked elsewhere."""
-    for name, hint in _HINTS[type(options).__name__].items():
+    cls = SaveOptions if isinstance(options, SaveOptions) else LoadOptions
+    for name, hint in _HINTS[cls.__name__].items():
         value = getattr(options, name)
         expected = None
         if get_origin(hint) is Literal:

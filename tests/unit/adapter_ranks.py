@@ -27,6 +27,7 @@ class OneOf:
     rank: int = 0
     world_size: int = 1
     next_key: Callable[[], OpKey] = field(default_factory=keys)
+    call: Any = None
 
 
 def group(
