@@ -163,7 +163,6 @@ def foreign_save(
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_save_state_dict`.
     """
     name = type(writer).__name__
-    refuse_per_rank(state_dict, f"the storage {name}")
     planner = DefaultSavePlanner() if planner is None else planner
     metadata: Metadata | None = None
 
@@ -171,6 +170,8 @@ def foreign_save(
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)  # type: ignore[arg-type]
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
+        # Why not before: a `Stateful` value may hold one in its state.
+        refuse_per_rank(state, f"the storage {name}")
         meta, is_coordinator = writer.storage_meta(), group.is_coordinator
         set_up_save_planner(planner, state, meta, is_coordinator=is_coordinator)
         how = {"rank": group.rank, "use_collectives": use_collectives}

@@ -155,11 +155,12 @@ def capture_with_planner(
         InvalidRequestError: The planner resolves something else than it planned, or its metadata
             can't be told by a native checkpoint; or the state dict has a `PerRank`.
     """
-    refuse_per_rank(state_dict, f"the planner {type(planner).__name__}")
     hooks = _Hooks(planner, group, options)
 
     def set_up() -> None:
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
+        # Why not before: a `Stateful` value may hold one in its state.
+        refuse_per_rank(state, f"the planner {type(planner).__name__}")
         set_up_save_planner(planner, state, storage_meta, is_coordinator=group.is_coordinator)
 
     return hooks.steps(set_up)

@@ -38,6 +38,7 @@ from ray_dcp.errors import StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import load_object
+from ray_dcp.warming import share_bytes
 
 from .adapter_support import as_rank, box, frozen, load, on_ranks, stored
 
@@ -526,3 +527,12 @@ def test_a_jagged_nested_tensor_is_refused_with_the_way_out():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(UnsupportedValueError, match=r"'n'.*nested tensor: save list"):
         capture({"n": nested}, rank=0, world_size=1)
+
+
+def test_a_rank_stages_about_its_share_of_what_others_hold_too() -> None:
+    with as_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        value = distribute_tensor(
+            torch.zeros(8, 4), mesh, [Replicate(), Shard(0)], src_data_rank=None
+        )
+        assert share_bytes({"w": value, "more": [torch.zeros(4), 1]}, 4) == 64 / 2 + 16 / 4

@@ -382,11 +382,19 @@ def test_choices_need_the_native_way(saved: Path, options: dict[str, Any]):
             ray_dcp.load(target(), checkpoint_id=saved, options=LoadOptions(**options), **how)
 
 
+class Holding(Asked):
+    """A `Stateful` with an own value in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"0": {"rng": PerRank(1)}}
+
+
 def test_own_values_need_the_native_way(tmp_path: Path, saved: Path):
-    state = {"model": [{"rng": PerRank(1)}]}
+    state: dict[str, Any] = {"model": [{"rng": PerRank(1)}]}
     for how in ({"planner": MySave()}, {"storage_writer": Writer(tmp_path / "d")}):
-        with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
-            ray_dcp.save(state, checkpoint_id=tmp_path / "d", **how)
+        for values in (state, {"model": Holding()}):
+            with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
+                ray_dcp.save(values, checkpoint_id=tmp_path / "d", **how)
     with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
         ray_dcp.load(state, checkpoint_id=saved, planner=Mine())
 
