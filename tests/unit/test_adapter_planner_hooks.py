@@ -301,6 +301,22 @@ def test_boxes_of_sharded_items_are_those_of_the_plan():
         assert np.frombuffer(end.get().source(0), np.float32).tolist() == [float(rank)] * 6
 
 
+def test_several_shards_of_a_tensor_on_one_rank_have_one_name():
+    class Both(Shards):
+        def create_local_plan(self) -> dcp.SavePlan:
+            plans = [Shards.create_local_plan(self), dcp.DefaultSavePlanner.create_local_plan(self)]
+            self.rank = 1
+            plans.append(Shards.create_local_plan(self))
+            items = [
+                i for plan in plans for i in plan.items if i.index.fqn != "s" or i.index.offset
+            ]
+            return dcp.SavePlan([i for i in items if i.type is not WriteItemType.TENSOR])
+
+    columns = capture(Both(0, 2), {"s": torch.ones(2, 3), "n": 1}).columns
+    assert (columns.names, columns.name.tolist()) == (("s", "n"), [0, 1, 0])
+    assert columns.offset.tolist() == [[0, 0], [0, 0], [2, 0]]
+
+
 @pytest.mark.parametrize("given", [{"step": 5}, {}, {"scalar": torch.tensor(2.0)}])
 def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path):
     class Own(dcp.DefaultSavePlanner):
