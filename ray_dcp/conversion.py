@@ -278,16 +278,17 @@ def read_into(
     Raises:
         CheckpointError: As `load` does.
     """
-    if progress is not None and progress.told is not None:
-        for part in _parts(flat):
-            read_into(part, checkpoint_id, reader, options)
-            progress.add(part.values())
-        return
     options = options or LoadOptions()
     if any(isinstance(value, torch.Tensor) for value in flat.values()) and options.dtype != "keep":
         # Why: what differs was asked for.
         options = replace(options, dtype="cast")
-    load(flat, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options)
+    is_told = progress is not None and progress.told is not None
+    for part in _parts(flat) if is_told else [flat]:
+        load(
+            part, checkpoint_id=checkpoint_id, storage_reader=reader, no_dist=True, options=options
+        )
+        if progress is not None:
+            progress.add(part.values())
 
 
 def _parts(flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
+
+if TYPE_CHECKING:
+    from ray_dcp.asynchronous import _Save
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveReport"]
 
@@ -94,7 +97,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
         self.checkpoint_id = checkpoint_id
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[Any] = Future()
-        self._source: _Source | None = None
+        self._source: _Save | None = None
         self._looked_at = False
         self._cancelled = threading.Event()
         self.set_running_or_notify_cancel()
@@ -178,7 +181,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
 
     # For `asynchronous`, which carries it out.
 
-    def _run_by(self, source: _Source) -> None:
+    def _run_by(self, source: _Save) -> None:
         self._source = source
 
     def _is_staged(self, error: BaseException | None = None) -> None:
@@ -229,19 +232,3 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
 
     def __del__(self) -> None:
         self._tell_if_unseen()
-
-
-class _Source(Protocol):
-    """What a handle asks; `asynchronous._Save` is one."""
-
-    def cancel(self) -> bool:
-        """See `SaveHandle.cancel`."""
-        ...
-
-    def progress(self) -> tuple[int, int]:
-        """Returns bytes written and bytes in all."""
-        ...
-
-    def report(self) -> SaveReport:
-        """See `SaveHandle.report`."""
-        ...

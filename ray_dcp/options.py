@@ -7,8 +7,8 @@ of it here and passes it whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ray_dcp.errors import InvalidRequestError
 
@@ -109,23 +109,19 @@ class SaveOptions:
     not answer is given up. One that is slow but speaks is not concerned."""
 
     def __post_init__(self) -> None:
-        _check_literals(self)
-        _check_positive(
-            self,
-            "part_bytes",
-            "num_threads",
-            "max_pending",
-            "plan_timeout_s",
-            "write_timeout_s",
-            "commit_timeout_s",
-            "heartbeat_timeout_s",
-        )
+        _check_fields(self, "keep_in_memory", "stock_metadata")
         keep = self.keep_in_memory
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
             raise InvalidRequestError(
                 f"SaveOptions.keep_in_memory must be a number of checkpoints, 0 or more, but is "
                 f"{keep!r}",
                 key="keep_in_memory",
+            )
+        later: object = self.stock_metadata
+        if later != "later" and not isinstance(later, bool):
+            raise InvalidRequestError(
+                f"SaveOptions.stock_metadata must be True or False or 'later', but is {later!r}",
+                key="stock_metadata",
             )
 
 
@@ -186,10 +182,7 @@ class LoadOptions:
     `SaveOptions.heartbeat_timeout_s`."""
 
     def __post_init__(self) -> None:
-        _check_literals(self)
-        _check_positive(
-            self, "num_threads", "plan_timeout_s", "read_timeout_s", "heartbeat_timeout_s"
-        )
+        _check_fields(self)
         _check_choices(self)
 
     def without_choices(self) -> LoadOptions:
@@ -251,38 +244,24 @@ def _is_key_map(key_map: object) -> bool:
     return all(len(pair) == 2 and all(isinstance(it, str) for it in pair) for pair in pairs)
 
 
-def _check_literals(options: SaveOptions | LoadOptions) -> None:
-    hints = {
-        "container": Container,
-        "dtype": DtypePolicy,
-        "verify": Verify,
-        "replicas": Literal["warn", "check"],
-        "objects": Literal["warn", "refuse"],
-        "nonfinite": Literal["ignore", "warn", "refuse"],
-        "when_full": WhenFull,
-    }
-    for each in fields(options):
-        value = getattr(options, each.name)
-        hint = hints.get(each.name)
-        if hint is not None and get_origin(hint) is Literal and value not in get_args(hint):
-            raise InvalidRequestError(
-                f"{type(options).__name__}.{each.name} must be one of "
-                f"{', '.join(map(repr, get_args(hint)))}, but is {value!r}",
-                key=each.name,
-            )
-        may_be_text = each.name == "stock_metadata" and value == "later"
-        if isinstance(each.default, bool) and not isinstance(value, bool) and not may_be_text:
-            raise InvalidRequestError(
-                f"{type(options).__name__}.{each.name} must be True or False, but is {value!r}",
-                key=each.name,
-            )
-
-
-def _check_positive(options: SaveOptions | LoadOptions, *names: str) -> None:
-    for name in names:
+def _check_fields(options: SaveOptions | LoadOptions, *others: str) -> None:
+    """Checks choices, flags and numbers by their types; `others` are checked elsewhere."""
+    cls = SaveOptions if isinstance(options, SaveOptions) else LoadOptions
+    for name, hint in _HINTS[cls.__name__].items():
         value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        expected = None
+        if get_origin(hint) is Literal:
+            choices = get_args(hint)
+            expected = None if value in choices else f"one of {', '.join(map(repr, choices))}"
+        elif hint is bool and not isinstance(value, bool):
+            expected = "True or False"
+        elif hint in (int, float):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            expected = None if is_number and value > 0 else "a number above 0"
+        if expected is not None and name not in others:
             raise InvalidRequestError(
-                f"{type(options).__name__}.{name} must be a number above 0, but is {value!r}",
-                key=name,
+                f"{type(options).__name__}.{name} must be {expected}, but is {value!r}", key=name
             )
+
+
+_HINTS = {cls.__name__: get_type_hints(cls) for cls in (SaveOptions, LoadOptions)}

@@ -278,7 +278,7 @@ def join_save(
         first = partial(_first, join, captured.columns, plans)
         described, error = attempt(first, "encoding the plan", rank)
         join, known = described or (replace(join, error=error), None)
-    stats = getattr(captured, "stats", b"")  # of a `MeasuredCapture`
+    stats = getattr(captured, "stats", b"")  # see `Capture.stats`
     join = replace(join, stats=stats, capture_s=vitals.doing.phase_s)
     vitals.enter("waiting")
     with naming_checkpoint(target.url):

@@ -17,7 +17,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -178,20 +178,63 @@ GRACE_S = 30.0
 error arrives and not only its absence."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks of one save or load, seen from one of them."""
+NUM_KEYS = 6
+"""Exchanges that the steps of one call may need: two for each step."""
 
-    next_key: Callable[[], OpKey]
-    """Names the next exchange, see `reserve`."""
-    rank: int
-    world_size: int
-    timeout_s: float
-    """Deadline of each step, in seconds."""
-    doing: str
-    """`"save"` or `"load"`, for messages."""
-    checkpoint_id: str | None = None
-    coordinator_rank: int = 0
+
+class RankCalls(Protocol):
+    """What a step of a save or load needs of a session; `Activity` gives it too."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the session."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the session."""
+        ...
+
+    def next_key(self) -> OpKey:
+        """Returns the key of the next operation."""
+        ...
+
+    def call(self, request: Any) -> Reply:
+        """Returns the coordinator's reply."""
+        ...
+
+
+class Group:
+    """The ranks of one save or load, seen from one of them.
+
+    Every exchange is an operation of its session, and all ranks must name it alike. The names are
+    taken at once, in the thread that calls: so they stay aligned when other calls run in between
+    in other threads, and when a rank leaves early. One rank exchanges nothing.
+
+    Args:
+        session: Of this rank.
+        timeout_s: Deadline of each step, in seconds.
+        doing: `"save"` or `"load"`, for messages.
+        checkpoint_id: For messages.
+        coordinator_rank: The rank that decides.
+    """
+
+    def __init__(
+        self,
+        session: RankCalls,
+        timeout_s: float,
+        doing: str,
+        checkpoint_id: str | None = None,
+        coordinator_rank: int = 0,
+    ) -> None:
+        self.rank = session.rank
+        self.world_size = session.world_size
+        self.timeout_s = timeout_s
+        self.doing = doing
+        self.checkpoint_id = checkpoint_id
+        self.coordinator_rank = coordinator_rank
+        num_keys = NUM_KEYS if session.world_size > 1 else 0
+        self._keys = iter([session.next_key() for _ in range(num_keys)])
 
     @property
     def is_coordinator(self) -> bool:
@@ -203,6 +246,10 @@ class Group:
         """Every rank but this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
+    def next_key(self) -> OpKey:
+        """Names the next exchange."""
+        return next(self._keys)
+
     def failed(self, step: str, failures: Mapping[int, Failure]) -> CheckpointError:
         """Returns the error for all ranks."""
         return combined_error(
@@ -211,25 +258,6 @@ class Group:
             world_size=self.world_size,
             checkpoint_id=self.checkpoint_id,
         )
-
-
-def reserve(
-    next_key: Callable[[], OpKey], *, num_steps: int, world_size: int
-) -> Callable[[], OpKey]:
-    """Takes the keys of all exchanges of a call at once; returns what gives them one by one.
-
-    Every exchange is an operation of its session, and all ranks must name it alike. Taken at the
-    start, in the thread that calls, the keys stay aligned when other calls run in between in
-    other threads, and when a rank leaves early.
-
-    Args:
-        next_key: Names the next operation of the session.
-        num_steps: How many `reduce_scatter`s there will be, at most.
-        world_size: Number of ranks; one rank exchanges nothing.
-    """
-    num_keys = 2 * num_steps if world_size > 1 else 0
-    keys = iter([next_key() for _ in range(num_keys)])
-    return lambda: next(keys)
 
 
 @dataclass(frozen=True)
@@ -308,31 +336,26 @@ def all_reduce(
 
 
 @dataclass(frozen=True)
-class _Failed:
-    failure: Failure
+class _Result:
+    """What a step gave or how it failed, on one rank."""
+
+    value: Any = None
+    failure: Failure | None = None
     original: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class _Done:
-    value: Any
-
-
-_Result = _Done | _Failed
+    """What was raised, on the rank itself."""
 
 
 def _run(code: Callable[[], Any]) -> _Result:
     try:
-        return _Done(code())
+        return _Result(code())
     except BaseException as error:  # noqa: BLE001 - DCP's own CheckpointException is one
-        return _Failed(failure_of(error), error)
+        return _Result(None, failure_of(error), error)
 
 
 def _leave_if_stopped(group: Group, step: str, tag: str, result: _Result) -> Steps[None]:
     """Tells the others at once and raises, when the user or the system stops this process."""
-    if not isinstance(result, _Failed):
-        return
-    if not isinstance(result.original, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+    stopped = (KeyboardInterrupt, SystemExit, GeneratorExit)
+    if result.failure is None or not isinstance(result.original, stopped):
         return
     if group.world_size > 1:
         error = group.failed(step, {group.rank: result.failure})
@@ -367,19 +390,19 @@ def _coordinate(
     if group.world_size > 1:
         inbox = yield from _send(group, f"{step}/gather", {})
         results |= {rank: _load_result(_from(inbox, rank), rank) for rank in group.others}
-    failures = {rank: r.failure for rank, r in results.items() if isinstance(r, _Failed)}
-    values = [r.value for _, r in sorted(results.items()) if isinstance(r, _Done)]
+    failures = {rank: r.failure for rank, r in results.items() if r.failure is not None}
     if not failures:
+        values = [r.value for _, r in sorted(results.items())]
         result = _run(lambda: _parts(group, combine(values)))
         yield from _leave_if_stopped(group, step, f"{step}/scatter", result)
-        if isinstance(result, _Failed):
+        if result.failure is not None:
             failures = {group.rank: result.failure}
     if failures:
         error = group.failed(step, failures)
         refusal = _FAILED + pickle.dumps(error)
         yield from _scatter(group, step, dict.fromkeys(group.others, refusal))
         raise _told_here(error, result)
-    own, outbox = _value_of(result)
+    own, outbox = result.value
     try:
         yield from _scatter(group, step, outbox)
     except ParticipantError:
@@ -413,15 +436,9 @@ def _parts(group: Group, parts: Sequence[Any]) -> tuple[Any, dict[int, bytes]]:
     )
 
 
-def _value_of(result: _Result) -> Any:
-    if isinstance(result, _Done):
-        return result.value
-    raise InternalError("a failed step has no value")
-
-
 def _told_here(error: CheckpointError, result: _Result) -> CheckpointError:
     """Returns the error of all ranks, caused on this rank by what this rank raised."""
-    if isinstance(result, _Failed) and result.original is not None:
+    if result.original is not None:
         error.__cause__ = result.original
     return error
 
@@ -435,21 +452,19 @@ def _dump(value: Any) -> bytes:
 
 
 def _dump_result(result: _Result) -> bytes:
-    if isinstance(result, _Done):
-        try:
-            return _OK + _dump(result.value)
-        except Exception as error:  # noqa: BLE001 - whatever user classes raise in __reduce__
-            result = _Failed(failure_of(error))
-    return _FAILED + _dump(result.failure)
+    try:
+        return _dump(_Result(result.value, result.failure))
+    except Exception as error:  # noqa: BLE001 - whatever user classes raise in __reduce__
+        return _dump(_Result(None, failure_of(error)))
 
 
 def _load_result(message: bytes, rank: int) -> _Result:
     try:
-        value = pickle.loads(message[1:])
+        result: _Result = pickle.loads(message)
     except Exception as error:  # noqa: BLE001 - whatever user classes raise when unpickled
         reason = f"what rank {rank} sent can't be unpickled: {type(error).__name__}: {error}"
-        return _Failed(failure_of(CheckpointError(reason, rank=rank)))
-    return _Done(value) if message[:1] == _OK else _Failed(value)
+        return _Result(None, failure_of(CheckpointError(reason, rank=rank)))
+    return result
 
 
 def _load_error(group: Group, step: str, data: bytes) -> CheckpointError:

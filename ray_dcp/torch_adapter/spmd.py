@@ -15,6 +15,7 @@ import io
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """See `LoadPlanner.commit_tensor`."""
         fqn = read_item.dest_index.fqn
-        count = _volume(read_item.lengths)
+        count = prod(read_item.lengths)
         if fqn in self._devices:
             self._left[fqn] -= max(1, count)
             if self._left[fqn] <= 0:
@@ -248,7 +249,7 @@ class SPMDLoadPlanner(DefaultLoadPlanner):
     def _read_items(self, fqn: str, tensor: Any, stored: Any) -> list[ReadItem]:
         distinct = _distinct(_indices_of(tensor))
         chunks = [ChunkStorageMetadata(*box) for box in distinct]
-        left = sum(_volume(chunk.sizes) for chunk in chunks)
+        left = sum(prod(chunk.sizes) for chunk in chunks)
         holders = {offsets: found for (offsets, _), found in distinct.items()}
         self._filling[fqn] = _Filling([], holders, left)
         items: list[ReadItem] = create_read_items_for_chunk_list(fqn, stored, chunks)
@@ -370,7 +371,7 @@ def _distinct(
         offsets = torch.Size(int(one.start) for one in box)
         sizes = torch.Size(int(one.stop) - int(one.start) for one in box)
         found.setdefault((offsets, sizes), []).append(number)
-    filled = {box: holders for box, holders in found.items() if _volume(box[1])}
+    filled = {box: holders for box, holders in found.items() if prod(box[1])}
     return filled or dict(list(found.items())[:1])
 
 
@@ -403,10 +404,3 @@ def _flattened(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 def _shape(stored: Any) -> tuple[int, ...] | None:
     return tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else None
-
-
-def _volume(sizes: Any) -> int:
-    count = 1
-    for size in sizes:
-        count *= int(size)
-    return count

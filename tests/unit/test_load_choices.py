@@ -177,9 +177,13 @@ def test_dtypes_follow_the_policy(saved: Path):
     def state() -> dict[str, Any]:
         return {"model": {"b": torch.zeros(4)}}
 
-    for policy in ("error", "widen"):
-        with pytest.raises(ShapeMismatchError, match="float64"):
-            load(saved, state(), dtype=policy)
+    wider = {"model": {"a": torch.zeros(3, 2, dtype=torch.float64)}}
+    assert load(saved, wider).cast == (("model.a", "float32", "float64"),)
+    assert wider["model"]["a"][2, 1] == 5
+    with pytest.raises(ShapeMismatchError, match="may lose values"):
+        load(saved, state())
+    with pytest.raises(ShapeMismatchError, match="forbids"):
+        load(saved, wider, dtype="error")
     cast = state()
     assert load(saved, cast, dtype="cast").cast == (("model.b", "float64", "float32"),)
     assert cast["model"]["b"].all()
@@ -392,11 +396,19 @@ def test_choices_need_the_native_way(saved: Path, options: dict[str, Any]):
             ray_dcp.load(target(), checkpoint_id=saved, options=LoadOptions(**options), **how)
 
 
+class Holding(Asked):
+    """A `Stateful` with an own value in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"0": {"rng": PerRank(1)}}
+
+
 def test_own_values_need_the_native_way(tmp_path: Path, saved: Path):
-    state = {"model": [{"rng": PerRank(1)}]}
+    state: dict[str, Any] = {"model": [{"rng": PerRank(1)}]}
     for how in ({"planner": MySave()}, {"storage_writer": Writer(tmp_path / "d")}):
-        with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
-            ray_dcp.save(state, checkpoint_id=tmp_path / "d", **how)
+        for values in (state, {"model": Holding()}):
+            with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
+                ray_dcp.save(values, checkpoint_id=tmp_path / "d", **how)
     with pytest.raises(InvalidRequestError, match=r"model\.0\.rng"):
         ray_dcp.load(state, checkpoint_id=saved, planner=Mine())
 
