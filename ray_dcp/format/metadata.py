@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -106,11 +106,6 @@ class PickleWriter:
         """Returns the pickle of the value on the stack."""
         num_bytes = sum(map(len, self._parts)) + 1
         return b"".join((b"\x80\x04\x95", struct.pack("<Q", num_bytes), *self._parts, b"."))
-
-
-def with_length(data: bytes) -> bytes:
-    """Returns a pickle of `PickleWriter` that was changed since, with its length as it is now."""
-    return data[:3] + struct.pack("<Q", len(data) - 11) + data[11:]
 
 
 def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
@@ -235,10 +230,6 @@ ATTEMPT_ATTRIBUTE = "ray_dcp_attempt"
 DCP_VERSION = "1.0.0"
 """What torch writes as `Metadata.version`; no reader looks at it."""
 
-_ATTEMPT_MARK = "attempt\0attempt\0"
-"""As long as an attempt id. No state dict has such a name."""
-_ID_MARK = "checkpoint\0id\0"
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _NEW = b")\x81"
@@ -287,40 +278,6 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
         writer.add(opcodes)
     writer.add(_BUILD)
     return writer.finish()
-
-
-def metadata_template(table: ChunkTable) -> bytes:
-    """Returns what `.metadata` has in common in all saves of a plan, for `fill_metadata`.
-
-    Args:
-        table: A finished table, with `{attempt}` in the names of its files.
-
-    Raises:
-        InternalError: A chunk has no place yet.
-    """
-    files = tuple(key.replace("{attempt}", _ATTEMPT_MARK) for key in table.files)
-    named = replace(table, files=files)
-    return encode_metadata(named, checkpoint_id=_ID_MARK, attempt=_ATTEMPT_MARK)
-
-
-def fill_metadata(template: bytes, *, checkpoint_id: str, attempt: str) -> bytes | None:
-    """Returns what `encode_metadata` returns of the same table with its files' final names.
-
-    Args:
-        template: Of `metadata_template`.
-        checkpoint_id: As there.
-        attempt: As there.
-
-    Returns:
-        None where it has to be encoded: by chance a text is equal to one of these, or the attempt
-        has another length than usual.
-    """
-    own, mark = pickled_text(checkpoint_id), pickled_text(_ID_MARK)
-    known = own in template or pickled_text(attempt) in template
-    if known or len(attempt) != len(_ATTEMPT_MARK) or template.count(mark) != 1:
-        return None
-    filled = template.replace(mark, own).replace(_ATTEMPT_MARK.encode(), attempt.encode())
-    return with_length(filled)
 
 
 class _Shared:
