@@ -242,13 +242,13 @@ class ObjectMachine(PickleMachine):
                 items = self._above_mark()
                 self.spend(_SET_BYTES)
                 stack.append(frozenset(map(self._hashable, items)))
-            case 0x51:  # BINPERSID
-                pid = stack[-1]
-                stack[-1] = self._built("a storage", lambda: self._item_of(pid))
             case 0x55:  # SHORT_BINSTRING
                 stack.append(self._take(self._take(1)[0]).decode())
             case _:
                 super()._other(opcode)
+
+    def _item(self, pid: Any) -> Any:
+        return self._built("a storage", lambda: self._item_of(pid))
 
     def _literal(self, opcode: int) -> Any:
         if opcode == 0x96:  # BYTEARRAY8

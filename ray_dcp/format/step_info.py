@@ -12,9 +12,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.manifest import attempt, damaged, integer, seconds, short, text
+from ray_dcp.format.manifest import (
+    attempt,
+    canonical,
+    damaged,
+    integer,
+    sealed,
+    seconds,
+    short,
+    text,
+    unsealed,
+)
 
 _INFO_KEY = re.compile(r"step-info-([0-9]{8,16})\.json")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,16})?")
@@ -84,7 +93,7 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     try:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"it is a {type(metadata).__name__}")
-        found = json.loads(_canonical(dict(metadata)))
+        found = json.loads(canonical(dict(metadata)))
         if found != metadata:
             raise TypeError(f"it would be read back as {short(found)}")
     except (TypeError, ValueError, RecursionError) as error:
@@ -104,7 +113,7 @@ def encode_info(info: StepInfo) -> bytes:
         >>> decode_info(encode_info(info)) == info
         True
     """
-    return _sealed({"version": _VERSION, **asdict(info)})
+    return sealed("info", canonical({"version": _VERSION, **asdict(info)}))
 
 
 def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
@@ -127,15 +136,11 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
 def encode_catalogue(rows: list[CatalogueRow]) -> bytes:
     """Returns the bytes of a catalogue."""
     infos = [None if row.info is None else asdict(row.info) for row in rows]
-    return _sealed(
-        {
-            "version": _VERSION,
-            "rows": [
-                [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
-                for row, info in zip(rows, infos, strict=True)
-            ],
-        }
-    )
+    told = [
+        [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
+        for row, info in zip(rows, infos, strict=True)
+    ]
+    return sealed("info", canonical({"version": _VERSION, "rows": told}))
 
 
 def decode_catalogue(data: bytes) -> list[CatalogueRow]:
@@ -191,26 +196,11 @@ def _mapping(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    data = _canonical(body)
-    return b'{"digest":"' + digest_bytes(data).hex().encode() + b'","info":' + data + b"}\n"
-
-
 def _opened(data: bytes) -> dict[str, Any]:
-    head, rest = data[:11], data[11:]
-    body = rest[41:-2]
-    sealed = head == b'{"digest":"' and rest[32:41] == b'","info":' and rest[-2:] == b"}\n"
-    if not sealed or digest_bytes(body).hex().encode() != rest[:32]:
-        raise damaged("an info with the digest of its bytes", f"{len(data)} other bytes")
     try:
-        found = json.loads(body)
+        found = json.loads(unsealed("info", data))
     except (ValueError, RecursionError) as error:
         raise damaged("JSON", str(error)) from error
     if not isinstance(found, dict):
         raise damaged("an object in JSON", short(found))
     return found
-
-
-def _canonical(body: Mapping[str, Any]) -> bytes:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return text.encode()

@@ -3,7 +3,6 @@ import json
 
 import pytest
 
-from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -42,8 +41,7 @@ DELETE = mf.DeleteRecord(
 
 def signed(fields):
     """Bytes that carry a right digest whatever they say."""
-    body = fields if isinstance(fields, bytes) else mf._canonical(fields)
-    return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
+    return mf.sealed("record", fields if isinstance(fields, bytes) else mf.canonical(fields))
 
 
 def fields_of(record):

@@ -199,13 +199,6 @@ def test_a_file_outside_the_checkpoint_is_unsafe(path):
         decode_metadata(with_path(path))
 
 
-def test_shared_files_of_earlier_steps_are_read_when_allowed():
-    found = decode_metadata(with_path("./../step-1/./__0_0.distcp"), allowed_parents=1)
-    assert found.table.files == ("../step-1/__0_0.distcp",)
-    with pytest.raises(UnsafeCheckpointError):
-        decode_metadata(with_path("../../x"), allowed_parents=1)
-
-
 class Reduced:
     def __init__(self, *reduced):
         self._reduced = reduced
