@@ -18,19 +18,6 @@ from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import TEMP_PREFIX
 
-__all__ = [
-    "Growth",
-    "MemoryLog",
-    "end_all",
-    "is_marked",
-    "leaked_files",
-    "leaked_shared_memory",
-    "leaked_temp_files",
-    "marked",
-    "resident_bytes",
-    "shared_memory",
-]
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

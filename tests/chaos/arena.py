@@ -34,8 +34,6 @@ from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
 from tests.polling import eventually, lives
 
-__all__ = ["Arena"]
-
 REPOSITORY = Path(__file__).parents[2]
 NUM_RANKS = 3
 RUN_S = 120.0

@@ -12,18 +12,6 @@ from fnmatch import fnmatch
 from itertools import product
 from typing import Any
 
-__all__ = [
-    "PARTICIPANTS",
-    "PHASES",
-    "SIGNALS",
-    "Cell",
-    "Closed",
-    "Matrix",
-    "Result",
-    "Trap",
-    "is_in_phase",
-]
-
 SIGNALS = ("SIGKILL", "SIGSTOP")
 PARTICIPANTS = ("rank", "coordinator", "driver", "stager", "node")
 PHASES = ("planning", "staging", "writing", "committing", "loading")

@@ -11,8 +11,6 @@ from tests.chaos import scenes
 from tests.chaos.arena import DROPS
 from tests.chaos.cells import SIGNALS, Cell, Matrix, Trap
 
-__all__ = ["MATRIX"]
-
 KILLED_S = 5.0
 """How soon the death of a process must be told, in seconds."""
 NODE_S = 20.0
