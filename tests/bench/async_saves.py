@@ -24,8 +24,6 @@ from tests.bench.measure import state_of
 from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
 from tests.bench.soak_leaks import leaked_shared_memory, shared_memory
 
-BUDGET_BYTES = 64 << 20
-
 RAY_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_memory_monitor_refresh_ms": "0",
@@ -82,8 +80,6 @@ def _run(options: Options, root: Path, table: Table) -> None:
                 _Saves(options, root, table, state).measure()
             if "lost" in wanted:
                 _training(options, root, table, state)
-            if "budget" in wanted:
-                _budget(options, root, table, state)
             del state
             if "restore" in wanted:
                 async_ranks.restore(options.rounds, options.num_bytes, root, table)
@@ -293,37 +289,3 @@ def _silenced() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-
-
-def _budget(options: Options, root: Path, table: Table, state: dict[str, Any]) -> None:
-    """A save through staging memory that is much smaller than the state."""
-    import ray
-    import torch
-
-    import ray_dcp
-    from ray_dcp.runtime.actor_names import LEASE_S
-    from ray_dcp.runtime.stager import stager_of
-    from ray_dcp.stage.values import StagerOptions
-
-    # The node's first rank says how it stages.
-    node = ray.get_runtime_context().get_node_id()
-    limited = StagerOptions(limit_bytes=BUDGET_BYTES)
-    stager = stager_of(node, namespace="budget", lease_s=LEASE_S, options=limited)
-    ray.get(stager.ping.remote())
-    with session_of("budget") as session:
-        assert session.staging().info()["limit_bytes"] == BUDGET_BYTES
-        stalls, durables, whole = [], [], []
-        for _ in range(1 if options.rounds < 3 else 2):
-            began = time.perf_counter()
-            handle = ray_dcp.async_save(state, checkpoint_id=root / "budget")
-            handle.staged(600)
-            stalls.append(time.perf_counter() - began)
-            handle.committed(600)
-            durables.append(time.perf_counter() - began)
-            found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-            ray_dcp.load(found, checkpoint_id=root / "budget")
-            whole.append(float(all(torch.equal(found[name], t) for name, t in state.items())))
-            shutil.rmtree(root / "budget")
-    table.fact("stall with a budget of 64 MB", stalls)
-    table.fact("durable with a budget of 64 MB", durables)
-    table.row("budget", sum(whole) / len(whole))

@@ -181,19 +181,12 @@ def _record_seeds() -> list[bytes]:
     return [records.encode_record(one) for one in made]
 
 
-_HEAD_BYTES = len(b'{"digest":"') + 32 + len(b'","record":')
-
-
 def _spoiled_record(data: bytes, source: random.Random) -> bytes:
     """Spoils a record and gives it the digest of what it then says; or spoils all of it."""
     if source.random() < 0.2:
         return spoiled(data, source)
-    body = source.choice((spoiled, spoiled_json))(data[_HEAD_BYTES:-2], source)
-    return _signed(body)
-
-
-def _signed(body: bytes) -> bytes:
-    return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
+    body = source.choice((spoiled, spoiled_json))(records.unsealed("record", data), source)
+    return records.sealed("record", body)
 
 
 def _headers() -> list[bytes]:

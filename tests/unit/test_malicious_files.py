@@ -44,13 +44,9 @@ def the_manifest(path: Path) -> tuple[Path, Any]:
 
 def signed(path: Path, **changes: Any) -> None:
     """Writes the manifest again, with other fields and a digest that fits."""
-    file, manifest = the_manifest(path)
+    file, _ = the_manifest(path)
     fields = json.loads(file.read_bytes())["record"] | changes
-    body = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    del manifest
-    file.write_bytes(
-        b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
-    )
+    file.write_bytes(records.sealed("record", records.canonical(fields)))
 
 
 def with_table(path: Path, change: Callable[[ChunkTable], ChunkTable]) -> None:
