@@ -295,10 +295,6 @@ def _storage_meta(writer: PickleWriter, checkpoint_id: str, attempt: str) -> byt
     )
 
 
-_MAX_PATH_PARTS = 1024
-_MAX_PATH_CHARS = 1 << 16
-
-
 def allowed_global(name: str) -> Global | None:
     """Returns what a dotted name stands for, None when no `.metadata` needs it.
 
@@ -327,15 +323,6 @@ def _torch_size(args: tuple[Any, ...]) -> Any:
     return value
 
 
-def _path(args: tuple[Any, ...]) -> str:
-    if len(args) > _MAX_PATH_PARTS or not all(isinstance(part, str) for part in args):
-        raise damaged("a path of texts", "something else")
-    if sum(map(len, args)) > _MAX_PATH_CHARS:
-        raise damaged(f"a path of at most {_MAX_PATH_CHARS} characters", "a longer one")
-    head = args[0] if args and args[0].endswith(("/", "\\")) else ""
-    return head + "/".join(args[1:] if head else args)
-
-
 def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
     if len(args) > 1 or (args and not (args[0] is None or isinstance(args[0], Global))):
         raise damaged("an empty dict", "something else")
@@ -353,9 +340,6 @@ _BUILDERS: dict[str, Builder] = {
     "__builtin__.set": _one,
     "builtins.frozenset": _one,
     "builtins.set": _one,
-    # Why two modules: Python 3.13 pickles paths by the second name.
-    **{f"pathlib.{name}": _path for name in _PATHS},
-    **{f"pathlib._local.{name}": _path for name in _PATHS},
 }
 
 _DCP = "torch.distributed.checkpoint"
@@ -382,6 +366,8 @@ _OPAQUE = frozenset(
                 "TensorWriteData", "WriteItem", "WriteItemType",
             )
         ),
+        # Why two modules: Python 3.13 pickles paths by the second name.
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
         f"{_DCP}.filesystem._StorageInfo",
         f"{_DCP}.filesystem._StoragePrefix",
         "builtins.dict",
@@ -439,7 +425,6 @@ class _MetadataMachine(PickleMachine):
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
         self._globals: dict[str, Global] = {}
-        self._text_room = 64 * len(data) + (1 << 20)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
         if type(target) is not dict or len(items) % 2:
@@ -473,13 +458,7 @@ class _MetadataMachine(PickleMachine):
             raise damaged("a class and its arguments", "something else")
         if target.build is None:
             return Instance(target.name, args)
-        value = target.build(args)
-        if type(value) is str:
-            # Why: a long path is built anew by every call that refers to its parts in the memo.
-            self._text_room -= len(value)
-            if self._text_room < 0:
-                raise damaged("paths that fit the length of the file", "longer ones")
-        return value
+        return target.build(args)
 
     def _with_state(self, target: Any, state: Any) -> Any:
         if type(target) is Instance:
@@ -524,13 +503,6 @@ class ForeignMetadata:
     `OPAQUE` chunks that of the item."""
     attempt: str | None
     """The attempt that it projects, when ray_dcp wrote it."""
-    checkpoint_id: str | None
-    """`StorageMeta.checkpoint_id`: where it was written to, at that time."""
-    save_id: str | None
-    """`StorageMeta.save_id`."""
-    version: str | None
-    planner_data: Any
-    """As read: plain values and stand-ins. Not bounded, see `read_pickle`."""
     transforms: tuple[tuple[str, ...] | None, ...] | None
     """Per chunk, names of the stream transforms that its item went through, in the order in which
     stock DCP hands them to its registry; None when no chunk has any."""
@@ -580,19 +552,15 @@ class _Decoder:
         entries = _dict(self._fields.get("state_dict_metadata"), "state_dict_metadata")
         for name, entry in entries.items():
             self._add(name, entry)
-        planner_data = self._fields.get("planner_data")
-        table = self._table(tuple(entries), _paths(planner_data, tuple(entries)))
+        paths = _paths(self._fields.get("planner_data"), tuple(entries))
+        table = self._table(tuple(entries), paths)
         check_table(table, files=False)
-        meta = self._fields.get("storage_meta")
-        about = {} if meta is None else _state(meta, "StorageMeta")
+        if self._fields.get("storage_meta") is not None:
+            _state(self._fields["storage_meta"], "StorageMeta")
         attempt = self._fields.get(ATTEMPT_ATTRIBUTE)
         return ForeignMetadata(
             table=table,
             attempt=None if attempt is None else check_attempt(_text(attempt, "attempt")),
-            checkpoint_id=_text_or_none(about.get("checkpoint_id")),
-            save_id=_text_or_none(about.get("save_id")),
-            version=_text_or_none(self._fields.get("version")),
-            planner_data=planner_data,
             transforms=tuple(self._transforms) if any(self._transforms) else None,
         )
 
@@ -720,10 +688,6 @@ def _text(value: Any, name: str) -> str:
     if type(value) is not str or not is_unicode(value):
         raise damaged(f"a text as {name}", "something else")
     return value
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _number(value: Any) -> int:
