@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
@@ -187,18 +187,8 @@ class FilesColumns(Sequence[FileEntry]):
         digests = [self.digests[start : start + _DIGEST_CHARS] for start in starts]
         return map(FileEntry, self.keys, self.num_bytes, digests)
 
-    @overload
-    def __getitem__(self, index: int) -> FileEntry: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[FileEntry, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> FileEntry | tuple[FileEntry, ...]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        start = _DIGEST_CHARS * range(len(self))[index]
-        digest = self.digests[start : start + _DIGEST_CHARS]
-        return FileEntry(self.keys[index], self.num_bytes[index], digest)
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
 
 def files_to(files: FilesColumns) -> dict[str, Any]:
