@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -127,7 +126,10 @@ STEP_NAME = "step-{step:08d}"
 """How a manager names the folder of a step, unless it is told otherwise."""
 
 _MAX_STEP = 10**18
-_PAD = re.compile(r"0?(\d{0,2})d?")
+_PATTERN = re.compile(
+    r"(?!\.)([^/{}]*(?<!\d))\{step(?::0?(\d{0,2})d?)?\}((?!\d)[^/{}]*)", re.DOTALL
+)
+"""Text, `{step}` or `{step:08d}`, and text; digits beside the number could not be told from it."""
 
 
 @dataclass(frozen=True)
@@ -187,29 +189,15 @@ class StepNames:
 
 def _reader(pattern: object) -> re.Pattern[str]:
     """Returns what matches the names that a pattern gives."""
-    said = InvalidRequestError(
-        f"a name of step folders must be a text without slashes that has {{step}} or "
-        f"{{step:08d}} once, as {STEP_NAME!r}, but is {pattern!r}",
-        key="step_name",
-    )
-    if not isinstance(pattern, str) or "/" in pattern or pattern.startswith("."):
-        raise said
-    try:
-        parts = list(string.Formatter().parse(pattern))
-    except ValueError as error:
-        raise said from error
-    fields = [part for part in parts if part[1] is not None]
-    if len(fields) != 1 or fields[0][1] != "step" or fields[0][3] is not None:
-        raise said
-    pad = _PAD.fullmatch(fields[0][2] or "")
-    if pad is None:
-        raise said
-    digits = rf"(\d{{{max(1, int(pad[1] or 1))},18}})"
-    before, after = (re.escape("".join(p[0] for p in parts[:1])), "")
-    after = re.escape("".join(p[0] for p in parts[1:]))
-    if after[:1].isdigit() or before[-1:].isdigit():
-        raise said
-    return re.compile(before + digits + after, re.DOTALL)
+    found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+    if found is None:
+        raise InvalidRequestError(
+            f"a name of step folders must be a text without slashes that has {{step}} or "
+            f"{{step:08d}} once, as {STEP_NAME!r}, but is {pattern!r}",
+            key="step_name",
+        )
+    digits = rf"(\d{{{max(1, int(found[2] or 1))},18}})"
+    return re.compile(re.escape(found[1]) + digits + re.escape(found[3]), re.DOTALL)
 
 
 SHARED_FOLDER = ".manager"

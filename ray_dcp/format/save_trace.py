@@ -292,7 +292,9 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
         found = json.loads(data)
         if found["format"] != _FORMAT or found["version"] != _VERSION:
             raise ValueError(f"{found['format']!r} of version {found['version']!r}")
-        rows = {name: tuple(_row(kind, row) for row in found[name]) for name, kind in _ROWS.items()}
+        rows: dict[str, Any] = {
+            name: tuple(_row(kind, row) for row in found[name]) for name, kind in _ROWS.items()
+        }
         takeovers = tuple(
             (_checked("int", rank), _checked("float", at_s)) for rank, at_s in found["takeovers"]
         )
