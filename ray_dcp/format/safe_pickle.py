@@ -30,11 +30,6 @@ from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 MAX_PICKLE_BYTES = 1 << 30
 """Longest pickle; its values take at most about 100 times as much memory."""
 
-_NEW_OBJECT = b"\x81\x94}\x94("
-"""What follows EMPTY_TUPLE where an object with attributes begins: NEWOBJ, MEMOIZE, EMPTY_DICT,
-MEMOIZE, MARK."""
-_CALL = b"\x94R\x94"
-"""What follows TUPLE1 in a call with one argument: MEMOIZE, REDUCE, MEMOIZE."""
 Builder = Callable[[tuple[Any, ...]], Any]
 """Makes a value of the arguments with which the pickle would call something."""
 
@@ -93,8 +88,7 @@ class PickleMachine(ABC):
         """Returns the value on the stack at the STOP opcode.
 
         Why one long loop: a .metadata of 20,000 tensors has two million opcodes, and a call for
-        each would triple the time. The commonest come first, the others are in `_other`; runs of
-        opcodes that every pickler writes for an object are taken at once.
+        each would triple the time. The commonest come first, the others are in `_other`.
         """
         data, stack, marks, memo = self._data, self._stack, self._marks, self._memo
         push, pop, memoize, from_bytes = stack.append, stack.pop, memo.append, int.from_bytes
@@ -116,17 +110,7 @@ class PickleMachine(ABC):
             elif opcode == 0x28:  # MARK
                 marks.append(len(stack))
             elif opcode == 0x29:  # EMPTY_TUPLE
-                if data[pos : pos + len(_NEW_OBJECT)] == _NEW_OBJECT:
-                    made = self._new(pop(), ())
-                    state: dict[Any, Any] = {}
-                    push(made)
-                    push(state)
-                    memoize(made)
-                    memoize(state)
-                    marks.append(len(stack))
-                    pos += len(_NEW_OBJECT)
-                else:
-                    push(())
+                push(())
             elif opcode == 0x7D:  # EMPTY_DICT
                 push({})
             elif opcode == 0x81:  # NEWOBJ
@@ -140,26 +124,11 @@ class PickleMachine(ABC):
                 items = stack[start:]
                 del stack[start:]
                 self._set_items(stack[-1], items)
-                if data[pos] == 0x62:  # BUILD
-                    state = pop()
-                    stack[-1] = self._with_state(stack[-1], state)
-                    pos += 1
             elif opcode == 0x86:  # TUPLE2
                 last = pop()
                 push((pop(), last))
-                if data[pos] == 0x94:  # MEMOIZE
-                    memoize(stack[-1])
-                    pos += 1
             elif opcode == 0x85:  # TUPLE1
-                args = (pop(),)
-                if data[pos : pos + len(_CALL)] == _CALL:
-                    memoize(args)
-                    made = self._made(pop(), args)
-                    push(made)
-                    memoize(made)
-                    pos += len(_CALL)
-                else:
-                    push(args)
+                push((pop(),))
             elif opcode == 0x52:  # REDUCE
                 args = pop()
                 push(self._made(pop(), args))
