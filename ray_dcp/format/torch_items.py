@@ -334,22 +334,11 @@ class _Walk:
         data = start + name_bytes + extra_bytes
         if flags & 8:
             return _Record(name, data, None)
-        if _FULL32 in (stored, length):
-            length = self._zip64_length(start + name_bytes, data)
-        elif stored != length:
+        extra = self.head[start + name_bytes : data]
+        length, stored, _ = _long(extra, (length, stored, 0))
+        if stored != length:
             raise _damaged(f"one length of the record {name!r}", f"{stored} and {length}")
         return _Record(name, data, length)
-
-    def _zip64_length(self, pos: int, end: int) -> int:
-        while pos + 4 <= end:
-            field, size = struct.unpack_from("<2H", self.head, pos)
-            if field == 1 and size >= 16 and pos + 20 <= end:
-                length, stored = struct.unpack_from("<2Q", self.head, pos + 4)
-                if length != stored:
-                    break
-                return int(length)
-            pos += 4 + size
-        raise _damaged("the length of a large record in its zip64 field", "none that fits")
 
     def end_of(self, record: _Record) -> int:
         """Returns the end of a small record's data."""
@@ -670,9 +659,8 @@ def _entries(data: bytes | memoryview, item_bytes: int) -> Iterator[tuple[str, i
         start = extra + extra_bytes + comment_bytes
         if start > stop:
             raise _damaged(f"a directory of {count} records", "a shorter one")
-        if _FULL32 in (length, stored, place):
-            inside = bytes(data[extra : extra + extra_bytes])
-            length, stored, place = _long(inside, (length, stored, place))
+        inside = bytes(data[extra : extra + extra_bytes])
+        length, stored, place = _long(inside, (length, stored, place))
         if length != stored:
             raise _damaged("one length of a record", f"{length} and {stored}")
         yield name, place, length
@@ -712,7 +700,9 @@ def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
 
 
 def _long(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Returns lengths and place of a record, of which some are in its zip64 field."""
+    """Returns lengths and place of a record, of which some may be in its zip64 field."""
+    if _FULL32 not in values:
+        return values
     at = 0
     while at + 4 <= len(extra):
         field, size = struct.unpack_from("<2H", extra, at)
