@@ -34,23 +34,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.format.manifest import (
-    AbortRecord,
-    FileEntry,
-    Manifest,
-    PlaceRun,
-    decode_record,
-    encode_record,
-    sealed,
-    unsealed,
-)
+from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, sealed, unsealed
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safetensors import parse_header, saved_offsets
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.format.torch_items import parse_torch_save
 from ray_dcp.torch_adapter.objects import load_object
-from tests.format_cases import mixed_table
+from tests.format_cases import manifest, mixed_table
 
 LIMIT_S = 60
 FREE_BYTES = 256 << 20
@@ -730,15 +721,7 @@ HEADERS: dict[str, bytes] = {
 
 
 ABORT = unsealed("record", encode_record(AbortRecord(attempt="a1", reason="late", rank=3)))
-COMMIT = unsealed("record", encode_record(
-    Manifest(
-        attempt="a1", epoch=1, world_size=4, container="torch_save", created_s=1.5,
-        files=tuple(FileEntry(f"__{rank}_0.x", 9, "0f" * 16) for rank in range(4)),
-        table=FileEntry("c.parquet", 10, "00" * 16), metadata=None, replaced_metadata=None,
-        plan_digest="00", num_tensors=1, num_chunks=4, payload_bytes=8, previous_slot=0,
-        deferred=(PlaceRun(64, 9, 1024, 4),),
-    )
-))  # fmt: skip
+COMMIT = unsealed("record", encode_record(manifest()))
 
 RECORDS: dict[str, bytes] = {
     "lists nested a million deep": b"[" * 1_000_000 + b"]" * 1_000_000,

@@ -1,6 +1,5 @@
 """One changed byte of stored data gives a value or an error of ours; `tests.fuzz` changes more."""
 
-import io
 import pickle
 
 import numpy as np
@@ -16,7 +15,7 @@ from ray_dcp.format import safetensors as sf
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_of
 from ray_dcp.format.torch_items import parse_torch_save, torch_save_frame
-from tests.format_cases import difference, grouped_table, many_table, mixed_table
+from tests.format_cases import difference, grouped_table, manifest, many_table, mixed_table, saved
 
 TABLE = mixed_table()
 OURS = encode_metadata(TABLE, checkpoint_id="/x", attempt="a1")
@@ -26,29 +25,13 @@ PARQUET = encode_table(TABLE)
 GROUPED = grouped_table()
 END = GROUPED[end_of(GROUPED) :]
 MANIFEST = mf.encode_record(mf.AbortRecord(attempt="a1", reason="late", rank=3))
-COMMIT = mf.encode_record(
-    mf.Manifest(
-        attempt="a1", epoch=1, world_size=4, container="torch_save", created_s=1.5,
-        files=mf.FilesColumns(
-            tuple(f"__{rank}_0.a1.distcp" for rank in range(8, 12)), (9, 10, 11, 12), "0f" * 64
-        ),
-        table=mf.FileEntry("c.parquet", 10, "00" * 16), table_end=None, metadata=None,
-        replaced_metadata=None, plan_digest="00", num_tensors=1, num_chunks=4, payload_bytes=8,
-        previous_slot=0, deferred=(mf.PlaceRun(64, 9, 1024, 3), mf.PlaceRun(128, 9, 1024, 1)),
-    )
-)  # fmt: skip
+COMMIT = mf.encode_record(manifest())
 FRAME = torch_save_frame("float32", (3, 4)).header
 
 
 def signed(body):
     """Reads a record that has the digest of whatever it says."""
     return mf.decode_record(mf.sealed("record", body))
-
-
-def saved(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 ITEM = saved(torch.arange(12.0).reshape(3, 4).T)

@@ -50,7 +50,9 @@ def test_a_chunk_table_is_read_back_equal(table):
 def test_our_metadata_stock_torch_s_and_what_we_read_agree(table):
     data = encode_metadata(table, checkpoint_id="/x", attempt="a1")
     theirs = pickle.loads(data)
-    ours = decode_metadata(data).table
+    found = decode_metadata(data)
+    assert (found.attempt, found.transforms) == ("a1", None)
+    ours = found.table
     again = decode_metadata(pickle.dumps(theirs)).table
     # Two chunks at one offset are one entry of DCP's storage data: the last of them.
     assert difference(ours, again) == []
@@ -61,6 +63,8 @@ def test_our_metadata_stock_torch_s_and_what_we_read_agree(table):
     assert np.array_equal(ours.tensor, table.tensor[order])
     assert np.array_equal(ours.offset, table.offset[order, :width])
     assert np.array_equal(ours.size, table.size[order, :width])
+    if all(path is not None for path in table.paths):
+        assert ours.paths == table.paths
     for row, (tensor, entry) in enumerate(theirs.state_dict_metadata.items()):
         if table.kind[row] == Kind.TENSOR:
             assert str(entry.properties.dtype) == f"torch.{table.dtypes[table.dtype[row]]}"

@@ -59,24 +59,14 @@ def test_torch_loads_a_framed_tensor_as_if_it_had_saved_it(dtype):
         assert raw.numpy().tobytes() == payload
 
 
-def test_torch_maps_a_framed_tensor_into_memory(tmp_path):
-    item, payload = framed("float16", (300, 233))
-    (tmp_path / "item.pt").write_bytes(item)
-    loaded = torch.load(tmp_path / "item.pt", weights_only=True, mmap=True)
-    assert loaded.numpy().tobytes() == payload
-
-
-def test_torch_loads_a_framed_tensor_with_calculated_storage_offsets(tmp_path):
+@pytest.mark.parametrize("calculates", [False, True])
+def test_torch_maps_a_framed_tensor_into_memory(calculates, tmp_path):
     from torch.utils.serialization import config
 
-    item, payload = framed("float32", (3, 5))
+    item, payload = framed("float16", (300, 233))
     (tmp_path / "item.pt").write_bytes(item)
-    before = config.load.calculate_storage_offsets
-    config.load.calculate_storage_offsets = True
-    try:
+    with config.patch("load.calculate_storage_offsets", calculates):
         loaded = torch.load(tmp_path / "item.pt", weights_only=True, mmap=True)
-    finally:
-        config.load.calculate_storage_offsets = before
     assert loaded.numpy().tobytes() == payload
 
 

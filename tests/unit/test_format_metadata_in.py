@@ -1,5 +1,4 @@
 import collections
-import dataclasses
 import io
 import pathlib
 import pickle
@@ -8,15 +7,14 @@ import time
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ray_dcp.core.values import Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.metadata import decode_metadata, encode_metadata
-from tests.format_cases import difference, many_table, mixed_table
+from ray_dcp.format.metadata import decode_metadata
+from tests.format_cases import difference
 
 
 def stock(**changes):
@@ -43,44 +41,6 @@ def stock(**changes):
     return md.Metadata(**(fields | changes))
 
 
-def as_foreign(table):
-    """What a table becomes in a .metadata: no payload places, no checksums, by tensor."""
-    order = np.argsort(table.tensor, kind="stable")
-    used = list(dict.fromkeys(table.files[file] for file in table.file[order]))
-    opaque = table.kind[table.tensor] != Kind.TENSOR
-    chunks = {
-        name: getattr(table, name)[order]
-        for name in ("tensor", "offset", "size", "item_offset", "item_bytes")
-    }
-    c = table.num_chunks
-    return dataclasses.replace(
-        table, **chunks, files=tuple(used),
-        file=np.array([used.index(table.files[f]) for f in table.file[order]], dtype=np.int32),
-        payload_offset=np.full(c, -1),
-        payload_bytes=np.where(opaque, table.item_bytes, table.payload_bytes)[order],
-        block_bytes=np.zeros(c, dtype=np.int64),
-        check_start=np.zeros(c + 1, dtype=np.int64),
-        checks=np.zeros(0, dtype=np.uint64),
-    )  # fmt: skip
-
-
-def plain(table):
-    """The same table without what .metadata can't say: opaque items, names without path."""
-    kind = np.where(table.kind == Kind.OPAQUE, int(Kind.TENSOR), table.kind).astype(np.int8)
-    payload = table.payload_bytes.copy()
-    payload[table.kind[table.tensor] == Kind.OPAQUE] = 5
-    paths = tuple((n,) if p is None else p for n, p in zip(table.names, table.paths, strict=True))
-    return dataclasses.replace(table, kind=kind, payload_bytes=payload, paths=paths)
-
-
-@pytest.mark.parametrize("table", [mixed_table(), many_table(300)], ids=["mixed", "many"])
-def test_our_own_projection_is_read_back(table):
-    found = decode_metadata(encode_metadata(table, checkpoint_id="/x", attempt="a1"))
-    assert difference(found.table, as_foreign(plain(table))) == []
-    assert found.attempt == "a1"
-    assert found.transforms is None
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_stock_objects_are_read_whatever_the_protocol(protocol):
     found = decode_metadata(pickle.dumps(stock(), protocol))
@@ -101,24 +61,6 @@ def test_stock_objects_are_read_whatever_the_protocol(protocol):
     assert table.payload_bytes.tolist() == [8, 8, 50]
     assert table.payload_offset.tolist() == [-1, -1, -1]
     assert found.attempt is None
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_that_stock_dcp_saved_is_read(tmp_path):
-    from ray_dcp.format.torch_items import parse_torch_save
-
-    state = {"m": {"w": torch.arange(12.0).reshape(3, 4).T, "n": torch.tensor(3)}, "o": [1, "x"]}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    found = decode_metadata((tmp_path / ".metadata").read_bytes())
-    table = found.table
-    assert dict(zip(table.names, table.paths, strict=True)) == {
-        "m.w": ("m", "w"), "m.n": ("m", "n"), "o": ("o",),
-    }  # fmt: skip
-    row = table.names.index("m.w")
-    chunk = table.tensor.tolist().index(row)
-    data = (tmp_path / table.files[table.file[chunk]]).read_bytes()[table.item_offset[chunk] :]
-    item = parse_torch_save(data, int(table.item_bytes[chunk]))
-    assert (item.size, item.stride) == ((4, 3), (1, 4))
 
 
 def test_what_torch_left_out_or_added_is_tolerated():
