@@ -503,6 +503,8 @@ class ForeignMetadata:
     `OPAQUE` chunks that of the item."""
     attempt: str | None
     """The attempt that it projects, when ray_dcp wrote it."""
+    checkpoint_id: str | None
+    """`StorageMeta.checkpoint_id`, where it was written to, when that is a text."""
     transforms: tuple[tuple[str, ...] | None, ...] | None
     """Per chunk, names of the stream transforms that its item went through, in the order in which
     stock DCP hands them to its registry; None when no chunk has any."""
@@ -555,12 +557,13 @@ class _Decoder:
         paths = _paths(self._fields.get("planner_data"), tuple(entries))
         table = self._table(tuple(entries), paths)
         check_table(table, files=False)
-        if self._fields.get("storage_meta") is not None:
-            _state(self._fields["storage_meta"], "StorageMeta")
+        meta = self._fields.get("storage_meta")
+        place = None if meta is None else _state(meta, "StorageMeta").get("checkpoint_id")
         attempt = self._fields.get(ATTEMPT_ATTRIBUTE)
         return ForeignMetadata(
             table=table,
             attempt=None if attempt is None else check_attempt(_text(attempt, "attempt")),
+            checkpoint_id=place if isinstance(place, str) else None,
             transforms=tuple(self._transforms) if any(self._transforms) else None,
         )
 

@@ -51,7 +51,7 @@ def test_our_metadata_stock_torch_s_and_what_we_read_agree(table):
     data = encode_metadata(table, checkpoint_id="/x", attempt="a1")
     theirs = pickle.loads(data)
     found = decode_metadata(data)
-    assert (found.attempt, found.transforms) == ("a1", None)
+    assert (found.attempt, found.checkpoint_id, found.transforms) == ("a1", "/x", None)
     ours = found.table
     again = decode_metadata(pickle.dumps(theirs)).table
     # Two chunks at one offset are one entry of DCP's storage data: the last of them.
