@@ -7,7 +7,13 @@ import torch
 
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, parse_torch_save
+from ray_dcp.format.torch_items import (
+    NeedMoreBytes,
+    NotPlainTensor,
+    check_directory,
+    parse_torch_save,
+    torch_save_frame,
+)
 from tests.format_cases import saved
 
 
@@ -131,6 +137,7 @@ def test_a_compressed_or_big_endian_item_is_left_to_torch():
         repacked(item, order, method=zipfile.ZIP_DEFLATED),
         repacked(item, order, replace={"byteorder": b"big"}),
         repacked(item, ("data/0", "data.pkl")),
+        with_pickle(b"\x80\x02X\x00\x00\x20\x00" + b"x" * (2 << 20) + b"."),
     ):
         with pytest.raises(NotPlainTensor):
             parse_torch_save(other, len(other))
@@ -171,8 +178,11 @@ def view_pickle(size=(4, 6), stride=(6, 1), offset=0, count=24):
 
 
 def test_the_pickle_that_the_next_test_damages_is_a_good_one():
-    item = with_pickle(view_pickle())
-    assert torch.equal(rebuilt(item, parse_torch_save(item, len(item))), BASE)
+    older = view_pickle().replace(b"tensor_v2", b"tensor")
+    older = older.replace(b"\x89ccollections\nOrderedDict\n)R", b"")
+    for data in (view_pickle(), older):
+        item = with_pickle(data)
+        assert torch.equal(rebuilt(item, parse_torch_save(item, len(item))), BASE)
 
 
 @pytest.mark.parametrize(
@@ -217,3 +227,23 @@ def test_an_item_cut_short_is_damage():
         parse_torch_save(item[:750], 750)
     with pytest.raises(DamagedCheckpointError, match="zip record"):
         parse_torch_save(b"#" * 2000, 2000)
+
+
+@pytest.mark.parametrize("size", [(3,), (1 << 33,)])
+def test_a_directory_that_says_anything_else_is_damage(size):
+    frame = torch_save_frame("uint8", size)
+    item_bytes = len(frame.header) + size[0] + len(frame.footer)
+    check_directory(frame.footer, item_bytes)
+    errors = 0
+    for at in range(len(frame.footer)):
+        wrong = bytearray(frame.footer)
+        wrong[at] ^= 0xFF
+        for data, num_bytes in ((wrong, item_bytes), (wrong[:at], item_bytes - len(wrong) + at)):
+            try:
+                check_directory(bytes(data), num_bytes)
+            except DamagedCheckpointError:
+                errors += 1
+    # What nobody reads may be anything: names, versions, times, CRCs and attributes.
+    assert errors > len(frame.footer) + 80
+    with pytest.raises(DamagedCheckpointError):
+        check_directory(frame.footer, item_bytes + 1)
