@@ -202,6 +202,8 @@ def test_a_view_outside_its_storage_is_damage(wrong):
 @pytest.mark.parametrize(
     "data",
     [
+        view_pickle() + b"x",
+        view_pickle().replace(b"FloatStorage", b"float32"),
         b"\x80\x02" + b"(" * 5000 + b"t" * 5000 + b".",
         b"\x80\x02)" + b"\x85" * 100_000 + b".",
         b"\x80\x02)q\0" + b"h\0h\0\x86q\0" * 200 + b"Q.",
@@ -245,5 +247,9 @@ def test_a_directory_that_says_anything_else_is_damage(size):
                 errors += 1
     # What nobody reads may be anything: names, versions, times, CRCs and attributes.
     assert errors > len(frame.footer) + 80
-    with pytest.raises(DamagedCheckpointError):
-        check_directory(frame.footer, item_bytes + 1)
+    entry = frame.footer.rindex(b"PK\1\2")
+    assert int.from_bytes(frame.footer[entry + 20 : entry + 24], "little") in (3, 0xFFFFFFFF)
+    shorter = frame.footer[: entry + 20] + b"\2\0\0\0" + frame.footer[entry + 24 :]
+    for data, num_bytes in ((frame.footer, item_bytes + 1), (shorter, item_bytes)):
+        with pytest.raises(DamagedCheckpointError):
+            check_directory(data, num_bytes)
