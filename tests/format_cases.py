@@ -1,13 +1,36 @@
 """Chunk tables and torch objects that the tests of `ray_dcp.format` share."""
 
 import dataclasses
+import io
 
 import numpy as np
 
 from ray_dcp.core.checksums import block_bytes_for_many, num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.format.manifest import FileEntry, Manifest, PlaceRun
 from ray_dcp.format.table import encode_groups, group_bounds
+
+
+def saved(value, **how):
+    """Returns what `torch.save` makes of a value."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **how)
+    return buffer.getvalue()
+
+
+def manifest(**changes):
+    """Returns the manifest of four files of four ranks, with other fields if wanted."""
+    fields = {
+        "attempt": "a1", "epoch": 1, "world_size": 4, "container": "torch_save", "created_s": 1.5,
+        "files": tuple(FileEntry(f"__{rank}_0.x", 9, "0f" * 16) for rank in range(4)),
+        "table": FileEntry("c.parquet", 10, "00" * 16), "metadata": None,
+        "replaced_metadata": None, "plan_digest": "00", "num_tensors": 1, "num_chunks": 4,
+        "payload_bytes": 8, "previous_slot": 0, "deferred": (PlaceRun(64, 9, 1024, 4),),
+    }  # fmt: skip
+    return Manifest(**(fields | changes))
 
 
 def table_of(tensors, *, files=("__0_0.a1.distcp",), checks=True, seed=0):

@@ -6,7 +6,6 @@ memory that it took; the tests run it as a process of its own.
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import pickle
@@ -17,6 +16,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ray_dcp.errors import CheckpointError
-from ray_dcp.format.manifest import (
-    AbortRecord,
-    FileEntry,
-    Manifest,
-    PlaceRun,
-    decode_record,
-    encode_record,
-)
+from ray_dcp.format.manifest import AbortRecord, decode_record, encode_record, sealed, unsealed
 from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.format.safetensors import parse_header, saved_offsets
 from ray_dcp.format.stream_transforms import ZSTD, unpacked_item
 from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.format.torch_items import parse_torch_save
 from ray_dcp.torch_adapter.objects import load_object
-from tests.format_cases import mixed_table
+from tests.format_cases import manifest, mixed_table
 
 LIMIT_S = 60
 FREE_BYTES = 256 << 20
@@ -73,9 +66,17 @@ def name(dotted: str) -> bytes:
     return f"c{module}\n{attribute}\n".encode()
 
 
-def call(dotted: str, *args: bytes) -> bytes:
+def ops(*parts: bytes | str | int) -> bytes:
+    """Opcodes, texts and numbers of a pickle of protocol 2, one after the other."""
+    return b"".join(
+        part if isinstance(part, bytes) else text(part) if isinstance(part, str) else number(part)
+        for part in parts
+    )
+
+
+def call(dotted: str, *args: bytes | str | int) -> bytes:
     """A call in a pickle of protocol 2."""
-    return name(dotted) + b"(" + b"".join(args) + b"tR"
+    return name(dotted) + b"(" + ops(*args) + b"tR"
 
 
 def item(pickled: bytes, **more: bytes) -> bytes:
@@ -135,9 +136,17 @@ LYING = (b"K\3", text("|"), b"N", b"N", b"N", b"J\xff\xff\xff\xff", b"J\xff\xff\
 """The state of a dtype that says of itself that it holds no pointers."""
 
 
+BIT_GENERATOR = "numpy.random._pickle.__bit_generator_ctor"
+
+
+def scalar(*parts: bytes) -> bytes:
+    """A scalar of numpy."""
+    return call("numpy._core.multiarray.scalar", *parts)
+
+
 def generator(kind: str, state: bytes) -> bytes:
     """A generator of numpy that is given a state."""
-    made = call("numpy.random._pickle.__bit_generator_ctor", text(kind))
+    made = call(BIT_GENERATOR, text(kind))
     return made + b"}(" + text("bit_generator") + text(kind) + text("state") + state + b"ub"
 
 
@@ -152,10 +161,15 @@ KEYS = array(b"M\x70\x02\x85", dtype("u4"), encoded("\0" * 2496))
 
 OBJECT = (b"K\3", text("|"), b"NNN", b"J\xff\xff\xff\xff" * 2, b"K\x3f")
 """The state of the dtype of objects."""
-BYTE = (b"K\3", text("|"), b"NNN", b"J\xff\xff\xff\xff" * 2, b"K\0")
+BYTE = (*OBJECT[:-1], b"K\0")
 """The state of the dtype of a byte."""
 ROOM = (b"K\3", text("|"), b"NNN", number(999_999_999), b"K\1", b"K\0")
 """The state of a dtype whose elements are 1 GB long."""
+
+
+OF_OBJECTS = dtype("O8", *OBJECT)
+OF_POINTERS = dtype("O8", *LYING)
+F8 = dtype("f8")
 
 
 def record(*fields: tuple[str, bytes], length: int, flags: int = 16) -> bytes:
@@ -183,12 +197,20 @@ def storage(count: bytes, kind: str = "torch.FloatStorage", location: str = "cpu
     return b"(" + text("storage") + name(kind) + text("0") + text(location) + count + b"tQ"
 
 
-def view(size: bytes, stride: bytes, offset: bytes = b"K\0", count: bytes = b"K\1") -> bytes:
+def view(
+    size: bytes,
+    stride: bytes,
+    offset: bytes = b"K\0",
+    count: bytes = b"K\1",
+    kind: str = "torch.FloatStorage",
+) -> bytes:
     """A tensor on the storage `0`."""
-    hooks = call("collections.OrderedDict")
-    return call(
-        "torch._utils._rebuild_tensor_v2", storage(count), offset, size, stride, b"\x89", hooks
-    )
+    on, hooks = storage(count, kind), call("collections.OrderedDict")
+    return call("torch._utils._rebuild_tensor_v2", on, offset, size, stride, b"\x89", hooks)
+
+
+LONGS = [view(size, size, kind="torch.LongStorage") for size in (b"K\1\x85", b"K\1K\1\x86")]
+"""Tensors of one number, of one and of two dimensions."""
 
 
 def on_storage(pickled: bytes, data: bytes = b"0000") -> bytes:
@@ -206,217 +228,288 @@ def nested(levels: int, inner: bytes, begin: bytes, end: bytes) -> bytes:
     return begin * levels + inner + end * levels
 
 
-OBJECTS: dict[str, Callable[[], bytes]] = {
-    "objects of a shape longer than their list": lambda: item(
-        array(number(1 << 20) + b"\x85", dtype("O8", *OBJECT), b"]N" + b"a")
+PICKLES: dict[str, bytes] = {
+    "objects of a shape longer than their list": array(
+        ops(1 << 20, b"\x85"), OF_OBJECTS, ops(b"]N", b"a")
     ),
-    "objects of a shape shorter than their list": lambda: item(
-        array(b"K\1\x85", dtype("O8", *OBJECT), b"](" + b"N" * 100 + b"e")
+    "objects of a shape shorter than their list": array(
+        b"K\x01\x85", OF_OBJECTS, ops(b"](", b"N" * 100, b"e")
     ),
-    "objects of a negative shape": lambda: item(
-        array(b"J\xff\xff\xff\xff\x85", dtype("O8", *OBJECT), b"]")
+    "objects of a negative shape": array(b"J\xff\xff\xff\xff\x85", OF_OBJECTS, b"]"),
+    "objects of bytes": array(b"K\x01\x85", OF_OBJECTS, encoded("A" * 8)),
+    "records with objects of a shape longer than their list": array(
+        ops(1 << 20, b"\x85"), record(("o", OF_OBJECTS), length=8, flags=27), b"]N\x85a"
     ),
-    "objects of bytes": lambda: item(array(b"K\1\x85", dtype("O8", *OBJECT), encoded("A" * 8))),
-    "records with objects of a shape longer than their list": lambda: item(
-        array(
-            number(1 << 20) + b"\x85",
-            record(("o", dtype("O8", *OBJECT)), length=8, flags=27),
-            b"]N\x85a",
-        )
+    "an array of fewer bytes than its shape": array(ops(1 << 30, b"\x85"), F8, encoded("A" * 8)),
+    "an array of more bytes than its shape": array(b"K\x01\x85", F8, encoded("A" * 64)),
+    "an array whose shape overflows": array(ops(1 << 61, b"K\x08\x86"), F8, encoded("A" * 8)),
+    "an array without bytes of 2**61 elements": array(
+        ops(1 << 61, b"\x85"),
+        dtype("S0", b"K\x03", text("|"), b"NNN", b"K\x00", b"K\x01", b"K\x00"),
+        encoded(""),
     ),
-    "an array of fewer bytes than its shape": lambda: item(
-        array(number(1 << 30) + b"\x85", dtype("f8"), encoded("A" * 8))
+    "an array that holds itself": ops(
+        begun(), b"q\x00(K\x01K\x01\x85", OF_OBJECTS, b"\x89]h\x00atb"
     ),
-    "an array of more bytes than its shape": lambda: item(
-        array(b"K\1\x85", dtype("f8"), encoded("A" * 64))
+    "arrays of objects in each other": nested(
+        10_000, b"N", ops(begun(), b"(K\x01K\x01\x85", OF_OBJECTS, b"\x89]"), b"atb"
     ),
-    "an array whose shape overflows": lambda: item(
-        array(number(1 << 61) + b"K\x08\x86", dtype("f8"), encoded("A" * 8))
+    "a scalar of 1 GB": scalar(dtype("V999999999", *ROOM)),
+    "a scalar of 1 GB and few bytes": scalar(dtype("V999999999", *ROOM), encoded("A")),
+    "a scalar that is an object": scalar(OF_OBJECTS, encoded("A" * 8)),
+    "a long list of one record's elements": array(
+        b"K\x01\x85", record(("o", OF_OBJECTS), length=999_999_999, flags=27), b"]N\x85a"
     ),
-    "an array without bytes of 2**61 elements": lambda: item(
-        array(
-            number(1 << 61) + b"\x85",
-            dtype("S0", b"K\3", text("|"), b"NNN", b"K\0", b"K\1", b"K\0"),
-            encoded(""),
-        )
-    ),
-    "an array that holds itself": lambda: item(
-        begun() + b"q\0(K\1K\1\x85" + dtype("O8", *OBJECT) + b"\x89]h\0atb"
-    ),
-    "arrays of objects in each other": lambda: item(
-        nested(
-            10_000,
-            b"N",
-            call(
-                "numpy._core.multiarray._reconstruct",
-                name("numpy.ndarray"),
-                b"K\0\x85",
-                encoded("b"),
-            )
-            + b"(K\1K\1\x85"
-            + dtype("O8", *OBJECT)
-            + b"\x89]",
-            b"atb",
-        )
-    ),
-    "a scalar of 1 GB": lambda: item(
-        call("numpy._core.multiarray.scalar", dtype("V999999999", *ROOM))
-    ),
-    "a scalar of 1 GB and few bytes": lambda: item(
-        call("numpy._core.multiarray.scalar", dtype("V999999999", *ROOM), encoded("A"))
-    ),
-    "a scalar that is an object": lambda: item(
-        call("numpy._core.multiarray.scalar", dtype("O8", *OBJECT), encoded("A" * 8))
-    ),
-    "a long list of one record's elements": lambda: item(
-        array(
-            b"K\1\x85",
-            record(("o", dtype("O8", *OBJECT)), length=999_999_999, flags=27),
-            b"]N\x85a",
-        )
-    ),
-    "records in records, wide": lambda: item(
-        b"".join(
+    "records in records, wide": b"".join(
+        ops(
             record(
                 *(
-                    (str(n), b"h" + bytes([level - 1]) if level else dtype("i1", *BYTE))
+                    (str(n), ops(b"h", bytes([level - 1])) if level else dtype("i1", *BYTE))
                     for n in range(60)
                 ),
                 length=1,
-            )
-            + b"q"
-            + bytes([level])
-            for level in range(6)
+            ),
+            b"q",
+            bytes([level]),
         )
+        for level in range(6)
     ),
-    "generators made of one name": lambda: item(
-        often(20_000, name("numpy.random._pickle.__generator_ctor"), text("MT19937"))
+    "generators made of one name": often(
+        20_000, name("numpy.random._pickle.__generator_ctor"), text("MT19937")
     ),
-    "bit generators made of one name": lambda: item(
-        often(20_000, name("numpy.random._pickle.__bit_generator_ctor"), text("MT19937"))
+    "bit generators made of one name": often(20_000, name(BIT_GENERATOR), text("MT19937")),
+    "a bit generator of arguments nested a million deep": ops(
+        call(BIT_GENERATOR, "PCG64"), DEEP, b"b"
     ),
-    "a bit generator of arguments nested a million deep": lambda: item(
-        call("numpy.random._pickle.__bit_generator_ctor", text("PCG64")) + DEEP + b"b"
+    "a bit generator that is named by what is nested a million deep": call(BIT_GENERATOR, DEEP),
+    "a bit generator called with lists in lists": call(
+        "numpy.random._pcg64.PCG64", nested(100_000, b"K\x01", b"]", b"a")
     ),
-    "a bit generator that is named by what is nested a million deep": lambda: item(
-        call("numpy.random._pickle.__bit_generator_ctor", DEEP)
+    "a seed of lists in lists": seeded(nested(100_000, b"K\x01", b"]", b"a")),
+    "a seed with a pool of 2**40 words": seeded(b"K\x01", pool=number(1 << 40)),
+    "words of another dtype": generator(
+        "MT19937",
+        words(key=array(b"Mp\x02\x85", dtype("u1", *BYTE), encoded("\x00" * 624)), pos=b"K\x00"),
     ),
-    "a bit generator called with lists in lists": lambda: item(
-        call("numpy.random._pcg64.PCG64", nested(100_000, b"K\1", b"]", b"a"))
+    "fewer words": generator(
+        "MT19937", words(key=array(b"K\x01\x85", dtype("u4"), encoded("AAAA")), pos=b"K\x00")
     ),
-    "a seed of lists in lists": lambda: item(seeded(nested(100_000, b"K\1", b"]", b"a"))),
-    "a seed with a pool of 2**40 words": lambda: item(seeded(b"K\1", pool=number(1 << 40))),
-    "words of another dtype": lambda: item(
-        generator(
-            "MT19937",
-            words(key=array(b"M\x70\x02\x85", dtype("u1", *BYTE), encoded("\0" * 624)), pos=b"K\0"),
-        )
+    "words of Python, the place behind them": ops(
+        call("random.Random"), b"(K\x03(", b"K\x01" * 624, 1 << 30, b"tNtb"
     ),
-    "fewer words": lambda: item(
-        generator("MT19937", words(key=array(b"K\1\x85", dtype("u4"), encoded("AAAA")), pos=b"K\0"))
+    "a set a byte": b"\x8f" * 1_000_000,
+    "deques made often": often(200_000, name("collections.deque")),
+    "a list filled often": often(
+        100_000, name("builtins.set"), ops(b"](", b"NK\x01K\x02" * 10_000, b"e")
     ),
-    "words of Python, the place behind them": lambda: item(
-        call("random.Random") + b"(K\3(" + b"K\1" * 624 + number(1 << 30) + b"tNtb"
+    "a wide key used often": ops(b"(", b"K\x01" * 4000, b"tq\x00](", b"}h\x00Ns" * 100_000, b"e"),
+    "a key that is wide at every depth": ops(
+        b"(",
+        b"K\x01" * 100,
+        b"tq\x00",
+        b"".join(ops(b"(", ops(b"h", bytes([n])) * 100, b"tq", bytes([n + 1])) for n in range(10)),
+        b"}h\nNs",
     ),
-    "a state of torch's generator that is short": lambda: on_storage(
-        call("torch._C.Generator", call("torch.device", text("cpu")))
-        + b"(K\1N"
-        + view(b"K\1\x85", b"K\1\x85")
-        + b"tb"
+    "deques in each other": nested(200_000, b"N", ops(name("collections.deque"), b"]"), b"a\x85R"),
+    "deques and arrays of objects in each other": nested(
+        5000,
+        b"N",
+        ops(begun(), b"(K\x01K\x01\x85", OF_OBJECTS, b"\x89]", name("collections.deque"), b"]"),
+        b"a\x85Ratb",
     ),
-    "a tensor longer than its storage": lambda: on_storage(
-        view(number(1 << 36) + b"\x85", b"K\1\x85")
+    "default dicts in each other": nested(
+        100_000, b"N", ops(call("collections.defaultdict"), b"N"), b"s"
     ),
-    "a tensor behind its storage": lambda: on_storage(
-        view(b"K\1\x85", b"K\1\x85", offset=number(1 << 30))
+    "default dicts in each other, the outer ones first": ops(
+        b"](",
+        b"".join(
+            ops(call("collections.defaultdict"), b"r", struct.pack("<I", n)) for n in range(50_000)
+        ),
+        b"".join(
+            ops(b"0j", struct.pack("<I", n), b"Nj", struct.pack("<I", n + 1), b"s")
+            for n in range(49_999)
+        ),
+        b"e",
     ),
-    "a tensor before its storage": lambda: on_storage(
-        view(b"K\1\x85", b"K\1\x85", offset=b"J\xff\xff\xff\xff")
+    "an attribute that shadows a method": ops(
+        call("collections.OrderedDict"), b"}", "items", name("builtins.bytearray"), b"sb"
     ),
-    "a tensor with a negative stride": lambda: on_storage(
-        view(b"K\2\x85", b"J\xff\xff\xff\xff\x85", offset=b"K\0")
+    "a date that is none": call("datetime.datetime", encoded("ÿ" * 10)),
+    "a year before all others": call("datetime.date", encoded("\x00\x00\x01\x01")),
+    "a fraction that fills the memory": call("fractions.Fraction", "1e999999999"),
+    "a stream before its first byte": ops(name("_io.BytesIO"), b")\x81(", encoded("a"), -1, b"Ntb"),
+    "a value that is not complete": call("numpy.dtype", "O8", b"\x89", b"\x88"),
+    "a default that calls what is not allowed": call(
+        "collections.defaultdict", name("_codecs.encode")
     ),
-    "a tensor with hooks": lambda: on_storage(
-        call(
-            "torch._utils._rebuild_parameter",
-            view(b"K\1\x85", b"K\1\x85"),
-            b"\x88",
-            b"}K\0" + name("builtins.bytearray") + b"s",
-        )
+    "a call of a value": b"K\x01)R",
+    "a call of a deep tuple": ops(DEEP, b")R"),
+    "a new object of a function": ops(name("_codecs.encode"), b")\x81"),
+    "a list of a range": call("builtins.list", call("builtins.range", MANY)),
+    "a tuple of a range": call("builtins.tuple", call("builtins.range", MANY)),
+    "a set of a range": call("builtins.set", call("builtins.range", MANY)),
+    "a frozenset of a range": call("builtins.frozenset", call("builtins.range", MANY)),
+    "a deque of a range": call("collections.deque", call("builtins.range", MANY)),
+    "a counter of a range": call("collections.Counter", call("builtins.range", MANY)),
+    "a size of a range": call("torch.Size", call("builtins.range", MANY)),
+    "a range by its old name": call("__builtin__.list", call("__builtin__.xrange", MANY)),
+    "bytes of a length": call("builtins.bytes", MANY),
+    "a bytearray of a length": call("builtins.bytearray", MANY),
+    "a bytearray by its old name": call("__builtin__.bytearray", MANY),
+    "a text of lists of lists": ops(
+        b"]q\x00",
+        b"".join(
+            ops(b"](h", bytes([i]), b"h", bytes([i]), b"eq", bytes([i + 1])) for i in range(40)
+        ),
+        call("builtins.str", b"h("),
     ),
-    "a tensor whose data is an attribute": lambda: on_storage(
-        call(
-            "torch._tensor._rebuild_from_type_v2",
-            name("torch._utils._rebuild_tensor"),
-            name("torch.Tensor"),
-            b"(" + storage(b"K\1") + b"K\0K\1\x85K\1\x85t",
-            b"}" + text("data") + view(b"K\1\x85", b"K\1\x85") + b"s",
-        )
+    "a text encoded by a codec": call("_codecs.encode", "a", "zip"),
+    "a long text encoded often": ops(
+        b"](",
+        text("a" * 100_000),
+        b"q\x00",
+        "latin1",
+        b"\x86q\x01",
+        ops(name("_codecs.encode"), b"h\x01R") * 100_000,
+        b"e",
     ),
-    "a tensor of a function of the system": lambda: on_storage(
-        call(
-            "torch._tensor._rebuild_from_type_v2",
-            name("builtins.bytearray"),
-            name("torch.Tensor"),
-            MANY + b"\x85",
-            b"}",
-        )
+    "a list copied often": ops(
+        b"](](",
+        b"K\x01" * 100_000,
+        b"e\x85q\x01",
+        ops(name("builtins.list"), b"h\x01R") * 50_000,
+        b"e",
     ),
-    "a quantised tensor of 2**36 elements": lambda: on_storage(
-        call(
-            "torch._utils._rebuild_qtensor",
-            storage(b"K\4", "torch.QInt8Storage"),
-            b"K\0",
-            number(1 << 36) + b"\x85",
-            b"K\0\x85",
-            b"(" + name("torch.per_tensor_affine") + b"G?\xf0\0\0\0\0\0\0K\0t",
-            b"\x89",
-            call("collections.OrderedDict"),
-        )
+    "an array of a length": call("numpy.ndarray", ops(MANY, b"\x85")),
+    "an array begun with a length": array(
+        b"K\x01\x85", F8, encoded("\x00" * 8), start=ops(MANY, b"\x85")
     ),
+    "pointers that are bytes": array(b"K\x01\x85", OF_POINTERS, encoded("A" * 8)),
+    "pointers that are bytes, in a scalar": scalar(OF_POINTERS, encoded("A" * 8)),
+    "numbers that are pointers": array(
+        b"K\x01\x85", dtype("i8", *LYING[:7], b"K?"), encoded("A" * 8)
+    ),
+    "a field behind its record": array(
+        b"K\x01\x85",
+        dtype(
+            "V8",
+            b"K\x03",
+            text("|"),
+            b"N",
+            ops("a", b"\x85"),
+            ops(b"}", "a", dtype("i4"), 1 << 30, b"\x86s"),
+            b"K\x08",
+            b"K\x01",
+            b"K\x10",
+        ),
+        encoded("A" * 8),
+    ),
+    "the one dtype of all objects": ops(
+        call("numpy.dtypes.ObjectDType"), b"(", b"".join(LYING), b"tb"
+    ),
+    "a dtype that changes once it is used": ops(
+        b"](",
+        array(
+            b"K\x01\x85",
+            ops(call("numpy.dtype", "V8", b"\x89", b"\x88"), b"q\x00"),
+            encoded("A" * 8),
+        ),
+        b"h\x00(K\x03",
+        "|",
+        b"N",
+        "a",
+        b"\x85",
+        b"}",
+        "a",
+        dtype("O8", *LYING[:7], b"K?"),
+        b"K\x00\x86s",
+        b"K\x08K\x01K\x1btbe",
+    ),
+    "a name hidden behind a text": ops(b"](", "ctorch\n", call("builtins.bytearray", MANY), b"e"),
+    "a place behind the words of MT19937": generator(
+        "MT19937", words(key=KEYS, pos=number(1 << 24))
+    ),
+    "a place before the words of MT19937": generator("MT19937", words(key=KEYS, pos=number(-5))),
+    "a place before the words of Philox": ops(
+        generator("Philox", words(key=KEYS)), b"}(", "buffer_pos", -9, b"ub"
+    ),
+    "a key nested a million deep": ops(b"}", DEEP, b"Ns"),
+    "a key nested a million deep, beside a harmless class": ops(
+        b"](", call("torch.Size", b")"), b"}", DEEP, b"Nse"
+    ),
+    "an element nested a million deep": call("builtins.set", ops(b"](", DEEP, b"e")),
+    "an encoding nested a million deep": call("_codecs.encode", "a", DEEP),
+    "a function of the system": call("os.system", "true"),
+    "a function by its old name": call("__builtin__.eval", "1"),
+    "an instance": ops(b"(", "true", b"ios\nsystem\n"),
+    "an object": ops(b"(", name("os.system"), "true", b"o"),
+    "an extension": b"\x82\x01",
+    "a name on the stack": ops("os", "system", b"\x93"),
+    "an id of something else": ops("os", b"Q"),
+    "a state for a class": ops(name("builtins.dict"), words(a=b"N"), b"b"),
+    "a getattr": call("builtins.getattr", name("builtins.dict"), "fromkeys"),
+}
+"""What is in items without storages."""
+
+ON_STORAGE: dict[str, bytes] = {
+    "a state of torch's generator that is short": ops(
+        call("torch._C.Generator", call("torch.device", "cpu")),
+        b"(K\x01N",
+        view(b"K\x01\x85", b"K\x01\x85"),
+        b"tb",
+    ),
+    "a tensor longer than its storage": view(ops(1 << 36, b"\x85"), b"K\x01\x85"),
+    "a tensor behind its storage": view(b"K\x01\x85", b"K\x01\x85", offset=number(1 << 30)),
+    "a tensor before its storage": view(b"K\x01\x85", b"K\x01\x85", offset=b"J\xff\xff\xff\xff"),
+    "a tensor with a negative stride": view(
+        b"K\x02\x85", b"J\xff\xff\xff\xff\x85", offset=b"K\x00"
+    ),
+    "a tensor with hooks": call(
+        "torch._utils._rebuild_parameter",
+        view(b"K\x01\x85", b"K\x01\x85"),
+        b"\x88",
+        ops(b"}K\x00", name("builtins.bytearray"), b"s"),
+    ),
+    "a tensor whose data is an attribute": call(
+        "torch._tensor._rebuild_from_type_v2",
+        name("torch._utils._rebuild_tensor"),
+        name("torch.Tensor"),
+        ops(b"(", storage(b"K\x01"), b"K\x00K\x01\x85K\x01\x85t"),
+        ops(b"}", "data", view(b"K\x01\x85", b"K\x01\x85"), b"s"),
+    ),
+    "a tensor of a function of the system": call(
+        "torch._tensor._rebuild_from_type_v2",
+        name("builtins.bytearray"),
+        name("torch.Tensor"),
+        ops(MANY, b"\x85"),
+        b"}",
+    ),
+    "a quantised tensor of 2**36 elements": call(
+        "torch._utils._rebuild_qtensor",
+        storage(b"K\x04", "torch.QInt8Storage"),
+        b"K\x00",
+        ops(1 << 36, b"\x85"),
+        b"K\x00\x85",
+        ops(b"(", name("torch.per_tensor_affine"), b"G?\xf0\x00\x00\x00\x00\x00\x00K\x00t"),
+        b"\x89",
+        call("collections.OrderedDict"),
+    ),
+}
+"""What is in items with one storage of four bytes."""
+
+OBJECTS: dict[str, Callable[[], bytes]] = {
+    **{case: partial(item, pickled) for case, pickled in PICKLES.items()},
+    **{case: partial(on_storage, pickled) for case, pickled in ON_STORAGE.items()},
     "a sparse tensor whose indices lie outside": lambda: on_storage(
         call(
             "torch._utils._rebuild_sparse_tensor",
-            call("torch.serialization._get_layout", text("torch.sparse_coo")),
-            b"("
-            + call(
-                "torch._utils._rebuild_tensor_v2",
-                storage(b"K\1", "torch.LongStorage"),
-                b"K\0",
-                b"K\1K\1\x86",
-                b"K\1K\1\x86",
-                b"\x89",
-                call("collections.OrderedDict"),
-            )
-            + call(
-                "torch._utils._rebuild_tensor_v2",
-                storage(b"K\1", "torch.LongStorage"),
-                b"K\0",
-                b"K\1\x85",
-                b"K\1\x85",
-                b"\x89",
-                call("collections.OrderedDict"),
-            )
-            + b"K\2\x85t",
+            call("torch.serialization._get_layout", "torch.sparse_coo"),
+            ops(b"(", LONGS[1], LONGS[0], b"K\2\x85t"),
         ),
         b"A" * 8,
     ),
     "a nested tensor behind its buffer": lambda: on_storage(
-        call(
-            "torch._utils._rebuild_nested_tensor",
-            *(
-                call(
-                    "torch._utils._rebuild_tensor_v2",
-                    storage(b"K\1", "torch.LongStorage"),
-                    b"K\0",
-                    size,
-                    size,
-                    b"\x89",
-                    call("collections.OrderedDict"),
-                )
-                for size in (b"K\1\x85", b"K\1K\1\x86", b"K\1K\1\x86", b"K\1\x85")
-            ),
-        ),
+        call("torch._utils._rebuild_nested_tensor", LONGS[0], LONGS[1], LONGS[1], LONGS[0]),
         b"A" * 8,
     ),
     "a storage of 2**40 elements, as before torch 1.6": lambda: legacy(
@@ -425,184 +518,7 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "an array of objects, as before torch 1.6": lambda: legacy(
         array(number(1 << 20) + b"\x85", dtype("O8", *OBJECT), b"]Na"), b"]"
     ),
-    "a set a byte": lambda: item(b"\x8f" * 1_000_000),
-    "deques made often": lambda: item(often(200_000, name("collections.deque"))),
-    "a list filled often": lambda: item(
-        often(100_000, name("builtins.set"), b"](" + b"NK\1K\2" * 10_000 + b"e")
-    ),
-    "a wide key used often": lambda: item(
-        b"(" + b"K\1" * 4_000 + b"tq\0](" + b"}h\0Ns" * 100_000 + b"e"
-    ),
-    "a key that is wide at every depth": lambda: item(
-        b"("
-        + b"K\1" * 100
-        + b"tq\0"
-        + b"".join(b"(" + (b"h" + bytes([n])) * 100 + b"tq" + bytes([n + 1]) for n in range(10))
-        + b"}h\nNs"
-    ),
-    "deques in each other": lambda: item(
-        nested(200_000, b"N", name("collections.deque") + b"]", b"a\x85R")
-    ),
-    "deques and arrays of objects in each other": lambda: item(
-        nested(
-            5_000,
-            b"N",
-            begun()
-            + b"(K\1K\1\x85"
-            + dtype("O8", *OBJECT)
-            + b"\x89]"
-            + name("collections.deque")
-            + b"]",
-            b"a\x85Ratb",
-        )
-    ),
-    "default dicts in each other": lambda: item(
-        nested(100_000, b"N", call("collections.defaultdict") + b"N", b"s")
-    ),
-    "default dicts in each other, the outer ones first": lambda: item(
-        b"]("
-        + b"".join(
-            call("collections.defaultdict") + b"r" + struct.pack("<I", n) for n in range(50_000)
-        )
-        + b"".join(
-            b"0j" + struct.pack("<I", n) + b"Nj" + struct.pack("<I", n + 1) + b"s"
-            for n in range(49_999)
-        )
-        + b"e"
-    ),
-    "an attribute that shadows a method": lambda: item(
-        call("collections.OrderedDict") + b"}" + text("items") + name("builtins.bytearray") + b"sb"
-    ),
-    "a date that is none": lambda: item(call("datetime.datetime", encoded("\xff" * 10))),
-    "a year before all others": lambda: item(call("datetime.date", encoded("\0\0\1\1"))),
-    "a fraction that fills the memory": lambda: item(
-        call("fractions.Fraction", text("1e999999999"))
-    ),
-    "a stream before its first byte": lambda: item(
-        name("_io.BytesIO") + b")\x81(" + encoded("a") + number(-1) + b"Ntb"
-    ),
-    "a value that is not complete": lambda: item(call("numpy.dtype", text("O8"), b"\x89", b"\x88")),
-    "a default that calls what is not allowed": lambda: item(
-        call("collections.defaultdict", name("_codecs.encode"))
-    ),
-    "a call of a value": lambda: item(b"K\1)R"),
-    "a call of a deep tuple": lambda: item(DEEP + b")R"),
-    "a new object of a function": lambda: item(name("_codecs.encode") + b")\x81"),
-    "a list of a range": lambda: item(call("builtins.list", call("builtins.range", MANY))),
-    "a tuple of a range": lambda: item(call("builtins.tuple", call("builtins.range", MANY))),
-    "a set of a range": lambda: item(call("builtins.set", call("builtins.range", MANY))),
-    "a frozenset of a range": lambda: item(
-        call("builtins.frozenset", call("builtins.range", MANY))
-    ),
-    "a deque of a range": lambda: item(call("collections.deque", call("builtins.range", MANY))),
-    "a counter of a range": lambda: item(call("collections.Counter", call("builtins.range", MANY))),
-    "a size of a range": lambda: item(call("torch.Size", call("builtins.range", MANY))),
-    "a range by its old name": lambda: item(
-        call("__builtin__.list", call("__builtin__.xrange", MANY))
-    ),
-    "bytes of a length": lambda: item(call("builtins.bytes", MANY)),
-    "a bytearray of a length": lambda: item(call("builtins.bytearray", MANY)),
-    "a bytearray by its old name": lambda: item(call("__builtin__.bytearray", MANY)),
-    "a text of lists of lists": lambda: item(
-        b"]q\0"
-        + b"".join(
-            b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(40)
-        )
-        + call("builtins.str", b"h\x28")
-    ),
-    "a text encoded by a codec": lambda: item(call("_codecs.encode", text("a"), text("zip"))),
-    "a long text encoded often": lambda: item(
-        b"]("
-        + text("a" * 100_000)
-        + b"q\0"
-        + text("latin1")
-        + b"\x86q\1"
-        + (name("_codecs.encode") + b"h\1R") * 100_000
-        + b"e"
-    ),
-    "a list copied often": lambda: item(
-        b"](](" + b"K\1" * 100_000 + b"e\x85q\1" + (name("builtins.list") + b"h\1R") * 50_000 + b"e"
-    ),
-    "an array of a length": lambda: item(call("numpy.ndarray", MANY + b"\x85")),
-    "an array begun with a length": lambda: item(
-        array(b"K\1\x85", dtype("f8"), encoded("\0" * 8), start=MANY + b"\x85")
-    ),
-    "pointers that are bytes": lambda: item(
-        array(b"K\1\x85", dtype("O8", *LYING), encoded("A" * 8))
-    ),
-    "pointers that are bytes, in a scalar": lambda: item(
-        call("numpy._core.multiarray.scalar", dtype("O8", *LYING), encoded("A" * 8))
-    ),
-    "numbers that are pointers": lambda: item(
-        array(b"K\1\x85", dtype("i8", *LYING[:7], b"K\x3f"), encoded("A" * 8))
-    ),
-    "a field behind its record": lambda: item(
-        array(
-            b"K\1\x85",
-            dtype(
-                "V8",
-                b"K\3",
-                text("|"),
-                b"N",
-                text("a") + b"\x85",
-                b"}" + text("a") + dtype("i4") + number(1 << 30) + b"\x86s",
-                b"K\x08",
-                b"K\1",
-                b"K\x10",
-            ),
-            encoded("A" * 8),
-        )
-    ),
-    "the one dtype of all objects": lambda: item(
-        call("numpy.dtypes.ObjectDType") + b"(" + b"".join(LYING) + b"tb"
-    ),
-    "a dtype that changes once it is used": lambda: item(
-        b"]("
-        + array(
-            b"K\1\x85",
-            call("numpy.dtype", text("V8"), b"\x89", b"\x88") + b"q\0",
-            encoded("A" * 8),
-        )
-        # What it says of itself now is right, but not of the bytes above.
-        + b"h\0(K\3"
-        + text("|")
-        + b"N"
-        + text("a")
-        + b"\x85"
-        + b"}"
-        + text("a")
-        + dtype("O8", *LYING[:7], b"K\x3f")
-        + b"K\0\x86s"
-        + b"K\x08K\1K\x1btbe"
-    ),
-    "a name hidden behind a text": lambda: item(
-        b"](" + text("ctorch\n") + call("builtins.bytearray", MANY) + b"e"
-    ),
-    "a place behind the words of MT19937": lambda: item(
-        generator("MT19937", words(key=KEYS, pos=number(1 << 24)))
-    ),
-    "a place before the words of MT19937": lambda: item(
-        generator("MT19937", words(key=KEYS, pos=number(-5)))
-    ),
-    "a place before the words of Philox": lambda: item(
-        generator("Philox", words(key=KEYS)) + b"}(" + text("buffer_pos") + number(-9) + b"ub"
-    ),
-    "a key nested a million deep": lambda: item(b"}" + DEEP + b"Ns"),
-    "a key nested a million deep, beside a harmless class": lambda: item(
-        b"](" + call("torch.Size", b")") + b"}" + DEEP + b"Nse"
-    ),
-    "an element nested a million deep": lambda: item(call("builtins.set", b"](" + DEEP + b"e")),
-    "an encoding nested a million deep": lambda: item(call("_codecs.encode", text("a"), DEEP)),
     "a compressed pickle": lambda: deflated(b"](" + b"K\1" * (16 << 20) + b"e"),
-    "a function of the system": lambda: item(call("os.system", text("true"))),
-    "a function by its old name": lambda: item(call("__builtin__.eval", text("1"))),
-    "an instance": lambda: item(b"(" + text("true") + b"ios\nsystem\n"),
-    "an object": lambda: item(b"(" + name("os.system") + text("true") + b"o"),
-    "an extension": lambda: item(b"\x82\x01"),
-    "a name on the stack": lambda: item(text("os") + text("system") + b"\x93"),
-    "an id of something else": lambda: item(text("os") + b"Q"),
-    "a state for a class": lambda: item(name("builtins.dict") + words(a=b"N") + b"b"),
-    "a getattr": lambda: item(call("builtins.getattr", name("builtins.dict"), text("fromkeys"))),
     "pickles as before torch 1.6": lambda: legacy(
         call("builtins.list", call("builtins.range", MANY)), b"]"
     ),
@@ -673,7 +589,7 @@ def equal_hashes() -> bytes:
     return alone(b"".join(opcodes) + b"u")
 
 
-@functools.cache
+@cache
 def colliding_pairs(count: int) -> list[tuple[int, int]]:
     """Returns pairs of numbers whose tuples have one hash (xxHash's mixing, as CPython has it)."""
     mask, p1, p2, p5 = (
@@ -777,74 +693,53 @@ def tensor(shape: list[Any], *offsets: Any, dtype: str = "F32") -> dict[str, Any
     return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
 
 
-HEADERS: dict[str, Callable[[], bytes]] = {
-    "a length of 2**63": lambda: struct.pack("<Q", 1 << 63) + b"{}",
-    "a length of 99 MB": lambda: struct.pack("<Q", 99_000_000) + b"{}",
-    "a name twice": lambda: header(
+HEADERS: dict[str, bytes] = {
+    "a length of 2**63": struct.pack("<Q", 1 << 63) + b"{}",
+    "a length of 99 MB": struct.pack("<Q", 99_000_000) + b"{}",
+    "a name twice": header(
         b'{"w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},'
         b'"w":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
     ),
-    "half a surrogate pair": lambda: header({"\ud800": tensor([1], 0, 4)}),
-    "lists nested a million deep": lambda: header(b"[" * 1_000_000 + b"]" * 1_000_000),
-    "a number of a million digits": lambda: header(
+    "half a surrogate pair": header({"\ud800": tensor([1], 0, 4)}),
+    "lists nested a million deep": header(b"[" * 1_000_000 + b"]" * 1_000_000),
+    "a number of a million digits": header(
         b'{"w":{"dtype":"F32","shape":[' + b"9" * 1_000_000 + b'],"data_offsets":[0,4]}}'
     ),
-    "a shape of huge numbers": lambda: header({"w": tensor([1 << 61] * 64, 0, 4)}),
-    "a shape of 100,000 dimensions": lambda: header({"w": tensor([1] * 100_000, 0, 4)}),
-    "a negative offset": lambda: header({"w": tensor([1], -4, 0)}),
-    "an offset that is no number": lambda: header(
+    "a shape of huge numbers": header({"w": tensor([1 << 61] * 64, 0, 4)}),
+    "a shape of 100,000 dimensions": header({"w": tensor([1] * 100_000, 0, 4)}),
+    "a negative offset": header({"w": tensor([1], -4, 0)}),
+    "an offset that is no number": header(
         b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[NaN,Infinity]}}'
     ),
-    "an offset that is true": lambda: header({"w": tensor([True], 0, 4)}),
-    "tensors that overlap": lambda: header({"w": tensor([2], 0, 8), "v": tensor([2], 4, 12)}),
-    "a gap": lambda: header({"w": tensor([1], 0, 4), "v": tensor([1], 8, 12)}),
-    "metadata that is no text": lambda: header({"__metadata__": {"a": [1]}}),
-    "a file of lists": lambda: header(b'{"a":[' + b"[]," * 300_000 + b"[]]}"),
-    "a dtype that is not read here": lambda: header({"w": tensor([2], 0, 1, dtype="F4")}),
+    "an offset that is true": header({"w": tensor([True], 0, 4)}),
+    "tensors that overlap": header({"w": tensor([2], 0, 8), "v": tensor([2], 4, 12)}),
+    "a gap": header({"w": tensor([1], 0, 4), "v": tensor([1], 8, 12)}),
+    "metadata that is no text": header({"__metadata__": {"a": [1]}}),
+    "a file of lists": header(b'{"a":[' + b"[]," * 300_000 + b"[]]}"),
+    "a dtype that is not read here": header({"w": tensor([2], 0, 1, dtype="F4")}),
 }
 
 
-def signed(body: bytes) -> bytes:
-    from ray_dcp.core.checksums import digest_bytes
+ABORT = unsealed("record", encode_record(AbortRecord(attempt="a1", reason="late", rank=3)))
+COMMIT = unsealed("record", encode_record(manifest()))
 
-    return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
-
-
-ABORT = encode_record(AbortRecord(attempt="a1", reason="late", rank=3))[
-    len(b'{"digest":"') + 32 + len(b'","record":') : -2
-]
-
-COMMIT = encode_record(
-    Manifest(
-        attempt="a1", epoch=1, world_size=4, container="torch_save", created_s=1.5,
-        files=tuple(FileEntry(f"__{rank}_0.x", 9, "0f" * 16) for rank in range(4)),
-        table=FileEntry("c.parquet", 10, "00" * 16), metadata=None, replaced_metadata=None,
-        plan_digest="00", num_tensors=1, num_chunks=4, payload_bytes=8, previous_slot=0,
-        deferred=(PlaceRun(64, 9, 1024, 4),),
-    )
-)[len(b'{"digest":"') + 32 + len(b'","record":') : -2]  # fmt: skip
-
-RECORDS: dict[str, Callable[[], bytes]] = {
-    "lists nested a million deep": lambda: signed(b"[" * 1_000_000 + b"]" * 1_000_000),
-    "a rank of a million digits": lambda: signed(ABORT.replace(b":3", b":" + b"9" * 1_000_000)),
-    "a rank that is no number": lambda: signed(ABORT.replace(b":3", b":NaN")),
-    "a rank that is negative": lambda: signed(ABORT.replace(b":3", b":-3")),
-    "a field twice": lambda: signed(ABORT.replace(b'"rank":3', b'"rank":3,"rank":4')),
-    "a reason with half a surrogate pair": lambda: signed(ABORT.replace(b"late", b"\\ud800")),
-    "an attempt that climbs": lambda: signed(ABORT.replace(b"a1", b"../a1")),
-    "names of 100 million files in one line": lambda: signed(COMMIT.replace(b"..3", b"..99999999")),
-    "a range of names with a number of a million digits": lambda: signed(
-        COMMIT.replace(b"..3", b".." + b"9" * 1_000_000)
+RECORDS: dict[str, bytes] = {
+    "lists nested a million deep": b"[" * 1_000_000 + b"]" * 1_000_000,
+    "a rank of a million digits": ABORT.replace(b":3", b":" + b"9" * 1_000_000),
+    "a rank that is no number": ABORT.replace(b":3", b":NaN"),
+    "a rank that is negative": ABORT.replace(b":3", b":-3"),
+    "a field twice": ABORT.replace(b'"rank":3', b'"rank":3,"rank":4'),
+    "a reason with half a surrogate pair": ABORT.replace(b"late", b"\\ud800"),
+    "an attempt that climbs": ABORT.replace(b"a1", b"../a1"),
+    "names of 100 million files in one line": COMMIT.replace(b"..3", b"..99999999"),
+    "a range of names with a number of a million digits": COMMIT.replace(
+        b"..3", b".." + b"9" * 1_000_000
     ),
-    "a range of long names": lambda: signed(COMMIT.replace(b"__{", b"_" * 10_000_000 + b"{")),
-    "a name in a range and by itself": lambda: signed(
-        COMMIT.replace(b"__{0..3}_0.x", b"a3\\na{1..3}")
-    ),
-    "a place of blocks of no bytes": lambda: signed(COMMIT.replace(b"1024,4", b"0,4")),
-    "a place for no items": lambda: signed(COMMIT.replace(b"1024,4", b"1024,0")),
-    "a version of a million digits": lambda: signed(
-        ABORT.replace(b'_version":', b'_version":' + b"9" * 1_000_000)
-    ),
+    "a range of long names": COMMIT.replace(b"__{", b"_" * 10_000_000 + b"{"),
+    "a name in a range and by itself": COMMIT.replace(b"__{0..3}_0.x", b"a3\\na{1..3}"),
+    "a place of blocks of no bytes": COMMIT.replace(b"1024,4", b"0,4"),
+    "a place for no items": COMMIT.replace(b"1024,4", b"1024,0"),
+    "a version of a million digits": ABORT.replace(b'_version":', b'_version":' + b"9" * 1_000_000),
 }
 
 OTHERS: dict[str, tuple[Callable[[], bytes], Callable[[bytes], Any]]] = {
@@ -862,27 +757,14 @@ OTHERS: dict[str, tuple[Callable[[], bytes], Callable[[bytes], Any]]] = {
         lambda data: load_object(data, fqn="a"),
     ),
     "item: a tensor of 2**62 elements": (
-        lambda: item(
-            call(
-                "torch._utils._rebuild_tensor_v2",
-                b"("
-                + text("storage")
-                + name("torch.FloatStorage")
-                + text("0")
-                + text("cpu")
-                + number(1 << 62)
-                + b"tQ",
-                b"K\0",
-                number(1 << 62) + b"\x85",
-                b"K\1\x85",
-                b"\x89",
-                call("collections.OrderedDict"),
-            ),
-            **{"data/0": b"0000"},
-        ),
+        lambda: on_storage(view(ops(1 << 62, b"\x85"), b"K\1\x85", count=number(1 << 62))),
         lambda data: parse_torch_save(data, len(data)),
     ),
 }
+
+
+def _made(value: bytes | Callable[[], bytes]) -> bytes:
+    return value if isinstance(value, bytes) else value()
 
 
 def cases() -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], Any]]]:
@@ -891,10 +773,12 @@ def cases() -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], Any]]]:
         ("object", OBJECTS, lambda data: load_object(data, fqn="a")),
         (".metadata", METADATA, decode_metadata),
         ("safetensors", HEADERS, parse_header),
-        ("record", RECORDS, decode_record),
+        ("record", RECORDS, lambda data: decode_record(sealed("record", data))),
     )
     found = {
-        f"{kind}: {case}": (make, read) for kind, made, read in kinds for case, make in made.items()
+        f"{kind}: {case}": (partial(_made, made), read)
+        for kind, table, read in kinds
+        for case, made in table.items()
     }
     found["table: 33 million equal checksums"] = (zeros_table, decode_table)
     found["table: a long text a hundred times"] = (texts_table, decode_table)

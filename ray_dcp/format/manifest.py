@@ -18,17 +18,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, InternalError
-from ray_dcp.format.names import check_attempt, check_file_key, check_file_keys
+from ray_dcp.format.names import check_attempt, check_file_key, check_file_keys, is_unicode
 
 T = TypeVar("T")
 Reader = Callable[[Any, str], T]
 
 _HEX = re.compile(r"(?:[0-9a-f]{2}){1,64}")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def integer(value: Any, name: str) -> int:
@@ -42,8 +41,7 @@ def text(value: Any, name: str) -> str:
     """Returns a text."""
     if not isinstance(value, str):
         raise damaged(f"a text as {name}", short(value))
-    if not value.isascii() and _SURROGATE.search(value):
-        # Why: JSON can spell half of a surrogate pair, which no terminal and no log takes.
+    if not is_unicode(value):
         raise damaged(f"a text in Unicode as {name}", ascii(value)[:200])
     return value
 
@@ -100,6 +98,36 @@ def damaged(expected: str, found: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"Expected {expected} in the record, found {found}; it is damaged, load an earlier step"
     )
+
+
+def canonical(fields: Mapping[str, Any]) -> bytes:
+    """Returns fields as the one JSON that is written of them."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sealed(name: str, body: bytes) -> bytes:
+    r"""Returns a JSON object of a digest and, under a name, the JSON that it is of.
+
+    Example:
+        >>> sealed("info", b"{}")
+        b'{"digest":"dc7048f8f8747f561349cde127705c16","info":{}}\n'
+    """
+    digest = digest_bytes(body).hex().encode()
+    return b'{"digest":"%s","%s":%s}\n' % (digest, name.encode(), body)
+
+
+def unsealed(name: str, data: bytes) -> bytes:
+    """Returns the JSON in what `sealed` made.
+
+    Raises:
+        DamagedCheckpointError: The bytes are not what it made.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise damaged(f"at most {MAX_RECORD_BYTES >> 20} MiB", f"{len(data)} bytes")
+    body = bytes(data[len(sealed(name, b"")) - 2 : -2])
+    if not body or data != sealed(name, body):
+        raise damaged("bytes that match the digest they begin with", "other bytes")
+    return body
 
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -159,18 +187,8 @@ class FilesColumns(Sequence[FileEntry]):
         digests = [self.digests[start : start + _DIGEST_CHARS] for start in starts]
         return map(FileEntry, self.keys, self.num_bytes, digests)
 
-    @overload
-    def __getitem__(self, index: int) -> FileEntry: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[FileEntry, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> FileEntry | tuple[FileEntry, ...]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        start = _DIGEST_CHARS * range(len(self))[index]
-        digest = self.digests[start : start + _DIGEST_CHARS]
-        return FileEntry(self.keys[index], self.num_bytes[index], digest)
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
 
 def files_to(files: FilesColumns) -> dict[str, Any]:
@@ -207,7 +225,8 @@ def files_from(value: Any, name: str) -> FilesColumns:
         raise damaged(f"32 hex digits as each digest of {name}", "others")
     if len(set(keys)) != len(keys):
         raise damaged(f"each key once in {name}", "one twice")
-    return FilesColumns(tuple(check_file_keys(keys)), lengths, digests)
+    check_file_keys(keys)
+    return FilesColumns(tuple(keys), lengths, digests)
 
 
 def entry(value: Any, name: str) -> FileEntry:
@@ -274,9 +293,6 @@ FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 256 << 20
 MAX_SLOT = 10**15
 
-_HEAD = b'{"digest":"'
-_MIDDLE = b'","record":'
-_TAIL = b"}\n"
 _SLOT_KEY = re.compile(r"manifest-([0-9]{8,16})\.json")
 
 
@@ -385,13 +401,13 @@ def encode_record(record: Record) -> bytes:
     """
     kind = next(kind for kind, (cls, _) in _KINDS.items() if isinstance(record, cls))
     try:
-        body = _canonical(_fields_of(kind, record))
+        body = canonical(_fields_of(kind, record))
         found = _record_of(json.loads(body))
     except (CheckpointError, ValueError, TypeError) as exc:
         raise InternalError(f"This {kind} record would not be read back: {exc}") from exc
     if found != record:
         raise InternalError(f"This {kind} record would be read back as another one")
-    return _HEAD + digest_bytes(body).hex().encode() + _MIDDLE + body + _TAIL
+    return sealed("record", body)
 
 
 def decode_record(data: bytes, *, key: str | None = None) -> Record:
@@ -422,11 +438,11 @@ def decode_record(data: bytes, *, key: str | None = None) -> Record:
 # Why kept: a commit reads its record back, and the next save reads it again.
 @lru_cache(maxsize=4)
 def _decoded(data: bytes) -> Record:
-    body = _verified_body(data)
+    body = unsealed("record", data)
     fields = json.loads(body)
     _check_version(fields)
     record = _record_of(fields)
-    if _canonical(fields) != body:
+    if canonical(fields) != body:
         raise damaged("canonical JSON", "other spelling")
     return record
 
@@ -502,21 +518,6 @@ def _fields_of(kind: str, record: Record) -> dict[str, Any]:
     else:
         fields = asdict(record)
     return {"kind": kind} | {name: value for name, value in fields.items() if value is not None}
-
-
-def _canonical(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _verified_body(data: bytes) -> bytes:
-    start = len(_HEAD) + 32 + len(_MIDDLE)
-    if not start + len(_TAIL) < len(data) <= MAX_RECORD_BYTES:
-        raise damaged(f"{start} bytes to {MAX_RECORD_BYTES >> 20} MiB", f"{len(data)} bytes")
-    body = bytes(data[start : -len(_TAIL)])
-    head = _HEAD + digest_bytes(body).hex().encode() + _MIDDLE
-    if data[:start] != head or data[-len(_TAIL) :] != _TAIL:
-        raise damaged("bytes that match the digest they begin with", "other bytes")
-    return body
 
 
 def _check_version(fields: Any) -> None:

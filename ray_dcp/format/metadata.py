@@ -2,11 +2,10 @@
 
 **Writing** (`encode_metadata`). From a chunk table a pickle of
 `torch.distributed.checkpoint.metadata.Metadata`, equal field by field to what torch itself would
-build, with texts where torch has platform-bound paths. `PickleWriter` writes it opcode by opcode,
-in protocol 4, which every Python since 3.4 reads: so classes can be named without being imported.
+build, with texts where torch has platform-bound paths.
 
-**Reading** (`decode_metadata`). The pickle as a chunk table. `safe_pickle` reads it; here are the
-names that a `.metadata` may refer to, and the plain values that stand for them. Nothing is imported
+**Reading** (`decode_metadata`). The pickle as a chunk table: of the names that a `.metadata` may
+refer to, and the plain values that stand for them. Nothing is imported
 or called: allowing a name only means that the data around it is read. Where the raw bytes lie
 inside an item is known only from the item's own header (`torch_items`).
 
@@ -16,228 +15,40 @@ default_planner.py `create_default_global_save_plan`; PEP 307, PEP 3154; Lib/pic
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.grouping import group_rows
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind, NamePath
-from ray_dcp.errors import CheckpointError, InternalError, InvalidRequestError
-from ray_dcp.format.names import check_attempt, resolved_key
-from ray_dcp.format.safe_pickle import Builder, Global, Instance, damaged, read_pickle
+from ray_dcp.errors import CheckpointError, InternalError, UnsafeCheckpointError
+from ray_dcp.format.names import check_attempt, is_unicode, resolved_key
+from ray_dcp.format.safe_pickle import (
+    MAX_PICKLE_BYTES,
+    MEMOIZE_AND_POP,
+    Builder,
+    Global,
+    Opcodes,
+    PickleMachine,
+    PickleWriter,
+    damaged,
+    pickled_int,
+    pickled_ints,
+    pickled_tuple,
+    rows,
+    side_by_side,
+    uneven_rows,
+)
 from ray_dcp.format.table_check import check_table, volumes
-
-Opcodes = npt.NDArray[np.uint8]
-"""uint8[n, w]: w bytes of opcodes for each of n rows."""
-
-MEMOIZE_AND_POP = b"\x940"
-"""After the opcodes of a value: the reader keeps it in its memo and forgets it on its stack."""
-_INT4 = struct.Struct("<Bi")
-_SMALL = 1 << 31
-
-
-class PickleWriter:
-    """Collects the opcodes of one pickle, and what its reader will have in its memo.
-
-    Values that come often are *remembered* first: the reader makes them once and a row refers to
-    them by five bytes. The reader then shares one object, so only for values that can't change.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._num_remembered = 0
-        self._texts: dict[str, int] = {}
-        self._names: dict[tuple[str, str], int] = {}
-        self.add = self._parts.append
-        """Appends opcodes."""
-
-    def remember(self, opcodes: bytes, count: int = 1) -> int:
-        """Returns the memo index of a value, or of the first of several, after writing it.
-
-        Args:
-            opcodes: Push one value; for several, with `MEMOIZE_AND_POP` between them.
-            count: How many values.
-        """
-        index = self._num_remembered
-        self._num_remembered += count
-        self._parts.append(opcodes + MEMOIZE_AND_POP)
-        return index
-
-    def text_indices(self, values: Sequence[str]) -> list[int]:
-        """Returns the memo index of each text; every distinct one is remembered once."""
-        texts = self._texts
-        new = [value for value in dict.fromkeys(values) if value not in texts]
-        if new:
-            first = self.remember(MEMOIZE_AND_POP.join(map(pickled_text, new)), count=len(new))
-            texts.update(zip(new, range(first, first + len(new)), strict=True))
-        return [texts[value] for value in values]
-
-    def text(self, value: str) -> bytes:
-        """Returns the opcodes that push a text, remembered once."""
-        return _reference(self.text_indices((value,))[0])
-
-    def name(self, module: str, qualname: str) -> bytes:
-        """Returns the opcodes that push a class or function, remembered once."""
-        index = self._names.get((module, qualname))
-        if index is None:
-            opcodes = self.text(module) + self.text(qualname) + b"\x93"
-            index = self._names[module, qualname] = self.remember(opcodes)
-        return _reference(index)
-
-    def references(self, indices: Sequence[int] | Int64Array) -> Opcodes:
-        """Returns the opcodes that push a remembered value each.
-
-        Args:
-            indices: int[n], memo indices.
-
-        Returns:
-            uint8[n, 5].
-        """
-        return _column(b"j", np.asarray(indices, dtype=np.int64).astype("<u4"))
-
-    def finish(self) -> bytes:
-        """Returns the pickle of the value on the stack."""
-        num_bytes = sum(map(len, self._parts)) + 1
-        return b"".join((b"\x80\x04\x95", struct.pack("<Q", num_bytes), *self._parts, b"."))
-
-
-def with_length(data: bytes) -> bytes:
-    """Returns a pickle of `PickleWriter` that was changed since, with its length as it is now."""
-    return data[:3] + struct.pack("<Q", len(data) - 11) + data[11:]
-
-
-def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
-    """Returns the opcodes of many rows that are made alike.
-
-    Args:
-        num_rows: n.
-        pieces: What a row consists of: bytes for all rows, or uint8[n, w].
-
-    Returns:
-        n * sum(w) bytes.
-    """
-    return side_by_side(num_rows, *pieces).tobytes() if num_rows else b""
-
-
-def side_by_side(num_rows: int, *pieces: bytes | Opcodes) -> Opcodes:
-    """Returns the opcodes of `rows` as an array: uint8[n, sum(w)]."""
-    parts = [
-        np.broadcast_to(np.frombuffer(piece, dtype=np.uint8), (num_rows, len(piece)))
-        if isinstance(piece, bytes)
-        else piece
-        for piece in pieces
-    ]
-    return np.concatenate(parts, axis=1)
-
-
-def uneven_rows(
-    counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcodes
-) -> tuple[bytes, Int64Array]:
-    """Returns the opcodes of rows of different length: a head, some parts and a tail each.
-
-    Args:
-        counts: int64[n], how many of the parts belong to each row.
-        heads: uint8[n, h].
-        parts: uint8[sum(counts), p], those of the first row first.
-        tails: uint8[n, t].
-
-    Returns:
-        The opcodes, and where each row starts in them and the last one ends: int64[n + 1].
-    """
-    head, part, tail = heads.shape[1], parts.shape[1], tails.shape[1]
-    starts = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(head + counts * part + tail, out=starts[1:])
-    if len(counts) and int(counts.min()) == int(counts.max()):
-        middle = parts.reshape(len(counts), -1)
-        return np.concatenate([heads, middle, tails], axis=1).tobytes(), starts
-    result = np.empty(int(starts[-1]), dtype=np.uint8)
-    first = np.cumsum(counts) - counts
-    place = starts[:-1] + head - first * part
-    _put(result, starts[:-1], heads)
-    _put(result, np.repeat(place, counts) + np.arange(len(parts)) * part, parts)
-    _put(result, starts[1:] - tail, tails)
-    return result.tobytes(), starts
-
-
-def _put(into: npt.NDArray[np.uint8], starts: Int64Array, pieces: Opcodes) -> None:
-    for column in range(pieces.shape[1]):
-        into[starts + column] = pieces[:, column]
-
-
-def pickled_ints(values: Int64Array) -> Opcodes:
-    """Returns the opcodes that push a number each.
-
-    Args:
-        values: int64[n].
-
-    Returns:
-        uint8[n, 5], or uint8[n, 10] when one of them needs more than 32 bits.
-    """
-    if not len(values) or (int(values.min()) >= -_SMALL and int(values.max()) < _SMALL):
-        return _column(b"J", values.astype("<i4"))
-    return _column(b"\x8a\x08", values.astype("<i8"))
-
-
-def pickled_int(value: int) -> bytes:
-    """Returns the opcodes that push a number.
-
-    Raises:
-        InvalidRequestError: It does not fit into 64 bits.
-    """
-    if 0 <= value < 0x100:
-        return b"K" + value.to_bytes(1, "little")
-    if -_SMALL <= value < _SMALL:
-        return _INT4.pack(0x4A, value)
-    if not -(1 << 63) <= value < 1 << 63:
-        raise InvalidRequestError("Expected a number of 64 bits, found a longer one")
-    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
-
-
-def pickled_tuple(values: Sequence[bytes]) -> bytes:
-    """Returns the opcodes that push a tuple, from those of its values."""
-    body = b"".join(values)
-    if len(values) > 3:
-        return b"(" + body + b"t"
-    return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
-
-
-def _reference(index: int) -> bytes:
-    return b"j" + index.to_bytes(4, "little")
-
-
-def _column(opcode: bytes, values: npt.NDArray[np.generic]) -> Opcodes:
-    numbers = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.itemsize)
-    head = np.frombuffer(opcode, dtype=np.uint8)
-    return np.concatenate([np.broadcast_to(head, (len(values), len(head))), numbers], axis=1)
-
-
-_SHORT_TEXT = [b"\x8c" + bytes((length,)) for length in range(256)]
-
-
-def pickled_text(value: str) -> bytes:
-    """Returns the opcodes that push a text."""
-    # Why surrogatepass: what Python's own pickle does with text that is no valid Unicode.
-    data = value.encode("utf-8", "surrogatepass")
-    if len(data) < 256:
-        return _SHORT_TEXT[len(data)] + data
-    return b"X" + struct.pack("<I", len(data)) + data
-
 
 ATTEMPT_ATTRIBUTE = "ray_dcp_attempt"
 """Extra attribute of the pickled `Metadata`: which attempt it projects. Stock DCP ignores it."""
 DCP_VERSION = "1.0.0"
 """What torch writes as `Metadata.version`; no reader looks at it."""
-
-_ATTEMPT_MARK = "attempt\0attempt\0"
-"""As long as an attempt id. No state dict has such a name."""
-_ID_MARK = "checkpoint\0id\0"
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -287,40 +98,6 @@ def encode_metadata(table: ChunkTable, *, checkpoint_id: str, attempt: str) -> b
         writer.add(opcodes)
     writer.add(_BUILD)
     return writer.finish()
-
-
-def metadata_template(table: ChunkTable) -> bytes:
-    """Returns what `.metadata` has in common in all saves of a plan, for `fill_metadata`.
-
-    Args:
-        table: A finished table, with `{attempt}` in the names of its files.
-
-    Raises:
-        InternalError: A chunk has no place yet.
-    """
-    files = tuple(key.replace("{attempt}", _ATTEMPT_MARK) for key in table.files)
-    named = replace(table, files=files)
-    return encode_metadata(named, checkpoint_id=_ID_MARK, attempt=_ATTEMPT_MARK)
-
-
-def fill_metadata(template: bytes, *, checkpoint_id: str, attempt: str) -> bytes | None:
-    """Returns what `encode_metadata` returns of the same table with its files' final names.
-
-    Args:
-        template: Of `metadata_template`.
-        checkpoint_id: As there.
-        attempt: As there.
-
-    Returns:
-        None where it has to be encoded: by chance a text is equal to one of these, or the attempt
-        has another length than usual.
-    """
-    own, mark = pickled_text(checkpoint_id), pickled_text(_ID_MARK)
-    known = own in template or pickled_text(attempt) in template
-    if known or len(attempt) != len(_ATTEMPT_MARK) or template.count(mark) != 1:
-        return None
-    filled = template.replace(mark, own).replace(_ATTEMPT_MARK.encode(), attempt.encode())
-    return with_length(filled)
 
 
 class _Shared:
@@ -518,10 +295,6 @@ def _storage_meta(writer: PickleWriter, checkpoint_id: str, attempt: str) -> byt
     )
 
 
-_MAX_PATH_PARTS = 1024
-_MAX_PATH_CHARS = 1 << 16
-
-
 def allowed_global(name: str) -> Global | None:
     """Returns what a dotted name stands for, None when no `.metadata` needs it.
 
@@ -534,9 +307,7 @@ def allowed_global(name: str) -> Global | None:
         >>> allowed_global("os.system") is None
         True
     """
-    if name in _BUILDERS:
-        return Global(name, _BUILDERS[name])
-    return Global(name, None) if name in _OPAQUE else None
+    return Global(name, _BUILDERS.get(name)) if name in _BUILDERS or name in _OPAQUE else None
 
 
 def _one(args: tuple[Any, ...]) -> Any:
@@ -550,15 +321,6 @@ def _torch_size(args: tuple[Any, ...]) -> Any:
     if not isinstance(value, (list, tuple)):
         raise damaged("a size", "something else")
     return value
-
-
-def _path(args: tuple[Any, ...]) -> str:
-    if len(args) > _MAX_PATH_PARTS or not all(isinstance(part, str) for part in args):
-        raise damaged("a path of texts", "something else")
-    if sum(map(len, args)) > _MAX_PATH_CHARS:
-        raise damaged(f"a path of at most {_MAX_PATH_CHARS} characters", "a longer one")
-    head = args[0] if args and args[0].endswith(("/", "\\")) else ""
-    return head + "/".join(args[1:] if head else args)
 
 
 def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
@@ -578,9 +340,6 @@ _BUILDERS: dict[str, Builder] = {
     "__builtin__.set": _one,
     "builtins.frozenset": _one,
     "builtins.set": _one,
-    # Why two modules: Python 3.13 pickles paths by the second name.
-    **{f"pathlib.{name}": _path for name in _PATHS},
-    **{f"pathlib._local.{name}": _path for name in _PATHS},
 }
 
 _DCP = "torch.distributed.checkpoint"
@@ -607,6 +366,8 @@ _OPAQUE = frozenset(
                 "TensorWriteData", "WriteItem", "WriteItemType",
             )
         ),
+        # Why two modules: Python 3.13 pickles paths by the second name.
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
         f"{_DCP}.filesystem._StorageInfo",
         f"{_DCP}.filesystem._StoragePrefix",
         "builtins.dict",
@@ -620,7 +381,112 @@ _OPAQUE = frozenset(
 )  # fmt: skip
 
 
-_MODULE = "torch.distributed.checkpoint.metadata"
+_MAX_KEY_PARTS = 64
+_LARGE_INT = 1 << 61
+"""From here on Python's hash of an integer repeats, and equal hashes make a dict slow."""
+
+
+class Instance:
+    """Stands for an object of a class that was allowed and is not made."""
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.name = name
+        self.args = args
+        self.state: Any = None
+
+
+def read_pickle(data: bytes) -> Any:
+    """Returns the value of a pickle: numbers, texts, bytes, lists, tuples, dicts, stand-ins.
+
+    Sets become lists, and tuples that are keys of a dict their `repr`. Shared and cyclic
+    references stay as they are: do not walk the value without a bound, and do not print, hash or
+    compare parts that were not checked.
+
+    Args:
+        data: The pickle.
+
+    Raises:
+        UnsafeCheckpointError: It names something that is not allowed; `key` is that name.
+        DamagedCheckpointError: It is no pickle, or one with opcodes that plain data does not need.
+
+    Complexity:
+        O(length), about 0.15 us an opcode.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise damaged(f"at most {MAX_PICKLE_BYTES >> 20} MiB", f"{len(data)} bytes")
+    return _MetadataMachine(data).load()
+
+
+class _MetadataMachine(PickleMachine):
+    """Makes plain values, and stand-ins for objects of the classes that are allowed."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._globals: dict[str, Global] = {}
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        if type(target) is not dict or len(items) % 2:
+            raise damaged("a dict and its items", "something else")
+        for index in range(0, len(items), 2):
+            key = items[index]
+            if type(key) is not str:
+                key = self._key(key)
+            elif key in target:
+                # Why: no pickler writes a key twice, and readers need not agree on which counts.
+                raise damaged("each name once", "one twice")
+            target[key] = items[index + 1]
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, Instance) and key.name == f"{_METADATA}.MetadataIndex":
+            return _index_key(key.state)
+        if key is None or isinstance(key, (float, bytes)) or _is_small(key):
+            return key
+        # Careful: hashing a tuple that is nested too deep would overflow the stack, one that is
+        # long takes its time at every use, and of numbers many tuples have one hash.
+        if (
+            isinstance(key, tuple)
+            and len(key) <= _MAX_KEY_PARTS
+            and all(isinstance(part, str) or _is_small(part) for part in key)
+        ):
+            return repr(key)
+        raise damaged("texts and numbers as keys", "other keys")
+
+    def _made(self, target: Any, args: Any) -> Any:
+        if type(target) is not Global or type(args) is not tuple:
+            raise damaged("a class and its arguments", "something else")
+        if target.build is None:
+            return Instance(target.name, args)
+        return target.build(args)
+
+    def _with_state(self, target: Any, state: Any) -> Any:
+        if type(target) is Instance:
+            target.state = state
+        elif type(target) is not dict:
+            # A dict stands for an OrderedDict or defaultdict, whose attributes nobody needs.
+            raise damaged("an object to give a state to", "something else")
+        return target
+
+    def _find(self, module: Any, name: Any) -> Global:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise damaged("the name of a class", "something else")
+        dotted = f"{module}.{name}"
+        found = self._globals.get(dotted) or allowed_global(dotted)
+        if found is None:
+            raise UnsafeCheckpointError(
+                "Expected a .metadata of plain data and of DCP's own classes, found one that "
+                "asks for something else; do not load this checkpoint unless you wrote it",
+                key=ascii(dotted[:200])[1:-1],
+            )
+        self._globals[dotted] = found
+        return found
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, int) and -_LARGE_INT < value < _LARGE_INT
+
+
 _MAX_NDIM = 64
 _MAX_TRANSFORMS = 16
 _MAX_CHUNKS_PER_PLACE = 16
@@ -638,24 +504,17 @@ class ForeignMetadata:
     attempt: str | None
     """The attempt that it projects, when ray_dcp wrote it."""
     checkpoint_id: str | None
-    """`StorageMeta.checkpoint_id`: where it was written to, at that time."""
-    save_id: str | None
-    """`StorageMeta.save_id`."""
-    version: str | None
-    planner_data: Any
-    """As read: plain values and stand-ins. Not bounded, see `safe_pickle.read_pickle`."""
+    """`StorageMeta.checkpoint_id`, where it was written to, when that is a text."""
     transforms: tuple[tuple[str, ...] | None, ...] | None
     """Per chunk, names of the stream transforms that its item went through, in the order in which
     stock DCP hands them to its registry; None when no chunk has any."""
 
 
-def decode_metadata(data: bytes, *, allowed_parents: int = 0) -> ForeignMetadata:
+def decode_metadata(data: bytes) -> ForeignMetadata:
     """Returns what a `.metadata` says: of stock DCP from torch 2.0 on, or our own projection.
 
     Args:
         data: The file.
-        allowed_parents: How many directories above the checkpoint its files may lie: checkpoints
-            that share data with their predecessors refer to `../step-1/…`.
 
     Raises:
         UnsafeCheckpointError: It names a class or function that no `.metadata` needs, or a file
@@ -667,8 +526,7 @@ def decode_metadata(data: bytes, *, allowed_parents: int = 0) -> ForeignMetadata
     """
     with collector_paused():
         try:
-            root = read_pickle(data, allowed_global, {f"{_MODULE}.MetadataIndex": _index_key})
-            return _Decoder(_state(root, "Metadata"), allowed_parents).decode()
+            return _Decoder(_state(read_pickle(data), "Metadata")).decode()
         except CheckpointError as exc:
             if ".metadata" not in exc.message:
                 exc.message = f".metadata: {exc.message}"
@@ -680,9 +538,8 @@ def decode_metadata(data: bytes, *, allowed_parents: int = 0) -> ForeignMetadata
 class _Decoder:
     """Collects the columns of the table, row by row."""
 
-    def __init__(self, fields: dict[Any, Any], allowed_parents: int) -> None:
+    def __init__(self, fields: dict[Any, Any]) -> None:
         self._fields = fields
-        self._allowed_parents = allowed_parents
         self._places = _dict(fields.get("storage_data"), "storage_data")
         self._max_chunks = _MAX_CHUNKS_PER_PLACE * len(self._places)
         self._dtypes: dict[str, int] = {}
@@ -697,25 +554,22 @@ class _Decoder:
         entries = _dict(self._fields.get("state_dict_metadata"), "state_dict_metadata")
         for name, entry in entries.items():
             self._add(name, entry)
-        planner_data = self._fields.get("planner_data")
-        table = self._table(tuple(entries), _paths(planner_data, tuple(entries)))
+        paths = _paths(self._fields.get("planner_data"), tuple(entries))
+        table = self._table(tuple(entries), paths)
         check_table(table, files=False)
         meta = self._fields.get("storage_meta")
-        about = {} if meta is None else _state(meta, "StorageMeta")
+        place = None if meta is None else _state(meta, "StorageMeta").get("checkpoint_id")
         attempt = self._fields.get(ATTEMPT_ATTRIBUTE)
         return ForeignMetadata(
             table=table,
             attempt=None if attempt is None else check_attempt(_text(attempt, "attempt")),
-            checkpoint_id=_text_or_none(about.get("checkpoint_id")),
-            save_id=_text_or_none(about.get("save_id")),
-            version=_text_or_none(self._fields.get("version")),
-            planner_data=planner_data,
+            checkpoint_id=place if isinstance(place, str) else None,
             transforms=tuple(self._transforms) if any(self._transforms) else None,
         )
 
     def _add(self, name: Any, entry: Any) -> None:
         _text(name, "FQN")
-        if isinstance(entry, Instance) and entry.name == f"{_MODULE}.BytesStorageMetadata":
+        if isinstance(entry, Instance) and entry.name == f"{_METADATA}.BytesStorageMetadata":
             row = len(self._tensors)
             self._tensors.append((Kind.OBJECT, -1, (), False))
             self._boxes.append((row, (), ()))
@@ -744,7 +598,7 @@ class _Decoder:
         path = _text(fields.get("relative_path"), "relative_path")
         file = self._keys.get(path)
         if file is None:
-            file = self._keys[path] = resolved_key(path, allowed_parents=self._allowed_parents)
+            file = self._keys[path] = resolved_key(path)
         item = _number(fields.get("offset")), _number(fields.get("length"))
         self._items.append((self._files.setdefault(file, len(self._files)), *item))
         transforms = fields.get("transform_descriptors")
@@ -807,15 +661,14 @@ class _Decoder:
         return kind, dtype
 
 
-def _index_key(args: tuple[Any, ...]) -> tuple[str, str | None]:
+def _index_key(state: Any) -> tuple[str, str | None]:
     # Why a text for the offset: tuples of numbers with one hash are easily found, texts are not.
-    (state,) = args
     fields = _dict(state, "MetadataIndex")
     offset = fields.get("offset")
     return _text(fields.get("fqn"), "FQN"), None if offset is None else repr(_size(offset))
 
 
-def _state(value: Any, name: str, module: str = _MODULE) -> dict[Any, Any]:
+def _state(value: Any, name: str, module: str = _METADATA) -> dict[Any, Any]:
     if type(value) is not Instance or value.name != f"{module}.{name}":
         raise damaged(f"a {name}", "something else")
     return _dict(value.state, name)
@@ -835,21 +688,9 @@ def _list(value: Any, name: str) -> list[Any] | tuple[Any, ...]:
 
 def _text(value: Any, name: str) -> str:
     # Careful: a lone surrogate is legal in a pickle, but neither in Arrow nor in a file name.
-    if type(value) is not str or (not value.isascii() and not _is_unicode(value)):
+    if type(value) is not str or not is_unicode(value):
         raise damaged(f"a text as {name}", "something else")
     return value
-
-
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _number(value: Any) -> int:
@@ -868,7 +709,7 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def _properties(value: Any) -> tuple[str, bool]:
-    name = f"{_MODULE}.TensorProperties"
+    name = f"{_METADATA}.TensorProperties"
     if not isinstance(value, Instance) or value.name != name:
         raise damaged("TensorProperties", "something else")
     state = value.state

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import posixpath
 import re
-import string
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError, UnsafeCheckpointError
 
 _MAX_KEY_CHARS = 4096
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PLAIN_KEY = re.compile(r"\w[\w.-]{0,254}(?:/\w[\w.-]{0,254}){0,8}", re.ASCII)
+"""Names as ray_dcp gives them, which need no closer look."""
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -44,56 +46,34 @@ def check_file_key(key: str) -> str:
     return key
 
 
-def check_file_keys(keys: Sequence[str]) -> Sequence[str]:
-    """Returns the names of many files, if all stay in the checkpoint's directory.
-
-    Args:
-        keys: What the stored bytes say.
-
-    Raises:
-        UnsafeCheckpointError: As `check_file_key`, for the first that does not.
-
-    Complexity:
-        O(characters), in C, for keys without anything that may be wrong.
-    """
-    # Why so strict: what looks odd here is looked at more closely, key by key.
-    whole = "/".join(keys)
-    odd = (
-        not whole.isprintable()
-        or any(sign in whole for sign in (":", "\\", "//", "/./", "/../"))
-        or whole.startswith(("/", "./", "../"))
-        or whole.endswith(("/", "/.", "/.."))
-        or whole in ("", ".", "..")
-        or max(map(len, keys), default=0) > _MAX_KEY_CHARS
-    )
-    return [check_file_key(key) for key in keys] if odd else keys
+def check_file_keys(keys: Iterable[str]) -> None:
+    """Checks many names as `check_file_key` does each."""
+    for key in keys:
+        if _PLAIN_KEY.fullmatch(key) is None:
+            check_file_key(key)
 
 
-def resolved_key(path: str, *, allowed_parents: int = 0) -> str:
+def resolved_key(path: str) -> str:
     """Returns a path without its `.` and inner `..` components, if it may be read.
 
-    Stock checkpoints that share data with their predecessors refer to `../step-1/__0_0.distcp`.
-    A load refuses these: no caller in ray_dcp allows parents.
+    Stock checkpoints that share data with their predecessors refer to `../step-1/__0_0.distcp`,
+    which is refused.
 
     Args:
         path: `relative_path` of a `.metadata`.
-        allowed_parents: How many directories above the checkpoint it may climb.
 
     Raises:
-        UnsafeCheckpointError: It is absolute, or leaves what is allowed.
+        UnsafeCheckpointError: It is absolute, or leaves the checkpoint.
 
     Example:
         >>> resolved_key("./a/../__0_0.distcp")
         '__0_0.distcp'
-        >>> resolved_key("../step-1/__0_0.distcp", allowed_parents=1)
-        '../step-1/__0_0.distcp'
     """
     problem = _problem(path)
     if problem is not None:
         raise _unsafe(path, problem)
     normal = posixpath.normpath(path)
-    climbs = sum(part == ".." for part in normal.split("/"))
-    if climbs > allowed_parents or normal == ".":
+    if normal == "." or ".." in normal.split("/"):
         raise _unsafe(
             path,
             "leaves it",
@@ -115,6 +95,11 @@ def check_attempt(attempt: str) -> str:
             f"found {attempt[:200]!r}; load an earlier step"
         )
     return attempt
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no file and no terminal takes."""
+    return text.isascii() or _SURROGATE.search(text) is None
 
 
 def _problem(key: str) -> str | None:
@@ -141,7 +126,10 @@ STEP_NAME = "step-{step:08d}"
 """How a manager names the folder of a step, unless it is told otherwise."""
 
 _MAX_STEP = 10**18
-_PAD = re.compile(r"0?(\d{0,2})d?")
+_PATTERN = re.compile(
+    r"(?!\.)([^/{}]*(?<!\d))\{step(?::0?(\d{0,2})d?)?\}((?!\d)[^/{}]*)", re.DOTALL
+)
+"""Text, `{step}` or `{step:08d}`, and text; digits beside the number could not be told from it."""
 
 
 @dataclass(frozen=True)
@@ -201,29 +189,15 @@ class StepNames:
 
 def _reader(pattern: object) -> re.Pattern[str]:
     """Returns what matches the names that a pattern gives."""
-    said = InvalidRequestError(
-        f"a name of step folders must be a text without slashes that has {{step}} or "
-        f"{{step:08d}} once, as {STEP_NAME!r}, but is {pattern!r}",
-        key="step_name",
-    )
-    if not isinstance(pattern, str) or "/" in pattern or pattern.startswith("."):
-        raise said
-    try:
-        parts = list(string.Formatter().parse(pattern))
-    except ValueError as error:
-        raise said from error
-    fields = [part for part in parts if part[1] is not None]
-    if len(fields) != 1 or fields[0][1] != "step" or fields[0][3] is not None:
-        raise said
-    pad = _PAD.fullmatch(fields[0][2] or "")
-    if pad is None:
-        raise said
-    digits = rf"(\d{{{max(1, int(pad[1] or 1))},18}})"
-    before, after = (re.escape("".join(p[0] for p in parts[:1])), "")
-    after = re.escape("".join(p[0] for p in parts[1:]))
-    if after[:1].isdigit() or before[-1:].isdigit():
-        raise said
-    return re.compile(before + digits + after, re.DOTALL)
+    found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+    if found is None:
+        raise InvalidRequestError(
+            f"a name of step folders must be a text without slashes that has {{step}} or "
+            f"{{step:08d}} once, as {STEP_NAME!r}, but is {pattern!r}",
+            key="step_name",
+        )
+    digits = rf"(\d{{{max(1, int(found[2] or 1))},18}})"
+    return re.compile(re.escape(found[1]) + digits + re.escape(found[3]), re.DOTALL)
 
 
 SHARED_FOLDER = ".manager"

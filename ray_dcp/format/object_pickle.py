@@ -242,13 +242,13 @@ class ObjectMachine(PickleMachine):
                 items = self._above_mark()
                 self.spend(_SET_BYTES)
                 stack.append(frozenset(map(self._hashable, items)))
-            case 0x51:  # BINPERSID
-                pid = stack[-1]
-                stack[-1] = self._built("a storage", lambda: self._item_of(pid))
             case 0x55:  # SHORT_BINSTRING
                 stack.append(self._take(self._take(1)[0]).decode())
             case _:
                 super()._other(opcode)
+
+    def _item(self, pid: Any) -> Any:
+        return self._built("a storage", lambda: self._item_of(pid))
 
     def _literal(self, opcode: int) -> Any:
         if opcode == 0x96:  # BYTEARRAY8
@@ -438,6 +438,16 @@ def _dotted(module: Any, name: Any) -> str:
 # How values of Python are built
 
 
+def _made_of(cls: Any, kinds: tuple[type, ...], most: int, least: int = 0) -> Build:
+    """Returns what calls a class with few arguments of certain types."""
+
+    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
+        need(least <= len(args) <= most and all(type(arg) in kinds for arg in args))
+        return cls(*args)
+
+    return build
+
+
 def _sequence(cls: Any, args: tuple[Any, ...]) -> Any:
     need(len(args) <= 1 and all(isinstance(arg, (list, tuple)) for arg in args))
     return cls(*args)
@@ -508,33 +518,6 @@ def _bytes_of(cls: Any) -> Build:
     return build
 
 
-def _text(_: ObjectMachine, args: tuple[Any, ...]) -> str:
-    need(len(args) <= 1 and all(type(arg) is str for arg in args))
-    return str(*args)
-
-
-def _number_of(cls: Any) -> Build:
-    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
-        need(len(args) <= 2 and all(type(arg) in (bool, int, float) for arg in args))
-        return cls(*args)
-
-    return build
-
-
-def _integers_of(cls: Any, most: int) -> Build:
-    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
-        need(1 <= len(args) <= most)
-        need(all(arg is None or type(arg) in (int, bool) for arg in args))
-        return cls(*args)
-
-    return build
-
-
-def _object(_: ObjectMachine, args: tuple[Any, ...]) -> object:
-    need(not args)
-    return object()
-
-
 def _date(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.date:
     (raw,) = args
     need(type(raw) is bytes and len(raw) == 4)
@@ -565,12 +548,6 @@ def _timezone(_: ObjectMachine, args: tuple[Any, ...]) -> datetime.timezone:
     offset, *name = args
     need(type(offset) is datetime.timedelta and all(type(one) is str for one in name))
     return datetime.timezone(offset, *name)
-
-
-def _decimal(_: ObjectMachine, args: tuple[Any, ...]) -> decimal.Decimal:
-    (text,) = args
-    need(type(text) is str)
-    return decimal.Decimal(text)
 
 
 def _fraction(_: ObjectMachine, args: tuple[Any, ...]) -> fractions.Fraction:
@@ -621,22 +598,6 @@ def _random(machine: ObjectMachine, args: tuple[Any, ...]) -> Unfinished:
     return Unfinished(finish)
 
 
-def _with_attributes(cls: Any) -> Build:
-    def build(_: ObjectMachine, args: tuple[Any, ...]) -> Any:
-        need(not args)
-        return cls()
-
-    return build
-
-
-def _path_of(cls: Any) -> Build:
-    def build(machine: ObjectMachine, args: tuple[Any, ...]) -> Any:
-        need(all(type(part) is str for part in args))
-        return cls(*args)
-
-    return build
-
-
 def _paths() -> dict[str, Known]:
     # Python 3.13 pickles paths under pathlib._local. A path of the other system becomes a pure one.
     here = type(pathlib.Path())
@@ -648,7 +609,7 @@ def _paths() -> dict[str, Known]:
         here.__name__: here,
     }
     return {
-        f"{module}.{name}": Known(cls, _path_of(cls))
+        f"{module}.{name}": Known(cls, _made_of(cls, (str,), sys.maxsize))
         for module in ("pathlib", "pathlib._local")
         for name, cls in classes.items()
     }
@@ -656,27 +617,29 @@ def _paths() -> dict[str, Known]:
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_NUMBERS = (bool, int, float)
+_BOUNDS = (int, bool, type(None))
 _WITH_ATTRIBUTES = (collections.OrderedDict, argparse.Namespace, types.SimpleNamespace)
 
 PYTHON: dict[str, Known] = {
     "_codecs.encode": Known(None, _encoded),
-    "argparse.Namespace": Known(argparse.Namespace, _with_attributes(argparse.Namespace)),
+    "argparse.Namespace": Known(argparse.Namespace, _made_of(argparse.Namespace, (), 0)),
     "builtins.Ellipsis": Known(Ellipsis),
     "builtins.NotImplemented": Known(NotImplemented),
-    "builtins.bool": Known(bool, _number_of(bool)),
+    "builtins.bool": Known(bool, _made_of(bool, _NUMBERS, 2)),
     "builtins.bytearray": Known(bytearray, _bytes_of(bytearray)),
     "builtins.bytes": Known(bytes, _bytes_of(bytes)),
-    "builtins.complex": Known(complex, _number_of(complex)),
+    "builtins.complex": Known(complex, _made_of(complex, _NUMBERS, 2)),
     "builtins.dict": Known(dict, _mapping_of(dict)),
-    "builtins.float": Known(float, _number_of(float)),
+    "builtins.float": Known(float, _made_of(float, _NUMBERS, 2)),
     "builtins.frozenset": Known(frozenset, _set_of(frozenset)),
-    "builtins.int": Known(int, _number_of(int)),
+    "builtins.int": Known(int, _made_of(int, _NUMBERS, 2)),
     "builtins.list": Known(list, lambda _, args: _sequence(list, args)),
-    "builtins.object": Known(object, _object),
-    "builtins.range": Known(range, _integers_of(range, 3)),
+    "builtins.object": Known(object, _made_of(object, (), 0)),
+    "builtins.range": Known(range, _made_of(range, _BOUNDS, 3, 1)),
     "builtins.set": Known(set, _set_of(set)),
-    "builtins.slice": Known(slice, _integers_of(slice, 3)),
-    "builtins.str": Known(str, _text),
+    "builtins.slice": Known(slice, _made_of(slice, _BOUNDS, 3, 1)),
+    "builtins.str": Known(str, _made_of(str, (str,), 1)),
     "builtins.tuple": Known(tuple, lambda _, args: _sequence(tuple, args)),
     "collections.Counter": Known(collections.Counter, _mapping_of(collections.Counter)),
     "collections.OrderedDict": Known(collections.OrderedDict, _mapping_of(collections.OrderedDict)),
@@ -685,14 +648,14 @@ PYTHON: dict[str, Known] = {
     "datetime.date": Known(datetime.date, _date),
     "datetime.datetime": Known(datetime.datetime, _datetime),
     "datetime.time": Known(datetime.time, _time),
-    "datetime.timedelta": Known(datetime.timedelta, _integers_of(datetime.timedelta, 3)),
+    "datetime.timedelta": Known(datetime.timedelta, _made_of(datetime.timedelta, _BOUNDS, 3, 1)),
     "datetime.timezone": Known(datetime.timezone, _timezone),
-    "decimal.Decimal": Known(decimal.Decimal, _decimal),
+    "decimal.Decimal": Known(decimal.Decimal, _made_of(decimal.Decimal, (str,), 1, 1)),
     "fractions.Fraction": Known(fractions.Fraction, _fraction),
     "io.BytesIO": Known(io.BytesIO, _stream),
     "_io.BytesIO": Known(io.BytesIO, _stream),
     "random.Random": Known(random.Random, _random),
-    "types.SimpleNamespace": Known(types.SimpleNamespace, _with_attributes(types.SimpleNamespace)),
+    "types.SimpleNamespace": Known(types.SimpleNamespace, _made_of(types.SimpleNamespace, (), 0)),
     "uuid.UUID": Known(uuid.UUID, _uuid),
     **_paths(),
 }

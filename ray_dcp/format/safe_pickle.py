@@ -1,8 +1,11 @@
-"""Reads a pickle into plain values and stand-ins, without importing or calling what it names.
+"""Reads and writes pickles opcode by opcode, without importing or calling what they name.
 
-An interpreter for the opcodes of protocols 2 to 5 that data needs. Classes become `Instance`s,
-names that the caller did not allow are refused. `metadata` gives the values their meaning;
-`object_pickle` builds real objects with the same interpreter.
+**Reading** (`PickleMachine`). An interpreter for the opcodes of protocols 2 to 5 that data needs.
+What a name, a call or a state means is a subclass's: `metadata` makes stand-ins, `torch_items`
+finds the one tensor of an item, `object_pickle` builds real objects.
+
+**Writing** (`PickleWriter`). In protocol 4, which every Python since 3.4 reads. Classes are named
+without being imported, and the opcodes of many rows are made at once.
 
 Why not `pickle.Unpickler` with a `find_class` of our own: its C code takes 64 GiB for a memo index
 of 2**32 - 1, and overflows the C stack hashing a tuple nested a million deep.
@@ -14,72 +17,30 @@ from __future__ import annotations
 import mmap
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+import numpy as np
+import numpy.typing as npt
+
+from ray_dcp.core.values import Int64Array
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
 
 MAX_PICKLE_BYTES = 1 << 30
 """Longest pickle; its values take at most about 100 times as much memory."""
-
-_NEW_OBJECT = b"\x81\x94}\x94("
-"""What follows EMPTY_TUPLE where an object with attributes begins: NEWOBJ, MEMOIZE, EMPTY_DICT,
-MEMOIZE, MARK."""
-_CALL = b"\x94R\x94"
-"""What follows TUPLE1 in a call with one argument: MEMOIZE, REDUCE, MEMOIZE."""
-_MAX_KEY_PARTS = 64
-_LARGE_INT = 1 << 61
-"""From here on Python's hash of an integer repeats, and equal hashes make a dict slow."""
 
 Builder = Callable[[tuple[Any, ...]], Any]
 """Makes a value of the arguments with which the pickle would call something."""
 
 
+@dataclass(frozen=True, slots=True)
 class Global:
     """The name of a class, function or constant in a pickle."""
 
-    __slots__ = ("build", "name")
-
-    def __init__(self, name: str, build: Builder | None) -> None:
-        self.name = name
-        self.build = build
-
-
-class Instance:
-    """Stands for an object of a class that was allowed and is not made."""
-
-    __slots__ = ("args", "name", "state")
-
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
-        self.name = name
-        self.args = args
-        self.state: Any = None
-
-
-def read_pickle(
-    data: bytes, allowed: Callable[[str], Global | None], key_of: Mapping[str, Builder]
-) -> Any:
-    """Returns the value of a pickle: numbers, texts, bytes, lists, tuples, dicts, stand-ins.
-
-    Sets become lists, and tuples that are keys of a dict their `repr`. Shared and cyclic
-    references stay as they are: do not walk the value without a bound, and do not print, hash or
-    compare parts that were not checked.
-
-    Args:
-        data: The pickle.
-        allowed: Returns what a dotted name stands for, None to refuse it.
-        key_of: By class name, what an instance is as a key of a dict.
-
-    Raises:
-        UnsafeCheckpointError: It names something that is not allowed; `key` is that name.
-        DamagedCheckpointError: It is no pickle, or one with opcodes that plain data does not need.
-
-    Complexity:
-        O(length), about 0.15 us an opcode.
-    """
-    if len(data) > MAX_PICKLE_BYTES:
-        raise damaged(f"at most {MAX_PICKLE_BYTES >> 20} MiB", f"{len(data)} bytes")
-    return _MetadataMachine(data, allowed, key_of).load()
+    name: str
+    build: Builder | None = None
+    """What a call of it makes; None where nothing is made."""
 
 
 def damaged(expected: str, found: str) -> DamagedCheckpointError:
@@ -127,8 +88,7 @@ class PickleMachine(ABC):
         """Returns the value on the stack at the STOP opcode.
 
         Why one long loop: a .metadata of 20,000 tensors has two million opcodes, and a call for
-        each would triple the time. The commonest come first, the others are in `_other`; runs of
-        opcodes that every pickler writes for an object are taken at once.
+        each would triple the time. The commonest come first, the others are in `_other`.
         """
         data, stack, marks, memo = self._data, self._stack, self._marks, self._memo
         push, pop, memoize, from_bytes = stack.append, stack.pop, memo.append, int.from_bytes
@@ -150,17 +110,7 @@ class PickleMachine(ABC):
             elif opcode == 0x28:  # MARK
                 marks.append(len(stack))
             elif opcode == 0x29:  # EMPTY_TUPLE
-                if data[pos : pos + len(_NEW_OBJECT)] == _NEW_OBJECT:
-                    made = self._new(pop(), ())
-                    state: dict[Any, Any] = {}
-                    push(made)
-                    push(state)
-                    memoize(made)
-                    memoize(state)
-                    marks.append(len(stack))
-                    pos += len(_NEW_OBJECT)
-                else:
-                    push(())
+                push(())
             elif opcode == 0x7D:  # EMPTY_DICT
                 push({})
             elif opcode == 0x81:  # NEWOBJ
@@ -174,26 +124,11 @@ class PickleMachine(ABC):
                 items = stack[start:]
                 del stack[start:]
                 self._set_items(stack[-1], items)
-                if data[pos] == 0x62:  # BUILD
-                    state = pop()
-                    stack[-1] = self._with_state(stack[-1], state)
-                    pos += 1
             elif opcode == 0x86:  # TUPLE2
                 last = pop()
                 push((pop(), last))
-                if data[pos] == 0x94:  # MEMOIZE
-                    memoize(stack[-1])
-                    pos += 1
             elif opcode == 0x85:  # TUPLE1
-                args = (pop(),)
-                if data[pos : pos + len(_CALL)] == _CALL:
-                    memoize(args)
-                    made = self._made(pop(), args)
-                    push(made)
-                    memoize(made)
-                    pos += len(_CALL)
-                else:
-                    push(args)
+                push((pop(),))
             elif opcode == 0x52:  # REDUCE
                 args = pop()
                 push(self._made(pop(), args))
@@ -263,6 +198,8 @@ class PickleMachine(ABC):
                 self._take(8)
             case 0x31:  # POP_MARK
                 del stack[self._marks.pop() :]
+            case 0x51:  # BINPERSID
+                stack[-1] = self._item(stack[-1])
             case _:
                 stack.append(self._literal(opcode))
 
@@ -315,6 +252,10 @@ class PickleMachine(ABC):
             raise damaged("a list to append to", "something else")
         stack[-1].extend(values)
 
+    def _item(self, pid: Any) -> Any:
+        """Returns what a persistent id stands for."""
+        raise damaged("a pickle that is whole", "one that refers to something outside")
+
     @abstractmethod
     def _find(self, module: Any, name: Any) -> Any:
         """Returns what a name stands for."""
@@ -336,83 +277,188 @@ class PickleMachine(ABC):
         """Puts keys and values, one after the other, into a mapping."""
 
 
-class _MetadataMachine(PickleMachine):
-    """Makes stand-ins."""
+Opcodes = npt.NDArray[np.uint8]
+"""uint8[n, w]: w bytes of opcodes for each of n rows."""
 
-    def __init__(
-        self,
-        data: bytes,
-        allowed: Callable[[str], Global | None],
-        key_of: Mapping[str, Builder],
-    ) -> None:
-        super().__init__(data)
-        self._allowed = allowed
-        self._key_of = key_of
-        self._globals: dict[str, Global] = {}
-        self._text_room = 64 * len(data) + (1 << 20)
-
-    def _set_items(self, target: Any, items: list[Any]) -> None:
-        if type(target) is not dict or len(items) % 2:
-            raise damaged("a dict and its items", "something else")
-        for index in range(0, len(items), 2):
-            key = items[index]
-            if type(key) is not str:
-                key = self._key(key)
-            elif key in target:
-                # Why: no pickler writes a key twice, and readers need not agree on which counts.
-                raise damaged("each name once", "one twice")
-            target[key] = items[index + 1]
-
-    def _key(self, key: Any) -> Any:
-        if isinstance(key, Instance) and key.name in self._key_of:
-            return self._key_of[key.name]((key.state,))
-        if key is None or isinstance(key, (float, bytes)) or _is_small(key):
-            return key
-        # Careful: hashing a tuple that is nested too deep would overflow the stack, one that is
-        # long takes its time at every use, and of numbers many tuples have one hash.
-        if (
-            isinstance(key, tuple)
-            and len(key) <= _MAX_KEY_PARTS
-            and all(isinstance(part, str) or _is_small(part) for part in key)
-        ):
-            return repr(key)
-        raise damaged("texts and numbers as keys", "other keys")
-
-    def _made(self, target: Any, args: Any) -> Any:
-        if type(target) is not Global or type(args) is not tuple:
-            raise damaged("a class and its arguments", "something else")
-        if target.build is None:
-            return Instance(target.name, args)
-        value = target.build(args)
-        if type(value) is str:
-            # Why: a long path is built anew by every call that refers to its parts in the memo.
-            self._text_room -= len(value)
-            if self._text_room < 0:
-                raise damaged("paths that fit the length of the file", "longer ones")
-        return value
-
-    def _with_state(self, target: Any, state: Any) -> Any:
-        if type(target) is Instance:
-            target.state = state
-        elif type(target) is not dict:
-            # A dict stands for an OrderedDict or defaultdict, whose attributes nobody needs.
-            raise damaged("an object to give a state to", "something else")
-        return target
-
-    def _find(self, module: Any, name: Any) -> Global:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise damaged("the name of a class", "something else")
-        dotted = f"{module}.{name}"
-        found = self._globals.get(dotted) or self._allowed(dotted)
-        if found is None:
-            raise UnsafeCheckpointError(
-                "Expected a .metadata of plain data and of DCP's own classes, found one that "
-                "asks for something else; do not load this checkpoint unless you wrote it",
-                key=ascii(dotted[:200])[1:-1],
-            )
-        self._globals[dotted] = found
-        return found
+MEMOIZE_AND_POP = b"\x940"
+"""After the opcodes of a value: the reader keeps it in its memo and forgets it on its stack."""
+_SMALL = 1 << 31
 
 
-def _is_small(value: Any) -> bool:
-    return isinstance(value, int) and -_LARGE_INT < value < _LARGE_INT
+class PickleWriter:
+    """Collects the opcodes of one pickle, and what its reader will have in its memo.
+
+    Values that come often are *remembered* first: the reader makes them once and a row refers to
+    them by five bytes. The reader then shares one object, so only for values that can't change.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._num_remembered = 0
+        self._texts: dict[str, int] = {}
+        self._names: dict[tuple[str, str], int] = {}
+        self.add = self._parts.append
+        """Appends opcodes."""
+
+    def remember(self, opcodes: bytes, count: int = 1) -> int:
+        """Returns the memo index of a value, or of the first of several, after writing it.
+
+        Args:
+            opcodes: Push one value; for several, with `MEMOIZE_AND_POP` between them.
+            count: How many values.
+        """
+        index = self._num_remembered
+        self._num_remembered += count
+        self._parts.append(opcodes + MEMOIZE_AND_POP)
+        return index
+
+    def text_indices(self, values: Sequence[str]) -> list[int]:
+        """Returns the memo index of each text; every distinct one is remembered once."""
+        texts = self._texts
+        new = [value for value in dict.fromkeys(values) if value not in texts]
+        if new:
+            first = self.remember(MEMOIZE_AND_POP.join(map(pickled_text, new)), count=len(new))
+            texts.update(zip(new, range(first, first + len(new)), strict=True))
+        return [texts[value] for value in values]
+
+    def text(self, value: str) -> bytes:
+        """Returns the opcodes that push a text, remembered once."""
+        return _reference(self.text_indices((value,))[0])
+
+    def name(self, module: str, qualname: str) -> bytes:
+        """Returns the opcodes that push a class or function, remembered once."""
+        index = self._names.get((module, qualname))
+        if index is None:
+            opcodes = self.text(module) + self.text(qualname) + b"\x93"
+            index = self._names[module, qualname] = self.remember(opcodes)
+        return _reference(index)
+
+    def references(self, indices: Sequence[int] | Int64Array) -> Opcodes:
+        """Returns the opcodes that push a remembered value each.
+
+        Args:
+            indices: int[n], memo indices.
+
+        Returns:
+            uint8[n, 5].
+        """
+        return _column(b"j", np.asarray(indices, dtype=np.int64).astype("<u4"))
+
+    def finish(self) -> bytes:
+        """Returns the pickle of the value on the stack."""
+        num_bytes = sum(map(len, self._parts)) + 1
+        return b"".join((b"\x80\x04\x95", struct.pack("<Q", num_bytes), *self._parts, b"."))
+
+
+def rows(num_rows: int, *pieces: bytes | Opcodes) -> bytes:
+    """Returns the opcodes of many rows that are made alike.
+
+    Args:
+        num_rows: n.
+        pieces: What a row consists of: bytes for all rows, or uint8[n, w].
+
+    Returns:
+        n * sum(w) bytes.
+    """
+    return side_by_side(num_rows, *pieces).tobytes() if num_rows else b""
+
+
+def side_by_side(num_rows: int, *pieces: bytes | Opcodes) -> Opcodes:
+    """Returns the opcodes of `rows` as an array: uint8[n, sum(w)]."""
+    parts = [
+        np.broadcast_to(np.frombuffer(piece, dtype=np.uint8), (num_rows, len(piece)))
+        if isinstance(piece, bytes)
+        else piece
+        for piece in pieces
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+def uneven_rows(
+    counts: Int64Array, heads: Opcodes, parts: Opcodes, tails: Opcodes
+) -> tuple[bytes, Int64Array]:
+    """Returns the opcodes of rows of different length: a head, some parts and a tail each.
+
+    Args:
+        counts: int64[n], how many of the parts belong to each row.
+        heads: uint8[n, h].
+        parts: uint8[sum(counts), p], those of the first row first.
+        tails: uint8[n, t].
+
+    Returns:
+        The opcodes, and where each row starts in them and the last one ends: int64[n + 1].
+    """
+    head, part, tail = heads.shape[1], parts.shape[1], tails.shape[1]
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(head + counts * part + tail, out=starts[1:])
+    if len(counts) and int(counts.min()) == int(counts.max()):
+        middle = parts.reshape(len(counts), -1)
+        return np.concatenate([heads, middle, tails], axis=1).tobytes(), starts
+    result = np.empty(int(starts[-1]), dtype=np.uint8)
+    first = np.cumsum(counts) - counts
+    place = starts[:-1] + head - first * part
+    _put(result, starts[:-1], heads)
+    _put(result, np.repeat(place, counts) + np.arange(len(parts)) * part, parts)
+    _put(result, starts[1:] - tail, tails)
+    return result.tobytes(), starts
+
+
+def _put(into: npt.NDArray[np.uint8], starts: Int64Array, pieces: Opcodes) -> None:
+    for column in range(pieces.shape[1]):
+        into[starts + column] = pieces[:, column]
+
+
+def pickled_ints(values: Int64Array) -> Opcodes:
+    """Returns the opcodes that push a number each.
+
+    Args:
+        values: int64[n].
+
+    Returns:
+        uint8[n, 5], or uint8[n, 10] when one of them needs more than 32 bits.
+    """
+    if not len(values) or (int(values.min()) >= -_SMALL and int(values.max()) < _SMALL):
+        return _column(b"J", values.astype("<i4"))
+    return _column(b"\x8a\x08", values.astype("<i8"))
+
+
+def pickled_int(value: int) -> bytes:
+    """Returns the opcodes that push a number, the shortest ones as Python's pickler writes them."""
+    if 0 <= value < 0x100:
+        return b"K" + value.to_bytes(1, "little")
+    if 0 <= value < 0x10000:
+        return b"M" + value.to_bytes(2, "little")
+    if -_SMALL <= value < _SMALL:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    length = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes((length,)) + value.to_bytes(length, "little", signed=True)
+
+
+def pickled_tuple(values: Sequence[bytes]) -> bytes:
+    """Returns the opcodes that push a tuple, from those of its values."""
+    body = b"".join(values)
+    if len(values) > 3:
+        return b"(" + body + b"t"
+    return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
+
+
+def _reference(index: int) -> bytes:
+    return b"j" + index.to_bytes(4, "little")
+
+
+def _column(opcode: bytes, values: npt.NDArray[np.generic]) -> Opcodes:
+    numbers = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.itemsize)
+    head = np.frombuffer(opcode, dtype=np.uint8)
+    return np.concatenate([np.broadcast_to(head, (len(values), len(head))), numbers], axis=1)
+
+
+_SHORT_TEXT = [b"\x8c" + bytes((length,)) for length in range(256)]
+
+
+def pickled_text(value: str) -> bytes:
+    """Returns the opcodes that push a text."""
+    # Why surrogatepass: what Python's own pickle does with text that is no valid Unicode.
+    data = value.encode("utf-8", "surrogatepass")
+    if len(data) < 256:
+        return _SHORT_TEXT[len(data)] + data
+    return b"X" + struct.pack("<I", len(data)) + data

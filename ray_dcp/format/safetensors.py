@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import DamagedCheckpointError, InternalError, UnsupportedValueError
+from ray_dcp.format.names import is_unicode
 from ray_dcp.format.torch_items import NeedMoreBytes
 
 DATA_ALIGNMENT = 4096
@@ -176,14 +177,7 @@ def parse_header(data: bytes, file_bytes: int | None = None) -> SafetensorsHeade
         raise _damaged("the length of the header", f"{length} bytes")
     if len(data) < 8 + length:
         raise NeedMoreBytes(f"The header has {length} bytes", num_bytes=8 + length)
-    try:
-        fields = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_once)
-    except DamagedCheckpointError:
-        raise
-    except (ValueError, RecursionError) as exc:
-        raise _damaged("JSON", str(exc)[:200]) from exc
-    if not isinstance(fields, dict):
-        raise _damaged("a JSON object", type(fields).__name__)
+    fields = _object(bytes(data[8 : 8 + length]), "a JSON object")
     metadata = _texts(fields.pop("__metadata__", {}))
     entries = sorted((_entry(*item) for item in fields.items()), key=lambda e: (e.begin, e.end))
     position = 0
@@ -243,17 +237,19 @@ def _field(value: Any, name: str) -> Any:
 
 def _sharding_info(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     text = metadata.get("DCP_SHARDING_INFO")
-    if text is None:
-        return None
+    return None if text is None else _object(text, "an object in DCP_SHARDING_INFO")
+
+
+def _object(text: str | bytes, what: str) -> dict[str, Any]:
     try:
-        info = json.loads(text, object_pairs_hook=_once)
+        found = json.loads(text, object_pairs_hook=_once)
     except DamagedCheckpointError:
         raise
     except (ValueError, RecursionError) as exc:
-        raise _damaged("JSON in DCP_SHARDING_INFO", str(exc)[:200]) from exc
-    if not isinstance(info, dict):
-        raise _damaged("an object in DCP_SHARDING_INFO", type(info).__name__)
-    return info
+        raise _damaged(what, str(exc)[:200]) from exc
+    if not isinstance(found, dict):
+        raise _damaged(what, type(found).__name__)
+    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -271,7 +267,7 @@ def _texts(fields: Any) -> dict[str, str]:
 
 
 def _entry(name: str, fields: Any) -> Entry:
-    if not name.isascii() and not _is_unicode(name):
+    if not is_unicode(name):
         raise _damaged("names in Unicode", ascii(name[:200]))
     if not isinstance(fields, dict):
         raise _damaged(f"an object for {name[:200]!r}", type(fields).__name__)
@@ -290,15 +286,6 @@ def _entry(name: str, fields: Any) -> Entry:
     if len(place) != 2 or place[1] - place[0] != prod(size) * ITEMSIZE[dtype]:
         raise _damaged(f"{prod(size)} elements of {dtype} for {name[:200]!r}", f"bytes {place}")
     return Entry(name, dtype, size, place[0], place[1])
-
-
-def _is_unicode(name: str) -> bool:
-    # Careful: JSON can spell half of a surrogate pair, which no file and no terminal takes.
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _lengths(name: str, values: Any) -> tuple[int, ...]:

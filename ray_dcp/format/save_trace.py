@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,6 @@ _FORMAT, _VERSION = "ray_dcp.trace", 1
 _ENDING = b',\n "xxh3_128": "%s"}\n'
 
 FloatArray = npt.NDArray[np.float64]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -293,17 +292,18 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
         found = json.loads(data)
         if found["format"] != _FORMAT or found["version"] != _VERSION:
             raise ValueError(f"{found['format']!r} of version {found['version']!r}")
-        return SaveTrace(
-            attempt=_is(str, found["attempt"]),
-            mode=_is(str, found["mode"]),
-            world_size=_is(int, found["world_size"]),
-            began_s=_is(float, found["began_s"]),
-            committed_s=_is(float, found["committed_s"]),
-            spans=tuple(_row(Span, row) for row in found["spans"]),
-            phases=tuple(_row(PhaseSummary, row) for row in found["phases"]),
-            stragglers=tuple(_row(Straggler, row) for row in found["stragglers"]),
-            takeovers=tuple((_is(int, row[0]), _is(float, row[1])) for row in found["takeovers"]),
+        rows: dict[str, Any] = {
+            name: tuple(_row(kind, row) for row in found[name]) for name, kind in _ROWS.items()
+        }
+        takeovers = tuple(
+            (_checked("int", rank), _checked("float", at_s)) for rank, at_s in found["takeovers"]
         )
+        about = {
+            field.name: _checked(str(field.type), found[field.name])
+            for field in fields(SaveTrace)
+            if field.name not in (*rows, "takeovers")
+        }
+        return SaveTrace(**about, **rows, takeovers=takeovers)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"expected the trace of a save, a JSON object of format {_FORMAT!r} and version "
@@ -313,6 +313,7 @@ def decode_trace(data: bytes, *, key: str = "") -> SaveTrace:
         ) from error
 
 
+_ROWS: dict[str, type] = {"spans": Span, "phases": PhaseSummary, "stragglers": Straggler}
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -321,27 +322,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _row(kind: type[T], values: Any) -> T:
+def _row(kind: type, values: Any) -> Any:
     """Returns a dataclass of a row that holds its fields in order, each of its type."""
-    names = fields(kind)  # type: ignore[arg-type]
-    if len(values) != len(names):
-        raise ValueError(f"a {kind.__name__} of {len(values)} values")
-    for field, value in zip(names, values, strict=True):
-        allowed = _TYPES[str(field.type)]
-        if not isinstance(value, allowed) or isinstance(value, bool) or not _is_finite(value):
-            raise ValueError(f"{kind.__name__}.{field.name} is {value!r}")
-    return kind(*values)
+    named = zip(fields(kind), values, strict=True)
+    return kind(*(_checked(str(field.type), value) for field, value in named))
 
 
-def _is(kind: type[T], value: Any) -> T:
-    allowed = (float, int) if kind is float else (kind,)
-    if not isinstance(value, allowed) or isinstance(value, bool) or not _is_finite(value):
-        raise ValueError(f"expected {kind.__name__}, found {value!r}")
-    return value  # type: ignore[return-value]
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, int | float) or (isfinite(value) and abs(value) < 1e18)
+def _checked(kind: str, value: Any) -> Any:
+    is_finite = not isinstance(value, int | float) or (isfinite(value) and abs(value) < 1e18)
+    if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) or not is_finite:
+        raise ValueError(f"expected {kind}, found {value!r}")
+    return value
 
 
 def _tidy(seconds: float) -> float:

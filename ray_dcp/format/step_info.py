@@ -1,4 +1,4 @@
-"""What a `CheckpointManager` stores beside the checkpoint of a step.
+"""What a `CheckpointManager` stores beside the checkpoint of a step, and its catalogue of steps.
 
 One JSON object a file, canonical, with a digest of the rest. Which info belongs to which commit is
 told by names: the one written at slot P belongs to the first manifest above P.
@@ -12,9 +12,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import DamagedCheckpointError, InvalidRequestError
-from ray_dcp.format.manifest import damaged, integer, seconds, short
+from ray_dcp.format.manifest import (
+    attempt,
+    canonical,
+    damaged,
+    integer,
+    sealed,
+    seconds,
+    short,
+    text,
+    unsealed,
+)
 
 _INFO_KEY = re.compile(r"step-info-([0-9]{8,16})\.json")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,16})?")
@@ -33,6 +42,21 @@ class StepInfo:
     """The user's, of what JSON can hold."""
     items: Mapping[str, str] = field(default_factory=dict)
     """Folder of each named item, below the step's; empty for a step of one unnamed state."""
+
+
+@dataclass(frozen=True)
+class CatalogueRow:
+    """What is known of a step folder, as long as its highest slot stays what it is."""
+
+    name: str
+    last_slot: int
+    """Highest slot in use."""
+    slot: int
+    """Slot of the manifest that stands; 0 when none does."""
+    attempt: str
+    """Of that manifest; "" when there is none."""
+    created_s: float
+    info: StepInfo | None
 
 
 def info_key(slot: int) -> str:
@@ -69,7 +93,7 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     try:
         if not isinstance(metadata, Mapping):
             raise TypeError(f"it is a {type(metadata).__name__}")
-        found = json.loads(_canonical(dict(metadata)))
+        found = json.loads(canonical(dict(metadata)))
         if found != metadata:
             raise TypeError(f"it would be read back as {short(found)}")
     except (TypeError, ValueError, RecursionError) as error:
@@ -89,7 +113,7 @@ def encode_info(info: StepInfo) -> bytes:
         >>> decode_info(encode_info(info)) == info
         True
     """
-    return _sealed({"version": _VERSION, **asdict(info)})
+    return sealed("info", canonical({"version": _VERSION, **asdict(info)}))
 
 
 def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
@@ -107,6 +131,42 @@ def decode_info(data: bytes, *, key: str | None = None) -> StepInfo:
     except DamagedCheckpointError as error:
         error.key = error.key or key
         raise
+
+
+def encode_catalogue(rows: list[CatalogueRow]) -> bytes:
+    """Returns the bytes of a catalogue."""
+    infos = [None if row.info is None else asdict(row.info) for row in rows]
+    told = [
+        [row.name, row.last_slot, row.slot, row.attempt, row.created_s, info]
+        for row, info in zip(rows, infos, strict=True)
+    ]
+    return sealed("info", canonical({"version": _VERSION, "rows": told}))
+
+
+def decode_catalogue(data: bytes) -> list[CatalogueRow]:
+    """Returns the rows of a catalogue.
+
+    Raises:
+        DamagedCheckpointError: The bytes are not what `encode_catalogue` made.
+    """
+    found = _opened(data)
+    rows = found.get("rows")
+    if found.get("version") != _VERSION or not isinstance(rows, list):
+        raise damaged(f"a catalogue of version {_VERSION}", short(found.get("version")))
+    try:
+        return [
+            CatalogueRow(
+                text(name, "name"),
+                integer(last, "last_slot"),
+                integer(slot, "slot"),
+                attempt(saved_by, "attempt"),
+                seconds(created_s, "created_s"),
+                None if info is None else _info_of({"version": _VERSION, **info}),
+            )
+            for name, last, slot, saved_by, created_s, info in rows
+        ]
+    except (TypeError, ValueError) as error:
+        raise damaged("rows of a catalogue", str(error)) from error
 
 
 def _info_of(found: Mapping[str, Any]) -> StepInfo:
@@ -136,26 +196,11 @@ def _mapping(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _sealed(body: Mapping[str, Any]) -> bytes:
-    data = _canonical(body)
-    return b'{"digest":"' + digest_bytes(data).hex().encode() + b'","info":' + data + b"}\n"
-
-
 def _opened(data: bytes) -> dict[str, Any]:
-    head, rest = data[:11], data[11:]
-    body = rest[41:-2]
-    sealed = head == b'{"digest":"' and rest[32:41] == b'","info":' and rest[-2:] == b"}\n"
-    if not sealed or digest_bytes(body).hex().encode() != rest[:32]:
-        raise damaged("an info with the digest of its bytes", f"{len(data)} other bytes")
     try:
-        found = json.loads(body)
+        found = json.loads(unsealed("info", data))
     except (ValueError, RecursionError) as error:
         raise damaged("JSON", str(error)) from error
     if not isinstance(found, dict):
         raise damaged("an object in JSON", short(found))
     return found
-
-
-def _canonical(body: Mapping[str, Any]) -> bytes:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return text.encode()

@@ -8,9 +8,8 @@ and the record after the payload would make the footer longer. Both are optional
 since 1.6.
 
 **Reading** (`parse_torch_save`). It walks the zip's local headers from the start of the item, so
-that no second read for the zip's directory is needed. `read_tensor_pickle` reads from `data.pkl`
-which tensor it describes: an interpreter for the few pickle opcodes with which torch writes a plain
-tensor. Nothing is imported, called or built but tuples of numbers.
+that no second read for the zip's directory is needed. `_TensorMachine` reads from `data.pkl` which
+tensor it describes. Nothing is imported, called or built but tuples of numbers.
 
 **Checking** (`check_directory`). `torch.load` believes a zip's directory: of a few bytes that
 unpack to any number, it would make them all. torch itself never compresses, so the end of an item
@@ -27,8 +26,8 @@ import pickletools
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -44,6 +43,7 @@ from ray_dcp.errors import (
     InvalidRequestError,
     UnsafeCheckpointError,
 )
+from ray_dcp.format.safe_pickle import Global, PickleMachine, pickled_int, pickled_tuple
 
 _MAX_NDIM = 64
 
@@ -57,55 +57,41 @@ class NotPlainTensor(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredView:
-    """A strided view of a storage that lies in a record of its own."""
+class TensorItem:
+    """A plain tensor in a stored item: a strided view of raw bytes."""
 
     dtype: str
-    key: str
-    """Name of the storage: its record is `data/<key>`."""
+    """Name of the torch dtype, without prefix."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     """In elements."""
-    offset: int
-    """First element of the view."""
-    storage_bytes: int
+    storage_offset: int
+    """First element of the view in the raw bytes, in elements."""
+    payload_offset: int
+    """First raw byte, from the start of the item."""
+    payload_bytes: int
+    """Length of the raw bytes: of the whole storage, of which the tensor may be a part."""
+    key: str = "0"
+    """Name of the storage: its record is `data/<key>`."""
 
-
-def read_tensor_pickle(
-    data: bytes, start: int, need: Callable[[int], None]
-) -> tuple[StoredView, int]:
-    """Returns the tensor that a pickle describes, and where the pickle ends.
-
-    Args:
-        data: Bytes that hold the pickle.
-        start: Where it starts in them.
-        need: Called with an end before the bytes up to it are taken; raises when `data` does not
-            reach so far.
-
-    Raises:
-        NotPlainTensor: It describes something else.
-        UnsafeCheckpointError: It asks for something that no tensor needs; `key` names it.
-        DamagedCheckpointError: It is no pickle, or describes a tensor outside its storage.
-
-    Complexity:
-        O(length of the pickle).
-    """
-    machine = _Machine(data, start, need)
-    value = machine.run()
-    if not isinstance(value, StoredView):
-        raise NotPlainTensor("The item holds an object that is no tensor")
-    return value, machine.pos
+    @property
+    def is_contiguous(self) -> bool:
+        """The tensor is its raw bytes, in C order, without gap."""
+        if 0 in self.size:
+            return True
+        step = 1
+        for length, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if length > 1 and stride != step:
+                return False
+            step *= length
+        # A view that takes up all raw bytes starts at the first of them.
+        return step * ITEMSIZE[self.dtype] == self.payload_bytes
 
 
 def _damaged(expected: str, found: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"Expected {expected}, found {found}; the item is damaged, load an earlier step"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Global:
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,121 +107,67 @@ class _Hooks:
     """Stands for the empty OrderedDict of backward hooks."""
 
 
-_MARK = object()
 _ORDERED_DICT = "collections.OrderedDict"
 _UNTYPED = "torch.storage.UntypedStorage"
 _REBUILDS = frozenset(
     f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "parameter")
 )
-_KNOWN_OPCODES = frozenset(opcode.code.encode("latin-1") for opcode in pickletools.opcodes)
-_TUPLES = {b")": 0, b"\x85": 1, b"\x86": 2, b"\x87": 3}
-_CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
-_INTS = {b"K": (1, False), b"M": (2, False), b"J": (4, True)}
+_OPCODES_OF_OBJECTS = frozenset(ord(opcode.code) for opcode in pickletools.opcodes) - frozenset(
+    b"\x80KMJ)\x85\x86\x87N\x88\x89qrhj(tX\x8acQR."
+)
+"""Those with which torch writes no plain tensor."""
 
 
-class _Machine:
-    """Runs the few pickle opcodes that torch uses for a plain tensor."""
+class _TensorMachine(PickleMachine):
+    """Finds the tensor that a pickle describes; builds nothing but tuples of numbers."""
 
-    def __init__(self, data: bytes, start: int, need: Callable[[int], None]) -> None:
-        self._data = data
-        self._need = need
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self.pos = start
+    def _other(self, opcode: int) -> None:
+        if opcode in _OPCODES_OF_OBJECTS:
+            raise _not_plain()
+        super()._other(opcode)
 
-    def run(self) -> Any:
-        """Returns the value at the STOP opcode."""
-        while True:
-            opcode = self._take(1)
-            if opcode == b".":
-                return self._pop()
-            if opcode in _INTS:
-                length, signed = _INTS[opcode]
-                self._stack.append(int.from_bytes(self._take(length), "little", signed=signed))
-            elif opcode in _TUPLES:
-                self._tuple(_TUPLES[opcode])
-            elif opcode in _CONSTANTS:
-                self._stack.append(_CONSTANTS[opcode])
-            else:
-                self._other(opcode)
+    def _item(self, pid: Any) -> _Storage:
+        match pid:
+            case ("storage", Global(name=name), str(key), str(), int(count)) if count >= 0:
+                dtype = DTYPE_OF_STORAGE.get(name.rpartition(".")[2])
+                if dtype is None and name != _UNTYPED:
+                    raise _damaged("a storage class", name)
+                return _Storage(dtype, key, count)
+        raise NotPlainTensor("The item's pickle refers to something that is no storage")
 
-    def _other(self, opcode: bytes) -> None:
-        match opcode:
-            case b"q" | b"r":
-                index = int.from_bytes(self._take(1 if opcode == b"q" else 4), "little")
-                self._memo[index] = self._peek()
-            case b"h" | b"j":
-                index = int.from_bytes(self._take(1 if opcode == b"h" else 4), "little")
-                if index not in self._memo:
-                    raise _damaged("a memoised value", "none")
-                self._stack.append(self._memo[index])
-            case b"(":
-                self._stack.append(_MARK)
-            case b"t":
-                self._tuple(self._above_mark())
-            case b"X":
-                length = int.from_bytes(self._take(4), "little")
-                self._stack.append(self._take(length).decode("utf-8", "replace"))
-            case b"\x8a":
-                self._stack.append(
-                    int.from_bytes(self._take(self._take(1)[0]), "little", signed=True)
-                )
-            case b"c":
-                self._global()
-            case b"Q":
-                self._stack.append(_storage(self._pop()))
-            case b"R":
-                args = self._pop()
-                self._stack.append(_rebuilt(self._pop(), args))
-            case b"\x80":
-                if self._take(1) > b"\x02":
-                    raise NotPlainTensor("The item's pickle has another protocol than torch's")
-            case _ if opcode in _KNOWN_OPCODES:
-                raise NotPlainTensor(f"The item's pickle uses {opcode!r}, which no tensor needs")
-            case _:
-                raise _damaged("a pickle opcode", repr(opcode))
+    def _find(self, module: Any, name: Any) -> Global:
+        dotted = f"{module}.{name}"
+        _check_global(dotted)
+        return Global(dotted)
 
-    def _take(self, length: int) -> bytes:
-        end = self.pos + length
-        self._need(end)
-        data = self._data[self.pos : end]
-        self.pos = end
-        return data
+    def _made(self, target: Any, args: Any) -> Any:
+        name = target.name if type(target) is Global else ""
+        match name.removeprefix("torch._utils._rebuild_"), args:
+            case "collections.OrderedDict", ():
+                return _Hooks()
+            case "parameter", (TensorItem() as view, _, _Hooks()):
+                return view
+            case "tensor", (_Storage() as storage, offset, size, stride):
+                return _view(storage, storage.dtype, offset, size, stride)
+            case "tensor_v2", (_Storage() as storage, offset, size, stride, _, _Hooks()):
+                return _view(storage, storage.dtype, offset, size, stride)
+            case (
+                "tensor_v3",
+                (_Storage() as storage, offset, size, stride, _, _Hooks(), Global(name=dtype)),
+            ):
+                return _view(storage, dtype.removeprefix("torch."), offset, size, stride)
+        # For example a seventh argument of _rebuild_tensor_v2: a conjugate or negative bit is set.
+        raise NotPlainTensor("The item's pickle calls a rebuild in a way no plain tensor needs")
 
-    def _line(self) -> str:
-        end = self._data.find(b"\n", self.pos)
-        if end < 0:
-            self._need(len(self._data) + 1)
-        return self._take(end + 1 - self.pos)[:-1].decode("utf-8", "replace")
+    def _with_state(self, target: Any, state: Any) -> Any:
+        raise _not_plain()
 
-    def _pop(self) -> Any:
-        value = self._peek()
-        self._stack.pop()
-        return value
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        raise _not_plain()
 
-    def _peek(self) -> Any:
-        if not self._stack or self._stack[-1] is _MARK:
-            raise _damaged("a value on the pickle's stack", "none")
-        return self._stack[-1]
 
-    def _above_mark(self) -> int:
-        for index in range(len(self._stack) - 1, -1, -1):
-            if self._stack[index] is _MARK:
-                del self._stack[index]
-                return len(self._stack) - index
-        raise _damaged("a mark on the pickle's stack", "none")
-
-    def _tuple(self, length: int) -> None:
-        start = len(self._stack) - length
-        values = tuple(self._stack[start:]) if start >= 0 else (_MARK,)
-        if _MARK in values:
-            raise _damaged(f"{length} values on the pickle's stack", "fewer")
-        self._stack[start:] = [values]
-
-    def _global(self) -> None:
-        name = f"{self._line()}.{self._line()}"
-        _check_global(name)
-        self._stack.append(_Global(name))
+def _not_plain() -> NotPlainTensor:
+    return NotPlainTensor("The item's pickle describes more than a tensor")
 
 
 def _check_global(name: str) -> None:
@@ -256,39 +188,7 @@ def _check_global(name: str) -> None:
     raise NotPlainTensor("The item is an object of a class that torch does not know", key=name)
 
 
-def _storage(value: Any) -> _Storage:
-    match value:
-        case ("storage", _Global(name), str(key), str(), int(count)) if count >= 0:
-            dtype = DTYPE_OF_STORAGE.get(name.rpartition(".")[2])
-            if dtype is None and name != _UNTYPED:
-                raise _damaged("a storage class", name)
-            return _Storage(dtype, key, count)
-    raise NotPlainTensor("The item's pickle refers to something that is no storage")
-
-
-def _rebuilt(function: Any, args: Any) -> Any:
-    match function, args:
-        case _Global("collections.OrderedDict"), ():
-            return _Hooks()
-        case _Global("torch._utils._rebuild_parameter"), (StoredView() as view, _, _Hooks()):
-            return view
-        case _Global("torch._utils._rebuild_tensor"), (_Storage() as storage, offset, size, stride):
-            return _view(storage, storage.dtype, offset, size, stride)
-        case (
-            _Global("torch._utils._rebuild_tensor_v2"),
-            (_Storage() as storage, offset, size, stride, _, _Hooks()),
-        ):
-            return _view(storage, storage.dtype, offset, size, stride)
-        case (
-            _Global("torch._utils._rebuild_tensor_v3"),
-            (_Storage() as storage, offset, size, stride, _, _Hooks(), _Global(dtype)),
-        ):
-            return _view(storage, dtype.removeprefix("torch."), offset, size, stride)
-    # For example a seventh argument of _rebuild_tensor_v2: the conjugate or negative bit is set.
-    raise NotPlainTensor("The item's pickle calls a rebuild in a way that no plain tensor needs")
-
-
-def _view(storage: _Storage, dtype: str | None, offset: Any, size: Any, stride: Any) -> StoredView:
+def _view(storage: _Storage, dtype: str | None, offset: Any, size: Any, stride: Any) -> TensorItem:
     if dtype is None or dtype not in ITEMSIZE:
         raise NotPlainTensor(f"The item has the dtype {dtype}, which has no raw bytes of its own")
     storage_bytes = storage.count * (ITEMSIZE[storage.dtype] if storage.dtype else 1)
@@ -302,7 +202,7 @@ def _view(storage: _Storage, dtype: str | None, offset: Any, size: Any, stride: 
             f"a tensor inside its storage of {storage_bytes} bytes",
             f"dtype {dtype}, offset {offset}, size {size}, stride {stride}",
         )
-    return StoredView(dtype, storage.key, size, stride, offset, storage_bytes)
+    return TensorItem(dtype, size, stride, offset, -1, storage_bytes, storage.key)
 
 
 def _is_shape(value: Any) -> bool:
@@ -326,57 +226,15 @@ class NeedMoreBytes(CheckpointError):
     Args:
         message: As for `CheckpointError`.
         num_bytes: How many bytes from the start of the item to read before trying again.
-        checkpoint_id: As for `CheckpointError`.
-        step: As for `CheckpointError`.
-        rank: As for `CheckpointError`.
-        key: As for `CheckpointError`.
+        fields: As for `CheckpointError`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        num_bytes: int = 0,
-        checkpoint_id: str | None = None,
-        step: int | None = None,
-        rank: int | None = None,
-        key: str | None = None,
-    ) -> None:
-        super().__init__(message, checkpoint_id=checkpoint_id, step=step, rank=rank, key=key)
+    def __init__(self, message: str, *, num_bytes: int = 0, **fields: Any) -> None:
+        super().__init__(message, **fields)
         self.num_bytes = num_bytes
 
     def _fields(self) -> dict[str, Any]:
         return {**super()._fields(), "num_bytes": self.num_bytes}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorItem:
-    """A plain tensor in a stored item: a strided view of raw bytes."""
-
-    dtype: str
-    """Name of the torch dtype, without prefix."""
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    """In elements."""
-    storage_offset: int
-    """First element of the view in the raw bytes, in elements."""
-    payload_offset: int
-    """First raw byte, from the start of the item."""
-    payload_bytes: int
-    """Length of the raw bytes: of the whole storage, of which the tensor may be a part."""
-
-    @property
-    def is_contiguous(self) -> bool:
-        """The tensor is its raw bytes, in C order, without gap."""
-        if 0 in self.size:
-            return True
-        step = 1
-        for length, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if length > 1 and stride != step:
-                return False
-            step *= length
-        # A view that takes up all raw bytes starts at the first of them.
-        return step * ITEMSIZE[self.dtype] == self.payload_bytes
 
 
 def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> TensorItem:
@@ -400,30 +258,37 @@ def parse_torch_save(head: bytes | bytearray | memoryview, item_bytes: int) -> T
         About 30 us an item.
     """
     walk = _Walk(bytes(head[:_MAX_HEAD_BYTES]), item_bytes)
-    view: StoredView | None = None
+    view: TensorItem | None = None
     for _ in range(_MAX_RECORDS):
         record = walk.next_record()
         name = record.name.partition("/")[2]
+        if view is not None and name == f"data/{view.key}":
+            return _placed(view, record, item_bytes)
+        end = walk.end_of(record)
         if view is None:
             if name != "data.pkl":
                 raise NotPlainTensor(
                     f"Expected the record data.pkl first in the item, found {record.name!r}"
                 )
-            view, end = read_tensor_pickle(walk.head, record.start, walk.need)
-            if record.length is not None and end > record.start + record.length:
-                raise _damaged(f"a pickle of {record.length} bytes", "a longer one")
-            walk.finish_record(record, end)
-        elif name == f"data/{view.key}":
-            return _placed(view, record, item_bytes)
-        else:
-            end = walk.end_of(record)
-            if name == "byteorder" and walk.head[record.start : end] != b"little":
-                raise NotPlainTensor("The item holds big-endian data, which only torch.load swaps")
-            walk.finish_record(record, end)
+            view = _described(walk.head[record.start : end])
+        elif name == "byteorder" and walk.head[record.start : end] != b"little":
+            raise NotPlainTensor("The item holds big-endian data, which only torch.load swaps")
+        walk.finish_record(record, end)
     raise DamagedCheckpointError(
         f"Expected the tensor's data in the first {_MAX_RECORDS} records of the item, found none; "
         "load an earlier step"
     )
+
+
+def _described(pickled: bytes) -> TensorItem:
+    """Returns the tensor that a pickle describes; where its bytes lie is not known yet."""
+    machine = _TensorMachine(pickled)
+    view = machine.load()
+    if machine.position != len(pickled):
+        raise _damaged(f"a pickle of {len(pickled)} bytes", "a shorter one")
+    if not isinstance(view, TensorItem):
+        raise NotPlainTensor("The item holds an object that is no tensor")
+    return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,8 +310,10 @@ class _Walk:
     def need(self, end: int) -> None:
         if end <= len(self.head):
             return
-        if end > self.item_bytes or end > _MAX_HEAD_BYTES:
+        if end > self.item_bytes:
             raise _damaged(f"an item of {self.item_bytes} bytes", f"records up to byte {end}")
+        if end > _MAX_HEAD_BYTES:
+            raise NotPlainTensor("The item has more before its tensor than a plain one has")
         wanted = min(max(end, 2 * len(self.head), 1024), self.item_bytes, _MAX_HEAD_BYTES)
         raise NeedMoreBytes(
             f"The first {len(self.head)} bytes of the item do not reach its tensor; read {wanted}",
@@ -467,22 +334,11 @@ class _Walk:
         data = start + name_bytes + extra_bytes
         if flags & 8:
             return _Record(name, data, None)
-        if _FULL32 in (stored, length):
-            length = self._zip64_length(start + name_bytes, data)
-        elif stored != length:
+        extra = self.head[start + name_bytes : data]
+        length, stored, _ = _long(extra, (length, stored, 0))
+        if stored != length:
             raise _damaged(f"one length of the record {name!r}", f"{stored} and {length}")
         return _Record(name, data, length)
-
-    def _zip64_length(self, pos: int, end: int) -> int:
-        while pos + 4 <= end:
-            field, size = struct.unpack_from("<2H", self.head, pos)
-            if field == 1 and size >= 16 and pos + 20 <= end:
-                length, stored = struct.unpack_from("<2Q", self.head, pos + 4)
-                if length != stored:
-                    break
-                return int(length)
-            pos += 4 + size
-        raise _damaged("the length of a large record in its zip64 field", "none that fits")
 
     def end_of(self, record: _Record) -> int:
         """Returns the end of a small record's data."""
@@ -513,19 +369,17 @@ class _Walk:
         self.pos = end + (24 if wide else 16)
 
 
-def _placed(view: StoredView, record: _Record, item_bytes: int) -> TensorItem:
-    if record.length is not None and record.length != view.storage_bytes:
+def _placed(view: TensorItem, record: _Record, item_bytes: int) -> TensorItem:
+    if record.length is not None and record.length != view.payload_bytes:
         raise _damaged(
-            f"{view.storage_bytes} bytes of tensor data, as its pickle says", f"{record.length}"
+            f"{view.payload_bytes} bytes of tensor data, as its pickle says", f"{record.length}"
         )
-    if record.start + view.storage_bytes > item_bytes:
+    if record.start + view.payload_bytes > item_bytes:
         raise _damaged(
-            f"{view.storage_bytes} bytes of tensor data at byte {record.start}",
+            f"{view.payload_bytes} bytes of tensor data at byte {record.start}",
             f"an item of {item_bytes} bytes",
         )
-    return TensorItem(
-        view.dtype, view.size, view.stride, view.offset, record.start, view.storage_bytes
-    )
+    return replace(view, payload_offset=record.start)
 
 
 FRAME_ALIGNMENT = 64
@@ -553,7 +407,7 @@ class Frame:
 
 
 @lru_cache(maxsize=8192)
-def torch_save_frame(dtype: str, size: tuple[int, ...], requires_grad: bool = False) -> Frame:
+def torch_save_frame(dtype: str, size: tuple[int, ...]) -> Frame:
     """Returns the frame of one C-contiguous tensor.
 
     `header + payload + footer` is what `torch.load` reads with `weights_only=True` and with
@@ -562,8 +416,6 @@ def torch_save_frame(dtype: str, size: tuple[int, ...], requires_grad: bool = Fa
     Args:
         dtype: Name of a torch dtype, without prefix.
         size: Shape of the tensor.
-        requires_grad: Has no effect: DCP stores detached tensors, `requires_grad` of the tensor
-            is in the metadata.
 
     Raises:
         UnsupportedValueError: The dtype can't be stored as raw bytes.
@@ -595,32 +447,13 @@ def torch_save_frame(dtype: str, size: tuple[int, ...], requires_grad: bool = Fa
     return Frame(bytes(header), footer)
 
 
-def frame_bytes(dtype: str, size: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the lengths of a tensor's header and footer.
-
-    Args:
-        dtype: Name of a torch dtype, without prefix.
-        size: Shape of the tensor.
-
-    Raises:
-        UnsupportedValueError: The dtype can't be stored as raw bytes.
-        InvalidRequestError: As for `torch_save_frame`.
-
-    Example:
-        >>> frame_bytes("bfloat16", (1 << 20, 1 << 12))
-        (384, 364)
-    """
-    frame = torch_save_frame(dtype, size)
-    return len(frame.header), len(frame.footer)
-
-
 def frame_bytes_many(
     dtypes: Sequence[str],
     dtype: npt.NDArray[np.integer],
     ndim: npt.NDArray[np.integer],
     size: Int64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Returns `frame_bytes` of many tensors at once, without making the frames.
+    """Returns the lengths of the frames of many tensors at once, without making the frames.
 
     Args:
         dtypes: Vocabulary of dtype names.
@@ -684,29 +517,9 @@ def _bad_size(size: tuple[int, ...]) -> InvalidRequestError:
 def _central_entry(name: bytes, crc: int, length: int, offset: int, extra: bytes) -> bytes:
     length = _FULL32 if extra else length
     version = 45 if extra else 20
-    return (
-        _CENTRAL.pack(
-            b"PK\1\2",
-            version,
-            version,
-            0,
-            0,
-            0,
-            0,
-            crc,
-            length,
-            length,
-            len(name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-            offset,
-        )
-        + name
-        + extra
-    )
+    about = (crc, length, length, len(name), len(extra))
+    head = _CENTRAL.pack(b"PK\1\2", version, version, 0, 0, 0, 0, *about, 0, 0, 0, 0, offset)
+    return head + name + extra
 
 
 def _data_header(payload_bytes: int, start: int, zip64: bytes) -> bytes:
@@ -762,25 +575,8 @@ def _pickle_of(dtype: str, size: tuple[int, ...], numel: int) -> bytes:
     for length in reversed(size):
         stride.insert(0, step)
         step *= max(length, 1)
-    return b"".join((head, _int(counted), _BEFORE_SIZE, _int_tuple(size), _int_tuple(stride), tail))
-
-
-def _int_tuple(values: Sequence[int]) -> bytes:
-    body = b"".join(map(_int, values))
-    if len(values) > 3:
-        return b"(" + body + b"t"
-    return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
-
-
-def _int(value: int) -> bytes:
-    if value < 0x100:
-        return b"K" + value.to_bytes(1, "little")
-    if value < 0x10000:
-        return b"M" + value.to_bytes(2, "little")
-    if value < 0x80000000:
-        return b"J" + value.to_bytes(4, "little")
-    length = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes((length,)) + value.to_bytes(length, "little")
+    shape, strides = (pickled_tuple([*map(pickled_int, row)]) for row in (size, stride))
+    return b"".join((head, pickled_int(counted), _BEFORE_SIZE, shape, strides, tail))
 
 
 _INT_BOUNDS = np.array(
@@ -863,9 +659,8 @@ def _entries(data: bytes | memoryview, item_bytes: int) -> Iterator[tuple[str, i
         start = extra + extra_bytes + comment_bytes
         if start > stop:
             raise _damaged(f"a directory of {count} records", "a shorter one")
-        if _FULL32 in (length, stored, place):
-            inside = bytes(data[extra : extra + extra_bytes])
-            length, stored, place = _long(inside, (length, stored, place))
+        inside = bytes(data[extra : extra + extra_bytes])
+        length, stored, place = _long(inside, (length, stored, place))
         if length != stored:
             raise _damaged("one length of a record", f"{length} and {stored}")
         yield name, place, length
@@ -905,7 +700,9 @@ def _directory(data: bytes | memoryview, before: int) -> tuple[int, int, int]:
 
 
 def _long(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Returns lengths and place of a record, of which some are in its zip64 field."""
+    """Returns lengths and place of a record, of which some may be in its zip64 field."""
+    if _FULL32 not in values:
+        return values
     at = 0
     while at + 4 <= len(extra):
         field, size = struct.unpack_from("<2H", extra, at)

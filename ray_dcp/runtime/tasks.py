@@ -46,7 +46,7 @@ from ray_dcp.format.manifest import (
     encode_record,
     record_key,
 )
-from ray_dcp.format.metadata import encode_metadata, fill_metadata, metadata_template
+from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table, end_of
 from ray_dcp.format.table_places import place_runs
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
@@ -306,10 +306,6 @@ def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
     )
 
 
-MOST_KEPT_BYTES = 64 << 20
-"""Longest `.metadata` of which that is kept, too."""
-
-
 class _Table(NamedTuple):
     """A chunk table on storage."""
 
@@ -334,7 +330,9 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
     table = _shared_table(plan) if plan.checks_at_end else _own_table(task, receipts)
     metadata = None
     if plan.container == "torch_save" and task.stock_metadata:
-        metadata = _metadata(task, places, receipts)
+        finished = finish_table(plan, task.attempt, receipts)
+        url = task.target.url
+        metadata = encode_metadata(finished, checkpoint_id=url, attempt=task.attempt)
     record = encode_record(
         Manifest(
             attempt=task.attempt,
@@ -399,25 +397,6 @@ def _table(data: bytes) -> _Table:
     start = end_of(data)
     end = None if start is None else _entry("", data[start:])
     return _Table(data, digest_bytes(data).hex(), end)
-
-
-_templates: WeakKeyDictionary[GlobalPlan, tuple[bytes, bytes]] = WeakKeyDictionary()
-
-
-def _metadata(task: BuildCommit, places: Int64Array, receipts: FileReceipts) -> bytes:
-    """Returns `.metadata`; what is the same in all saves of a plan is encoded once."""
-    plan, name = task.plan, places.tobytes()
-    known, template = _templates.get(plan, (b"", b""))
-    if not template or known != name:
-        table = finish_table(plan, task.attempt, receipts)
-        template = metadata_template(replace(table, files=plan.table.files))
-        if len(template) <= MOST_KEPT_BYTES:
-            _templates[plan] = name, template
-    filled = fill_metadata(template, checkpoint_id=task.target.url, attempt=task.attempt)
-    if filled is not None:
-        return filled
-    table = finish_table(plan, task.attempt, receipts)
-    return encode_metadata(table, checkpoint_id=task.target.url, attempt=task.attempt)
 
 
 def _entry(key: str, data: bytes) -> FileEntry:

@@ -7,7 +7,6 @@ import sys
 
 from tests.bench import (
     async_saves,
-    checksums,
     elastic,
     load,
     manager,
@@ -15,61 +14,61 @@ from tests.bench import (
     reshard,
     single,
     soak,
-    staging,
     storage,
     train,
     view,
 )
 
-CHOICES = (
-    "async", "small", "big", "checksums", "elastic", "load", "manager", "plan", "reshard",
-    "soak", "staging", "storage", "train", "view",
-)  # fmt: skip
-
 
 def main() -> int:
-    if sys.argv[1:2] == ["soak"]:
-        return soak.command(sys.argv[2:])
-    if sys.argv[1:2] == ["async"]:
-        return async_saves.command(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("what", choices=CHOICES)
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
-    parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
-    parser.add_argument(
-        "--ranks", type=int, default=8, help="largest number of ranks (reshard, load)"
-    )
-    parser.add_argument(
-        "--megabytes", type=int, default=512, help="length of the state (storage, load)"
-    )
-    parser.add_argument("--tensors", type=int, default=1000, help="tensors of each rank (plan)")
-    parser.add_argument("--largest", type=int, default=10240, help="most ranks (plan)")
-    arguments = parser.parse_args()
-    if arguments.what == "small":
-        single.small(arguments.rounds, arguments.dir)
-    elif arguments.what == "big":
-        single.big(arguments.rounds, arguments.dir)
-    elif arguments.what == "checksums":
-        checksums.checksums(arguments.rounds, arguments.dir)
-    elif arguments.what == "load":
-        return load.load(arguments.rounds, arguments.dir, arguments.megabytes, arguments.ranks)
-    elif arguments.what == "manager":
-        manager.manager(arguments.rounds, arguments.dir)
-    elif arguments.what == "plan":
-        return plan.plan(arguments.tensors, arguments.largest)
-    elif arguments.what == "elastic":
-        return elastic.elastic(arguments.dir)
-    elif arguments.what == "train":
-        return train.train(arguments.rounds, arguments.dir, arguments.megabytes)
-    elif arguments.what == "staging":
-        staging.staging(arguments.rounds, arguments.dir)
-    elif arguments.what == "view":
-        return view.view(arguments.rounds, arguments.dir)
-    elif arguments.what == "storage":
-        storage.storage(arguments.rounds, arguments.dir, arguments.megabytes)
-    else:
-        return reshard.reshard(arguments.ranks, arguments.dir)
-    return 0
+    choices = parser.add_subparsers(dest="what", required=True)
+    for what, module in (
+        ("async", async_saves), ("small", single), ("big", single), ("elastic", elastic),
+        ("load", load), ("manager", manager), ("plan", plan), ("reshard", reshard), ("soak", soak),
+        ("storage", storage), ("train", train), ("view", view),
+    ):  # fmt: skip
+        told = module.__doc__ or ""
+        choice = choices.add_parser(what, description=told, help=told.partition("\n")[0])
+        choice.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
+        if what not in ("elastic", "load", "plan", "reshard", "soak"):
+            choice.add_argument("--rounds", type=int, default=5, help="interleaved (medians)")
+        if what in ("load", "reshard"):
+            choice.add_argument("--ranks", type=int, default=8, help="largest number of ranks")
+        if what in ("storage", "train"):
+            choice.add_argument("--megabytes", type=int, default=512, help="length of the state")
+    choices.choices["plan"].add_argument("--tensors", type=int, default=1000, help="of each rank")
+    choices.choices["plan"].add_argument("--largest", type=int, default=10240, help="most ranks")
+    async_saves.add_arguments(choices.choices["async"])
+    soak.add_arguments(choices.choices["soak"])
+    return _run(parser.parse_args()) or 0
+
+
+def _run(given: argparse.Namespace) -> int | None:
+    match given.what:
+        case "async":
+            return async_saves.command(given)
+        case "small":
+            return single.small(given.rounds, given.dir)
+        case "big":
+            return single.big(given.rounds, given.dir)
+        case "elastic":
+            return elastic.elastic(given.dir)
+        case "load":
+            return load.load(given.dir, given.ranks)
+        case "manager":
+            return manager.manager(given.rounds, given.dir)
+        case "plan":
+            return plan.plan(given.tensors, given.largest)
+        case "reshard":
+            return reshard.reshard(given.ranks, given.dir)
+        case "soak":
+            return soak.command(given)
+        case "storage":
+            return storage.storage(given.rounds, given.dir, given.megabytes)
+        case "train":
+            return train.train(given.rounds, given.dir, given.megabytes)
+    return view.view(given.rounds, given.dir)
 
 
 if __name__ == "__main__":

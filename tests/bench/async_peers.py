@@ -8,31 +8,22 @@ staging memory from save to save.
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import multiprocessing
-import os
-import subprocess
-import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-import xxhash
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import ray_dcp
-from ray_dcp.stage.values import StagerOptions
 
 State = dict[str, torch.Tensor]
-
-__all__ = ["Contestant", "Lap", "Limit", "Ours", "Training", "peers", "write_as_told"]
 
 
 class Contestant(Protocol):
@@ -119,72 +110,6 @@ class TorchCheckpointing:
 
     def close(self) -> None:
         self._manager.close()
-
-
-class Limit:
-    """The least that a save with checksums can be, of which nobody knows and which nothing commits:
-    a copy into shared memory, which another process hashes and writes from where it lies.
-    """
-
-    name = "the limit: copy, hash, plain direct write"
-
-    def __init__(self, state: State) -> None:
-        self._arrays = [t.view(-1).view(torch.uint8).numpy() for t in state.values()]
-        self._num_bytes = sum(array.nbytes for array in self._arrays)
-        self._fd = os.memfd_create("limit")
-        os.ftruncate(self._fd, self._num_bytes)
-        self._into = np.frombuffer(mmap.mmap(self._fd, self._num_bytes), dtype=np.uint8)
-        self._into[:] = 0
-        code = "import sys; from tests.bench.async_peers import write_as_told; write_as_told(*map("
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", f"{code}int, sys.argv[1:]))", str(self._fd),
-             str(self._num_bytes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._fd], text=True,
-        )  # fmt: skip
-        self._answer()
-        self._waiting = ThreadPoolExecutor(1)
-
-    def save(self, path: Path) -> Future[Any]:
-        at = 0
-        for array in self._arrays:
-            np.copyto(self._into[at : at + array.size], array)
-            at += array.size
-        path.mkdir()
-        assert self._child.stdin is not None
-        print(path / "file", file=self._child.stdin, flush=True)
-        return self._waiting.submit(self._answer)
-
-    def close(self) -> None:
-        self._waiting.shutdown()
-        self._child.communicate()
-        os.close(self._fd)
-
-    def _answer(self) -> None:
-        assert self._child.stdout is not None
-        if not self._child.stdout.readline():
-            raise RuntimeError("the process that writes for the limit has ended")
-
-
-def write_as_told(fd: int, num_bytes: int) -> None:
-    """Writes shared memory to each file that stdin names: the other process of `Limit`."""
-    memory = mmap.mmap(fd, num_bytes)
-    view = memoryview(memory)
-    os.setpriority(os.PRIO_PROCESS, 0, StagerOptions().nice)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        file = os.open(line.strip(), os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        for low in range(0, num_bytes, _SLICE_BYTES):
-            part = view[low : low + _SLICE_BYTES]
-            for block in range(0, len(part), 1 << 20):
-                xxhash.xxh3_64_intdigest(part[block : block + (1 << 20)])
-            whole = len(part) // mmap.PAGESIZE * mmap.PAGESIZE
-            os.write(file, part[:whole])
-        os.fsync(file)
-        os.close(file)
-        print("written", flush=True)
-
-
-_SLICE_BYTES = 8 << 20
 
 
 def peers(state: State) -> tuple[list[Contestant], list[str]]:

@@ -33,7 +33,6 @@ ROWS = (
     Row("durable", "durable committed bytes/s / raw direct I/O", 0.75, 0.90),
     Row("cpu", "CPU s per GB, all processes", 0.35, 0.20),
     Row("memory", "extra memory / state", 1.2, 1.05),
-    Row("budget", "share of saves that a budget of 64 MB completes", 1.0, 1.0),
     Row("restore", "restore from memory after SIGKILL / memcpy", 2.0, 1.25),
     Row("throttled", "1 writer of 4 throttled 10x: durable / unthrottled", 2.5, 1.5),
 )
@@ -79,11 +78,6 @@ class Table:
             flush=True,
         )
         self._told.append({**asdict(row), "value": value, "missed": missed, "values": found})
-
-    def skipped(self, key: str, why: str) -> None:
-        """Tells why a row was not measured."""
-        print(f"{_ROW[key].title:52}          -   {why}", flush=True)
-        self._told.append({**asdict(_ROW[key]), "skipped": why})
 
     def end(self) -> None:
         """Writes the JSON file."""

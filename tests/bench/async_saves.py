@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,9 @@ from typing import Any
 import numpy as np
 
 from tests.bench.async_rows import KEYS, Table
+from tests.bench.measure import state_of
 from tests.bench.processes import cpu_s, descendants, memory_bytes, watched_memory
 from tests.bench.soak_leaks import leaked_shared_memory, shared_memory
-
-__all__ = ["command"]
-
-BUDGET_BYTES = 64 << 20
 
 RAY_SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
@@ -44,16 +41,16 @@ class Options:
     rows: tuple[str, ...]
 
 
-def command(arguments: list[str]) -> int:
-    """Runs the bench; returns 0."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench async", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (medians)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Says what the command line may ask for."""
     parser.add_argument("--rows", nargs="+", choices=KEYS, default=KEYS, help="only these rows")
     parser.add_argument("--megabytes", type=float, default=1410, help="size of the state")
     parser.add_argument("--work-s", type=float, default=5, help="least length of a training round")
-    parser.add_argument("--dir", default=None, help="where to write (default: the temp folder)")
     parser.add_argument("--json", default=None, help="file to write all numbers to")
-    given = parser.parse_args(arguments)
+
+
+def command(given: argparse.Namespace) -> None:
+    """Runs the bench."""
     options = Options(given.rounds, int(given.megabytes * 1e6), given.work_s, tuple(given.rows))
     os.environ.update(RAY_SETTINGS)
     table = Table(given.json)
@@ -65,7 +62,6 @@ def command(arguments: list[str]) -> int:
         shutil.rmtree(root, ignore_errors=True)
     table.note(f"left in /dev/shm: {leaked_shared_memory(before) or 'nothing'}")
     table.end()
-    return 0
 
 
 def _run(options: Options, root: Path, table: Table) -> None:
@@ -84,30 +80,11 @@ def _run(options: Options, root: Path, table: Table) -> None:
                 _Saves(options, root, table, state).measure()
             if "lost" in wanted:
                 _training(options, root, table, state)
-            if "budget" in wanted:
-                _budget(options, root, table, state)
             del state
             if "restore" in wanted:
                 async_ranks.restore(options.rounds, options.num_bytes, root, table)
     if "throttled" in wanted:
         async_ranks.throttled(options.rounds, options.num_bytes, root, table)
-
-
-def state_of(num_bytes: int, share: int = 1) -> dict[str, Any]:
-    """Returns 243 tensors of about so many bytes.
-
-    Args:
-        num_bytes: Of all of them.
-        share: Cut the rows of each by this number: what one of as many ranks holds.
-    """
-    import torch
-
-    sizes = [(1200, 1200)] * 200 + [(3072, 512)] * 40 + [(4096, 1024)] * 3
-    scale = num_bytes / share / (4 * sum(rows * width for rows, width in sizes))
-    return {
-        f"l{index}": torch.randn(max(round(rows * scale), 1), width)
-        for index, (rows, width) in enumerate(sizes)
-    }
 
 
 @contextlib.contextmanager
@@ -145,17 +122,11 @@ def session_of(namespace: str) -> Iterator[Any]:
             ray.kill(actor)
 
 
-def warm_up(state: dict[str, Any]) -> bool:
-    """Warms the session's memory up, as a job does before it trains; returns whether it can."""
+def warm_up(state: dict[str, Any]) -> None:
+    """Warms the session's memory up, as a job does before it trains."""
     import ray_dcp
 
-    begin: Callable[..., Any] | None = getattr(ray_dcp, "warm_up", None)
-    if begin is None:
-        return False
-    warmed = begin(state)
-    if hasattr(warmed, "result"):
-        warmed.result(600)
-    return True
+    ray_dcp.warm_up(state).result(600)
 
 
 class MemoryCopy:
@@ -198,7 +169,6 @@ class _Saves:
         self._num_bytes = sum(tensor.nbytes for tensor in state.values())
         self._copy = MemoryCopy(state)
         self._found: dict[str, list[float]] = {}
-        self._warm = True
 
     def measure(self) -> None:
         """Measures and tells the rows."""
@@ -209,7 +179,7 @@ class _Saves:
                     self._watch(session)
                     self._found.clear()
                     continue
-                self._warm = warm_up(self._state)
+                warm_up(self._state)
                 self._save("first ")
                 for _ in range(self.steady_saves):
                     self._note("memcpy", self._copy.seconds())
@@ -261,8 +231,6 @@ class _Saves:
         if "stall" in wanted:
             table.row("stall", median["stall"] / median["memcpy"])
         if "first" in wanted:
-            if not self._warm:
-                table.note("there is no ray_dcp.warm_up: the first stall is of a cold session")
             table.row("first", median["first stall"] / median["stall"])
         if "durable" in wanted:
             table.row("durable", median["raw direct write"] / median["durable"])
@@ -285,7 +253,7 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
     lost: dict[str, list[float]] = {}
     with session_of("training"):
         warm_up(state)
-        contestants[:0] = [peers.Ours(state), peers.Limit(state)]
+        contestants.insert(0, peers.Ours(state))
         for number in range(options.rounds + 1):
             alone = training.lap()
             for contestant in contestants:
@@ -305,8 +273,7 @@ def _training(options: Options, root: Path, table: Table, state: dict[str, Any])
         median[name] = table.fact(f"lost to {name}", values)
         table.fact(f"  stall of {name}", [lap.stall_s for lap in laps[name]])
         table.fact(f"  until it stands, {name}", [lap.durable_s for lap in laps[name]])
-    ours, limit = median.pop("ray_dcp"), median.pop(peers.Limit.name)
-    table.note(f"the limit / better peer's: {limit / max(min(median.values()), 1e-3):.2f}")
+    ours = median.pop("ray_dcp")
     # Why at least: where the disk is quick, a peer may lose no more than the noise of training.
     table.row("lost", ours / max(min(median.values()), 1e-3))
 
@@ -322,37 +289,3 @@ def _silenced() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-
-
-def _budget(options: Options, root: Path, table: Table, state: dict[str, Any]) -> None:
-    """A save through staging memory that is much smaller than the state."""
-    import ray
-    import torch
-
-    import ray_dcp
-    from ray_dcp.runtime.actor_names import LEASE_S
-    from ray_dcp.runtime.stager import stager_of
-    from ray_dcp.stage.values import StagerOptions
-
-    # The node's first rank says how it stages.
-    node = ray.get_runtime_context().get_node_id()
-    limited = StagerOptions(limit_bytes=BUDGET_BYTES)
-    stager = stager_of(node, namespace="budget", lease_s=LEASE_S, options=limited)
-    ray.get(stager.ping.remote())
-    with session_of("budget") as session:
-        assert session.staging().info()["limit_bytes"] == BUDGET_BYTES
-        stalls, durables, whole = [], [], []
-        for _ in range(1 if options.rounds < 3 else 2):
-            began = time.perf_counter()
-            handle = ray_dcp.async_save(state, checkpoint_id=root / "budget")
-            handle.staged(600)
-            stalls.append(time.perf_counter() - began)
-            handle.committed(600)
-            durables.append(time.perf_counter() - began)
-            found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-            ray_dcp.load(found, checkpoint_id=root / "budget")
-            whole.append(float(all(torch.equal(found[name], t) for name, t in state.items())))
-            shutil.rmtree(root / "budget")
-    table.fact("stall with a budget of 64 MB", stalls)
-    table.fact("durable with a budget of 64 MB", durables)
-    table.row("budget", sum(whole) / len(whole))

@@ -1,8 +1,4 @@
-"""Loads: against reading the same bytes raw, against stock DCP, and over all pairs of layouts.
-
-The ratios are the result; the machine's load is printed beside them. `cold`: the files are not in
-the page cache; what the disk's own cache holds is the disk's business.
-"""
+"""Loads over all pairs of layouts: bytes that are read over bytes that are needed."""
 
 from __future__ import annotations
 
@@ -10,12 +6,9 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed.checkpoint as stock
 
 import ray_dcp
 from ray_dcp.core.values import ChunkTable
@@ -26,86 +19,26 @@ from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.storage import LOCAL_DISK
 from tests import layout_cases, layouts
 from tests.bench import table_parts
-from tests.bench.measure import drop_cache, interleaved, show, warm_cache
-from tests.bench.single import raw_read, raw_write
+from tests.bench.measure import drop_cache
 from tests.s3_server import fresh_place, server_on_memory_disk
-
-State = dict[str, torch.Tensor]
 
 WORLDS = (1, 2, 3, 4, 8)
 SHAPES = ((2048, 1024), (1024, 3000), (257, 129), (16, 65536))
 """Of the layout pairs: 24 MB, so that chunks have the checksum blocks of real ones."""
 
 
-def load(rounds: int, directory: str | None, megabytes: int, most_ranks: int) -> int:
+def load(directory: str | None, most_ranks: int) -> int:
     """Prints all tables; returns how many loads gave wrong values."""
     warnings.simplefilter("ignore")
     root = Path(tempfile.mkdtemp(prefix="load-", dir=directory))
     try:
-        wrong = _same_layout(root, rounds, megabytes)
-        wrong += _small(root, rounds)
         _planned_pairs()
         table_parts.print_table(
             ((1024, 1000, "irregular"), (10240, 300, "regular"), (10240, 300, "stages"))
         )
-        return wrong + (_pairs(root, most_ranks) if most_ranks else 0)
+        return _pairs(root, most_ranks) if most_ranks else 0
     finally:
         shutil.rmtree(root, ignore_errors=True)
-
-
-def _same_layout(root: Path, rounds: int, megabytes: int) -> int:
-    """One process, tensors of 1 to 32 MB."""
-    sizes = [1, 1, 2, 4, 8, 32]
-    state: State = {}
-    while sum(t.nbytes for t in state.values()) < megabytes << 20:
-        state[f"layers.{len(state)}.weight"] = torch.randn(sizes[len(state) % 6] << 8, 1024)
-    return _against(root / "big", f"{megabytes} MiB in {len(state)} tensors", state, rounds)
-
-
-def _small(root: Path, rounds: int) -> int:
-    state = {f"layers.{i}.weight": torch.randn(256) for i in range(20_000)}
-    return _against(root / "small", "20,000 tensors of 1 KB", state, rounds)
-
-
-def _against(root: Path, title: str, state: State, rounds: int) -> int:
-    num_bytes = sum(t.nbytes for t in state.values())
-    targets = {name: torch.zeros_like(t) for name, t in state.items()}
-    ours, theirs = str(root / "ours"), str(root / "stock")
-    ray_dcp.save(state, checkpoint_id=ours, no_dist=True)
-    stock.save(state, checkpoint_id=theirs, no_dist=True)
-    raw_write(root / "raw", num_bytes)
-    never = ray_dcp.LoadOptions(verify="never")
-    limit = "limit: preadv into the targets"
-    loads: dict[str, Callable[[], object]] = {
-        limit: lambda: raw_read(root / "raw", targets),
-        "ray_dcp, verified": lambda: ray_dcp.load(dict(targets), checkpoint_id=ours, no_dist=True),
-        "ray_dcp, verify=never": lambda: ray_dcp.load(
-            dict(targets), checkpoint_id=ours, no_dist=True, options=never
-        ),
-        "ray_dcp reads stock's files": lambda: ray_dcp.load(
-            dict(targets), checkpoint_id=theirs, no_dist=True
-        ),
-        "torch DCP": lambda: stock.load(dict(targets), checkpoint_id=theirs, no_dist=True),
-    }
-    for cache, prepare in (("warm", warm_cache), ("cold", drop_cache)):
-        rows = interleaved(loads, rounds, before=lambda _, prepare=prepare: prepare(root))
-        show(f"load, {cache} cache, {title}", rows, num_bytes, limit)
-        own, base = rows["ray_dcp, verified"], rows[limit]
-        foreign, dcp = rows["ray_dcp reads stock's files"], rows["torch DCP"]
-        print(
-            f"  ours / preadv: {own.wall_s / base.wall_s:.2f}; stock's files, ours / torch DCP: "
-            f"{foreign.wall_s / dcp.wall_s:.3f}; CPU, torch DCP / ours: "
-            f"{dcp.cpu_s / own.cpu_s:.0f}"
-        )
-    wrong = 0
-    for where in (ours, theirs):
-        for target in targets.values():
-            target.zero_()
-        ray_dcp.load(dict(targets), checkpoint_id=where, no_dist=True)
-        wrong += sum(not torch.equal(t, targets[name]) for name, t in state.items())
-    print(f"  values that differ after loading: {wrong}")
-    shutil.rmtree(root)
-    return wrong
 
 
 def _planned_pairs() -> None:

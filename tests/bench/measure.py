@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -19,6 +21,21 @@ class Sample:
     cpu_s: float
     peak_bytes: int
     """Most resident memory above what was resident at the start."""
+
+
+def state_of(num_bytes: float = 1.41e9, share: int = 1) -> dict[str, torch.Tensor]:
+    """Returns 243 tensors of about so many bytes.
+
+    Args:
+        num_bytes: Of all of them.
+        share: Cut the rows of each by this number: what one of as many ranks holds.
+    """
+    sizes = [(1200, 1200)] * 200 + [(3072, 512)] * 40 + [(4096, 1024)] * 3
+    scale = num_bytes / share / (4 * sum(rows * width for rows, width in sizes))
+    return {
+        f"layers.{index}.weight": torch.randn(max(round(rows * scale), 1), width)
+        for index, (rows, width) in enumerate(sizes)
+    }
 
 
 def once(run: Callable[[], object]) -> Sample:

@@ -11,13 +11,7 @@ from pathlib import Path
 
 def cpu_s(pids: Iterable[int]) -> float:
     """Returns the CPU seconds that processes have used so far; of those that have ended, none."""
-    ticks = 0
-    for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        ticks += int(fields[11]) + int(fields[12])
+    ticks = sum(int(ticks) for pid in pids for ticks in _stat(pid)[11:13])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -33,22 +27,41 @@ def memory_bytes(pids: Iterable[int]) -> int:
     return total
 
 
+def children() -> dict[int, list[int]]:
+    """Returns the children of every process of this machine."""
+    found: dict[int, list[int]] = {}
+    for pid in all_pids():
+        parent = _stat(pid)[1:2]
+        if parent:
+            found.setdefault(int(parent[0]), []).append(pid)
+    return found
+
+
+def all_pids() -> list[int]:
+    """Returns the processes of this machine."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def born(pid: int) -> int:
+    """Returns when a process began, in ticks since the machine did; -1 when it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else -1
+
+
 def descendants(pid: int) -> list[int]:
     """Returns the processes that a process has started, and those that they have."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        mine = children.get(waiting.pop(), [])
-        found += mine
-        waiting += mine
-    return found
+    known, found = children(), [pid]
+    for each in found:
+        found += known.get(each, [])
+    return found[1:]
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns what the kernel says of a process, from its state on; nothing when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 class Peak:

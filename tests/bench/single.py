@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import ray_dcp
-from tests.bench.measure import drop_cache, interleaved, show, warm_cache
+from tests.bench.measure import drop_cache, interleaved, show, state_of, warm_cache
 
 State = dict[str, torch.Tensor]
 
@@ -27,10 +27,7 @@ def small(rounds: int, directory: str | None) -> None:
 
 def big(rounds: int, directory: str | None) -> None:
     """1.4 GB in 243 tensors."""
-    sizes = [(1200, 1200)] * 200 + [(3072, 512)] * 40 + [(4096, 1024)] * 3
-    scale = 1.41e9 / (4 * sum(a * b for a, b in sizes))
-    state = {f"layers.{i}.weight": torch.randn(int(a * scale), b) for i, (a, b) in enumerate(sizes)}
-    _compare("1.4 GB in 243 tensors", state, rounds, directory)
+    _compare("1.4 GB in 243 tensors", state_of(), rounds, directory)
 
 
 def _compare(title: str, state: State, rounds: int, directory: str | None) -> None:
@@ -43,11 +40,11 @@ def _compare(title: str, state: State, rounds: int, directory: str | None) -> No
             "torch DCP": lambda: stock.save(state, checkpoint_id=str(root / "stock")),
             "limit: O_DIRECT write + fsync": lambda: raw_write(root / "raw", num_bytes),
         }
-        remove = lambda name: [  # noqa: E731
-            shutil.rmtree(root / d, ignore_errors=True)
-            for n, d in {"ray_dcp": "ours", "torch DCP": "stock"}.items()
-            if n == name
-        ]
+        folders = {"ray_dcp": "ours", "torch DCP": "stock"}
+
+        def remove(name: str) -> None:
+            shutil.rmtree(root / folders.get(name, "none"), ignore_errors=True)
+
         show(f"save, {title}", interleaved(saves, rounds, before=remove), num_bytes, "torch DCP")
         targets = {name: torch.zeros_like(t) for name, t in state.items()}
         ours, theirs = str(root / "ours"), str(root / "stock")

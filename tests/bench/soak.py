@@ -25,8 +25,6 @@ from tests.bench import soak_leaks as leaks
 from tests.bench import soak_programs as programs
 from tests.bench.soak_run import LITTER, SoakOptions, SoakRun
 
-__all__ = ["command", "soak"]
-
 T = TypeVar("T", bound=Collection[object])
 
 MARKER = "RAY_DCP_SOAK"
@@ -103,26 +101,27 @@ def _left(look: Callable[[], T], within_s: float) -> T:
     return found
 
 
-def command(arguments: list[str]) -> int:
-    """Soaks as a command line says, and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench soak", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Says what the command line may ask for."""
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=None, help="default: another each time")
-    parser.add_argument("--path", default=None, help="where to save (default: the temp folder)")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--saver", choices=sorted(programs.SAVERS), default="sync")
     parser.add_argument(
         "--sabotage", action="store_true", help="do what must not happen; exit 0 if all is found"
     )
-    chosen = parser.parse_args(arguments)
+
+
+def command(given: argparse.Namespace) -> int:
+    """Soaks as a command line says, and returns the exit status."""
     return soak(
         SoakOptions(
-            minutes=chosen.minutes,
-            seed=secrets.randbelow(1 << 32) if chosen.seed is None else chosen.seed,
-            path=chosen.path,
-            ranks=chosen.ranks,
-            saver=chosen.saver,
-            strikes=0.0 if chosen.sabotage else SoakOptions.strikes,
-            sabotage=chosen.sabotage,
+            minutes=given.minutes,
+            seed=given.seed,
+            path=given.dir,
+            ranks=given.ranks,
+            saver=given.saver,
+            strikes=0.0 if given.sabotage else SoakOptions.strikes,
+            sabotage=given.sabotage,
         )
     )

@@ -17,19 +17,8 @@ from ray_dcp.format.manifest import record_key
 from ray_dcp.io.checkpoint import METADATA_KEY, newest_record
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.storage import TEMP_PREFIX
-
-__all__ = [
-    "Growth",
-    "MemoryLog",
-    "end_all",
-    "is_marked",
-    "leaked_files",
-    "leaked_shared_memory",
-    "leaked_temp_files",
-    "marked",
-    "resident_bytes",
-    "shared_memory",
-]
+from tests.bench.processes import all_pids, born
+from tests.polling import lives
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -78,8 +67,8 @@ def marked(mark: str) -> dict[int, str]:
         mark: `NAME=value`, with a value that nobody else has.
     """
     found = {}
-    for pid in _pids():
-        if pid != os.getpid() and is_marked(pid, mark) and _lives(pid):
+    for pid in all_pids():
+        if pid != os.getpid() and is_marked(pid, mark) and lives(pid):
             # Suppressed: it has just ended.
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -103,14 +92,14 @@ def end_all(pids: Iterable[int], mark: str, within_s: float = 10.0) -> list[int]
     """
     if len(mark.partition("=")[2]) < 8:
         raise ValueError(f"expected NAME=value with at least 8 characters of value, found {mark!r}")
-    oldest = _began(os.getpid())
-    ended = [pid for pid in pids if pid > 1 and _began(pid) > oldest and is_marked(pid, mark)]
+    oldest = born(os.getpid())
+    ended = [pid for pid in pids if pid > 1 and born(pid) > oldest and is_marked(pid, mark)]
     for pid in ended:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
             os.kill(pid, signal.SIGKILL)
     end_s = time.monotonic() + within_s
-    while any(_lives(pid) for pid in ended) and time.monotonic() < end_s:
+    while any(lives(pid) for pid in ended) and time.monotonic() < end_s:
         time.sleep(0.05)
     return ended
 
@@ -119,25 +108,6 @@ def is_marked(pid: int, mark: str) -> bool:
     """Returns whether the environment of a process holds a variable, `NAME=value`."""
     try:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _began(pid: int) -> int:
-    """Returns when a process began, in ticks since the machine did; -1 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return -1
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
@@ -162,7 +132,7 @@ def leaked_shared_memory(before: set[str], directory: Path = SHARED_MEMORY) -> l
 def _held(directory: Path) -> set[str]:
     """Returns the names in a folder that some living process has open or mapped."""
     held = set()
-    for pid in _pids():
+    for pid in all_pids():
         for kind in ("fd", "map_files"):
             folder = Path(f"/proc/{pid}/{kind}")
             # Suppressed: the process, or just this descriptor, is gone by now.

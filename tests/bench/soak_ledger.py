@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["DAMAGED", "NOTHING", "TORN", "Ledger", "Verdict"]
-
 NOTHING = "nothing"
 """No checkpoint stands."""
 TORN = "torn"

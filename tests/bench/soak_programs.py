@@ -102,9 +102,10 @@ def save_beside(state: dict[str, Any], path: str, options: SaveOptions) -> None:
     handle.result()
 
 
-SAVERS: dict[str, Callable[[dict[str, Any], str, SaveOptions], None]] = {"sync": save_now}
-if hasattr(ray_dcp, "async_save"):
-    SAVERS["async"] = save_beside
+SAVERS: dict[str, Callable[[dict[str, Any], str, SaveOptions], None]] = {
+    "sync": save_now,
+    "async": save_beside,
+}
 
 
 def save_reported(

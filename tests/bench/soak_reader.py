@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Reader", "Reading"]
-
 REPOSITORY = Path(__file__).parents[2]
 
 

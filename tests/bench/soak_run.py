@@ -30,8 +30,6 @@ from tests.bench.soak_ledger import DAMAGED, NOTHING, TORN, Ledger, Seen
 from tests.bench.soak_reader import Reader, Reading
 from tests.bench.soak_strikes import Striker, choose
 
-__all__ = ["LITTER", "PROBLEMS", "SABOTAGE", "SoakOptions", "SoakRun"]
-
 PROBLEMS = (
     "torn", "lost", "appeared", "told both", "refused at rest", "hung", "damaged",
     "leaked files", "leaked temp files", "leaked actors", "leaked processes",
@@ -156,7 +154,7 @@ class SoakRun:
         elif chance < 0.11:
             self._delete(place)
         elif chance < 0.15:
-            self._collect(place)
+            self._tool("collect", place)
         on_purpose = "memory" if self.options.sabotage else ""
         self._save(self._places[self._step % len(self._places)], sabotage=on_purpose)
 
@@ -215,15 +213,9 @@ class SoakRun:
         self._judge(place, seen.pop() if len(seen) == 1 else TORN)
 
     def _delete(self, place: str) -> None:
-        if not hasattr(ray_dcp, "delete"):
-            return
         self._ledger.begin_delete(place)
         done = self._tool("delete", place)
         self._ledger.end_delete(place, done)
-
-    def _collect(self, place: str) -> None:
-        if hasattr(ray_dcp, "collect"):
-            self._tool("collect", place)
 
     def _tool(self, name: str, place: str) -> bool:
         self.counts[f"{name}s"] += 1
@@ -307,8 +299,7 @@ class SoakRun:
                 # Why once more: a coordinator that was just thawed may have won the race.
                 told = self._save(place, in_peace=True)
             self.note("refused at rest", [place] * (told != "committed" and not on_purpose))
-            if hasattr(ray_dcp, "collect"):
-                self._tool("collect", place)
+            self._tool("collect", place)
         if sabotage:
             self._sabotage()
         for place in self._places:

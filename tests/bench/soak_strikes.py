@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from tests.bench.soak_leaks import is_marked
 
-__all__ = ["KINDS", "Strike", "Striker", "choose"]
-
 KINDS = (
     "rank killed",
     "rank frozen",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -20,15 +19,15 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 from tests.chaos.arena import Arena
-from tests.chaos.cells import Cell, Result
-from tests.chaos.matrix import MATRIX
+from tests.chaos.cells import Cell, Result, chosen
+from tests.chaos.matrix import CELLS, CI, NOT_PLAYED
 from tests.chaos.scenes import margin_s
 
 WATCHDOG_S = 300.0
 """After this a cell hangs, in seconds: every wait in it is shorter."""
 
 TABLE = sys.stdout
-WIDTH = max(len(cell.name) for cell in MATRIX.cells())
+WIDTH = max(len(cell.name) for cell in CELLS)
 
 
 def main() -> int:
@@ -45,17 +44,15 @@ def say(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    cells = MATRIX.cells(*arguments.only or "*")
+    cells = chosen(CELLS, *arguments.only or "*")
     if arguments.list:
         _list(cells)
         return 0
     rows = _play(cells * arguments.repeat)
     bad = sum(not result.ok for _, result in rows)
-    for closed in MATRIX.closed():
-        say(f"{closed.name:{WIDTH}}  not played: {closed.reason}")
+    for name, reason in NOT_PLAYED.items():
+        say(f"{name:{WIDTH}}  not played: {reason}")
     say(f"{len(rows) - bad} of {len(rows)} passed, with {margin_s():.0f} s for the load")
-    if arguments.json:
-        _write(arguments.json, rows)
     return min(bad, 100)
 
 
@@ -68,15 +65,14 @@ def _arguments() -> argparse.Namespace:
         "--only", action="append", help="a part of the name, or a pattern with *; again: or these"
     )
     parser.add_argument("--repeat", type=int, default=1, help="play all of them so many times")
-    parser.add_argument("--json", default=None, help="also write the rows to this file")
     return parser.parse_args()
 
 
 def _list(cells: Sequence[Cell]) -> None:
     for cell in cells:
-        say(f"{cell.name:{WIDTH}}  {cell.ceiling_s:3g} s{'  in CI' if cell.in_ci else ''}")
-    for closed in MATRIX.closed():
-        say(f"{closed.name:{WIDTH}}  not played: {closed.reason}")
+        say(f"{cell.name:{WIDTH}}  {cell.ceiling_s:3g} s{'  in CI' if cell.name in CI else ''}")
+    for name, reason in NOT_PLAYED.items():
+        say(f"{name:{WIDTH}}  not played: {reason}")
 
 
 def _play(cells: Sequence[Cell]) -> list[tuple[str, Result]]:
@@ -134,12 +130,6 @@ def _tell(name: str, result: Result, ceiling_s: float) -> None:
     say(f"{name:{WIDTH}}  {hit} {seconds} s  {ceiling_s:5g} s  {word}{told}")
     for problem in result.problems:
         say(f"    {problem}")
-
-
-def _write(path: str, rows: Sequence[tuple[str, Result]]) -> None:
-    found = [{"cell": name, "ok": result.ok, **vars(result)} for name, result in rows]
-    with open(path, "w") as file:
-        json.dump(found, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ from ray_dcp.runtime import ray_private
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, coordinator_name
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.worker_group import WorkerGroup
+from tests.bench.processes import born, descendants
 from tests.polling import eventually, lives
-
-__all__ = ["Arena"]
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_RANKS = 3
@@ -71,7 +70,7 @@ class Arena:
         self._node: Any = None
         self._ranks: WorkerGroup | None = None
         self._kind = ""
-        self._seen: dict[int, str] = {}
+        self._seen: dict[int, int] = {}
         self._num_places = 0
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -160,10 +159,7 @@ class Arena:
     def node_pids(self) -> tuple[int, ...]:
         """Returns all processes of the second node, its raylet first."""
         roots = [info.process.pid for each in self.node().all_processes.values() for info in each]
-        found = list(roots)
-        children = _children()
-        for pid in found:
-            found += children.get(pid, [])
+        found = [*roots, *(pid for root in roots for pid in descendants(root))]
         self.note(found)
         return tuple(found)
 
@@ -205,7 +201,7 @@ class Arena:
 
     def note(self, pids: Iterable[int]) -> None:
         """Notes processes that must be gone when the arena is closed."""
-        self._seen.update((pid, born) for pid in pids if (born := _born(pid)))
+        self._seen.update((pid, began) for pid in pids if (began := born(pid)) >= 0)
 
     def leaks(self, *, within_s: float = 30.0) -> list[str]:
         """Returns what is left of actors and processes some time after the ranks were ended."""
@@ -226,7 +222,7 @@ class Arena:
 
     def _living(self) -> list[int]:
         """Returns the noted processes that live; another process may have got such a number."""
-        return [pid for pid, born in self._seen.items() if lives(pid) and _born(pid) == born]
+        return [pid for pid, began in self._seen.items() if born(pid) == began and lives(pid)]
 
     # Life
 
@@ -282,25 +278,6 @@ def _options(kind: str) -> dict[str, Any]:
 def _chances(kind: str) -> str:
     chances = ",".join(f'"{drop}_failure_prob":{50 * (drop == kind)}' for drop in DROPS)
     return f'{{"num_failures":-1,{chances}}}'
-
-
-def _children() -> dict[int, list[int]]:
-    """Returns the children of every process of this machine."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                children.setdefault(int(parent), []).append(int(entry.name))
-    return children
-
-
-def _born(pid: int) -> str:
-    """Returns when a process began, in ticks of this machine; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def _actors() -> list[str]:

@@ -6,29 +6,16 @@ Pure: no Ray, no clock, no disk. The entries are in `matrix`, what happens in `s
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from itertools import product
 from typing import Any
 
-__all__ = [
-    "PARTICIPANTS",
-    "PHASES",
-    "SIGNALS",
-    "Cell",
-    "Closed",
-    "Matrix",
-    "Result",
-    "Trap",
-    "is_in_phase",
-]
+from ray_dcp.store.storage import TEMP_PREFIX
 
 SIGNALS = ("SIGKILL", "SIGSTOP")
 PARTICIPANTS = ("rank", "coordinator", "driver", "stager", "node")
 PHASES = ("planning", "staging", "writing", "committing", "loading")
-
-TEMP_PREFIX = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -64,7 +51,6 @@ class Cell:
     """Tells cells of the same blow, participant and phase apart."""
     group: str = "head"
     """Which ranks play it; cells of the same group share them."""
-    in_ci: bool = False
     details: dict[str, Any] = field(default_factory=dict, hash=False)
     """For the scene."""
 
@@ -74,30 +60,8 @@ class Cell:
         return f"{words} ({self.variant})" if self.variant else words
 
     @property
-    def place(self) -> tuple[str, str, str]:
-        return self.blow, self.participant, self.phase
-
-    @property
     def signal(self) -> int:
         return int(signal.Signals[self.blow])
-
-
-@dataclass(frozen=True)
-class Closed:
-    """A cell that can't be played yet, or has no meaning, and why."""
-
-    blow: str
-    participant: str
-    phase: str
-    reason: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.blow} {self.participant} {self.phase}"
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        return self.blow, self.participant, self.phase
 
 
 @dataclass(frozen=True)
@@ -117,56 +81,17 @@ class Result:
         return self.hit and not self.problems
 
 
-class Matrix:
-    """All cells: `register_cell` opens one, `close_cells` says why some are not played."""
+def chosen(cells: Iterable[Cell], *patterns: str) -> list[Cell]:
+    """Returns cells by name, those of one group together, else in their order.
 
-    def __init__(self) -> None:
-        self._cells: dict[str, Cell] = {}
-        self._closed: dict[tuple[str, str, str], Closed] = {}
-
-    def register_cell(self, cell: Cell) -> None:
-        """Adds a cell; one that was closed is open from now on.
-
-        Raises:
-            ValueError: There is a cell of this name.
-        """
-        if cell.name in self._cells:
-            raise ValueError(f"there are two cells {cell.name!r}; give one a variant")
-        self._closed.pop(cell.place, None)
-        self._cells[cell.name] = cell
-
-    def close_cells(
-        self, blows: Sequence[str], participants: Sequence[str], phases: Sequence[str], reason: str
-    ) -> None:
-        """Says why cells are not played; those that are registered stay open."""
-        open_places = {cell.place for cell in self._cells.values()}
-        for place in product(blows, participants, phases):
-            if place not in open_places:
-                self._closed[place] = Closed(*place, reason)
-
-    def cells(self, *patterns: str, ci: bool = False) -> list[Cell]:
-        """Returns cells by name, those of one group together, in the order of registration.
-
-        Args:
-            *patterns: With `*`, or any part of a name; without any all cells.
-            ci: Only those that are played each time.
-        """
-        wanted = [p if any(sign in p for sign in "*?[") else f"*{p}*" for p in patterns or "*"]
-        chosen = [
-            cell
-            for cell in self._cells.values()
-            if any(fnmatch(cell.name, one) for one in wanted) and (cell.in_ci or not ci)
-        ]
-        groups = list(dict.fromkeys(cell.group for cell in chosen))
-        return sorted(chosen, key=lambda cell: groups.index(cell.group))
-
-    def closed(self) -> Iterator[Closed]:
-        yield from self._closed.values()
-
-    def missing(self) -> list[tuple[str, str, str]]:
-        """Returns the places of the matrix that are neither open nor closed."""
-        known = {cell.place for cell in self._cells.values()} | self._closed.keys()
-        return [place for place in product(SIGNALS, PARTICIPANTS, PHASES) if place not in known]
+    Args:
+        cells: Of which to choose.
+        *patterns: With `*`, or any part of a name; without any all cells.
+    """
+    wanted = [p if any(sign in p for sign in "*?[") else f"*{p}*" for p in patterns or "*"]
+    found = [cell for cell in cells if any(fnmatch(cell.name, one) for one in wanted)]
+    groups = list(dict.fromkeys(cell.group for cell in found))
+    return sorted(found, key=lambda cell: groups.index(cell.group))
 
 
 def is_in_phase(phase: str, before: set[str], at_blow: set[str]) -> bool:

@@ -13,8 +13,6 @@ from ray_dcp.errors import CheckpointError, CommitUnknownError
 from tests.chaos.cells import Cell, Result, is_in_phase
 from tests.chaos.traps import Mark
 
-__all__ = ["Expected", "Seen", "Told", "judge"]
-
 
 @dataclass(frozen=True)
 class Told:

@@ -1,6 +1,6 @@
 """The chaos matrix: every cell that is played, and why the others are not.
 
-A new participant or phase only adds entries: `MATRIX.register_cell(Cell(...))`.
+A new participant or phase only adds entries to `CELLS`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from typing import Any
 
 from tests.chaos import scenes
 from tests.chaos.arena import DROPS
-from tests.chaos.cells import SIGNALS, Cell, Matrix, Trap
-
-__all__ = ["MATRIX"]
+from tests.chaos.cells import SIGNALS, Cell, Trap
 
 KILLED_S = 5.0
 """How soon the death of a process must be told, in seconds."""
@@ -35,7 +33,12 @@ def task(name: str, *, after: bool = False) -> Trap:
 
 COMMIT = task("WriteTable")
 
-MATRIX = Matrix()
+CELLS: list[Cell] = []
+NOT_PLAYED = {
+    "stager planning": "a stager takes part only after the plan",
+    "stager loading": "no stager takes part in a load",
+}
+"""Why no signal is sent to whom in which phase."""
 
 CI = {
     "SIGKILL rank planning",
@@ -53,16 +56,8 @@ CI = {
 def add(blow: str, who: str, phase: str, trap: Trap | None, variant: str = "", **more: Any) -> None:
     scene = {"driver": scenes.driver, "node": scenes.node}.get(who, scenes.ranks)
     ceiling_s = FREEZE_S if blow == "SIGSTOP" else NODE_S if who == "node" else KILLED_S
-    cell = Cell(
-        blow, who, phase, scene, ceiling_s, trap, variant,
-        group="nodes" if who == "node" else "head", details=more,
-    )  # fmt: skip
-    MATRIX.register_cell(_in_ci(cell))
-
-
-def _in_ci(cell: Cell) -> Cell:
-    fields = {**vars(cell), "in_ci": cell.name in CI}
-    return Cell(**fields)
+    group = "nodes" if who == "node" else "head"
+    CELLS.append(Cell(blow, who, phase, scene, ceiling_s, trap, variant, group, more))
 
 
 def coordinator_cells(blow: str) -> None:
@@ -105,9 +100,6 @@ add("SIGSTOP", "stager", "staging", STAGE, asynchronous=True)
 
 for _drop in DROPS:
     for _phase in ("committing", "loading"):
-        MATRIX.register_cell(
+        CELLS.append(
             Cell(f"lost {_drop}", "coordinator", _phase, scenes.lost_calls, 30.0, group=_drop)
         )
-
-MATRIX.close_cells(SIGNALS, ["stager"], ["planning"], "a stager takes part only after the plan")
-MATRIX.close_cells(SIGNALS, ["stager"], ["loading"], "no stager takes part in a load")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.chaos.arena import Arena
-from tests.chaos.cells import Cell
-from tests.chaos.matrix import MATRIX
+from tests.chaos.cells import Cell, chosen
+from tests.chaos.matrix import CELLS, CI
 
 
 def cells_of(*participants: str) -> list[Cell]:
     """Returns what is played each time, of the cells in which one of these is hit."""
-    return [cell for cell in MATRIX.cells(ci=True) if cell.participant in participants]
+    return [c for c in chosen(CELLS) if c.name in CI and c.participant in participants]
 
 
 def play(arena: Arena, cell: Cell) -> None:

@@ -27,8 +27,6 @@ from tests.chaos.judging import Expected, Seen, Told, judge
 from tests.chaos.traps import Blow, Mark, count_calls, counted, read_mark
 from tests.polling import eventually, lives
 
-__all__ = ["FROZEN_S", "driver", "lost_calls", "margin_s", "node", "ranks"]
-
 FROZEN_S = 4.0
 """The heartbeat timeout of these cells, in seconds: every other deadline is as by default."""
 HIT_S = 40.0

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from itertools import product
 
 import pytest
 import torch.distributed as dist
 
 from ray_dcp.errors import ParticipantError
 from tests.attempts import save_sound, step_that_loads
-from tests.chaos import matrix, test_matrix_others, test_matrix_ranks, victims
+from tests.chaos import test_matrix_others, test_matrix_ranks, victims
 from tests.chaos.arena import Arena
-from tests.chaos.cells import PARTICIPANTS, PHASES, Cell, Matrix, Result, is_in_phase
-from tests.chaos.matrix import MATRIX
+from tests.chaos.cells import PARTICIPANTS, PHASES, SIGNALS, Result, chosen, is_in_phase
+from tests.chaos.matrix import CELLS, CI, NOT_PLAYED
 
-IN_CI = MATRIX.cells(ci=True)
+IN_CI = [cell for cell in CELLS if cell.name in CI]
 
 
 def test_a_coordinator_killed_between_saves_is_made_again_with_a_higher_epoch(arena: Arena):
@@ -64,51 +65,29 @@ def test_a_rank_that_the_kernel_ends_in_the_middle_of_its_file_leaves_the_checkp
 
 
 def test_every_place_of_the_matrix_is_played_or_says_why_not():
-    assert MATRIX.missing() == []
-    assert all(closed.reason for closed in MATRIX.closed())
+    names = {cell.name for cell in CELLS}
+    assert len(names) == len(CELLS)
+    played = {(cell.blow, f"{cell.participant} {cell.phase}") for cell in CELLS}
+    places = {f"{who} {phase}" for who, phase in product(PARTICIPANTS, PHASES)}
+    for blow in SIGNALS:
+        assert {place for place in places if (blow, place) not in played} == NOT_PLAYED.keys()
 
 
 def test_what_is_played_each_time_has_each_participant_and_each_phase():
-    assert {cell.name for cell in IN_CI} == matrix.CI
+    assert {cell.name for cell in IN_CI} == CI
     killed = [cell for cell in IN_CI if cell.blow == "SIGKILL"]
     assert {cell.participant for cell in killed} == set(PARTICIPANTS)
     assert {cell.phase for cell in killed} == set(PHASES)
+    played = [*test_matrix_ranks.PLAYED, *test_matrix_others.PLAYED]
+    assert sorted(cell.name for cell in played) == sorted(CI)
 
 
-def test_each_cell_is_played_in_one_of_the_files():
-    played = [*test_matrix_ranks.CELLS, *test_matrix_others.CELLS]
-    assert sorted(cell.name for cell in played) == sorted(matrix.CI)
-
-
-def nothing_happens(arena: object, cell: Cell) -> Result:
-    return Result(False, None, "")
-
-
-def a_cell(**fields: object) -> Cell:
-    given = {"blow": "SIGKILL", "participant": "stager", "phase": "writing", "ceiling_s": 5.0}
-    return Cell(**{"scene": nothing_happens, **given, **fields})
-
-
-def test_a_cell_that_is_registered_is_no_longer_closed_and_has_a_name_of_its_own():
-    table = Matrix()
-    table.close_cells(["SIGKILL"], ["stager"], ["writing", "loading"], "later")
-    table.register_cell(a_cell())
-    assert [closed.phase for closed in table.closed()] == ["loading"]
-    table.close_cells(["SIGKILL"], ["stager"], ["writing"], "later")
-    assert [closed.phase for closed in table.closed()] == ["loading"]
-    with pytest.raises(ValueError, match="two cells"):
-        table.register_cell(a_cell())
-    table.register_cell(a_cell(variant="twice", group="nodes"))
-    table.register_cell(a_cell(phase="loading", in_ci=True))
-    assert [cell.name for cell in table.cells()] == [
-        "SIGKILL stager writing",
-        "SIGKILL stager loading",
-        "SIGKILL stager writing (twice)",
-    ]
-    assert [cell.phase for cell in table.cells("loading")] == ["loading"]
-    assert [cell.variant for cell in table.cells("*(tw*", "loading")] == ["twice", ""]
-    assert [cell.phase for cell in table.cells(ci=True)] == ["loading"]
-    assert ("SIGSTOP", "rank", "planning") in table.missing()
+def test_cells_are_chosen_by_parts_and_patterns_of_their_names_and_come_by_group():
+    found = chosen(CELLS, "SIGKILL node load", "*rank loading (rank 0)")
+    assert [cell.name for cell in found] == [
+        "SIGKILL node loading", "SIGKILL node loading (with the coordinator)",
+        "SIGKILL rank loading (rank 0)", "SIGSTOP rank loading (rank 0)",
+    ]  # fmt: skip
 
 
 def test_a_cell_that_was_not_hit_or_has_a_problem_is_not_well():

@@ -8,9 +8,9 @@ from tests.chaos.arena import Arena
 from tests.chaos.cells import Cell
 from tests.chaos.playing import cells_of, play
 
-CELLS = cells_of("driver", "stager", "node")
+PLAYED = cells_of("driver", "stager", "node")
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=[cell.name for cell in CELLS])
+@pytest.mark.parametrize("cell", PLAYED, ids=[cell.name for cell in PLAYED])
 def test_whoever_is_hit_is_named_in_time_and_a_whole_checkpoint_stands(arena: Arena, cell: Cell):
     play(arena, cell)

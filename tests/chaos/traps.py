@@ -18,8 +18,6 @@ from typing import Any
 
 from tests.chaos.cells import Trap
 
-__all__ = ["Blow", "Mark", "count_calls", "counted", "read_mark", "set_trap", "set_trap_in"]
-
 _counts: dict[str, int] = {}
 
 

@@ -34,7 +34,7 @@ from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.torch_adapter.objects import load_object
 from ray_dcp.view.verify import verify_checkpoint
 from tests import damage
-from tests.format_cases import grouped_table, mixed_table
+from tests.format_cases import grouped_table, manifest, mixed_table, saved
 from tests.fuzz.mutation import NUMBERS, TEXTS, spoiled, spoiled_json, spoiled_pickle
 
 Spoil = Callable[[bytes, random.Random], bytes]
@@ -48,12 +48,6 @@ class Target:
     """Good files, as they are really written."""
     spoil: Spoil
     read: Callable[[bytes], Any]
-
-
-def _saved(value: Any, **how: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **how)
-    return buffer.getvalue()
 
 
 @functools.cache
@@ -75,8 +69,8 @@ def _objects() -> list[bytes]:
         torch.float32,
         torch.zeros(3).to_sparse(),
     ]
-    return [_saved(value) for value in values] + [
-        _saved(values[1], _use_new_zipfile_serialization=False)
+    return [saved(value) for value in values] + [
+        saved(values[1], _use_new_zipfile_serialization=False)
     ]
 
 
@@ -99,9 +93,9 @@ def _in_item(spoil: Spoil) -> Spoil:
 
 def _tensors() -> list[bytes]:
     return [
-        _saved(torch.arange(12.0).reshape(3, 4).T),
-        _saved(torch.zeros(3, dtype=torch.bfloat16)),
-        _saved(torch.arange(5)[2:]),
+        saved(torch.arange(12.0).reshape(3, 4).T),
+        saved(torch.zeros(3, dtype=torch.bfloat16)),
+        saved(torch.arange(5)[2:]),
     ]
 
 
@@ -163,37 +157,19 @@ def _spoiled_cell(value: Any, source: random.Random) -> Any:
 
 
 def _record_seeds() -> list[bytes]:
-    entry = records.FileEntry("__0_0.a1.distcp", 10, "0" * 32)
-    fields: dict[str, Any] = {
-        "attempt": "a1", "epoch": 1, "world_size": 2, "container": "torch_save",
-        "created_s": 1.5, "files": (entry,), "table": replace(entry, key="c.parquet"),
-        "metadata": replace(entry, key=".metadata"), "replaced_metadata": None,
-        "plan_digest": "00", "num_tensors": 1, "num_chunks": 1, "payload_bytes": 8,
-        "previous_slot": 0,
-    }  # fmt: skip
-    many = fields | {
-        "files": tuple(replace(entry, key=f"__{rank}_0.a1.distcp") for rank in range(8, 12)),
-        "deferred": (records.PlaceRun(64, 9, 1024, 3), records.PlaceRun(128, 9, 1024, 1)),
-        "table_end": replace(entry, key="c.parquet", num_bytes=5),
-    }
+    table = records.FileEntry("c.parquet", 5, "0" * 32)
+    plain = manifest(files=(replace(table, key="__0_0.a1.distcp"),), deferred=())
+    whole = manifest(metadata=replace(table, key=".metadata"), table_end=table)
     abort = records.AbortRecord(attempt="a1", reason="late", rank=3)
-    made = (records.Manifest(**fields), records.Manifest(**many), abort)
-    return [records.encode_record(one) for one in made]
-
-
-_HEAD_BYTES = len(b'{"digest":"') + 32 + len(b'","record":')
+    return [records.encode_record(one) for one in (plain, whole, abort)]
 
 
 def _spoiled_record(data: bytes, source: random.Random) -> bytes:
     """Spoils a record and gives it the digest of what it then says; or spoils all of it."""
     if source.random() < 0.2:
         return spoiled(data, source)
-    body = source.choice((spoiled, spoiled_json))(data[_HEAD_BYTES:-2], source)
-    return _signed(body)
-
-
-def _signed(body: bytes) -> bytes:
-    return b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
+    body = source.choice((spoiled, spoiled_json))(records.unsealed("record", data), source)
+    return records.sealed("record", body)
 
 
 def _headers() -> list[bytes]:

@@ -9,7 +9,7 @@ import numpy as np
 from ray_dcp.core.checksums import block_bytes_for
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, FilePlan, RankPlan
-from ray_dcp.format.torch_items import frame_bytes
+from ray_dcp.format.torch_items import torch_save_frame
 from ray_dcp.io.writer import write_part
 from ray_dcp.options import SaveOptions
 
@@ -50,7 +50,8 @@ def file_plan(
         num_bytes = int(np.prod(piece.size, dtype=np.int64)) * ITEMSIZE[piece.dtype]
         before, after = (0, 0)
         if container == "torch_save":
-            before, after = frame_bytes(piece.dtype, piece.size)
+            frame = torch_save_frame(piece.dtype, piece.size)
+            before, after = len(frame.header), len(frame.footer)
         alignment = 4096 if num_bytes >= large else 64
         payload = end + before + -(end + before) % alignment
         columns["item_offset"].append(payload - before)

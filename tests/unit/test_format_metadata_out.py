@@ -130,11 +130,6 @@ def test_torch_unpickles_what_it_would_have_built_itself(name):
     assert_same(pickle.loads(encoded(table)), expected)
 
 
-def test_it_is_also_read_from_a_stream_and_by_the_pickler_in_python():
-    data = encoded(mixed_table())
-    assert pickle.load(io.BytesIO(data)) == pickle._loads(data)
-
-
 def test_planner_data_is_none_when_nothing_was_flattened():
     table = mixed_table()
     found = pickle.loads(encoded(dataclasses.replace(table, paths=(None,) * table.num_tensors)))

@@ -7,13 +7,14 @@ import torch
 
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.torch_items import NeedMoreBytes, NotPlainTensor, parse_torch_save
-
-
-def saved(value, **kwargs):
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **kwargs)
-    return buffer.getvalue()
+from ray_dcp.format.torch_items import (
+    NeedMoreBytes,
+    NotPlainTensor,
+    check_directory,
+    parse_torch_save,
+    torch_save_frame,
+)
+from tests.format_cases import saved
 
 
 def rebuilt(item, found):
@@ -86,17 +87,6 @@ def test_items_of_older_torch_without_the_newer_records_are_found():
         assert torch.equal(rebuilt(old, found), BASE.T)
 
 
-def test_a_crc_that_was_not_computed_does_not_matter():
-    from torch.utils.serialization import config
-
-    config.save.compute_crc32 = False
-    try:
-        item = saved(BASE)
-    finally:
-        config.save.compute_crc32 = True
-    assert torch.equal(rebuilt(item, parse_torch_save(item, len(item))), BASE)
-
-
 def test_a_head_that_is_too_short_says_how_much_to_read_and_then_succeeds():
     item = saved(torch.zeros(3, 4, 5, 6))
     whole = parse_torch_save(item, len(item))
@@ -147,6 +137,7 @@ def test_a_compressed_or_big_endian_item_is_left_to_torch():
         repacked(item, order, method=zipfile.ZIP_DEFLATED),
         repacked(item, order, replace={"byteorder": b"big"}),
         repacked(item, ("data/0", "data.pkl")),
+        with_pickle(b"\x80\x02X\x00\x00\x20\x00" + b"x" * (2 << 20) + b"."),
     ):
         with pytest.raises(NotPlainTensor):
             parse_torch_save(other, len(other))
@@ -187,8 +178,11 @@ def view_pickle(size=(4, 6), stride=(6, 1), offset=0, count=24):
 
 
 def test_the_pickle_that_the_next_test_damages_is_a_good_one():
-    item = with_pickle(view_pickle())
-    assert torch.equal(rebuilt(item, parse_torch_save(item, len(item))), BASE)
+    older = view_pickle().replace(b"tensor_v2", b"tensor")
+    older = older.replace(b"\x89ccollections\nOrderedDict\n)R", b"")
+    for data in (view_pickle(), older):
+        item = with_pickle(data)
+        assert torch.equal(rebuilt(item, parse_torch_save(item, len(item))), BASE)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +202,8 @@ def test_a_view_outside_its_storage_is_damage(wrong):
 @pytest.mark.parametrize(
     "data",
     [
+        view_pickle() + b"x",
+        view_pickle().replace(b"FloatStorage", b"float32"),
         b"\x80\x02" + b"(" * 5000 + b"t" * 5000 + b".",
         b"\x80\x02)" + b"\x85" * 100_000 + b".",
         b"\x80\x02)q\0" + b"h\0h\0\x86q\0" * 200 + b"Q.",
@@ -233,3 +229,27 @@ def test_an_item_cut_short_is_damage():
         parse_torch_save(item[:750], 750)
     with pytest.raises(DamagedCheckpointError, match="zip record"):
         parse_torch_save(b"#" * 2000, 2000)
+
+
+@pytest.mark.parametrize("size", [(3,), (1 << 33,)])
+def test_a_directory_that_says_anything_else_is_damage(size):
+    frame = torch_save_frame("uint8", size)
+    item_bytes = len(frame.header) + size[0] + len(frame.footer)
+    check_directory(frame.footer, item_bytes)
+    errors = 0
+    for at in range(len(frame.footer)):
+        wrong = bytearray(frame.footer)
+        wrong[at] ^= 0xFF
+        for data, num_bytes in ((wrong, item_bytes), (wrong[:at], item_bytes - len(wrong) + at)):
+            try:
+                check_directory(bytes(data), num_bytes)
+            except DamagedCheckpointError:
+                errors += 1
+    # What nobody reads may be anything: names, versions, times, CRCs and attributes.
+    assert errors > len(frame.footer) + 80
+    entry = frame.footer.rindex(b"PK\1\2")
+    assert int.from_bytes(frame.footer[entry + 20 : entry + 24], "little") in (3, 0xFFFFFFFF)
+    shorter = frame.footer[: entry + 20] + b"\2\0\0\0" + frame.footer[entry + 24 :]
+    for data, num_bytes in ((frame.footer, item_bytes + 1), (shorter, item_bytes)):
+        with pytest.raises(DamagedCheckpointError):
+            check_directory(data, num_bytes)

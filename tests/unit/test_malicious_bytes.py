@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ray_dcp.errors import DamagedCheckpointError, UnsafeCheckpointError
-from ray_dcp.format.metadata import allowed_global
-from ray_dcp.format.safe_pickle import read_pickle
+from ray_dcp.format.metadata import allowed_global, read_pickle
 from ray_dcp.torch_adapter.objects import dump_object, load_object, load_problem
 from tests import hostile
 
@@ -56,21 +55,21 @@ def test_it_is_refused_by_name_in_time_and_in_little_memory(case: str, outcomes)
 
 def test_a_place_in_the_memo_must_be_the_next_one():
     """Every pickler counts them up; a list that grows to any index would fill the memory."""
-    assert read_pickle(b"\x80\x02K\x07q\x00h\x00.", allowed_global, {}) == 7
-    assert read_pickle(b"\x80\x02K\x07r\x00\x00\x00\x00h\x00.", allowed_global, {}) == 7
+    assert read_pickle(b"\x80\x02K\x07q\x00h\x00.") == 7
+    assert read_pickle(b"\x80\x02K\x07r\x00\x00\x00\x00h\x00.") == 7
     for skipped in (b"q\x01", b"r\x01\x00\x00\x00", b"r\xff\xff\xff\xff"):
         # Without the check the value would land in place 0, and be found there.
         with pytest.raises(DamagedCheckpointError, match="memo indices in order"):
-            read_pickle(b"\x80\x02K\x07" + skipped + b"h\x00.", allowed_global, {})
+            read_pickle(b"\x80\x02K\x07" + skipped + b"h\x00.")
 
 
 def test_a_name_that_comes_twice_is_refused():
     """No pickler writes one twice, and readers need not agree on which of them counts."""
     once = hostile.text("w") + b"K\1"
-    assert read_pickle(b"\x80\x02}(" + once + b"u.", allowed_global, {}) == {"w": 1}
+    assert read_pickle(b"\x80\x02}(" + once + b"u.") == {"w": 1}
     for twice in (b"}(" + once * 2 + b"u.", b"}(" + once + b"u" + once + b"s."):
         with pytest.raises(DamagedCheckpointError, match="each name once"):
-            read_pickle(b"\x80\x02" + twice, allowed_global, {})
+            read_pickle(b"\x80\x02" + twice)
 
 
 def test_every_error_can_be_printed_whatever_it_quotes():

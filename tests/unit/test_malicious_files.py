@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,20 @@ def the_manifest(path: Path) -> tuple[Path, Any]:
     return file, records.decode_record(file.read_bytes())
 
 
+def file_of(path: Path, name: str) -> Path:
+    """Returns the file that a checkpoint has for something."""
+    if "." in name:
+        return path / name
+    file, manifest = the_manifest(path)
+    keys = {"manifest": file.name, "table": manifest.table.key}
+    return path / keys[name] if name in keys else checkpoints.data_file(path)
+
+
 def signed(path: Path, **changes: Any) -> None:
     """Writes the manifest again, with other fields and a digest that fits."""
-    file, manifest = the_manifest(path)
+    file, _ = the_manifest(path)
     fields = json.loads(file.read_bytes())["record"] | changes
-    body = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    del manifest
-    file.write_bytes(
-        b'{"digest":"' + digest_bytes(body).hex().encode() + b'","record":' + body + b"}\n"
-    )
+    file.write_bytes(records.sealed("record", records.canonical(fields)))
 
 
 def with_table(path: Path, change: Callable[[ChunkTable], ChunkTable]) -> None:
@@ -223,13 +229,7 @@ def test_a_save_replaces_links_and_writes_nothing_through_them(ours: Path, secre
 @pytest.mark.parametrize("name", ["manifest", ".metadata", "table", "data"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
 def test_what_is_no_file_is_an_error_and_nobody_waits(ours: Path, name: str, kind: str):
-    file, manifest = the_manifest(ours)
-    victim = {
-        "manifest": file,
-        ".metadata": ours / ".metadata",
-        "table": ours / manifest.table.key,
-        "data": checkpoints.data_file(ours),
-    }[name]
+    victim = file_of(ours, name)
     victim.unlink()
     if kind == "pipe":
         os.mkfifo(victim)
@@ -238,17 +238,11 @@ def test_what_is_no_file_is_an_error_and_nobody_waits(ours: Path, name: str, kin
     else:
         victim.symlink_to("/dev/zero")
     if name == ".metadata":
-        with pytest.raises(CheckpointError) if kind != "directory" else _nothing():
+        with pytest.raises(CheckpointError) if kind != "directory" else nullcontext():
             load(ours)
         return
     with pytest.raises(CheckpointError):
         load(ours)
-
-
-class _nothing:  # noqa: N801
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.fixture
@@ -269,17 +263,11 @@ def little_memory():
 def test_a_file_of_64_gigabytes_of_nothing_is_not_taken_into_memory(
     ours: Path, tmp_path: Path, name: str, little_memory: None
 ):
-    file, manifest = the_manifest(ours)
     if name == "model.safetensors":
         ours = tmp_path / "hub"
         ours.mkdir()
         (ours / name).write_bytes(hostile.header({"w": hostile.tensor([1 << 34], 0, 1 << 36)}))
-    victim = {
-        "manifest": file,
-        "table": ours / manifest.table.key,
-        "data": ours / manifest.files[0].key,
-        "model.safetensors": ours / "model.safetensors",
-    }[name]
+    victim = file_of(ours, name)
     os.truncate(victim, (64 << 30) + (victim.stat().st_size if name.startswith("model") else 0))
     if name == "data":
         # Zeros behind a data file change nothing that is loaded.
