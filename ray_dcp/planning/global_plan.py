@@ -8,10 +8,12 @@ part of it: its files, in the order of their bytes.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, overload
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,16 @@ import numpy.typing as npt
 from ray_dcp.core.checksums import block_bytes_for_many
 from ray_dcp.core.columns import check
 from ray_dcp.core.grouping import run_of
-from ray_dcp.core.values import ChunkTable, Columns, FilePlan, GlobalPlan, RankPlan, ValueGroups
+from ray_dcp.core.packing import pack, unpack
+from ray_dcp.core.values import (
+    NO_GROUPS,
+    ChunkTable,
+    Columns,
+    FilePlan,
+    GlobalPlan,
+    RankPlan,
+    ValueGroups,
+)
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
@@ -101,7 +112,7 @@ def make_plan(
         part_bytes=part_bytes,
     )
     groups = group_values(held, boxes, pieces.differing)
-    return plan_of_layout(held, pieces, layout, groups, len(columns), container)
+    return _plan_of_layout(held, pieces, layout, groups, len(columns), container)
 
 
 def _check_request(
@@ -128,7 +139,7 @@ def _check_request(
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
 
 
-def plan_of_layout(
+def _plan_of_layout(
     held: Held,
     pieces: Pieces,
     layout: Layout,
@@ -136,16 +147,6 @@ def plan_of_layout(
     world_size: int,
     container: str,
 ) -> GlobalPlan:
-    """Returns the plan of a layout.
-
-    Args:
-        held: Items of the ranks.
-        pieces: What they write.
-        layout: Where.
-        groups: Which contents have to be equal for it to be used again.
-        world_size: Number of ranks.
-        container: As for `make_plan`.
-    """
     row = pieces.held[layout.piece]
     fixed = layout.payload_bytes >= 0
     blocks = block_bytes_for_many(np.maximum(layout.payload_bytes, 0))
@@ -186,16 +187,13 @@ def plan_of_layout(
         digest=b"",
         groups=groups,
     )
-    return replace(plan, digest=digest_of(plan))
+    return replace(plan, digest=_digest_of(plan))
 
 
-def digest_of(plan: GlobalPlan) -> bytes:
+def _digest_of(plan: GlobalPlan) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
-
-    Args:
-        plan: All but its digest; with the rows of all that it plans.
     """
     table, groups = plan.table, plan.groups
     choices = (plan.world_size, plan.container)
@@ -216,6 +214,59 @@ def digest_of(plan: GlobalPlan) -> bytes:
     return state.digest()
 
 
+_TABLE_ROWS = (
+    "tensor", "offset", "size", "file", "item_offset", "item_bytes", "payload_offset",
+    "payload_bytes", "block_bytes",
+)  # fmt: skip
+_packed: WeakKeyDictionary[GlobalPlan, bytes] = WeakKeyDictionary()
+
+
+def pack_for_commit(plan: GlobalPlan) -> bytes:
+    """Returns what the commit of a plan needs of it: of many rows about a byte each.
+
+    Who writes which bytes of what, and which contents have to be equal, is left out.
+
+    Complexity:
+        O(chunks), about 0.4 us each, once for all saves of a plan.
+    """
+    data = _packed.get(plan)
+    if data is None:
+        table = plan.table
+        runs = np.bincount(table.file, minlength=len(table.files))
+
+        def packed(rows: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+            return rows.dtype.str, rows.shape, pack([*rows.reshape(len(rows), -1).T], runs)
+
+        rows = {name: packed(getattr(table, name)) for name in _TABLE_ROWS}
+        nothing = np.zeros(0, dtype=np.int64)
+        few = replace(
+            plan,
+            table=replace(table, **dict.fromkeys([*_TABLE_ROWS, "check_start"], nothing)),
+            source_rank=nothing.astype(np.int32),
+            source_row=nothing.astype(np.int32),
+            source_start=nothing,
+            file_headers=(),
+            groups=NO_GROUPS,
+        )
+        data = pickle.dumps((few, runs, rows, packed(plan.source_row)), pickle.HIGHEST_PROTOCOL)
+        _packed[plan] = data
+    return data
+
+
+def unpack_for_commit(data: bytes) -> GlobalPlan:
+    """Returns the plan of which `pack_for_commit` made these bytes, without what it left out."""
+    few, runs, rows, source_row = pickle.loads(data)
+
+    def unpacked(dtype: str, shape: tuple[int, ...], packed: bytes) -> npt.NDArray[Any]:
+        columns = unpack(packed, shape[1] if len(shape) > 1 else 1, runs)
+        return np.stack(columns, axis=1).astype(dtype).reshape(shape)
+
+    own = {name: unpacked(*packed) for name, packed in rows.items()}
+    own["check_start"] = np.zeros(len(own["file"]) + 1, dtype=np.int64)
+    table = replace(few.table, **own)
+    return replace(few, table=table, source_row=unpacked(*source_row))
+
+
 def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
     """Returns what one rank writes. No files when it has nothing to write.
 
@@ -233,9 +284,6 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
         raise InvalidRequestError(
             f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
         )
-    part = plan.part_of(rank)
-    if part is not None:
-        return part
     # Invariant: files are in the order of their ranks.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))

@@ -466,7 +466,7 @@ def balance(world_size: int, shapes: dict[str, tuple[int, ...]], layers: int) ->
     writers, busy = written[written > 0], on_nodes[on_nodes > 0]
     return Balance(
         writers.max() / writers.mean(), busy.max() / busy.mean(), writers.min() / (1 << 20),
-        len(writers), len(busy), len(plan.files),
+        len(writers), len(busy), len(plan.table.files),
     )  # fmt: skip
 
 

@@ -22,10 +22,9 @@ from ray_dcp.format.manifest import FORMAT_VERSION, decode_record
 from ray_dcp.format.table import decode_table
 from ray_dcp.io.checkpoint import newest_record
 from ray_dcp.options import SaveOptions
-from ray_dcp.planning import structural
 from ray_dcp.store.opening import open_storage
 from tests import warm_ranks
-from tests.crash.array_states import ArrayCapture, State, same_state
+from tests.crash.array_states import State, same_state
 from tests.crash.ranks import load_state
 from tests.warm_ranks import Warm
 
@@ -39,17 +38,6 @@ ARRAYS = {
     "empty": np.zeros((0, 4), np.float32),
 }
 OBJECTS = ARRAYS | {"step": 7, "note": "golden"}
-SLABS = {"w": np.arange(320.0).reshape(32, 10), "b": np.arange(16), "step": 7}
-STAGES = [
-    {f"{stage}.a": np.arange(stage, 96.0 + stage).reshape(24, 4), f"{stage}.b": np.arange(32),
-     "rep.tied": np.arange(2000) + 1.5, "step": 3, f"rep.{stage}.scalar": np.array(stage)}
-    for stage in range(3)
-]  # fmt: skip
-
-
-def of_stage(state: State, rank: int, world_size: int) -> ArrayCapture:
-    """Of each 8 ranks, 4 have a quarter each, and the others the same."""
-    return ArrayCapture(state, rank % 4, 4)
 
 
 @dataclass(frozen=True)
@@ -75,8 +63,6 @@ CASES = {
     "safetensors": Golden([ARRAYS] * 3, 8, 8, container="safetensors"),
     "objects": Golden([OBJECTS] * 3, 10, 10, stock_metadata=True),
     "groups": Golden([OBJECTS] * 3, 16, 10, groups=3),
-    "regular": Golden([SLABS] * 8, 5, 17),
-    "stages": Golden([STAGES[rank // 8] for rank in range(24)], 17, 29),
 }
 
 
@@ -91,15 +77,11 @@ def saved(name: str, path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_ranks, "new_attempt", lambda: ATTEMPT)
         patch.setattr(table_format, "GROUP_ROWS", 3 if case.groups > 1 else 1 << 16)
-        if name in ("regular", "stages"):
-            patch.setattr(structural, "MANY_ROWS", 0)
-            patch.setattr(structural, "LEAST_RANKS_A_CLASS", 1)
         options = SaveOptions(
             num_threads=1, container=case.container, stock_metadata=case.stock_metadata
         )
         warm = Warm(len(case.states), str(path))
-        capture = of_stage if name == "stages" else ArrayCapture
-        for result in warm.save(list(case.states), options=options, capture=capture):
+        for result in warm.save(list(case.states), options=options):
             result.get()
 
 

@@ -37,7 +37,6 @@ from ray_dcp.format.table import (
 )
 from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.planning import structural
 from ray_dcp.planning.reads import Wanted, plan_reads
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.memory import MemoryStorage
@@ -371,12 +370,7 @@ def test_a_rank_reads_its_part_of_the_table_alone(saved):
     assert checkpoint.narrow([], []) is part
 
 
-@pytest.mark.parametrize("structural_plan", [False, True])
-def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(
-    structural_plan, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(structural, "MANY_ROWS", 0 if structural_plan else 1 << 60)
-    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
+def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(tmp_path):
 
     states = [
         {"a": torch.arange(9.0), "n": 7}
@@ -385,7 +379,7 @@ def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(
     ]
     save_on_ranks(states, tmp_path, WITHOUT)
     storage = open_storage(str(tmp_path))
-    assert (manifest_of(storage)[1].table_end is None) == structural_plan
+    assert manifest_of(storage)[1].table_end is not None
     whole = read_checkpoint(storage).table
     for number in np.flatnonzero(whole.kind == Kind.OBJECT).tolist():
         part = opened(storage).narrow([], [number])
@@ -404,10 +398,7 @@ def test_each_rank_gets_its_own_objects_of_a_part_of_the_table(
             assert loaded[f"o{i}"].value == {"of": "x" * (50 * rank), "i": i}
 
 
-@pytest.mark.parametrize("structural_plan", [False, True])
-def test_the_collector_is_not_paused_while_storage_is_waited_for(structural_plan, monkeypatch):
-    monkeypatch.setattr(structural, "MANY_ROWS", 0 if structural_plan else 1 << 60)
-    monkeypatch.setattr(structural, "LEAST_RANKS_A_CLASS", 0)
+def test_the_collector_is_not_paused_while_storage_is_waited_for():
     enabled = []
 
     class Watching(MemoryStorage):
@@ -415,11 +406,11 @@ def test_the_collector_is_not_paused_while_storage_is_waited_for(structural_plan
             enabled.append(gc.isenabled())
             return super().read(key, start, num_bytes)
 
-    storage = Watching(f"table-groups-collector-{structural_plan}")
+    storage = Watching("table-groups-collector")
     state = {"w": np.arange(384.0).reshape(64, 6), "o": {"step": 1}}
     save_state(storage, state, 8, options=WITHOUT)
     read_checkpoint(storage)
-    assert (manifest_of(storage)[1].table_end is None) == structural_plan
+    assert manifest_of(storage)[1].table_end is not None
     first = opened(storage)
     first.narrow([], [0])
     first.know_checks()
@@ -444,7 +435,7 @@ def test_a_damaged_group_is_told_by_who_needs_it(saved):
     _, manifest = manifest_of(saved)
     key, data = manifest.table.key, saved.read(manifest.table.key)
     checkpoint = opened(saved)
-    index = checkpoint.chunks._rows._table.index
+    index = checkpoint.chunks._table.index
     last = index.num_groups - 1
     saved.write(key, flipped(data, int(index.start[last]) + 5))
     whole_names = checkpoint.tensors.names
