@@ -20,8 +20,7 @@ from ray_dcp.core.grouping import within
 from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.manifest import FileEntry, Manifest
-from ray_dcp.format.table import GroupedTable, decode_table
-from ray_dcp.format.table_file import MAX_TABLE_BYTES
+from ray_dcp.format.table import MAX_TABLE_BYTES, GroupedTable, decode_table
 from ray_dcp.format.table_places import (
     DeferredRows,
     checks_follow,
@@ -276,7 +275,7 @@ class TableParts:
         self._manifest = manifest
         end = verified_end(storage, manifest)
         with collector_paused():
-            self._table = GroupedTable.from_end(end, manifest.table.num_bytes)
+            self._table = GroupedTable(end, manifest.table.num_bytes)
         self.tensors = self._table.tensors
         files = [key.replace("{attempt}", manifest.attempt) for key in self.tensors.files]
         check_against(manifest, self.tensors.num_tensors, self._table.num_chunks, files)
@@ -308,17 +307,16 @@ class TableParts:
         return CheckFile(self._storage, self._manifest, self._read(groups))
 
     def _read(self, groups: Int64Array) -> ChunkTable:
+        found: dict[int, memoryview] = {}
         # Groups that follow each other are read together.
         for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
-            numbers = [number for _, number in run]
-            low, high = self._table.span(numbers[0])[0], self._table.span(numbers[-1])[1]
+            spans = [(number, *self._table.span(number)) for _, number in run]
+            first, end = spans[0][1], spans[-1][2]
             key = self._manifest.table.key
-            data = memoryview(verified_bytes(self._storage, key, low, high - low))
-            for number in numbers:
-                begin, end = self._table.span(number)
-                self._table.take(number, data[begin - low : end - low])
+            data = memoryview(verified_bytes(self._storage, key, first, end - first))
+            found |= {number: data[low - first : high - first] for number, low, high in spans}
         with collector_paused():
-            return self._table.chunks(groups.tolist())
+            return self._table.chunks(found)
 
 
 def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from ray_dcp.core.checksums import block_bytes_for_many
 from ray_dcp.core.columns import check
 from ray_dcp.core.grouping import run_of
-from ray_dcp.core.packing import pack, unpack
 from ray_dcp.core.values import (
     NO_GROUPS,
     ChunkTable,
@@ -32,6 +31,7 @@ from ray_dcp.core.values import (
     ValueGroups,
 )
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
 from ray_dcp.planning.sharing import Pieces, share_out
@@ -214,57 +214,44 @@ def _digest_of(plan: GlobalPlan) -> bytes:
     return state.digest()
 
 
-_TABLE_ROWS = (
-    "tensor", "offset", "size", "file", "item_offset", "item_bytes", "payload_offset",
-    "payload_bytes", "block_bytes",
-)  # fmt: skip
-_packed: WeakKeyDictionary[GlobalPlan, bytes] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[GlobalPlan, bytes] = WeakKeyDictionary()
+
+
+def encoded_table(plan: GlobalPlan) -> bytes:
+    """Returns the planned chunk table as it is stored, encoded once for all saves of a plan."""
+    data = _tables.get(plan)
+    if data is None:
+        data = _tables[plan] = encode_table(plan.table)
+    return data
 
 
 def pack_for_commit(plan: GlobalPlan) -> bytes:
-    """Returns what the commit of a plan needs of it: of many rows about a byte each.
+    """Returns what the commit of a plan needs of it, of many rows about a byte each.
 
     Who writes which bytes of what, and which contents have to be equal, is left out.
-
-    Complexity:
-        O(chunks), about 0.4 us each, once for all saves of a plan.
     """
-    data = _packed.get(plan)
-    if data is None:
-        table = plan.table
-        runs = np.bincount(table.file, minlength=len(table.files))
-
-        def packed(rows: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
-            return rows.dtype.str, rows.shape, pack([*rows.reshape(len(rows), -1).T], runs)
-
-        rows = {name: packed(getattr(table, name)) for name in _TABLE_ROWS}
-        nothing = np.zeros(0, dtype=np.int64)
-        few = replace(
-            plan,
-            table=replace(table, **dict.fromkeys([*_TABLE_ROWS, "check_start"], nothing)),
-            source_rank=nothing.astype(np.int32),
-            source_row=nothing.astype(np.int32),
-            source_start=nothing,
-            file_headers=(),
-            groups=NO_GROUPS,
-        )
-        data = pickle.dumps((few, runs, rows, packed(plan.source_row)), pickle.HIGHEST_PROTOCOL)
-        _packed[plan] = data
-    return data
+    few = {
+        **vars(plan),
+        "table": encoded_table(plan),
+        "source_rank": None,
+        "source_row": plan.source_row[plan.table.payload_offset < 0],
+        "source_start": None,
+        "file_headers": (),
+        "groups": NO_GROUPS,
+    }
+    return pickle.dumps(few, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_for_commit(data: bytes) -> GlobalPlan:
     """Returns the plan of which `pack_for_commit` made these bytes, without what it left out."""
-    few, runs, rows, source_row = pickle.loads(data)
-
-    def unpacked(dtype: str, shape: tuple[int, ...], packed: bytes) -> npt.NDArray[Any]:
-        columns = unpack(packed, shape[1] if len(shape) > 1 else 1, runs)
-        return np.stack(columns, axis=1).astype(dtype).reshape(shape)
-
-    own = {name: unpacked(*packed) for name, packed in rows.items()}
-    own["check_start"] = np.zeros(len(own["file"]) + 1, dtype=np.int64)
-    table = replace(few.table, **own)
-    return replace(few, table=table, source_row=unpacked(*source_row))
+    few = pickle.loads(data)
+    table = decode_table(few["table"])
+    row = np.zeros(table.num_chunks, dtype=np.int32)
+    row[table.payload_offset < 0] = few["source_row"]
+    known = {"table": table, "source_rank": 0 * row, "source_row": row, "source_start": 0 * row}
+    plan = GlobalPlan(**{**few, **known})
+    _tables[plan] = few["table"]
+    return plan
 
 
 def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:

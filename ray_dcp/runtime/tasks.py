@@ -55,7 +55,7 @@ from ray_dcp.io.records import read_slots
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.planning.finish import checked_receipts, finish_table
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan, rank_plan
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
 from ray_dcp.planning.merge import with_contents
 from ray_dcp.planning.reads import Ranges, share_reads
 from ray_dcp.planning.regular import Regular, infer
@@ -254,7 +254,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         InternalError: Receipts and plan do not fit.
         DamagedCheckpointError: A receipt has changed on its way.
     """
-    plan, key = task.plan, f"chunks.{task.attempt}.parquet"
+    plan, key = task.plan, f"chunks.{task.attempt}.table"
     places, receipts = checked_receipts(plan, task.attempt, join_receipts(task.receipts))
     table = _shared_table(plan) if plan.checks_at_end else _own_table(task, receipts)
     metadata = None
@@ -306,7 +306,7 @@ def _shared_table(plan: GlobalPlan) -> _Table:
     """Returns the chunk table, which is encoded once for all saves of a plan."""
     found = _shared.get(plan)
     if found is None:
-        found = _shared[plan] = _table(encode_table(plan.table))
+        found = _shared[plan] = _table(encoded_table(plan))
     return found
 
 

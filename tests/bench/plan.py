@@ -486,7 +486,7 @@ def plan(tensors: int, largest: int) -> int:
     for count, layout in (*((tensors, sort) for sort in sorts), (1, "irregular")):
         for world in worlds:
             found = measured(measure, world, count, layout, 1 + WARM_SAVES)
-            table = sum(size for key, size in found["files"].items() if "parquet" in key)
+            table = sum(size for key, size in found["files"].items() if key.endswith(".table"))
             rows = world * count
             cold, *again = found["saves"]
             warm = sorted(again, key=lambda cost: sum(cost["cpu_s"].values()))[len(again) // 2]

@@ -62,7 +62,7 @@ def test_ranks_load_by_their_part_of_a_large_table(tmp_path):
     path = str(tmp_path / "c")
     with WorkerGroup(2, run_timeout_s=180) as ranks:
         ranks.run(save, path)
-        (table,) = Path(path).glob("chunks.*.parquet")
+        (table,) = Path(path).glob("chunks.*.table")
         assert end_of(table.read_bytes()) is not None
         found = ranks.run(load, path)
     assert [(whole, wrong) for _, whole, wrong in found] == [(2 * TENSORS + 1, 0)] * 2

@@ -20,7 +20,7 @@ def test_the_second_save_is_warm(layout):
     assert [save["rows moved"] for save in found["saves"]] == [15, 0, 0]
     assert ["MakePlan" in save["cpu_s"] for save in found["saves"]] == [True, False, False]
     assert {save["messages"] for save in found["saves"]} == {6}
-    assert any(key.endswith(".parquet") for key in found["files"])
+    assert any(key.endswith(".table") for key in found["files"])
 
 
 def test_of_many_ranks_that_hold_the_same_one_sends_it(monkeypatch):

@@ -273,6 +273,6 @@ def test_a_small_load_reads_each_file_that_tells_of_it_once(tmp_path, monkeypatc
     monkeypatch.setattr(LocalStorage, "read", counted)
     ray_dcp.load(blank(), checkpoint_id=tmp_path, no_dist=True)
     (data,) = tmp_path.glob("*.distcp")
-    (table,) = tmp_path.glob("*.parquet")
+    (table,) = tmp_path.glob("*.table")
     # Of the data file its end; what it holds goes straight into the targets.
     assert sorted(reads) == sorted([".metadata", "manifest-00000001.json", table.name, data.name])

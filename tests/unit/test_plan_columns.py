@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
+from ray_dcp.core.packing import pack_record, unpack_record
 from ray_dcp.core.values import Columns, Kind
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 
@@ -51,25 +51,15 @@ def test_bytes_that_are_no_columns_are_an_error_of_ours(data: bytes) -> None:
         decode(data)
 
 
-def test_another_arrow_stream_is_no_columns() -> None:
-    batch = pa.RecordBatch.from_pydict({"name": pa.array([1])})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
+def test_another_record_is_no_columns() -> None:
     with pytest.raises(InternalError):
-        decode(sink.getvalue().to_pybytes())
+        decode(pack_record({"form": 3}, []))
 
 
 def test_another_version_is_told_as_such() -> None:
-    data = encode(some())
-    with pa.ipc.open_stream(data) as stream:
-        table = stream.read_all()
-    metadata = {**table.schema.metadata, b"ray_dcp.columns": b"9"}
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema.with_metadata(metadata)) as out:
-        out.write_table(table)
+    fields, frames = unpack_record(encode(some()))
     with pytest.raises(RankDisagreementError, match="found form 9: run the same version"):
-        decode(sink.getvalue().to_pybytes())
+        decode(pack_record({**fields, "form": 9}, list(map(bytes, frames))))
 
 
 @pytest.mark.parametrize(
