@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -226,29 +226,34 @@ def decode(data: bytes) -> Columns:
     """
     try:
         fields, (words, frame) = unpack_record(data)
-        if fields["form"] != _FORM:
-            raise RankDisagreementError(
-                f"expected items in form {_FORM}, but found form {fields['form']}: run the same "
-                f"version of ray_dcp on all ranks"
-            )
-        names, paths, dtypes = _vocabulary(bytes(words), fields["text_bytes"])
-        width = fields["width"]
-        types = [*_FLAT.values(), *[np.int64] * (len(_BOXES) * width)]
-        arrays = unpack(frame, types, np.array([fields["rows"]]))
-        flat: dict[str, Any] = dict(zip(_FLAT, arrays, strict=False))
-        boxes = np.array(arrays[len(_FLAT) :]).reshape(len(_BOXES), width, fields["rows"])
-        places: dict[str, Any] = {
-            key: np.ascontiguousarray(box.T) for key, box in zip(_BOXES, boxes, strict=True)
-        }
-        columns = Columns(names=names, paths=paths, dtypes=dtypes, **flat, **places)
-        wrong = check(columns)
+        form = fields["form"]
+        columns = _decoded(fields, words, frame) if form == _FORM else None
+        wrong = [] if columns is None else check(columns)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InternalError(
             f"expected a rank's items, but found bytes that are none: {error!r}"
         ) from error
+    if columns is None:
+        raise RankDisagreementError(
+            f"expected items in form {_FORM}, but found form {form}: run the same version of "
+            f"ray_dcp on all ranks"
+        )
     if wrong:
         raise InternalError("a rank's items arrived broken: " + "; ".join(wrong))
     return columns
+
+
+def _decoded(fields: Mapping[str, Any], words: memoryview, frame: memoryview) -> Columns:
+    names, paths, dtypes = _vocabulary(bytes(words), fields["text_bytes"])
+    width, count = fields["width"], fields["rows"]
+    types = [*_FLAT.values(), *[np.int64] * (len(_BOXES) * width)]
+    arrays = unpack(frame, types, np.array([count]))
+    flat: dict[str, Any] = dict(zip(_FLAT, arrays, strict=False))
+    boxes = np.array(arrays[len(_FLAT) :]).reshape(len(_BOXES), width, count)
+    places: dict[str, Any] = {
+        key: np.ascontiguousarray(box.T) for key, box in zip(_BOXES, boxes, strict=True)
+    }
+    return Columns(names=names, paths=paths, dtypes=dtypes, **flat, **places)
 
 
 @lru_cache(maxsize=64)

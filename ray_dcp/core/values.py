@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -285,7 +286,7 @@ class GlobalPlan:
         """
         return self.container == "torch_save"
 
-    @property
+    @cached_property
     def fixed_bytes(self) -> int:
         """Raw bytes of all chunks that are not deferred."""
         fixed = self.table.payload_bytes

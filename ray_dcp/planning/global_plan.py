@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any, overload
 from weakref import WeakKeyDictionary
@@ -230,8 +230,7 @@ def pack_for_commit(plan: GlobalPlan) -> bytes:
 
     Who writes which bytes of what, and which contents have to be equal, is left out.
     """
-    few = {
-        **vars(plan),
+    few = {field.name: getattr(plan, field.name) for field in fields(plan)} | {
         "table": encoded_table(plan),
         "source_rank": None,
         "source_row": plan.source_row[plan.table.payload_offset < 0],

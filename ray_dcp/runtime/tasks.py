@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -150,7 +150,7 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
         columns = known.get(name) if name else None
         if columns is None:
             columns = known[name] = decode(encoded)
-            if name and _fingerprint(columns, task) != name:
+            if name and fingerprint(columns, **_options(task)) != name:
                 raise RankDisagreementError(
                     f"expected the items of rank {rank} to have the fingerprint that it sent, but "
                     f"they have another one: run the same version of ray_dcp on all ranks",
@@ -196,7 +196,7 @@ def _on_mesh(
     regular: Regular,
 ) -> Iterator[tuple[int, Columns]]:
     """Yields which ranks without rows hold, by their fingerprints, what is at their places."""
-    names = _names(task, regular.first)
+    names = Fingerprints(regular.first, **_options(task))
     # Why of the second half: a mesh was made of ranks of the first. Why at all: irregular slabs
     # look like a mesh at first, and to follow that for all ranks takes long.
     some = np.unique(np.linspace(len(ranks) // 2, len(ranks) - 1, SAMPLES).astype(np.int64))
@@ -210,25 +210,14 @@ def _on_mesh(
             yield rank, for_rank(columns, rank, len(task.columns)) if names.has_own else columns
 
 
-def _names(task: MakePlan, first: Columns) -> Fingerprints:
-    return Fingerprints(
-        first,
-        world_size=len(task.columns),
-        container=task.container,
-        part_bytes=task.part_bytes,
-        to_lowest_rank=task.to_lowest_rank,
-    )
-
-
-def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
-    """Returns the fingerprint of columns under the options of a task."""
-    return fingerprint(
-        columns,
-        world_size=len(task.columns),
-        container=task.container,
-        part_bytes=task.part_bytes,
-        to_lowest_rank=task.to_lowest_rank,
-    )
+def _options(task: MakePlan) -> dict[str, Any]:
+    """Returns what fingerprints depend on beside the columns."""
+    return {
+        "world_size": len(task.columns),
+        "container": task.container,
+        "part_bytes": task.part_bytes,
+        "to_lowest_rank": task.to_lowest_rank,
+    }
 
 
 MOST_KEPT_BYTES = 64 << 20

@@ -91,18 +91,6 @@ def test_receipts_have_no_checksums_and_files_end_with_them(staged):
     assert same_state(sample_state(1), load_state(storage, sample_state(1), 2))
 
 
-def test_stock_dcp_loads_them():
-    for metadata in (True, "later"):
-        storage = MemoryStorage("end-checks")
-        storage.delete([entry.key for entry in storage.list()])
-        save_state(
-            storage, {"w": np.arange(99.0)}, 2,
-            options=SaveOptions(num_threads=1, stock_metadata=metadata),
-        )  # fmt: skip
-        keys = {entry.key for entry in storage.list()}
-        assert ".metadata" in keys
-
-
 def test_stock_dcp_loads_what_one_process_saved(tmp_path):
     ray_dcp.save(STATE, checkpoint_id=tmp_path)
     wanted = blank()

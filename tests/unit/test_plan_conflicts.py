@@ -163,24 +163,6 @@ def test_a_regular_layout_with_some_ranks_in_conflict_is_told_as_by_the_rows():
     ]
 
 
-def test_all_ranks_of_a_mesh_that_list_an_item_twice_are_told():
-
-    def fill(rank: int):
-        builder = ColumnsBuilder()
-        for _ in range(2):
-            builder.tensor("w", "float32", (2 * WORLD_SIZE,), offset=(2 * rank,), size=(2,))
-        return builder.build()
-
-    with pytest.raises(PlanConflictError) as caught:
-        planned([fill(rank) for rank in range(WORLD_SIZE)], {0, *(1 << n for n in range(7))})
-    lines = str(caught.value).splitlines()[1:]
-    expected = [
-        f"  'w': [{2 * rank}:{2 * rank + 2}] is listed more than once by rank {rank}"
-        for rank in range(WORLD_SIZE)
-    ]
-    assert lines == expected
-
-
 @pytest.mark.parametrize("rank", range(3))
 def test_a_gap_alone_stays_a_coverage_error(tmp_path, rank):
     states = [{"w": Boxes(*([(3 * r, min(3 * r + 3, 8))] * (r != rank)))} for r in range(3)]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import ray_dcp
 from ray_dcp.format.manifest import Manifest, decode_record
@@ -11,6 +10,7 @@ from ray_dcp.format.metadata import encode_metadata, fill_metadata, metadata_tem
 from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import SaveOptions
+from ray_dcp.planning import global_plan
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import tasks
 from ray_dcp.store.opening import open_storage
@@ -36,7 +36,8 @@ def test_it_loads_verifies_and_is_encoded_once(container, tmp_path, monkeypatch)
         made.append(table)
         return encode_table(table)
 
-    monkeypatch.setattr(tasks, "encode_table", counted)
+    for module in (tasks, global_plan):
+        monkeypatch.setattr(module, "encode_table", counted)
     warm = Warm(2, str(tmp_path / "ckpt"))
     tables = []
     for step in range(3):
@@ -92,14 +93,3 @@ def test_an_id_that_is_a_name_as_well_is_encoded_as_ever():
         assert filled == encode_metadata(final, checkpoint_id=url, attempt=attempt)
     assert fill_metadata(template, checkpoint_id=table.names[0], attempt=attempt) is None
     assert fill_metadata(template, checkpoint_id="x", attempt="short") is None
-
-
-def test_metadata_can_be_made_of_it(tmp_path):
-    state = {"w": torch.arange(99.0), "o": "x"}
-    ray_dcp.save(state, checkpoint_id=tmp_path, options=WITHOUT)
-    assert ray_dcp.write_metadata(tmp_path)
-    wanted = {"w": torch.zeros(99), "o": ""}
-    with pytest.warns(UserWarning, match="disabled"):
-        torch.distributed.checkpoint.load(wanted, checkpoint_id=tmp_path)
-    assert torch.equal(wanted["w"], state["w"])
-    assert wanted["o"] == "x"

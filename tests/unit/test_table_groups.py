@@ -317,14 +317,6 @@ def test_the_collector_is_not_paused_while_storage_is_waited_for():
     assert all(enabled)
 
 
-def test_who_asks_for_all_gets_all(saved):
-    whole = read_checkpoint(saved).table
-    checkpoint = opened(saved)
-    assert difference(replace(checkpoint.table, checks=whole.checks), whole) == []
-    checkpoint.know_checks()
-    assert difference(checkpoint.table, whole) == []
-
-
 def flipped(data, at):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
