@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ray_dcp.core import packing
-from ray_dcp.core.values import Kind
+from ray_dcp.core.values import IntKey, Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format import table as tb
 from ray_dcp.format.table_check import check_table
@@ -67,6 +67,12 @@ def test_a_table_is_read_back_with_equal_values_types_and_order(name):
     data = tb.encode_table(table)
     assert difference(tb.decode_table(data), table) == []
     assert tb.encode_table(table) == data
+
+
+def test_a_number_as_a_key_in_a_path_is_not_its_text_nor_an_index():
+    table = changed(mixed_table(), paths=(("m", IntKey(7), "7", 7), *mixed_table().paths[1:]))
+    (path, *_) = tb.decode_table(tb.encode_table(table)).paths
+    assert (path, [*map(type, path)]) == (("m", "7", "7", 7), [str, IntKey, str, int])
 
 
 def changed(table, **arrays):

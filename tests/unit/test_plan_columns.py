@@ -9,7 +9,7 @@ import pytest
 
 from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
 from ray_dcp.core.packing import pack_record, unpack_record
-from ray_dcp.core.values import Columns, Kind
+from ray_dcp.core.values import Columns, IntKey, Kind
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 
 
@@ -22,7 +22,7 @@ def some() -> Columns:
     builder.tensor("model.w", "bfloat16", (4, 6), offset=(0, 0), size=(2, 6))
     builder.tensor("scale", "float32", (), value=2**64 - 1)
     builder.tensor("sub", "uint8", (3,), opaque=True)
-    builder.object("list.0.näme\ud800", path=("list", 0, "näme\ud800"), value=7)
+    builder.object("list.0.näme\ud800", path=("list", 0, IntKey(7), "näme\ud800"), value=7)
     return builder.build()
 
 
@@ -36,7 +36,8 @@ def test_columns_come_back_from_bytes_equal_in_every_field() -> None:
             assert np.array_equal(mine, theirs), field.name
         else:
             assert mine == theirs, field.name
-    assert got.paths == (("model", "w"), None, None, ("list", 0, "näme\ud800"))
+    assert got.paths == (("model", "w"), None, None, ("list", 0, "7", "näme\ud800"))
+    assert [*map(type, got.paths[3])] == [str, int, IntKey, str]
     assert got.kind.tolist() == [Kind.TENSOR] * 3 + [Kind.OPAQUE, Kind.OBJECT]
 
 

@@ -5,10 +5,13 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ray_dcp
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.planning.fingerprint import Fingerprints, fingerprint
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.planning.regular import infer, probes
 from ray_dcp.protocol import planning
@@ -53,6 +56,37 @@ def task_of(columns, sent):
     )
     contents = tuple(map(contents_of, columns))
     return MakePlan(rows, "torch_save", 1 << 20, False, contents, names)
+
+
+meshes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def layouts(draw):
+    mesh = draw(meshes)
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        ndim = draw(st.integers(1, 3))
+        placements = [draw(st.sampled_from([None, *range(ndim)])) for _ in mesh]
+        shape = [draw(st.integers(1, 4)) for _ in range(ndim)]
+        for length, axis in zip(mesh, placements, strict=True):
+            if axis is not None:
+                shape[axis] *= length
+        tensors.append((tuple(shape), placements))
+    return mesh, tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.booleans())
+def test_even_layouts_need_the_rows_of_a_few_ranks_alone(layout, objects):
+    mesh, tensors = layout
+    world_size = int(np.prod(mesh))
+    columns = [held_by(rank, mesh, tensors, objects) for rank in range(world_size)]
+    sent = set(probes(world_size))
+    planned = perform(task_of(columns, sent))
+    assert isinstance(planned, Planned)
+    by_rows = make_plan(columns, part_bytes=1 << 20, min_writer_bytes=MIN_WRITER_BYTES)
+    assert planned.plan.digest == by_rows.digest
 
 
 def test_an_uneven_last_rank_follows_too():
