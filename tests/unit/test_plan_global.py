@@ -11,6 +11,7 @@ from safetensors.numpy import load as load_safetensors
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.values import Columns, GlobalPlan, Kind
 from ray_dcp.errors import (
+    CoverageError,
     InvalidRequestError,
     UnsupportedValueError,
 )
@@ -232,3 +233,11 @@ def test_the_lowest_holder_writes_everything_when_asked_to():
     lowest = make_plan([columns() for _ in range(4)], to_lowest_rank=True)
     assert set(lowest.source_rank.tolist()) == {0}
     assert lowest.table.num_chunks == 3
+
+
+def test_a_gap_alone_is_a_coverage_error_also_on_one_rank() -> None:
+    columns = on_ranks(1, lambda b, _: b.tensor("w", "float32", (4,), offset=(1,), size=(2,)))
+    with pytest.raises(
+        CoverageError, match=r"2 of 4 elements, first \[0:1\]; the rest is on rank 0"
+    ):
+        make_plan(columns)
