@@ -68,7 +68,7 @@ def checkpoint(path: Path, found: ChunkTable, attempt: str, *, created_s: float 
     """Writes table and manifest of a checkpoint; its data files are not there."""
     path.mkdir(parents=True, exist_ok=True)
     data = encode_table(found)
-    entry = FileEntry(f"chunks.{attempt}.parquet", len(data), digest_bytes(data).hex())
+    entry = FileEntry(f"chunks.{attempt}.table", len(data), digest_bytes(data).hex())
     (path / entry.key).write_bytes(data)
     manifest = Manifest(
         attempt=attempt, epoch=1, world_size=len(found.files), container="safetensors",

@@ -2,14 +2,21 @@
 
 import dataclasses
 import io
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pytest
 
-from ray_dcp.core.checksums import block_bytes_for_many, num_blocks_many
+from ray_dcp.core.checksums import block_bytes_for_many, digest_bytes, num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
+from ray_dcp.core.grouping import offsets_of
+from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
 from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.format import table as table_format
 from ray_dcp.format.manifest import FileEntry, Manifest, PlaceRun
-from ray_dcp.format.table import encode_groups, group_bounds
+from ray_dcp.format.table import encode_table
 
 
 def saved(value, **how):
@@ -26,7 +33,7 @@ def manifest(**changes):
     fields = {
         "attempt": "a1", "epoch": 1, "world_size": 4, "container": "torch_save", "created_s": 1.5,
         "files": tuple(FileEntry(f"__{rank}_0.x", 9, "0f" * 16) for rank in range(4)),
-        "table": FileEntry("c.parquet", 10, "00" * 16), "metadata": None,
+        "table": FileEntry("c.table", 10, "00" * 16), "metadata": None,
         "replaced_metadata": None, "plan_digest": "00", "num_tensors": 1, "num_chunks": 4,
         "payload_bytes": 8, "previous_slot": 0, "deferred": (PlaceRun(64, 9, 1024, 4),),
     }  # fmt: skip
@@ -44,6 +51,7 @@ def table_of(tensors, *, files=("__0_0.a1.distcp",), checks=True, seed=0):
         return np.array(full, dtype=np.int64).reshape(len(full), width)
 
     rows = [(i, *chunk) for i, t in enumerate(tensors) for chunk in t[6]]
+    rows.sort(key=lambda row: row[3])
     payload = []
     for i, _, size, _ in rows:
         _, _, kind, dtype, *_ = tensors[i]
@@ -130,24 +138,75 @@ def slabs(world_size, shapes, objects=()):
     ]
     tensors.append(("nowhere", None, Kind.TENSOR, "int8", (0,), False, []))
     table = table_of(tensors, files=files, checks=False)
-    order = np.argsort(table.file, kind="stable")
-    columns = {
-        name: getattr(table, name)[order]
-        for name in (
-            "tensor", "offset", "size", "file", "item_offset", "item_bytes", "payload_offset",
-            "payload_bytes", "block_bytes",
-        )
-    }  # fmt: skip
-    late = np.isin(columns["tensor"], np.flatnonzero(table.kind == Kind.OBJECT))
-    for name in ("item_offset", "payload_offset"):
-        columns[name] = np.where(late, -1, columns[name])
-    return dataclasses.replace(table, **columns)
+    late = np.isin(table.tensor, np.flatnonzero(table.kind == Kind.OBJECT))
+    return dataclasses.replace(
+        table,
+        item_offset=np.where(late, -1, table.item_offset),
+        payload_offset=np.where(late, -1, table.payload_offset),
+    )
 
 
 def grouped_table():
     """A table on storage whose rows are in groups."""
-    table = slabs(4, [(9, 2), (8, 1)], objects=[2])
-    return encode_groups(table, group_bounds(table, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table_format, "GROUP_ROWS", 3)
+        return encode_table(slabs(4, [(9, 2), (8, 1)], objects=[2]))
+
+
+@dataclasses.dataclass
+class Stored:
+    """What the file of a chunk table says; columns are of int64."""
+
+    fields: dict[str, Any]
+    about: list[np.ndarray]
+    runs: list[np.ndarray]
+    index: list[np.ndarray]
+    boxes: list[np.ndarray]
+    groups: list[list[np.ndarray]]
+
+
+def forged(data: bytes, edit: Callable[[Stored], object]) -> bytes:
+    """The file of a table after an edit, in which all digests and lengths fit."""
+    end = len(data) - record_bytes(data)
+    fields, frames = unpack_record(data[end:])
+    width, count = fields["width"], len(fields["digests"]) // 32
+    shapes = (
+        (4 + width, len(fields["names"])), (1, len(fields["files"])), (4, count + 1),
+        (2 + 2 * width, fields["boxes"]),
+    )  # fmt: skip
+    found = Stored(
+        fields,
+        *(
+            unpack(frame, [np.int64] * columns, np.array([rows]))
+            for frame, (columns, rows) in zip(frames, shapes, strict=True)
+        ),
+        groups=[],
+    )
+    first = offsets_of(found.runs[0])
+    rows_of = [
+        found.runs[0][slice(*np.searchsorted(first, [low, high]))]
+        for low, high in pairwise(found.index[0].tolist())
+    ]
+    checks = []
+    for group, (low, high) in enumerate(pairwise(found.index[3].tolist())):
+        own = 8 * int(np.diff(found.index[2])[group])
+        checks.append(data[high - own : high])
+        found.groups.append(
+            unpack(data[low : high - own], [np.int64] * (6 + 2 * width), rows_of[group])
+        )
+    starts, digests = found.index[3].copy(), fields["digests"]
+    edit(found)
+    groups = [
+        pack(columns, runs if runs.sum() == len(columns[0]) else np.array([len(columns[0])])) + own
+        for columns, runs, own in zip(found.groups, rows_of, checks, strict=True)
+    ]
+    if found.fields.get("digests") == digests:
+        found.fields["digests"] = b"".join(map(digest_bytes, groups)).hex()
+    if np.array_equal(found.index[3], starts):
+        found.index[3] = offsets_of(np.array(list(map(len, groups)), dtype=np.int64))
+    parts = (found.about, found.runs, found.index, found.boxes)
+    frames = [pack(columns, np.array([len(columns[0])])) for columns in parts]
+    return b"".join([*groups, pack_record(found.fields, frames)])
 
 
 def difference(left, right):

@@ -37,7 +37,7 @@ from ray_dcp.protocol.messages import (
 KEY = OpKey("run", 0)
 TARGET = Target("memory://ckpt")
 NOTHING = RecordsRead(0, None, None, ())
-BUILT = CommitBuilt("chunks.a1.parquet", b"table", b"manifest", b"metadata")
+BUILT = CommitBuilt("chunks.a1.table", b"table", b"manifest", b"metadata")
 
 
 def empty_table(files=()) -> ChunkTable:

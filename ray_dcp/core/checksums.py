@@ -11,7 +11,6 @@ looks only at the items that `.metadata` names, and never at what is behind them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any, overload
 
 import numpy as np
@@ -149,18 +148,6 @@ def digest(checks: UInt64Array) -> bytes:
         checks: uint64[k].
     """
     return xxhash.xxh3_128_digest(np.ascontiguousarray(checks, dtype="<u8").data)
-
-
-def digest_many(checks: UInt64Array, starts: Int64Array) -> list[bytes]:
-    """Returns `digest` of many runs of block checksums.
-
-    Args:
-        checks: uint64[k].
-        starts: int64[n + 1], where each run starts in `checks`.
-    """
-    data = np.ascontiguousarray(checks, dtype="<u8").tobytes()
-    cuts = (np.asarray(starts, dtype=np.int64) * 8).tolist()
-    return [xxhash.xxh3_128_digest(data[low:high]) for low, high in pairwise(cuts)]
 
 
 def digest_bytes(buf: Buffer) -> bytes:

@@ -1,191 +1,31 @@
-"""A rank's `Columns`: built row by row, checked, encoded for the coordinator; and Arrow's arrays.
+"""A rank's `Columns`: built row by row, checked, encoded for the coordinator.
 
 `planning.merge` decides what the columns of all ranks mean together.
-
-*Why* arrays of Arrow are made and read here: `pyarrow.array`, `pyarrow.scalar` and
-`Array.to_numpy` import pandas wherever it is installed, to check for its types. That takes a
-quarter of a second, in every rank's first save and in every command that opens a chunk table.
-These functions read Arrow's memory and hand it over as it is.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, pairwise
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow
-import pyarrow.compute
 
+from ray_dcp.core.packing import (
+    MOST_TEXT_RATIO,
+    pack,
+    pack_bytes,
+    pack_record,
+    unpack,
+    unpack_bytes,
+    unpack_record,
+)
 from ray_dcp.core.values import Columns, Int64Array, IntKey, Kind, NamePath
 from ray_dcp.errors import InternalError, InvalidRequestError, RankDisagreementError
 
-ArrowArray = Any
-"""An Arrow array; typed loosely, since Arrow's stubs differ from release to release."""
-
-pa: Any = pyarrow
-pc: Any = pyarrow.compute
-
-_BoolArray = npt.NDArray[np.bool_]
-
-_MOST_JOINED_BYTES = 1 << 30
-_MOST_TEXT_BYTES = (1 << 31) - 1
-_SEPARATOR = "\0"
-
-
-def from_numpy(values: npt.NDArray[Any], *, null: _BoolArray | None = None) -> ArrowArray:
-    """Returns numbers or truth values as an Arrow array of the same type, without a copy if it can.
-
-    Args:
-        values: Of one dimension; it must not change while the array lives.
-        null: bool[n], which have no value; none if None.
-
-    Example:
-        >>> import numpy as np
-        >>> from_numpy(np.array([1, 2], np.int32), null=np.array([False, True])).to_pylist()
-        [1, None]
-    """
-    type_ = pa.from_numpy_dtype(values.dtype)
-    data = _bits(values) if values.dtype == np.bool_ else np.ascontiguousarray(values)
-    return pa.Array.from_buffers(type_, len(values), [_validity(null), pa.py_buffer(data)])
-
-
-def from_texts(words: Sequence[str], *, null: _BoolArray | None = None) -> ArrowArray:
-    """Returns texts as an Arrow array.
-
-    Args:
-        words: What is missing is an empty text.
-        null: bool[n], which are missing; none if None.
-
-    Raises:
-        ValueError: They are longer than 2 GiB together, or one can't be written as UTF-8.
-    """
-    joined = "".join(words)
-    lengths: Any = map(len, words)
-    if not joined.isascii():
-        lengths = (len(word.encode()) for word in words)
-    offsets = np.zeros(len(words) + 1, np.int64)
-    np.cumsum(np.fromiter(lengths, np.int64, len(words)), out=offsets[1:])
-    if offsets[-1] > _MOST_TEXT_BYTES:
-        raise ValueError(f"expected texts of at most 2 GiB, found {offsets[-1]} bytes")
-    buffers = [
-        _validity(null),
-        pa.py_buffer(offsets.astype(np.int32)),
-        pa.py_buffer(joined.encode()),
-    ]
-    return pa.Array.from_buffers(pa.string(), len(words), buffers)
-
-
-def from_bytes(values: Sequence[bytes | None], width: int) -> ArrowArray:
-    """Returns byte strings of one length as an Arrow array.
-
-    Args:
-        values: None where one is missing.
-        width: Length of each.
-
-    Raises:
-        ValueError: One has another length.
-    """
-    null = np.array([value is None for value in values], np.bool_)
-    data = b"".join(bytes(width) if value is None else value for value in values)
-    if len(data) != width * len(values):
-        raise ValueError(f"expected {width} bytes each, found {len(data)} for {len(values)}")
-    buffers = [_validity(null), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.binary(width), len(values), buffers)
-
-
-def to_numpy(column: ArrowArray, *, blank: Any = None) -> npt.NDArray[Any]:
-    """Returns numbers or truth values as a numpy array, not to be written to.
-
-    Args:
-        column: An Arrow array, also a chunked one.
-        blank: Stands for what is missing.
-
-    Raises:
-        ValueError: A value is missing and there is no `blank`, or it holds something else.
-    """
-    column = _whole(column)
-    is_bool = pa.types.is_boolean(column.type)
-    if not (is_bool or pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise ValueError(f"expected numbers, found {column.type}")
-    if column.null_count and blank is None:
-        raise ValueError(f"expected a number in every row, found {column.null_count} missing")
-    start, stop = column.offset, column.offset + len(column)
-    if not len(column):
-        found = np.zeros(0, column.type.to_pandas_dtype())
-    elif is_bool:
-        found = _unpacked_bits(column.buffers()[1], start, stop)
-    else:
-        dtype = np.dtype(column.type.to_pandas_dtype())
-        found = np.frombuffer(column.buffers()[1], dtype, stop - start, start * dtype.itemsize)
-    if column.null_count:
-        found = np.where(is_missing(column), found.dtype.type(blank), found)
-    return found
-
-
-def is_missing(column: ArrowArray) -> _BoolArray:
-    """Returns which values of an Arrow array are missing.
-
-    Args:
-        column: Of any type, also a chunked one.
-    """
-    return ~to_numpy(column.is_valid())
-
-
-def texts(column: ArrowArray) -> list[str]:
-    """Returns a column of texts, of which none is missing, as Python's own.
-
-    Raises:
-        ValueError: One is missing, or the bytes are no UTF-8.
-
-    Complexity:
-        About 0.1 us each.
-    """
-    column = _whole(column)
-    if column.null_count:
-        raise ValueError(f"expected a text in every row, found {column.null_count} missing")
-    if not len(column):
-        return []
-    buffers = column.buffers()
-    ends = np.frombuffer(buffers[1], np.int32, len(column) + 1, 4 * column.offset).tolist()
-    if ends[-1] - ends[0] + len(column) <= _MOST_JOINED_BYTES:
-        # Why joined to be split again: both are done in C, and take a quarter of the time.
-        row = pa.ListArray.from_arrays(from_numpy(np.array([0, len(column)], np.int32)), column)
-        joined = pc.binary_join(row, from_texts([_SEPARATOR])).buffers()[2].to_pybytes()
-        found: list[str] = joined.decode().split(_SEPARATOR)
-        if len(found) == len(column):
-            return found
-    data = memoryview(buffers[2] or b"")
-    return [bytes(data[start:end]).decode() for start, end in pairwise(ends)]
-
-
-def _whole(column: ArrowArray) -> ArrowArray:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-
-
-def _validity(null: _BoolArray | None) -> Any:
-    if null is None or not null.any():
-        return None
-    return pa.py_buffer(_bits(~null))
-
-
-def _bits(values: _BoolArray) -> npt.NDArray[np.uint8]:
-    return np.packbits(values, bitorder="little")
-
-
-def _unpacked_bits(buffer: Any, start: int, stop: int) -> _BoolArray:
-    packed = np.frombuffer(buffer, np.uint8)[start // 8 : (stop + 7) // 8]
-    first = start % 8
-    bits = np.unpackbits(packed, bitorder="little")[first : first + stop - start]
-    return bits.view(np.bool_)
-
-
-_VERSION = b"2"
+_FORM = 3
 _FLAT = {
     "name": np.int32,
     "kind": np.int8,
@@ -196,15 +36,9 @@ _FLAT = {
     "value": np.uint64,
 }
 _BOXES = ("shape", "offset", "size")
-# Why no threads: they cost more than the few kilobytes of a rank, 1 ms and more a message.
-_READING = pa.ipc.IpcReadOptions(use_threads=False)
-_WRITING = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _MAX_BYTES = float(1 << 62)
-_MAX_VOCABULARY_BYTES = 1 << 30
 _MAX_NDIM = 64
 """numpy's own limit."""
-
-_T = TypeVar("_T", bound=np.generic)
 
 
 class ColumnsBuilder:
@@ -361,7 +195,7 @@ def check(columns: Columns) -> list[str]:
 
 
 def encode(columns: Columns) -> bytes:
-    """Returns the columns as an Arrow IPC stream, compressed.
+    """Returns the columns as a record of `core.packing`.
 
     Raises:
         InvalidRequestError: The columns are not possible; see `check`.
@@ -369,19 +203,18 @@ def encode(columns: Columns) -> bytes:
     wrong = check(columns)
     if wrong:
         raise InvalidRequestError("these columns can't be sent: " + "; ".join(wrong))
-    arrays = {key: from_numpy(getattr(columns, key)) for key in _FLAT}
-    for key in _BOXES:
-        box = getattr(columns, key)
-        for dim in range(box.shape[1]):
-            arrays[f"{key}_{dim}"] = from_numpy(box[:, dim])
-    vocabulary = (columns.names, columns.paths, columns.dtypes)
-    metadata = {b"ray_dcp.columns": _VERSION, b"vocabulary": _packed(vocabulary)}
-    batch = pa.RecordBatch.from_pydict(arrays, metadata=metadata)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=_WRITING) as stream:
-        stream.write_batch(batch)
-    result: bytes = sink.getvalue().to_pybytes()
-    return result
+    words = (columns.names, columns.paths, columns.dtypes, int_keys(columns.paths))
+    text = json.dumps(words).encode()
+    fields = {
+        "form": _FORM,
+        "rows": len(columns),
+        "width": columns.shape.shape[1],
+        "text_bytes": len(text),
+    }
+    arrays = [getattr(columns, key) for key in _FLAT]
+    boxes = [column for key in _BOXES for column in getattr(columns, key).T]
+    rows = pack([*arrays, *boxes], np.array([len(columns)]))
+    return pack_record(fields, [pack_bytes(text, MOST_TEXT_RATIO), rows])
 
 
 def decode(data: bytes) -> Columns:
@@ -392,75 +225,50 @@ def decode(data: bytes) -> Columns:
         InternalError: They are no columns.
     """
     try:
-        with pa.ipc.open_stream(data, options=_READING) as stream:
-            metadata = stream.schema.metadata or {}
-            version = metadata.get(b"ray_dcp.columns")
-            table = stream.read_all()
-        packed = metadata.get(b"vocabulary", b"")
-    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise InternalError(
-            f"expected a rank's items, but found bytes that are none: {error}"
-        ) from error
-    if version is not None and version != _VERSION:
-        raise RankDisagreementError(
-            f"expected items in form {_VERSION.decode()}, but found form "
-            f"{version.decode(errors='replace')}: run the same version of ray_dcp on all ranks"
-        )
-    try:
-        columns = _from_table(table, _unpacked(packed))
-        wrong = check(columns)
+        fields, (words, frame) = unpack_record(data)
+        form = fields["form"]
+        columns = _decoded(fields, words, frame) if form == _FORM else None
+        wrong = [] if columns is None else check(columns)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InternalError(
-            f"expected a rank's items, but a column is missing: {error!r}"
+            f"expected a rank's items, but found bytes that are none: {error!r}"
         ) from error
-    except (zlib.error, pa.ArrowException) as error:
-        raise InternalError(
-            f"expected a rank's items, but a column is missing: {error!r}"
-        ) from error
+    if columns is None:
+        raise RankDisagreementError(
+            f"expected items in form {_FORM}, but found form {form}: run the same version of "
+            f"ray_dcp on all ranks"
+        )
     if wrong:
         raise InternalError("a rank's items arrived broken: " + "; ".join(wrong))
     return columns
 
 
-_Vocabulary = tuple[tuple[str, ...], tuple["NamePath | None", ...], tuple[str, ...]]
-
-
-def _packed(vocabulary: _Vocabulary) -> bytes:
-    words = (*vocabulary, int_keys(vocabulary[1]))
-    return zlib.compress(json.dumps(words).encode(), 1)
+def _decoded(fields: Mapping[str, Any], words: memoryview, frame: memoryview) -> Columns:
+    names, paths, dtypes = _vocabulary(bytes(words), fields["text_bytes"])
+    width, count = fields["width"], fields["rows"]
+    types = [*_FLAT.values(), *[np.int64] * (len(_BOXES) * width)]
+    arrays = unpack(frame, types, np.array([count]))
+    flat: dict[str, Any] = dict(zip(_FLAT, arrays, strict=False))
+    boxes = np.array(arrays[len(_FLAT) :]).reshape(len(_BOXES), width, count)
+    places: dict[str, Any] = {
+        key: np.ascontiguousarray(box.T) for key, box in zip(_BOXES, boxes, strict=True)
+    }
+    return Columns(names=names, paths=paths, dtypes=dtypes, **flat, **places)
 
 
 @lru_cache(maxsize=64)
-def _unpacked(packed: bytes) -> _Vocabulary:
+def _vocabulary(
+    packed: bytes, num_bytes: int
+) -> tuple[tuple[str, ...], tuple[NamePath | None, ...], tuple[str, ...]]:
     """Why cached: most ranks name the same things; they share one tuple then."""
-    unpacker = zlib.decompressobj()
-    data = unpacker.decompress(packed, _MAX_VOCABULARY_BYTES)
-    if unpacker.unconsumed_tail:
-        raise ValueError(f"names and paths are longer than {_MAX_VOCABULARY_BYTES} bytes")
-    names, paths, dtypes, keys = json.loads(data)
+    text = unpack_bytes(packed, num_bytes, MOST_TEXT_RATIO)
+    names, paths, dtypes, keys = json.loads(bytes(text))
     for row, place in keys:
         paths[row][place] = IntKey(paths[row][place])
     return (
         tuple(map(str, names)),
         tuple(None if path is None else tuple(path) for path in paths),
         tuple(map(str, dtypes)),
-    )
-
-
-def _from_table(table: pa.Table, vocabulary: _Vocabulary) -> Columns:
-    width = sum(1 for key in table.column_names if key.startswith("shape_"))
-    boxes: dict[str, Any] = {}
-    for key in _BOXES:
-        box = boxes[key] = np.empty((len(table), width), dtype=np.int64)
-        for dim in range(width):
-            box[:, dim] = _numpy(table, f"{key}_{dim}", np.int64)
-    flat: dict[str, Any] = {key: _numpy(table, key, dtype) for key, dtype in _FLAT.items()}
-    return Columns(
-        names=vocabulary[0],
-        paths=vocabulary[1],
-        dtypes=vocabulary[2],
-        **flat,
-        **boxes,
     )
 
 
@@ -475,11 +283,6 @@ def int_keys(paths: Sequence[NamePath | None]) -> list[tuple[int, int]]:
         for place, part in enumerate(path or ())
         if type(part) is IntKey
     ]
-
-
-def _numpy(table: pa.Table, key: str, dtype: type[_T]) -> npt.NDArray[_T]:
-    result: npt.NDArray[_T] = to_numpy(table.column(key)).astype(dtype, casting="safe", copy=False)
-    return result
 
 
 def _check_lengths(columns: Columns) -> list[str]:

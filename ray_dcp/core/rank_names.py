@@ -1,7 +1,8 @@
-"""Names that each rank has for itself, stored for all ranks as one: `loader.rank-7-of-64`.
+"""Names that each rank has for itself, alike on all ranks: `loader.rank-7-of-64`.
 
-Ranks that differ in nothing but their own number in such names belong to one part
-(`planning.structure`). In a table for all of them the number is a `*`.
+Ranks that differ in nothing but their own number in such names hold the same items: their
+fingerprints begin alike, and the rows of one tell those of the others (`planning.regular`). In what
+is said of all of them the number is a `*`.
 """
 
 from __future__ import annotations
@@ -51,19 +52,7 @@ def without_rank(columns: Columns, world_size: int) -> Columns:
 
 def for_rank(columns: Columns, rank: int, world_size: int) -> Columns:
     """Returns columns with the number of a rank in the place of `*`."""
-    if not any(is_own(name, world_size) for name in columns.names):
-        return columns
     return _renumbered(columns, ANY, str(rank), world_size)
-
-
-def name_for(name: str, rank: int, world_size: int) -> str:
-    """Returns a rank's own name."""
-    return name.removesuffix(_part(ANY, world_size)) + _part(str(rank), world_size)
-
-
-def path_for(path: NamePath | None, rank: int, world_size: int) -> NamePath | None:
-    """Returns a rank's own path."""
-    return _path(path, _part(ANY, world_size), _part(str(rank), world_size))
 
 
 def _renumbered(columns: Columns, old: str, new: str, world_size: int) -> Columns:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -285,26 +286,7 @@ class GlobalPlan:
         """
         return self.container == "torch_save"
 
-    def part_of(self, rank: int) -> RankPlan | None:
-        """Returns what one rank writes; None where `global_plan.rank_plan` has to look for it."""
-        return None
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Keys of all files."""
-        return self.table.files
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks."""
-        return self.table.num_chunks
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of tensors and objects."""
-        return self.table.num_tensors
-
-    @property
+    @cached_property
     def fixed_bytes(self) -> int:
         """Raw bytes of all chunks that are not deferred."""
         fixed = self.table.payload_bytes

@@ -1,81 +1,48 @@
-"""The chunk table on storage: a Parquet file with one row a chunk, for people and for reading.
+"""The chunk table on storage: which bytes of which file are which box of which tensor.
 
-Flat columns, so that DuckDB, polars or pandas show a checkpoint's inside without ray_dcp. Tensors
-without any chunk follow as rows without file. Vocabularies and the format version are in the file's
-own metadata. What belongs to one save alone is in its manifest (`table_places`). `table_file`
-writes and checks the Parquet file itself.
+The file `chunks.<attempt>.table` has the rows, a chunk each, in groups, and at its end a record
+(`core.packing`) with all tensors and the index of the groups. What belongs to one save alone is in
+its manifest (`table_places`).
 
-**Groups** (`GroupedTable`). The rows of a large table are in groups of the Parquet file, each the
-chunks of some whole files, in their order. After them, in a last group, comes a row without file
-for every tensor. So a reader takes the end of the file, from that group on, which holds all tensors
-and the index, and then only the groups that have chunks of the boxes that it needs. The manifest
-has the digest of that end, the index those of the groups.
+**Groups.** A group has the chunks of some whole files, in their order: tensor, box, place. It is
+one packed frame, and after it, where the data files have no room for them, the block checksums. A
+reader takes the end of the file, and then only the groups with chunks of the boxes that it needs.
+The manifest has the digest of that end, the index those of the groups.
 
 **The index** (`TableIndex`). For each group, and each tensor of which the group has chunks, it
-names the box around them. In the Parquet file's own metadata it is, in base64, zlib's stream of
-whole numbers of 8 bytes, little-endian: how many groups, boxes and dimensions there are; the first
-row, the first deferred row and the first byte of each group, with the ends; the digests of their
-bytes; and column by column, as steps from box to box, group, tensor, offset and size of each box.
+names the box around them.
 
-**Regular layouts** (`expanded`). Such a table has the rows of few ranks, and their
-`planning.structure`, in JSON's terms, from which the rows of the others follow.
+*Trust*: `core.packing` makes no more of a file than a fixed multiple of its length, and everything
+else that it may claim is compared with what it is about.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
-from ray_dcp.core.checksums import DIGEST_BYTES, digest_bytes
+from ray_dcp.core.checksums import CHECK_BYTES, DIGEST_BYTES, digest_bytes, num_blocks_many
+from ray_dcp.core.columns import int_keys
 from ray_dcp.core.grouping import offsets_of
-from ray_dcp.core.rank_names import is_own
-from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, widen
-from ray_dcp.errors import CheckpointError, InternalError
-from ray_dcp.format.table_check import check_table
-from ray_dcp.format.table_file import (
-    INDEX_KEY,
-    MAX_ROWS,
-    MAX_TABLE_BYTES,
-    SAYS_CORRUPT,
-    SCHEMA,
-    WRITING,
-    TableFile,
-    chunkless,
-    chunks_of_rows,
-    count_of,
-    damaged,
-    no_table,
-    own_metadata,
-    rows_of,
-    table_of_rows,
-    tensors_of_rows,
-    with_rows,
-)
+from ray_dcp.core.packing import pack, pack_record, record_bytes, unpack, unpack_record
+from ray_dcp.core.values import ChunkTable, Int32Array, Int64Array, IntKey, NamePath, widen
+from ray_dcp.errors import CheckpointError, DamagedCheckpointError
+from ray_dcp.format.table_check import check_table, damaged
 from ray_dcp.planning.reads import Boxes, Wanted, meetings
-from ray_dcp.planning.structure import (
-    MOST_BYTES,
-    MOST_RANKS,
-    Mesh,
-    Structure,
-    expand,
-    is_expandable,
-)
 
-MOST_GROUPS = 1 << 16
-MOST_INDEX_BYTES = 1 << 29
-_HEAD_WORDS = 3
-_WORD = 8
+FORMAT_VERSION = 1
+"""The one that is written and read."""
+MAX_TABLE_BYTES = 8 << 30
+GROUP_ROWS = 1 << 16
+"""Fewest rows of a group, but for the last."""
+
+_MOST_WIDTH = 127
+_MOST_INDEX = (1 << 63) - 1
+_PLACES = ("item_offset", "item_bytes", "payload_offset", "payload_bytes", "block_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +52,7 @@ class TableIndex:
     Attributes:
         first_row: int64[g + 1], the first row of each group, and how many rows there are.
         first_deferred: int64[g + 1], how many deferred chunks are before each group, and in all.
+        first_check: int64[g + 1], the same of the checksums that the table has.
         start: int64[g + 1], the first byte of each group, and where the last one ends.
         digests: Of the bytes of each group.
         group: int32[b], ascending within a tensor.
@@ -93,6 +61,7 @@ class TableIndex:
 
     first_row: Int64Array
     first_deferred: Int64Array
+    first_check: Int64Array
     start: Int64Array
     digests: tuple[bytes, ...]
     group: Int32Array
@@ -121,273 +90,143 @@ class TableIndex:
         return np.unique(np.concatenate(found)).astype(np.int64)
 
 
-def group_bounds(table: ChunkTable, least_rows: int) -> Int64Array | None:
-    """Returns where to cut the rows of a table: int64[g + 1]; None where that gains nothing.
+def encode_table(table: ChunkTable) -> bytes:
+    """Returns the file of a chunk table; `decode_table` gives back an equal one.
 
     Args:
         table: Its chunks in the order of their files.
-        least_rows: Of a group: it has whole files, and no more of them than are needed for that.
-    """
-    if (np.diff(table.file) < 0).any():
-        return None
-    first = np.searchsorted(table.file, np.arange(len(table.files)))
-    first = first[first < table.num_chunks]
-    bounds = np.append(first[np.unique(first // least_rows, return_index=True)[1]], len(table.file))
-    return bounds.astype(np.int64) if 2 < len(bounds) <= MOST_GROUPS + 1 else None
-
-
-def boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, Boxes]:
-    """Returns group, and box around its chunks, of each tensor in each group.
-
-    Args:
-        table: All chunks.
-        bounds: int64[g + 1], as from `group_bounds`.
-
-    Complexity:
-        One sort of each group.
-    """
-    group, tensor, offset, end = [], [], [], []
-    for number, (low, high) in enumerate(
-        zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    ):
-        order = np.argsort(table.tensor[low:high], kind="stable") + low
-        sorted_tensor = table.tensor[order]
-        first = np.flatnonzero(np.diff(sorted_tensor, prepend=-1))
-        begins = table.offset[order]
-        group.append(np.full(len(first), number, dtype=np.int32))
-        tensor.append(sorted_tensor[first])
-        offset.append(np.minimum.reduceat(begins, first, axis=0))
-        end.append(np.maximum.reduceat(begins + table.size[order], first, axis=0))
-    groups, tensors = np.concatenate(group), np.concatenate(tensor)
-    order = np.lexsort((groups, tensors))
-    low, high = np.concatenate(offset)[order], np.concatenate(end)[order]
-    return groups[order], Boxes(tensors[order], low, high - low, table.num_tensors)
-
-
-def fits(num_groups: int, boxes: Boxes) -> bool:
-    """Whether an index is one that `decode_index` reads: of more tensors a rank it would be longer.
-
-    Args:
-        num_groups: How many groups there are.
-        boxes: In them.
-    """
-    return _num_bytes(num_groups, *boxes.offset.shape) <= MOST_INDEX_BYTES
-
-
-def _num_bytes(num_groups: int, num_boxes: int, width: int) -> int:
-    return _WORD * (3 * (num_groups + 1) + 2 * num_groups + (2 + 2 * width) * num_boxes)
-
-
-def encode_index(index: TableIndex) -> bytes:
-    """Returns what `decode_index` reads, in ASCII."""
-    boxes = index.boxes
-    columns = [index.group, boxes.tensor, *boxes.offset.T, *boxes.size.T]
-    words = [
-        np.array([index.num_groups, len(index.group), boxes.offset.shape[1]]),
-        index.first_row,
-        index.first_deferred,
-        index.start,
-        np.frombuffer(b"".join(index.digests), "<i8"),
-        *(np.diff(column.astype(np.int64), prepend=0) for column in columns),
-    ]
-    data = b"".join(np.ascontiguousarray(part, dtype="<i8").tobytes() for part in words)
-    return base64.b64encode(zlib.compress(data, 1))
-
-
-def decode_index(data: bytes, table: ChunkTable, end: int) -> TableIndex:
-    """Returns the index of a chunk table.
-
-    Args:
-        data: What `encode_index` gave.
-        table: Its tensors.
-        end: Bytes before its tensors' rows at most.
 
     Raises:
-        DamagedCheckpointError: It is none, or not of this table.
+        DamagedCheckpointError: The table contradicts itself, and would not be read back.
+
+    Complexity:
+        O(chunks + checksums), about 0.5 us a chunk.
     """
-    words = _unpacked(data)
-    groups, count, width = words[:_HEAD_WORDS].tolist()
-    if width != table.shape.shape[1]:
-        raise damaged(f"an index of {table.shape.shape[1]} dimensions", str(width))
-    bounds = words[_HEAD_WORDS:][: 3 * (groups + 1)].reshape(3, groups + 1)
-    first_digest = _HEAD_WORDS + 3 * (groups + 1)
-    first_box = first_digest + 2 * groups
-    digests = words[first_digest:first_box].astype("<i8").tobytes()
-    with np.errstate(over="ignore"):
-        columns = np.cumsum(words[first_box:].reshape(2 + 2 * width, count), axis=1)
-    group, tensor = columns[:2]
-    offset, size = columns[2 : 2 + width].T, columns[2 + width :].T
-    fits = (
-        (bounds[:, 0] >= 0).all()
-        # Why not by differences: they may overflow.
-        and (bounds[:, 1:] >= bounds[:, :-1]).all()
-        and int(bounds[0, 0]) == int(bounds[1, 0]) == 0
-        and (np.diff(bounds[0]) > 0).all()
-        and (np.diff(bounds[1]) <= np.diff(bounds[0])).all()
-        and int(bounds[2, -1]) <= end
-        and ((group >= 0) & (group < groups)).all()
-        and ((tensor >= 0) & (tensor < table.num_tensors)).all()
-        and (offset >= 0).all()
-        and (size >= 0).all()
-    )
-    if not fits:
-        raise damaged("an index that fits its table", "another")
-    return TableIndex(
-        first_row=bounds[0],
-        first_deferred=bounds[1],
-        start=bounds[2],
-        digests=tuple(
-            digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
-        ),
-        group=group.astype(np.int32),
-        boxes=Boxes(
-            tensor.astype(np.int32),
-            np.ascontiguousarray(offset),
-            np.ascontiguousarray(size),
-            table.num_tensors,
-        ),
-    )
-
-
-def _unpacked(data: bytes) -> Int64Array:
-    """Returns the numbers, after comparing how many there are with what their head says."""
-    unpacker = zlib.decompressobj()
-    try:
-        packed = base64.b64decode(data, validate=True)
-        head = unpacker.decompress(packed, _WORD * _HEAD_WORDS)
-        if len(head) < _WORD * _HEAD_WORDS:
-            raise damaged("an index of a chunk table", "a shorter one")
-        groups, boxes, width = np.frombuffer(head, "<i8").tolist()
-        if not (0 < groups <= MOST_GROUPS and 0 <= boxes <= MOST_INDEX_BYTES and 0 <= width <= 127):
-            raise damaged("an index of a chunk table", "impossible counts")
-        num_bytes = _num_bytes(groups, boxes, width)
-        if num_bytes > MOST_INDEX_BYTES:
-            raise damaged(f"an index of at most {MOST_INDEX_BYTES >> 20} MiB", f"{num_bytes} bytes")
-        rest = unpacker.decompress(unpacker.unconsumed_tail, num_bytes + 1)
-    except (zlib.error, binascii.Error, ValueError) as error:
-        raise damaged("an index of a chunk table", str(error)) from error
-    if len(rest) != num_bytes or not unpacker.eof:
-        raise damaged(f"{num_bytes} bytes in the index of a chunk table", "others")
-    return np.frombuffer(head + rest, "<i8").astype(np.int64)
-
-
-pq: Any = pyarrow.parquet
-
-_FOOTER_BYTES = 8
-"""Of its length and the magic, at the very end."""
-
-
-def extra_of(table: ChunkTable) -> dict[str, Any]:
-    """Returns the vocabularies and counts of a table."""
-    return {
+    check_table(table)
+    if (np.diff(table.file) < 0).any():
+        raise damaged("chunks in the order of their files", "another order")
+    runs = np.bincount(table.file, minlength=len(table.files))
+    bounds = _bounds(runs)
+    groups = [_encode_group(table, low, high) for low, high in pairwise(bounds.tolist())]
+    group, boxes = _boxes_of_groups(table, bounds)
+    width = table.shape.shape[1]
+    fields = {
+        "version": FORMAT_VERSION,
+        "names": table.names,
+        "paths": table.paths,
+        "keys": int_keys(table.paths),
         "dtypes": table.dtypes,
         "files": table.files,
-        "num_chunks": table.num_chunks,
-        "num_tensors": table.num_tensors,
-        "width": int(table.shape.shape[1]),
+        "width": width,
+        "boxes": len(group),
+        "digests": b"".join(map(digest_bytes, groups)).hex(),
     }
+    about = [table.kind, table.dtype, table.ndim, table.requires_grad, *table.shape.T]
+    index = [
+        bounds,
+        offsets_of((table.payload_offset < 0).astype(np.int64))[bounds],
+        table.check_start[bounds],
+        offsets_of(np.array(list(map(len, groups)), dtype=np.int64)),
+    ]
+    frames = [
+        pack(about, _run(table.num_tensors)),
+        pack([runs], _run(len(runs))),
+        pack(index, _run(len(bounds))),
+        pack([group, boxes.tensor, *boxes.offset.T, *boxes.size.T], _run(len(group))),
+    ]
+    return b"".join([*groups, pack_record(fields, frames)])
 
 
-def encode_groups(table: ChunkTable, bounds: Int64Array) -> bytes | None:
-    """Returns the Parquet file of a chunk table with its rows in groups; None: too long an index.
+def decode_table(data: bytes) -> ChunkTable:
+    """Returns the chunk table that a file holds, after checking it.
 
-    Args:
-        table: Checked.
-        bounds: int64[g + 1], where to cut its chunks.
+    The caller compares the digest of `data` with the manifest first; what is checked here is that
+    the table can be used: counts before anything is allocated, boxes inside their tensors, indices
+    in range, checksums for every block, and the index.
+
+    Raises:
+        DamagedCheckpointError: The bytes are no chunk table, or one that contradicts itself.
+        UnsafeCheckpointError: A file lies outside the checkpoint's directory.
+        CheckpointError: Its format has another version.
+
+    Complexity:
+        O(chunks + checksums), about 1 us a chunk.
     """
-    group, boxes = boxes_of_groups(table, bounds)
-    if not fits(len(bounds) - 1, boxes):
-        return None
-    sink = io.BytesIO()
-    deferred = np.concatenate([[0], np.cumsum(table.payload_offset < 0)]).astype(np.int64)
-    start, digests = [], []
-    with pq.ParquetWriter(sink, SCHEMA, **WRITING) as writer:
-        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            part = _slice(table, low, high)
-            begin = sink.tell()
-            writer.write_table(rows_of(part, part.tensor, part=True), row_group_size=MAX_ROWS)
-            start.append(begin)
-            digests.append(digest_bytes(sink.getbuffer()[begin : sink.tell()]))
-        start.append(sink.tell())
-        every = np.arange(table.num_tensors, dtype=np.int32)
-        writer.write_table(rows_of(_slice(table, 0, 0), every), row_group_size=MAX_ROWS)
-        index = TableIndex(
-            bounds, deferred[bounds], np.array(start, dtype=np.int64), tuple(digests), group, boxes
-        )
-        # Why not in the schema: Arrow would keep it there and, once more, in the schema's copy.
-        metadata = own_metadata(extra_of(table))
-        writer.add_key_value_metadata({**metadata, INDEX_KEY: encode_index(index)})
-    return sink.getvalue()
+    start = _start_of_end(data)
+    found = GroupedTable(data[start:], len(data))
+    index = found.index
+    table = found.chunks(
+        {
+            group: memoryview(data)[low:high]
+            for group, (low, high) in enumerate(pairwise(index.start.tolist()))
+        }
+    )
+    check_table(table)
+    group, boxes = _boxes_of_groups(table, index.first_row)
+    mine = index.boxes
+    same = (
+        np.array_equal(index.group, group)
+        and np.array_equal(mine.tensor, boxes.tensor)
+        and np.array_equal(mine.offset, boxes.offset)
+        and np.array_equal(mine.size, boxes.size)
+    )
+    if not same:
+        # Why: who believed the index would not find all chunks.
+        raise damaged("an index with the boxes around the chunks of each group", "others")
+    return table
 
 
 def end_of(data: bytes) -> int | None:
-    """Returns where the end of a table begins that tells of its groups; None: it has none.
+    """Returns where the end of a table begins that tells of its groups; None: it has only one.
 
     Args:
         data: The whole file, that `encode_table` gave.
     """
-    file = TableFile(data)
-    if not file.index:
-        return None
-    return int(GroupedTable(data, file).index.start[-1])
+    start = _start_of_end(data)
+    return start if GroupedTable(data[start:], len(data)).index.num_groups > 1 else None
 
 
 class GroupedTable:
     """A chunk table whose groups are read when they are needed.
 
     Args:
-        data: The file, of as many bytes as it has; those of the groups may come later (`take`).
-        file: The same, opened.
-        there: How many bytes of its end there are; by default all.
+        end: The last bytes of its file, from `end_of` on; verified.
+        num_bytes: Of the whole file.
 
     Attributes:
         tensors: The table without chunks.
         index: Where the chunks are.
 
     Raises:
-        DamagedCheckpointError: It contradicts itself.
+        DamagedCheckpointError: They are no such end.
         UnsafeCheckpointError: A file lies outside the checkpoint's directory.
+        CheckpointError: Its format has another version.
     """
 
-    def __init__(self, data: Any, file: TableFile, there: int | None = None) -> None:
-        self._data = data
-        self._there = len(data) if there is None else there
-        self._file = file
-        last = file.num_groups - 1
-        self._tensors = tensors_of_rows(file.rows(last, self._there), file.extra, file.max_values)
-        self.tensors = self._tensors.table
-        check_table(self.tensors)
-        self.index = decode_index(file.index, self.tensors, len(data))
-        rows = count_of(file.extra, "num_chunks", MAX_ROWS)
-        if self.index.num_groups != last or rows != int(self.index.first_row[-1]):
-            raise damaged(f"an index of {rows} chunks in {last} groups", "another")
+    tensors: ChunkTable
+    index: TableIndex
 
-    @classmethod
-    def from_end(cls, end: bytes, num_bytes: int) -> GroupedTable:
-        """Returns a table of which only the end is there.
-
-        Args:
-            end: The last bytes of the file, from its tensors' rows on; verified.
-            num_bytes: Of the whole file.
-
-        Raises:
-            DamagedCheckpointError: They are no such end.
-            CheckpointError: As the class does.
-        """
-        if not _FOOTER_BYTES < len(end) <= num_bytes <= MAX_TABLE_BYTES:
-            raise damaged("the end of a chunk table", f"{len(end)} bytes")
-        # Why zeros: memory that is never touched is never taken.
-        data = np.zeros(num_bytes, dtype=np.uint8)
-        data[num_bytes - len(end) :] = np.frombuffer(end, np.uint8)
-        data[:4] = np.frombuffer(b"PAR1", np.uint8)
-        view = data.data
+    def __init__(self, end: bytes, num_bytes: int) -> None:
         try:
-            found = cls(view, TableFile(view), len(end))
-        except SAYS_CORRUPT as exc:
-            raise no_table(exc) from exc
-        if int(found.index.start[-1]) > num_bytes - len(end):
-            raise damaged("groups of rows before the end of a chunk table", "one in it")
-        return found
+            fields, frames = unpack_record(end)
+            _check_version(fields)
+            about, runs, bounds, boxes = frames
+            self.tensors = _tensors(fields, about)
+            check_table(self.tensors)
+            (self._runs,) = unpack(runs, [np.int64], _run(len(self.tensors.files)))
+            self.index = _index(fields, bounds, boxes, self.tensors)
+        except (ValueError, TypeError, LookupError) as error:
+            raise _no_table(error) from error
+        self._first_row_of_file = offsets_of(self._runs)
+        index = self.index
+        fits = (
+            (self._runs >= 0).all()
+            and np.isin(index.first_row, self._first_row_of_file).all()
+            and int(index.first_row[-1]) == int(self._first_row_of_file[-1])
+            and int(index.start[-1]) + len(end) == num_bytes
+        )
+        if not fits:
+            raise damaged("groups of whole files before the end of the file", "others")
 
     @property
     def num_chunks(self) -> int:
@@ -399,344 +238,221 @@ class GroupedTable:
         low, high = self.index.start[group : group + 2].tolist()
         return low, high
 
-    def take(self, group: int, data: bytes | memoryview) -> None:
-        """Takes the bytes of a group.
-
-        Raises:
-            DamagedCheckpointError: They are not those of which the index has the digest.
-        """
-        low, high = self.span(group)
-        if len(data) != high - low or digest_bytes(data) != self.index.digests[group]:
-            raise damaged(f"the rows of group {group} that its index names", "other bytes")
-        self._data[low:high] = data
-
-    def chunks(self, groups: Iterable[int]) -> ChunkTable:
-        """Returns the table with the chunks of some groups, whose bytes are there.
+    def chunks(self, groups: Mapping[int, bytes | memoryview]) -> ChunkTable:
+        """Returns the table with the chunks of some groups.
 
         Args:
-            groups: Ascending.
+            groups: Their bytes by number, ascending.
 
         Raises:
-            CheckpointError: As the class does.
+            DamagedCheckpointError: They are not those of which the index has the digests, or
+                contradict it.
         """
-        found = []
-        for group in groups:
-            try:
-                low, high = self.span(group)
-                rows = self._file.rows(group, self._there + high - low)
-                part = chunks_of_rows(rows, self._tensors)
-            except SAYS_CORRUPT as exc:
-                raise no_table(exc) from exc
-            low, high = self.index.first_row[group : group + 2].tolist()
-            if part.num_chunks != high - low:
-                raise damaged(f"{high - low} chunks in group {group}", str(part.num_chunks))
-            low, high = self.index.first_deferred[group : group + 2].tolist()
-            late = int((part.payload_offset < 0).sum())
-            if late != high - low:
-                # Why here: of several groups the sum may be right, and places would be mixed up.
-                raise damaged(f"{high - low} deferred chunks in group {group}", str(late))
-            found.append(part)
+        found = [self._group(group, data) for group, data in groups.items()]
         if not found:
             return self.tensors
+        starts = [one.check_start[1:] - one.check_start[:-1] for one in found]
+        rows: dict[str, Any] = {
+            name: np.concatenate([getattr(one, name) for one in found])
+            for name in ("tensor", "offset", "size", "file", *_PLACES, "checks")
+        }
+        return replace(self.tensors, **rows, check_start=offsets_of(np.concatenate(starts)))
 
-        def joined(name: str) -> Any:
-            if name == "check_start":
-                return offsets_of(np.concatenate([np.diff(part.check_start) for part in found]))
-            return np.concatenate([getattr(part, name) for part in found])
-
-        return with_rows(self.tensors, joined)
-
-    def whole(self) -> ChunkTable:
-        """Returns the table with all chunks, whose bytes are there."""
-        return self.chunks(range(self.index.num_groups))
-
-    def checked(self) -> ChunkTable:
-        """Returns the same, after comparing the index with what it is of.
-
-        Raises:
-            DamagedCheckpointError: Who believed the index would not find all chunks.
-            CheckpointError: As the class does.
-        """
-        for group, digest in enumerate(self.index.digests):
-            low, high = self.span(group)
-            if digest_bytes(self._data[low:high]) != digest:
-                raise damaged(f"the rows of group {group} that its index names", "other bytes")
-        table = self.whole()
-        of_boxes, boxes = boxes_of_groups(table, self.index.first_row)
-        mine = self.index.boxes
-        same = (
-            np.array_equal(self.index.group, of_boxes)
-            and np.array_equal(mine.tensor, boxes.tensor)
-            and np.array_equal(mine.offset, boxes.offset)
-            and np.array_equal(mine.size, boxes.size)
+    def _group(self, group: int, data: bytes | memoryview) -> ChunkTable:
+        index = self.index
+        if digest_bytes(data) != index.digests[group]:
+            raise damaged(f"the rows of group {group} that its index names", "other bytes")
+        low, high = index.first_row[group : group + 2].tolist()
+        files = np.searchsorted(self._first_row_of_file, [low, high])
+        runs = self._runs[files[0] : files[1]]
+        width = self.tensors.shape.shape[1]
+        num_checks = int(index.first_check[group + 1] - index.first_check[group])
+        end = len(data) - CHECK_BYTES * num_checks
+        dtypes = [np.int32, *[np.int64] * (2 * width + len(_PLACES))]
+        try:
+            tensor, *columns = unpack(data[: max(end, 0)], dtypes, runs)
+            checks = np.frombuffer(data[max(end, 0) :], "<u8").astype(np.uint64)
+        except ValueError as error:
+            raise _no_table(error) from error
+        places: dict[str, Any] = dict(zip(_PLACES, columns[2 * width :], strict=True))
+        late = int(index.first_deferred[group + 1] - index.first_deferred[group])
+        if int((places["payload_offset"] < 0).sum()) != late:
+            # Why here: of several groups the sum may be right, and places would be mixed up.
+            raise damaged(f"{late} deferred chunks in group {group}", "another number")
+        blocks = np.zeros(len(tensor), dtype=np.int64)
+        if num_checks:
+            blocks = num_blocks_many(places["payload_bytes"], places["block_bytes"])
+        if int(blocks.sum()) != len(checks) or (blocks < 0).any():
+            raise damaged(f"{num_checks} checksums in group {group}, one a block", "others")
+        return replace(
+            self.tensors,
+            tensor=tensor,
+            offset=_stacked(columns[:width], len(tensor)),
+            size=_stacked(columns[width : 2 * width], len(tensor)),
+            file=np.repeat(np.arange(*files, dtype=np.int32), runs),
+            check_start=offsets_of(blocks),
+            checks=checks,
+            **places,
         )
-        if not same:
-            raise damaged("an index with the boxes around the chunks of each group", "others")
-        return table
 
 
-def _slice(table: ChunkTable, low: int, high: int) -> ChunkTable:
-    starts = table.check_start[low : high + 1]
-    more = {"check_start": starts - starts[0], "checks": table.checks[starts[0] : starts[-1]]}
-    return with_rows(table, lambda name: more.get(name, getattr(table, name)[low:high]))
+def _run(count: int) -> Int64Array:
+    return np.array([count], dtype=np.int64)
 
 
-_MOST_DIMENSIONS = 32
-_MOST = 1 << 62
-_FIELDS = {"leaders", "kind", "file_kind", "meshes", "part", "own"}
-_MESH_FIELDS = {"strides", "lengths", "tensors", "offset", "steps"}
+def _bounds(runs: Int64Array) -> Int64Array:
+    """Returns where to cut the rows into groups, of so many rows or a file: int64[g + 1]."""
+    first = offsets_of(runs)
+    starts = first[:-1][runs > 0]
+    cuts = starts[np.unique(starts // GROUP_ROWS, return_index=True)[1]]
+    return np.append(cuts, first[-1])
 
 
-def structure_to(structure: Structure) -> dict[str, Any]:
-    """Returns a structure in JSON's terms: class by class for runs of ranks."""
-    kind = structure.kind
-    ends = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)]
-    return {
-        "leaders": structure.leaders.tolist(),
-        "kind": [[int(kind[low]), high - low] for low, high in pairwise([0, *ends])],
-        "file_kind": structure.file_kind.tolist(),
-        "meshes": [_mesh_to(mesh) for mesh in structure.meshes],
-        "part": structure.part.tolist(),
-        "own": structure.own.tolist(),
-    }
+def _encode_group(table: ChunkTable, low: int, high: int) -> bytes:
+    mine = slice(low, high)
+    _, runs = np.unique(table.file[mine], return_counts=True)
+    columns = [table.tensor, *table.offset.T, *table.size.T]
+    columns += [getattr(table, name) for name in _PLACES]
+    first, last = table.check_start[[low, high]].tolist()
+    checks = np.ascontiguousarray(table.checks[first:last], "<u8")
+    return pack([column[mine] for column in columns], runs) + checks.tobytes()
 
 
-def _mesh_to(mesh: Mesh) -> dict[str, Any]:
-    return {
-        "strides": list(mesh.strides),
-        "lengths": list(mesh.lengths),
-        "tensors": mesh.tensors.tolist(),
-        "offset": mesh.offset.tolist(),
-        "steps": mesh.steps.tolist(),
-    }
+def _boxes_of_groups(table: ChunkTable, bounds: Int64Array) -> tuple[Int32Array, Boxes]:
+    """Returns group, and box around its chunks, of each tensor in each group."""
+    group = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    code = table.tensor.astype(np.int64) * len(bounds) + group
+    order = np.argsort(code, kind="stable")
+    first = np.flatnonzero(np.diff(code[order], prepend=-1))
+    offset, end = table.offset[order], (table.offset + table.size)[order]
+    if len(first):
+        offset = np.minimum.reduceat(offset, first, axis=0)
+        end = np.maximum.reduceat(end, first, axis=0)
+    rows = order[first]
+    boxes = Boxes(table.tensor[rows], offset, end - offset, table.num_tensors)
+    return group[rows].astype(np.int32), boxes
 
 
-def expanded(
-    table: ChunkTable, structure: Structure, ranks: Int64Array | None = None
-) -> ChunkTable:
-    """Returns the chunk table of all ranks, or the chunks of some.
-
-    Args:
-        table: The rows of the leaders, checked.
-        structure: What tells those of the others.
-        ranks: As for `expand`.
-
-    Raises:
-        DamagedCheckpointError: They do not belong together, or the table would be larger.
-    """
-    if not is_expandable(table, structure):
-        raise damaged(f"a table of at most {MOST_BYTES} bytes in memory", "a larger one")
-    try:
-        return expand(table, structure, ranks).table
-    except InternalError as error:
-        what = "files named after their leaders, with tensors of their part"
-        raise damaged(what, error.message) from error
+def _stacked(columns: Sequence[Int64Array], count: int) -> Int64Array:
+    """Returns columns as rows: int64[count, columns]."""
+    return np.ascontiguousarray(np.array(columns, dtype=np.int64).reshape(len(columns), count).T)
 
 
-def structure_from(value: Any, table: ChunkTable) -> Structure:
-    """Returns the structure of a table.
+def _tensors(fields: Mapping[str, Any], about: memoryview) -> ChunkTable:
+    """Returns the table without chunks."""
+    names, dtypes, files = (_words(fields, name) for name in ("names", "dtypes", "files"))
+    width = _count(fields, "width", _MOST_WIDTH)
+    if len(dtypes) > np.iinfo(np.int8).max:
+        raise damaged("at most 127 dtypes", str(len(dtypes)))
+    columns = unpack(
+        about, [np.int8, np.int8, np.int8, np.bool_, *[np.int64] * width], _run(len(names))
+    )
+    nothing = np.zeros(0, dtype=np.int64)
+    return ChunkTable(
+        names=names,
+        paths=_paths(fields),
+        dtypes=dtypes,
+        files=files,
+        kind=columns[0],
+        dtype=columns[1],
+        ndim=columns[2],
+        requires_grad=columns[3],
+        shape=_stacked(columns[4:], len(names)),
+        tensor=nothing.astype(np.int32),
+        offset=np.zeros((0, width), dtype=np.int64),
+        size=np.zeros((0, width), dtype=np.int64),
+        file=nothing.astype(np.int32),
+        check_start=np.zeros(1, dtype=np.int64),
+        checks=np.zeros(0, dtype=np.uint64),
+        **dict.fromkeys(_PLACES, nothing),
+    )
 
-    Args:
-        value: What `structure_to` gave.
-        table: The rows of the leaders, checked.
 
-    Raises:
-        DamagedCheckpointError: They do not belong together.
-    """
-    if len(table.checks):
-        raise damaged("no checksums beside a structure", "some")
-    if not isinstance(value, dict) or set(value) != _FIELDS:
-        raise damaged("the fields of a structure", "others")
-    runs = _numbers(value["kind"], 2, 0)
-    if runs.shape[1:] != (2,) or sum(runs[:, 1].tolist()) > MOST_RANKS:
-        raise damaged(f"runs of at most {MOST_RANKS} ranks", "others")
-    kind = np.repeat(runs[:, 0], runs[:, 1])
-    leaders, file_kind = _numbers(value["leaders"], 1, 0), _numbers(value["file_kind"], 1, 0)
-    count, ranks = len(leaders), np.arange(len(kind))
+def _paths(fields: Mapping[str, Any]) -> tuple[NamePath | None, ...]:
+    paths, keys = fields["paths"], fields["keys"]
+    lists = [path for path in paths if path is not None]
+    parts = list(chain.from_iterable(lists))
+    kinds = {*map(type, parts)}
+    if not ({*map(type, lists)} <= {list} and kinds <= {str, int}):
+        raise damaged("texts and list indices in paths", "something else")
+    if int in kinds and any(type(part) is int and abs(part) > _MOST_INDEX for part in parts):
+        raise damaged(f"list indices up to {_MOST_INDEX} in paths", "a longer one")
+    for row, place in keys:
+        text = paths[row][place]
+        if str(int(text)) != text:
+            raise damaged("a number as a key in path", repr(text[:50]))
+        paths[row][place] = IntKey(text)
+    return tuple(None if path is None else tuple(path) for path in paths)
+
+
+def _words(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    words = fields[name]
+    if type(words) is not list or not {*map(type, words)} <= {str}:
+        raise damaged(f"a list of texts as {name}", "something else")
+    return tuple(words)
+
+
+def _count(fields: Mapping[str, Any], name: str, most: int) -> int:
+    value = fields[name]
+    if type(value) is not int or not 0 <= value <= most:
+        raise damaged(f"0 to {most} as {name}", repr(value)[:100])
+    return value
+
+
+def _index(
+    fields: Mapping[str, Any], bounds: memoryview, boxes: memoryview, table: ChunkTable
+) -> TableIndex:
+    digests, width = bytes.fromhex(fields["digests"]), table.shape.shape[1]
+    count = len(digests) // DIGEST_BYTES
+    rows = unpack(bounds, [np.int64] * 4, _run(count + 1))
+    dtypes = [np.int32, np.int32, *[np.int64] * (2 * width)]
+    num_boxes = _count(fields, "boxes", 1 << 40)
+    group, tensor, *corners = unpack(boxes, dtypes, _run(num_boxes))
+    offset, size = _stacked(corners[:width], num_boxes), _stacked(corners[width:], num_boxes)
     fits = (
-        count > 0
-        and len(kind) > 0
-        and (np.diff(leaders) > 0).all()
-        and int(leaders[-1]) < len(kind)
-        and int(kind.max()) < count
-        and np.array_equal(kind[leaders], np.arange(count))
-        and (leaders[kind] <= ranks).all()
-        and len(file_kind) == len(table.files)
-        and (np.diff(file_kind) >= 0).all()
-        and (not len(file_kind) or int(file_kind[-1]) < count)
-        and (np.diff(table.file) >= 0).all()
+        len(digests) == count * DIGEST_BYTES
+        # Why not by differences: they may overflow.
+        and all(int(row[0]) == 0 and (row[1:] >= row[:-1]).all() for row in rows)
+        and ((group >= 0) & (group < count)).all()
+        and ((tensor >= 0) & (tensor < table.num_tensors)).all()
+        and (offset >= 0).all()
+        and (size >= 0).all()
     )
     if not fits:
-        raise damaged("a structure that fits its table", "another")
-    meshes, part = _meshes_from(value, table, count)
-    sizes = np.bincount(part[kind], minlength=len(meshes)).tolist()
-    for mesh, size in zip(meshes, sizes, strict=True):
-        if size != prod(mesh.lengths):
-            raise damaged(f"a mesh of {size} ranks", f"one of {prod(mesh.lengths)}")
-    return Structure(
-        meshes,
-        part.astype(np.int32),
-        leaders,
-        kind.astype(np.int32),
-        file_kind.astype(np.int32),
-        _own_from(value, table, len(kind)),
+        raise damaged("an index that fits its table", "another")
+    first_row, first_deferred, first_check, start = rows
+    return TableIndex(
+        first_row=first_row,
+        first_deferred=first_deferred,
+        first_check=first_check,
+        start=start,
+        digests=tuple(
+            digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
+        ),
+        group=group,
+        boxes=Boxes(tensor, offset, size, table.num_tensors),
     )
 
 
-def _own_from(value: dict[str, Any], table: ChunkTable, world_size: int) -> Int64Array:
-    """Returns the tensors that stand for one of each rank."""
-    own = _numbers(value["own"], 1, 0)
-    known = (np.diff(own) > 0).all() and (own < table.num_tensors).all()
-    if not known or not all(is_own(table.names[one], world_size) for one in own.tolist()):
-        raise damaged("tensors that each rank has for itself, by their names", "others")
-    return own
+def _check_version(fields: Mapping[str, Any]) -> None:
+    version = _count(fields, "version", 1 << 30)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"Expected a chunk table of format version {FORMAT_VERSION}, found version "
+            f"{version}: another ray_dcp wrote this checkpoint; upgrade ray_dcp to load it"
+        )
 
 
-def _meshes_from(
-    value: dict[str, Any], table: ChunkTable, count: int
-) -> tuple[tuple[Mesh, ...], Int64Array]:
-    """Returns the meshes, and of which of them each of `count` classes is."""
-    if not isinstance(value["meshes"], list):
-        raise damaged("meshes of a structure", "something else")
-    meshes = tuple(_mesh_from(one, table) for one in value["meshes"])
-    part = _numbers(value["part"], 1, 0)
-    if not meshes or len(part) != count or int(part.max()) >= len(meshes):
-        raise damaged("a mesh for each class", "others")
-    return meshes, part
-
-
-def _mesh_from(value: Any, table: ChunkTable) -> Mesh:
-    if not isinstance(value, dict) or set(value) != _MESH_FIELDS:
-        raise damaged("the fields of a mesh", "others")
-    strides, lengths = (_numbers(value[name], 1, 1) for name in ("strides", "lengths"))
-    dimensions = len(lengths)
-    if not 1 <= dimensions == len(strides) <= _MOST_DIMENSIONS:
-        raise damaged(f"1 to {_MOST_DIMENSIONS} dimensions", f"{dimensions} and {len(strides)}")
-    tensors = _numbers(value["tensors"], 1, 0)
-    shape = (len(tensors), table.shape.shape[1])
-    if len(tensors):
-        offset, steps = _numbers(value["offset"], 2, 0), _numbers(value["steps"], 3, 0)
-    else:
-        # Lists without numbers do not tell how wide they are: these ranks save nothing.
-        offset = np.zeros(shape, dtype=np.int64)
-        steps = np.zeros((dimensions, *shape), dtype=np.int64)
-    reach = np.abs(steps).max(axis=(1, 2), initial=0).astype(float) @ lengths.astype(float)
-    fits = (
-        (not len(tensors) or int(tensors.max()) < table.num_tensors)
-        and len(np.unique(tensors)) == len(tensors)
-        and offset.shape == shape
-        and steps.shape == (dimensions, *shape)
-        and reach + float(np.abs(offset).max(initial=0)) < _MOST
-    )
-    if not fits:
-        raise damaged("a mesh that fits its table", "another")
-    return Mesh(tuple(strides.tolist()), tuple(lengths.tolist()), tensors, offset, steps)
-
-
-def _numbers(value: Any, ndim: int, least: int) -> Int64Array:
-    """Returns nested lists of whole numbers as an array."""
-    flat: list[Any] = [value]
-    for _ in range(ndim):
-        if not all(isinstance(one, list) for one in flat):
-            raise damaged("lists of numbers in a structure", "something else")
-        flat = [one for inner in flat for one in inner]
-    if not all(type(one) is int and least <= one < _MOST for one in flat):
-        raise damaged(f"numbers from {least} on in a structure", "others")
+def _start_of_end(data: bytes) -> int:
+    if len(data) > MAX_TABLE_BYTES:
+        raise damaged(f"a table of at most {MAX_TABLE_BYTES >> 30} GiB", f"{len(data)} bytes")
     try:
-        found = np.array(value, dtype=np.int64)
+        return len(data) - record_bytes(data)
     except ValueError as error:
-        raise damaged("lists of one length in a structure", "others") from error
-    if found.ndim != ndim:
-        raise damaged(f"{ndim} dimensions in a structure", str(found.ndim))
-    return found
+        raise _no_table(error) from error
 
 
-pa: Any = pyarrow
-
-GROUP_ROWS = 1 << 16
-"""Fewest rows of a group, but for the last: 0.04 s to decode, and 0.6 MB."""
-
-
-def encode_table(table: ChunkTable, structure: Structure | None = None) -> bytes:
-    """Returns the Parquet file of a chunk table; `decode_table` gives back an equal one.
-
-    Args:
-        table: All of it, or with `structure` its leaders' rows, without checksums.
-        structure: What tells the rest of it.
-
-    Raises:
-        DamagedCheckpointError: The table contradicts itself, and would not be read back.
-
-    Complexity:
-        O(chunks + checksums); about 1 us a chunk.
-    """
-    check_table(table)
-    if structure is None:
-        bounds = group_bounds(table, GROUP_ROWS)
-        grouped = None if bounds is None else encode_groups(table, bounds)
-        if grouped is not None:
-            return grouped
-    tensor = np.concatenate([table.tensor, chunkless(table)]).astype(np.int32)
-    extra = extra_of(table)
-    if structure is not None:
-        extra["structure"] = structure_to(structure)
-    arrow = rows_of(table, tensor).replace_schema_metadata(own_metadata(extra))
-    sink = pa.BufferOutputStream()
-    pq.write_table(arrow, sink, row_group_size=MAX_ROWS, **WRITING)
-    return bytes(sink.getvalue())
-
-
-def decode_table(data: bytes) -> ChunkTable:
-    """Returns the chunk table that a Parquet file holds, after checking it.
-
-    The caller compares the digest of `data` with the manifest first; what is checked here is that
-    the table can be used: types, counts before anything is allocated, boxes inside their
-    tensors, indices in range, checksums for every block.
-
-    Raises:
-        DamagedCheckpointError: The bytes are no chunk table, or one that contradicts itself.
-        UnsafeCheckpointError: A file lies outside the checkpoint's directory.
-        CheckpointError: Its format has another version.
-
-    Complexity:
-        O(chunks + checksums); about 1 us a chunk.
-    """
-    table, structure = _decoded(data)
-    if structure is not None:
-        table = expanded(table, structure)
-    check_table(table)
-    return table
-
-
-def decode_few(data: bytes) -> tuple[ChunkTable, Structure | None]:
-    """Returns the rows that a Parquet file holds, and what tells those of the other ranks.
-
-    Args:
-        data: As for `decode_table`.
-
-    Returns:
-        With None for a structure the table is whole.
-
-    Raises:
-        CheckpointError: As `decode_table` does.
-    """
-    table, structure = _decoded(data)
-    if structure is None:
-        check_table(table)
-    return table, structure
-
-
-def _decoded(data: bytes) -> tuple[ChunkTable, Structure | None]:
-    try:
-        file = TableFile(data)
-        if file.index:
-            return GroupedTable(data, file).checked(), None
-        table = table_of_rows(file.rows(), file.extra, file.max_values)
-        if "structure" not in file.extra:
-            return table, None
-        check_table(table)
-        return table, structure_from(file.extra["structure"], table)
-    except CheckpointError:
-        raise
-    except SAYS_CORRUPT as exc:
-        raise no_table(exc) from exc
+def _no_table(error: Exception) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"Expected a chunk table: {str(error)[:500]}; it is damaged, load an earlier step"
+    )

@@ -10,10 +10,18 @@ import numpy as np
 from ray_dcp.core.checksums import num_blocks_many
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import BoolArray, ChunkTable, Int64Array, Kind
+from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.names import check_file_keys
-from ray_dcp.format.table_file import damaged
 
 _MAX_VOLUME = float(1 << 62)
+
+
+def damaged(expected: str, found: str) -> DamagedCheckpointError:
+    """Returns the error for a chunk table that is not as it must be."""
+    return DamagedCheckpointError(
+        f"Expected {expected} in the chunk table, found {found}; it is damaged, load an "
+        "earlier step"
+    )
 
 
 def check_table(table: ChunkTable, *, files: bool = True) -> None:

@@ -16,8 +16,7 @@ from ray_dcp.core.checksums import num_blocks_many
 from ray_dcp.core.grouping import offsets_of
 from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.format.manifest import Manifest, PlaceRun
-from ray_dcp.format.table_check import check_table
-from ray_dcp.format.table_file import damaged
+from ray_dcp.format.table_check import check_table, damaged
 
 MOST_CHECKS = 1 << 29
 """Of which no byte is in the table: those of 512 TiB in blocks of 1 MiB."""

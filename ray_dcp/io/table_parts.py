@@ -1,9 +1,7 @@
 """The parts of a chunk table and of its checksums that a load needs, each verified by the manifest.
 
-`TableParts` reads only the chunks that are needed. Of a table in groups it reads those groups
-(`format.table.GroupedTable`); of one that has the rows of few ranks it makes the rows of the other
-ranks that are needed (`planning.structure`). Python's collector is paused where much is made, never
-while storage is waited for: that may hang.
+`TableParts` reads only the groups of rows (`format.table.GroupedTable`) that are needed. Python's
+collector is paused where much is made, never while storage is waited for: that may hang.
 
 `CheckFile` reads block checksums at the ends of data files, of which a rank reads only those that
 it needs. Small files are read whole or in part, and compared with what the manifest says.
@@ -13,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
 
 import numpy as np
 
 from ray_dcp.core.checksums import CHECK_BYTES, digest_bytes, end_checks
 from ray_dcp.core.collector import collector_paused
-from ray_dcp.core.grouping import offsets_of, within
+from ray_dcp.core.grouping import within
 from ray_dcp.core.values import ChunkTable, Int64Array
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.format.manifest import FileEntry, Manifest
-from ray_dcp.format.table import GroupedTable, decode_few, expanded
-from ray_dcp.format.table_file import MAX_TABLE_BYTES
+from ray_dcp.format.table import MAX_TABLE_BYTES, GroupedTable, decode_table
 from ray_dcp.format.table_places import (
     DeferredRows,
     checks_follow,
@@ -33,7 +29,6 @@ from ray_dcp.format.table_places import (
 )
 from ray_dcp.io.threads import run_tasks
 from ray_dcp.planning.reads import Wanted
-from ray_dcp.planning.structure import Structure, num_chunks_of, ranks_around
 from ray_dcp.store.storage import KeyMissingError, Storage
 
 
@@ -260,46 +255,30 @@ def check_against(
         )
 
 
-class _Rows(Protocol):
-    """The part of a chunk table that all saves of the plan share."""
-
-    tensors: ChunkTable
-    """Without chunks."""
-    num_chunks: int
-
-    def around(
-        self, wanted: Sequence[Wanted], tensors: Sequence[int]
-    ) -> tuple[ChunkTable, DeferredRows]:
-        """Returns the chunks of what is wanted, with all others of the same files."""
-        ...
-
-    def whole(self) -> ChunkTable:
-        """Returns all chunks."""
-        ...
-
-
 class TableParts:
-    """The chunk table of a checkpoint, in parts.
+    """The chunk table of a checkpoint in groups, which are read as they are needed.
 
     Args:
         storage: Where it is.
         manifest: Of the checkpoint.
-        rows: What all saves of its plan share.
 
     Attributes:
         tensors: The table without chunks.
 
     Raises:
         DamagedCheckpointError: They do not belong together.
+        StorageError: The end of the table can't be read.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, rows: _Rows) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
         self._manifest = manifest
-        self._rows = rows
-        self.tensors = rows.tensors
-        files = [key.replace("{attempt}", manifest.attempt) for key in rows.tensors.files]
-        check_against(manifest, rows.tensors.num_tensors, rows.num_chunks, files)
+        end = verified_end(storage, manifest)
+        with collector_paused():
+            self._table = GroupedTable(end, manifest.table.num_bytes)
+        self.tensors = self._table.tensors
+        files = [key.replace("{attempt}", manifest.attempt) for key in self.tensors.files]
+        check_against(manifest, self.tensors.num_tensors, self._table.num_chunks, files)
 
     def around(self, wanted: Sequence[Wanted], tensors: Sequence[int]) -> CheckFile:
         """Returns the chunks of what is wanted, with more of the same files.
@@ -312,7 +291,11 @@ class TableParts:
             DamagedCheckpointError: They are damaged or missing.
             StorageError: They can't be read.
         """
-        return CheckFile(self._storage, self._manifest, *self._rows.around(wanted, tensors))
+        groups = self._table.index.around(wanted, tensors)
+        first = self._table.index.first_deferred
+        counts = np.diff(first)[groups]
+        deferred = DeferredRows(np.repeat(first[groups], counts) + within(counts), int(first[-1]))
+        return CheckFile(self._storage, self._manifest, self._read(groups), deferred)
 
     def whole(self) -> CheckFile:
         """Returns all chunks.
@@ -320,7 +303,20 @@ class TableParts:
         Raises:
             CheckpointError: As `around` does.
         """
-        return CheckFile(self._storage, self._manifest, self._rows.whole())
+        groups = np.arange(self._table.index.num_groups)
+        return CheckFile(self._storage, self._manifest, self._read(groups))
+
+    def _read(self, groups: Int64Array) -> ChunkTable:
+        found: dict[int, memoryview] = {}
+        # Groups that follow each other are read together.
+        for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
+            spans = [(number, *self._table.span(number)) for _, number in run]
+            first, end = spans[0][1], spans[-1][2]
+            key = self._manifest.table.key
+            data = memoryview(verified_bytes(self._storage, key, first, end - first))
+            found |= {number: data[low - first : high - first] for number, low, high in spans}
+        with collector_paused():
+            return self._table.chunks(found)
 
 
 def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:
@@ -336,80 +332,10 @@ def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> Tab
         StorageError: It can't be read.
     """
     if manifest.table_end is not None:
-        return TableParts(storage, manifest, _Grouped(storage, manifest))
+        return TableParts(storage, manifest)
     data = same_as(manifest.table, table) if table else verified(storage, manifest.table)
     with collector_paused():
-        rows, structure = decode_few(data)
-    if structure is not None:
-        return TableParts(storage, manifest, _Structured(rows, structure))
+        rows = decode_table(data)
     found = CheckFile(storage, manifest, rows)
     check_against(manifest, rows.num_tensors, rows.num_chunks, found.table.files)
     return found
-
-
-class _Grouped:
-    """Rows in groups that are read."""
-
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._storage = storage
-        self._key = manifest.table.key
-        end = verified_end(storage, manifest)
-        with collector_paused():
-            self._table = GroupedTable.from_end(end, manifest.table.num_bytes)
-        self.tensors = self._table.tensors
-        self.num_chunks = self._table.num_chunks
-
-    def around(
-        self, wanted: Sequence[Wanted], tensors: Sequence[int]
-    ) -> tuple[ChunkTable, DeferredRows]:
-        groups = self._table.index.around(wanted, tensors)
-        table = self._read(groups)
-        first = self._table.index.first_deferred
-        counts = np.diff(first)[groups]
-        return table, DeferredRows(
-            np.repeat(first[groups], counts) + within(counts), int(first[-1])
-        )
-
-    def whole(self) -> ChunkTable:
-        return self._read(np.arange(self._table.index.num_groups))
-
-    def _read(self, groups: Int64Array) -> ChunkTable:
-        # Groups that follow each other are read together.
-        for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
-            numbers = [number for _, number in run]
-            low, high = self._table.span(numbers[0])[0], self._table.span(numbers[-1])[1]
-            data = memoryview(verified_bytes(self._storage, self._key, low, high - low))
-            for number in numbers:
-                begin, end = self._table.span(number)
-                self._table.take(number, data[begin - low : end - low])
-        with collector_paused():
-            return self._table.chunks(groups.tolist())
-
-
-class _Structured:
-    """Rows that follow from those of few ranks."""
-
-    def __init__(self, table: ChunkTable, structure: Structure) -> None:
-        self._table = table
-        self._structure = structure
-        with collector_paused():
-            self.tensors = expanded(table, structure, np.zeros(0, dtype=np.int64))
-        self.num_chunks = num_chunks_of(table, structure)
-
-    def around(
-        self, wanted: Sequence[Wanted], tensors: Sequence[int]
-    ) -> tuple[ChunkTable, DeferredRows]:
-        structure = self._structure
-        ranks = ranks_around(self._table, structure, wanted, tensors)
-        late = structure.file_kind[self._table.file[self._table.payload_offset < 0]]
-        of_class = np.bincount(late, minlength=len(structure.leaders))
-        first = offsets_of(of_class[structure.kind])
-        counts = of_class[structure.kind[ranks]]
-        rows = np.repeat(first[ranks], counts) + within(counts)
-        with collector_paused():
-            table = expanded(self._table, structure, ranks)
-        return table, DeferredRows(rows, int(first[-1]))
-
-    def whole(self) -> ChunkTable:
-        with collector_paused():
-            return expanded(self._table, self._structure)

@@ -10,10 +10,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ray_dcp.core.checksums import length_with_checks, num_blocks_many
-from ray_dcp.core.grouping import offsets_of, within
+from ray_dcp.core.grouping import offsets_of
 from ray_dcp.core.values import ChunkTable, GlobalPlan, Int64Array
 from ray_dcp.errors import InternalError
-from ray_dcp.planning.structural import StructuralPlan
 from ray_dcp.protocol.messages import (
     DeferredPlace,
     FileReceipt,
@@ -144,7 +143,7 @@ def _check_receipts(
         f"file {file} is not planned" for file in receipts if file not in range(len(plan.file_rank))
     ]
     shape = _shape_of(plan)
-    for file, template in enumerate(plan.files):
+    for file, template in enumerate(plan.table.files):
         key = template.replace("{attempt}", attempt)
         receipt = receipts.get(file)
         if receipt is None:
@@ -173,9 +172,7 @@ _shapes: WeakKeyDictionary[GlobalPlan, _Shape] = WeakKeyDictionary()
 def _shape_of(plan: GlobalPlan) -> _Shape:
     """Why kept: a plan that is used again has the same every time."""
     shape = _shapes.get(plan)
-    if shape is None and isinstance(plan, StructuralPlan):
-        shape = _shapes[plan] = _shape_of_all(plan, _shape_of(plan.few))
-    elif shape is None:
+    if shape is None:
         table = plan.table
         blocks = num_blocks_many(np.maximum(table.payload_bytes, 0), table.block_bytes)
         starts = np.searchsorted(table.file, np.arange(len(table.files) + 1))
@@ -192,19 +189,6 @@ def _shape_of(plan: GlobalPlan) -> _Shape:
             plan.source_row[late].astype(np.int64),
         )
     return shape
-
-
-def _shape_of_all(plan: StructuralPlan, few: _Shape) -> _Shape:
-    like = plan.files_of_few
-    count = few.num_places[like]
-    first = offsets_of(few.num_places)[like]
-    return _Shape(
-        np.array(few.fixed_checks, dtype=np.int64)[like].tolist(),
-        {file: few.deferred[own] for file, own in enumerate(like.tolist()) if own in few.deferred},
-        "\n".join(plan.files),
-        count,
-        few.rows[np.repeat(first, count) + within(count)],
-    )
 
 
 def _check_receipt(

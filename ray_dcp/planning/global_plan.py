@@ -8,10 +8,12 @@ part of it: its files, in the order of their bytes.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any, overload
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,17 @@ import numpy.typing as npt
 from ray_dcp.core.checksums import block_bytes_for_many
 from ray_dcp.core.columns import check
 from ray_dcp.core.grouping import run_of
-from ray_dcp.core.values import ChunkTable, Columns, FilePlan, GlobalPlan, RankPlan, ValueGroups
+from ray_dcp.core.values import (
+    NO_GROUPS,
+    ChunkTable,
+    Columns,
+    FilePlan,
+    GlobalPlan,
+    RankPlan,
+    ValueGroups,
+)
 from ray_dcp.errors import InvalidRequestError
+from ray_dcp.format.table import decode_table, encode_table
 from ray_dcp.planning.layout import LARGE_BYTES, Layout, lay_out
 from ray_dcp.planning.merge import Held, check_held, distinct_boxes, group_values, merge
 from ray_dcp.planning.sharing import Pieces, share_out
@@ -101,7 +112,7 @@ def make_plan(
         part_bytes=part_bytes,
     )
     groups = group_values(held, boxes, pieces.differing)
-    return plan_of_layout(held, pieces, layout, groups, len(columns), container)
+    return _plan_of_layout(held, pieces, layout, groups, len(columns), container)
 
 
 def _check_request(
@@ -128,7 +139,7 @@ def _check_request(
         raise InvalidRequestError("the items can't be planned:\n  " + "\n  ".join(wrong))
 
 
-def plan_of_layout(
+def _plan_of_layout(
     held: Held,
     pieces: Pieces,
     layout: Layout,
@@ -136,16 +147,6 @@ def plan_of_layout(
     world_size: int,
     container: str,
 ) -> GlobalPlan:
-    """Returns the plan of a layout.
-
-    Args:
-        held: Items of the ranks.
-        pieces: What they write.
-        layout: Where.
-        groups: Which contents have to be equal for it to be used again.
-        world_size: Number of ranks.
-        container: As for `make_plan`.
-    """
     row = pieces.held[layout.piece]
     fixed = layout.payload_bytes >= 0
     blocks = block_bytes_for_many(np.maximum(layout.payload_bytes, 0))
@@ -186,16 +187,13 @@ def plan_of_layout(
         digest=b"",
         groups=groups,
     )
-    return replace(plan, digest=digest_of(plan))
+    return replace(plan, digest=_digest_of(plan))
 
 
-def digest_of(plan: GlobalPlan) -> bytes:
+def _digest_of(plan: GlobalPlan) -> bytes:
     """Returns 32 bytes that name all that the ranks will do and tell.
 
     File headers follow from the rest, and disagreements change only where items come from.
-
-    Args:
-        plan: All but its digest; with the rows of all that it plans.
     """
     table, groups = plan.table, plan.groups
     choices = (plan.world_size, plan.container)
@@ -216,6 +214,45 @@ def digest_of(plan: GlobalPlan) -> bytes:
     return state.digest()
 
 
+_tables: WeakKeyDictionary[GlobalPlan, bytes] = WeakKeyDictionary()
+
+
+def encoded_table(plan: GlobalPlan) -> bytes:
+    """Returns the planned chunk table as it is stored, encoded once for all saves of a plan."""
+    data = _tables.get(plan)
+    if data is None:
+        data = _tables[plan] = encode_table(plan.table)
+    return data
+
+
+def pack_for_commit(plan: GlobalPlan) -> bytes:
+    """Returns what the commit of a plan needs of it, of many rows about a byte each.
+
+    Who writes which bytes of what, and which contents have to be equal, is left out.
+    """
+    few = {field.name: getattr(plan, field.name) for field in fields(plan)} | {
+        "table": encoded_table(plan),
+        "source_rank": None,
+        "source_row": plan.source_row[plan.table.payload_offset < 0],
+        "source_start": None,
+        "file_headers": (),
+        "groups": NO_GROUPS,
+    }
+    return pickle.dumps(few, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack_for_commit(data: bytes) -> GlobalPlan:
+    """Returns the plan of which `pack_for_commit` made these bytes, without what it left out."""
+    few = pickle.loads(data)
+    table = decode_table(few["table"])
+    row = np.zeros(table.num_chunks, dtype=np.int32)
+    row[table.payload_offset < 0] = few["source_row"]
+    known = {"table": table, "source_rank": 0 * row, "source_row": row, "source_start": 0 * row}
+    plan = GlobalPlan(**{**few, **known})
+    _tables[plan] = few["table"]
+    return plan
+
+
 def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
     """Returns what one rank writes. No files when it has nothing to write.
 
@@ -233,9 +270,6 @@ def rank_plan(plan: GlobalPlan, rank: int) -> RankPlan:
         raise InvalidRequestError(
             f"expected a rank from 0 to {plan.world_size - 1}, found {rank}", rank=rank
         )
-    part = plan.part_of(rank)
-    if part is not None:
-        return part
     # Invariant: files are in the order of their ranks.
     start, stop = run_of(plan.file_rank, rank)
     files = tuple(_file_plan(plan, file) for file in range(start, stop))

@@ -59,10 +59,6 @@ class Loads:
         np.add.at(self._bytes, ranks, num_bytes)
         np.add.at(self._node_bytes, self._node[ranks], num_bytes)
 
-    def bytes_of(self, ranks: Ranks) -> Int64Array:
-        """Returns what each of some ranks writes so far."""
-        return np.asarray(self._bytes[ranks])
-
     def by_node(self, ranks: Ranks) -> npt.NDArray[np.intp]:
         """Returns the positions of ranks in an order in which those of a node are adjacent.
 
@@ -71,19 +67,6 @@ class Loads:
             [0, 2, 1, 3]
         """
         return np.argsort(self._node[ranks], kind="stable")
-
-    def of(self, ranks: Ranks) -> bytes:
-        """Returns what names all that decides how some ranks share what they hold.
-
-        Example:
-            >>> loads = Loads(np.array([0, 3, 0, 3, 1, 3]), (0, 0, 1, 1, 2, 3))
-            >>> loads.of(np.arange(2)) == loads.of(np.arange(2, 4))
-            True
-            >>> loads.of(np.arange(2)) == loads.of(np.arange(4, 6))
-            False
-        """
-        names, node = np.unique(self._node[ranks], return_inverse=True)
-        return b"".join(x.tobytes() for x in (self._bytes[ranks], self._node_bytes[names], node))
 
     def writers(self, holders: Ranks, total: int, min_bytes: int) -> Int64Array:
         """Returns which holders are to write: their positions, ascending.
@@ -277,7 +260,7 @@ def share_out(
     Raises:
         UnsupportedValueError: A dtype is unknown; all FQNs concerned are named.
     """
-    itemsize = itemsizes(held, boxes)
+    itemsize = _itemsizes(held, boxes)
     num_bytes = volume(held.size[boxes.row]) * itemsize
     differing, disagreements = _disagreements(held, boxes)
     free = (np.diff(boxes.start) > 1) & ~differing & (not to_lowest_rank)
@@ -286,13 +269,13 @@ def share_out(
     fixed = np.flatnonzero(~free)
     writer = boxes.holder[boxes.start[:-1][fixed]]
     loads.add(held.rank[writer], num_bytes[fixed] + ITEM_COST_BYTES)
-    parts = [Cuts(fixed, np.zeros_like(fixed), lead_lengths(held, boxes, fixed), writer)]
+    parts = [Cuts(fixed, np.zeros_like(fixed), _lead_lengths(held.size[boxes.row[fixed]]), writer)]
     for members in _by_holders(held, boxes, np.flatnonzero(free)):
         start, stop = boxes.start[members[0] : members[0] + 2].tolist()
-        shared = share_alike(
+        shared = _share_alike(
             members,
             num_bytes[members],
-            lead_lengths(held, boxes, members),
+            _lead_lengths(held.size[boxes.row[members]]),
             cuttable[members],
             held.rank[boxes.holder[start:stop]],
             loads,
@@ -301,12 +284,12 @@ def share_out(
         )
         parts += [cut._replace(row=boxes.holder[boxes.start[cut.box] + cut.row]) for cut in shared]
     box, first, count, row = (np.concatenate(column) for column in zip(*parts, strict=True))
-    offset, size, begin = cut_boxes(held, boxes, itemsize, box, first, count)
+    offset, size, begin = _cut_boxes(held, boxes, itemsize, box, first, count)
     length = volume(size) * itemsize[box]
     return Pieces(row, offset, size, begin, length, disagreements, differing)
 
 
-def share_alike(
+def _share_alike(
     members: Int64Array,
     num_bytes: Int64Array,
     rows: Int64Array,
@@ -355,7 +338,7 @@ class Cuts(NamedTuple):
     row: Int64Array
 
 
-def itemsizes(held: Held, boxes: Boxes) -> Int64Array:
+def _itemsizes(held: Held, boxes: Boxes) -> Int64Array:
     """Returns bytes of an element of each box, 0 for objects."""
     known = [ITEMSIZE.get(name, 0) for name in held.dtypes]
     kind, dtype = held.kind[boxes.row], held.dtype[boxes.row]
@@ -402,12 +385,7 @@ def _splittable(held: Held, boxes: Boxes) -> BoolArray:
     return np.asarray(shared & (held.kind[boxes.row] == Kind.TENSOR))
 
 
-def lead_lengths(held: Held, boxes: Boxes, box: Int64Array) -> Int64Array:
-    """Returns how long the first dimension longer than 1 is."""
-    return leads_of(held.size[boxes.row[box]])
-
-
-def leads_of(size: Int64Array) -> Int64Array:
+def _lead_lengths(size: Int64Array) -> Int64Array:
     """Returns how long the first dimension longer than 1 of each box is."""
     return np.take_along_axis(size, _lead(size)[:, None], axis=1)[:, 0]
 
@@ -417,7 +395,7 @@ def _lead(size: Int64Array) -> npt.NDArray[np.intp]:
     return np.asarray(np.argmax(size > 1, axis=1))
 
 
-def cut_boxes(
+def _cut_boxes(
     held: Held,
     boxes: Boxes,
     itemsize: Int64Array,
@@ -429,7 +407,7 @@ def cut_boxes(
     row = boxes.row[box]
     offset, size = held.offset[row], held.size[row]
     start = np.zeros(len(box), dtype=np.int64)
-    cut = np.flatnonzero(count != lead_lengths(held, boxes, box))
+    cut = np.flatnonzero(count != _lead_lengths(size))
     lead = _lead(size[cut])
     start[cut] = first[cut] * (volume(size[cut]) // size[cut, lead]) * itemsize[box[cut]]
     offset[cut, lead] += first[cut]

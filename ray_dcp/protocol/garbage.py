@@ -38,7 +38,7 @@ _DATA = re.compile(
     rf"__[0-9]+_[0-9]+\.{_ATTEMPT}\.distcp"
     rf"|{_ATTEMPT.replace('attempt', 'folder')}/rank-[0-9]{{5,}}-part-[0-9]{{5,}}\.safetensors"
 )
-_TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.parquet")
+_TABLE = re.compile(rf"chunks\.{_ATTEMPT}\.table")
 _TRACE = re.compile(rf"trace\.{_ATTEMPT}\.json")
 _STATS = re.compile(rf"stats\.{_ATTEMPT}\.json")
 _TEMP = re.compile(r"(?P<folder>(?:[^/]+/)?)\.tmp-[0-9a-f]{12}-(?P<name>[^/]+)")
@@ -86,7 +86,7 @@ def owner_of(key: str) -> Owned | None:
     Example:
         >>> owner_of("__0_1.0123456789abcdef.distcp")
         Owned(kind='data', attempt='0123456789abcdef')
-        >>> owner_of(".tmp-0123456789ab-chunks.0123456789abcdef.parquet").kind
+        >>> owner_of(".tmp-0123456789ab-chunks.0123456789abcdef.table").kind
         'temp'
         >>> print(owner_of("__0_1.distcp"), owner_of("notes.0123456789abcdef.txt"))
         None None

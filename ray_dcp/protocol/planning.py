@@ -36,8 +36,8 @@ MOST_ROWS_BYTES = 1 << 30
 MOST_PLANS = 8
 """A job that saves two layouts in turn (weights and their averages) uses two."""
 
-MOST_PLAN_CHUNKS = 32_000_000
-"""Of all plans together; a chunk takes about 150 bytes."""
+MOST_PLAN_CHUNKS = 8_000_000
+"""Of all plans together; a chunk takes about 100 bytes."""
 
 
 class PlanCache:
@@ -86,7 +86,7 @@ class PlanCache:
 
     @property
     def _num_chunks(self) -> int:
-        return sum(planned.plan.num_chunks for planned in self._plans.values())
+        return sum(planned.plan.table.num_chunks for planned in self._plans.values())
 
 
 MOST_NAMED = 20

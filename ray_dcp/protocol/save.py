@@ -715,7 +715,7 @@ class SaveMachine(JoinedSave):
         return (*answers, self._perform(CollectReplaced(self._target, self._written_keys())))
 
     def _written_keys(self) -> tuple[str, ...]:
-        files = self._plan.files if self._plan else ()
+        files = self._plan.table.files if self._plan else ()
         keys = [key.replace("{attempt}", self._attempt) for key in files]
         return (*keys, *(key for key, _ in (self._built.files if self._built else ())))
 

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
+from typing import Any
 
 from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
@@ -38,6 +39,7 @@ from ray_dcp.errors import (
     InternalError,
 )
 from ray_dcp.options import SaveOptions
+from ray_dcp.planning.global_plan import pack_for_commit, unpack_for_commit
 from ray_dcp.protocol.commands import (
     Answer,
     Command,
@@ -255,6 +257,13 @@ class StagedPlan:
     """`FilePlan.file` of each rank's part."""
     seen: RecordsRead
     warnings: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Has of the plan what its commit needs: stagers take it in every asynchronous save."""
+        return {**vars(self), "plan": pack_for_commit(self.plan)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "plan": unpack_for_commit(state["plan"])})
 
 
 class StagedSaveMachine(QueuedSave):

@@ -15,10 +15,10 @@ from __future__ import annotations
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +27,7 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.core.columns import decode
 from ray_dcp.core.rank_names import for_rank, without_rank
-from ray_dcp.core.values import Columns, GlobalPlan, Int32Array, Int64Array, UInt64Array
+from ray_dcp.core.values import Columns, GlobalPlan, Int64Array
 from ray_dcp.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -53,14 +53,12 @@ from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, sta
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
 from ray_dcp.io.records import read_slots
 from ray_dcp.io.threads import run_tasks
-from ray_dcp.planning import structural
 from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.planning.finish import checked_receipts, finish_table
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, RankPlans, make_plan, rank_plan
+from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
 from ray_dcp.planning.merge import with_contents
 from ray_dcp.planning.reads import Ranges, share_reads
-from ray_dcp.planning.regular import Part, Regular, infer
-from ray_dcp.planning.structural import StructuralPlan
+from ray_dcp.planning.regular import Regular, infer
 from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
@@ -117,25 +115,9 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
     """
     held = _sent(task)
-    follows = _Follows(task, held) if task.fingerprints else None
-    structural = None if follows is None else _structural(task, follows)
-    if isinstance(structural, StructuralPlan):
-        return Planned(structural, RankPlans(structural))
-    plan = structural or _by_rows(task, held, follows)
-    if isinstance(plan, RowsMissing):
-        return plan
-    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
-    return Planned(plan, parts, disagreements=differences(plan.disagreements))
-
-
-def _by_rows(
-    task: MakePlan, held: dict[int, Columns], follows: _Follows | None
-) -> GlobalPlan | RowsMissing:
-    """Returns the plan by the rows of all ranks, those that follow with them."""
-    absent = [rank for rank in range(len(task.columns)) if rank not in held]
-    if follows is not None:
-        held.update({rank: follows.of(rank) for rank in absent if follows.fits[rank]})
-    missing = tuple(rank for rank in absent if rank not in held)
+    if task.fingerprints:
+        held.update(_following(task, held))
+    missing = tuple(rank for rank in range(len(task.columns)) if rank not in held)
     if missing:
         return RowsMissing(missing)
     columns = [held[rank] for rank in range(len(task.columns))]
@@ -144,7 +126,7 @@ def _by_rows(
             with_contents(own, told, rank)
             for rank, (own, told) in enumerate(zip(columns, task.contents, strict=True))
         ]
-    return make_plan(
+    plan = make_plan(
         columns,
         container=task.container,
         part_bytes=task.part_bytes,
@@ -153,6 +135,8 @@ def _by_rows(
         nodes=task.nodes,
         checked=True,
     )
+    parts = tuple(rank_plan(plan, rank) for rank in range(plan.world_size))
+    return Planned(plan, parts, disagreements=differences(plan.disagreements))
 
 
 def _sent(task: MakePlan) -> dict[int, Columns]:
@@ -166,7 +150,7 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
         columns = known.get(name) if name else None
         if columns is None:
             columns = known[name] = decode(encoded)
-            if name and _fingerprint(columns, task) != name:
+            if name and fingerprint(columns, **_options(task)) != name:
                 raise RankDisagreementError(
                     f"expected the items of rank {rank} to have the fingerprint that it sent, but "
                     f"they have another one: run the same version of ray_dcp on all ranks",
@@ -176,134 +160,64 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
     return found
 
 
-class _Follows:
-    """What ranks hold by the rows of few, stage by stage of a pipeline.
+def _following(task: MakePlan, held: Mapping[int, Columns]) -> dict[int, Columns]:
+    """Returns what ranks hold that sent no rows, as far as it follows from the rows of others.
 
-    Args:
-        task: With fingerprints.
-        held: What is known of ranks.
-
-    Attributes:
-        parts: All ranks that hold boxes of the same items together, where these lie on a mesh.
-        fits: bool[w], the ranks whose fingerprints say that they hold what follows.
+    A pipeline is looked at stage by stage: ranks that hold boxes of the same items together.
     """
-
-    def __init__(self, task: MakePlan, held: Mapping[int, Columns]) -> None:
-        world_size = len(task.columns)
-        self.parts: list[Part] = []
-        self.fits = np.zeros(world_size, dtype=bool)
-        self._regular: dict[int, tuple[Regular, int]] = {}
-        for ranks in alike(task.fingerprints):
-            own = {
-                at: without_rank(held[rank], world_size)
-                for at, rank in enumerate(ranks.tolist())
-                if rank in held
-            }
-            regular = infer(own, len(ranks))
-            if regular is not None and _is_likely(task, ranks, np.arange(len(ranks)), regular):
-                sizes = self._follow(task, ranks, np.arange(len(ranks)), regular)
-                self.parts.append(Part(ranks, regular, sizes))
-            rest = ranks[~self.fits[ranks]]
-            if not len(rest):
-                continue
-            # Where a few ranks hold something else, those that are left make no mesh of their own.
-            known = {int(ranks[at]): columns for at, columns in own.items()}
-            regular = infer(known, world_size)
-            if regular is not None and _is_likely(task, rest, rest, regular):
-                self._follow(task, rest, rest, regular)
-
-    def _follow(
-        self, task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular
-    ) -> Int32Array:
-        """Takes that ranks hold what is on a mesh at these places; returns `Part.sizes`."""
-        names, first = _names(task, regular.first), regular.first.size
-        sizes = np.zeros(len(ranks), dtype=np.int32)
-        lowest: dict[bytes, int] = {first.tobytes(): 0}
-        for at, (offset, size) in enumerate(regular.many(places)):
-            rank = int(ranks[at])
-            self.fits[rank] = names.of_boxes(offset, size, rank) == task.fingerprints[rank]
-            self._regular[rank] = regular, int(places[at])
-            if not np.array_equal(size, first):
-                sizes[at] = lowest.setdefault(size.tobytes(), at)
-        return sizes
-
-    def of(self, rank: int) -> Columns:
-        """Returns what a rank holds that `fits`."""
-        regular, place = self._regular[rank]
-        return for_rank(regular.of(place), rank, len(self.fits))
+    world_size, found = len(task.columns), dict[int, Columns]()
+    for ranks in alike(task.fingerprints):
+        own = {
+            at: without_rank(held[rank], world_size)
+            for at, rank in enumerate(ranks.tolist())
+            if rank in held
+        }
+        if len(own) == len(ranks):
+            continue
+        regular = infer(own, len(ranks))
+        if regular is not None:
+            found.update(_on_mesh(task, held, ranks, np.arange(len(ranks)), regular))
+        rest = np.array([rank for rank in ranks.tolist() if rank not in held and rank not in found])
+        if not len(rest):
+            continue
+        # Where a few ranks hold something else, those that are left make no mesh of their own.
+        known = {int(ranks[at]): columns for at, columns in own.items()}
+        regular = infer(known, world_size)
+        if regular is not None:
+            found.update(_on_mesh(task, held, rest, rest, regular))
+    return found
 
 
-def _is_likely(task: MakePlan, ranks: Int64Array, places: Int64Array, regular: Regular) -> bool:
-    """Whether any of some ranks holds what follows.
-
-    Why: irregular slabs look like a mesh at first, and to follow that for all ranks takes long.
-    """
-    names = _names(task, regular.first)
-    # Why of the second half: a mesh was made of ranks of the first.
+def _on_mesh(
+    task: MakePlan,
+    held: Mapping[int, Columns],
+    ranks: Int64Array,
+    places: Int64Array,
+    regular: Regular,
+) -> Iterator[tuple[int, Columns]]:
+    """Yields which ranks without rows hold, by their fingerprints, what is at their places."""
+    names = Fingerprints(regular.first, **_options(task))
+    # Why of the second half: a mesh was made of ranks of the first. Why at all: irregular slabs
+    # look like a mesh at first, and to follow that for all ranks takes long.
     some = np.unique(np.linspace(len(ranks) // 2, len(ranks) - 1, SAMPLES).astype(np.int64))
-    boxes = regular.many(places[some])
-    return any(
-        names.of_boxes(*box, rank) == task.fingerprints[rank]
-        for rank, box in zip(ranks[some].tolist(), boxes, strict=True)
-    )
-
-
-def _structural(task: MakePlan, follows: _Follows) -> GlobalPlan | None:
-    """Returns the plan of a regular layout of many rows; None where it is none.
-
-    Whether the rows were sent or follow makes no difference: the same ranks have the same plan.
-    """
-    usual = task.container == "torch_save" and not task.to_lowest_rank
-    parts = follows.parts
-    if (
-        not usual
-        or not follows.fits.all()
-        or sum(len(part.ranks) for part in parts) < len(follows.fits)
+    if not any(
+        names.of_boxes(columns, rank) == task.fingerprints[rank]
+        for rank, columns in zip(ranks[some].tolist(), regular.columns(places[some]), strict=True)
     ):
-        return None
-    num_rows = sum(len(part.ranks) * len(part.regular.first) for part in parts)
-    if len(follows.fits) < 2 or num_rows < structural.MANY_ROWS:
-        return None
-    contents = [_contents(task, part) for part in parts]
-    if any(len(own) != len(part.ranks) for own, part in zip(contents, parts, strict=True)):
-        return None
-    return structural.make_structural_plan(
-        parts,
-        contents,
-        part_bytes=task.part_bytes,
-        min_writer_bytes=MIN_WRITER_BYTES,
-        nodes=task.nodes,
-    )
+        return
+    for rank, columns in zip(ranks.tolist(), regular.columns(places), strict=True):
+        if rank not in held and names.of_boxes(columns, rank) == task.fingerprints[rank]:
+            yield rank, for_rank(columns, rank, len(task.columns)) if names.has_own else columns
 
 
-def _contents(task: MakePlan, part: Part) -> UInt64Array:
-    """Returns the digests of content of the ranks of a part, by place; of some lengths none."""
-    told = [task.contents[rank] for rank in part.ranks.tolist()]
-    count = int(np.count_nonzero(part.regular.first.value))
-    if any(len(own) != 8 * count for own in told):
-        return np.zeros((0, count), dtype=np.uint64)
-    return np.frombuffer(b"".join(told), dtype="<u8").reshape(len(told), count)
-
-
-def _names(task: MakePlan, first: Columns) -> Fingerprints:
-    return Fingerprints(
-        first,
-        world_size=len(task.columns),
-        container=task.container,
-        part_bytes=task.part_bytes,
-        to_lowest_rank=task.to_lowest_rank,
-    )
-
-
-def _fingerprint(columns: Columns, task: MakePlan) -> bytes:
-    """Returns the fingerprint of columns under the options of a task."""
-    return fingerprint(
-        columns,
-        world_size=len(task.columns),
-        container=task.container,
-        part_bytes=task.part_bytes,
-        to_lowest_rank=task.to_lowest_rank,
-    )
+def _options(task: MakePlan) -> dict[str, Any]:
+    """Returns what fingerprints depend on beside the columns."""
+    return {
+        "world_size": len(task.columns),
+        "container": task.container,
+        "part_bytes": task.part_bytes,
+        "to_lowest_rank": task.to_lowest_rank,
+    }
 
 
 class _Table(NamedTuple):
@@ -325,7 +239,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
         InternalError: Receipts and plan do not fit.
         DamagedCheckpointError: A receipt has changed on its way.
     """
-    plan, key = task.plan, f"chunks.{task.attempt}.parquet"
+    plan, key = task.plan, f"chunks.{task.attempt}.table"
     places, receipts = checked_receipts(plan, task.attempt, join_receipts(task.receipts))
     table = _shared_table(plan) if plan.checks_at_end else _own_table(task, receipts)
     metadata = None
@@ -349,8 +263,8 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
             metadata=None if metadata is None else _entry(METADATA_KEY, metadata),
             replaced_metadata=task.replaced_metadata,
             plan_digest=plan.digest.hex(),
-            num_tensors=plan.num_tensors,
-            num_chunks=plan.num_chunks,
+            num_tensors=plan.table.num_tensors,
+            num_chunks=plan.table.num_chunks,
             payload_bytes=plan.fixed_bytes + int(places[:, 1].sum()),
             previous_slot=task.previous_slot,
             decided=task.decided,
@@ -367,7 +281,7 @@ def build_commit(task: BuildCommit) -> CommitBuilt:
 def _stats(task: BuildCommit) -> bytes:
     """Returns what is told of the tensors beside the checkpoint."""
     plan = task.plan
-    table = plan.few.table if isinstance(plan, StructuralPlan) else plan.table
+    table = plan.table
     lengths = dict(zip(table.names, table.shape.prod(axis=1).tolist(), strict=True))
     return encode_stats(task.attempt, combine(map(decode_parts, task.stats), lengths))
 
@@ -379,11 +293,7 @@ def _shared_table(plan: GlobalPlan) -> _Table:
     """Returns the chunk table, which is encoded once for all saves of a plan."""
     found = _shared.get(plan)
     if found is None:
-        if isinstance(plan, StructuralPlan):
-            found = _table(encode_table(plan.few.table, plan.structure))
-        else:
-            found = _table(encode_table(plan.table))
-        _shared[plan] = found
+        found = _shared[plan] = _table(encoded_table(plan))
     return found
 
 

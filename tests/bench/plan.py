@@ -19,16 +19,14 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ray_dcp.core.checksums import digest, length_with_checks, num_blocks_many
-from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.values import Columns, FilePlan, Kind, RankPlan
 from ray_dcp.options import SaveOptions
-from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, make_plan
 from ray_dcp.protocol.aggregation import Batch, BatchedReplies, BatchWindow, MessageBatch, group_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import (
@@ -417,64 +415,13 @@ def stock_row_us(world_size: int, tensors: int) -> float:
     return spent_s / (world_size * tensors) * 1e6 if sent else 0.0
 
 
-def limit_row_us(world_size: int, tensors: int) -> float:
-    """Returns one sort of the rows and one look at each byte of them: what no planner is below."""
-    columns = list(slabs(world_size, tensors, regular=False))
-    start_s = time.process_time()
-    offset = np.concatenate([own.offset for own in columns])
-    size = np.concatenate([own.size for own in columns])
-    name = np.concatenate([own.name for own in columns]).astype(np.int64)
-    order = np.argsort(name * (int(offset.max()) + 1) + offset[:, 0], kind="stable")
-    checked = (offset[order][1:, 0] >= offset[order][:-1, 0] + size[order][:-1, 0]).sum()
-    spent_s = time.process_time() - start_s
-    return spent_s / len(order) * 1e6 if checked else 0.0
-
-
-LAYER = {
-    "q": (8192, 8192), "kv": (2048, 8192), "o": (8192, 8192), "up": (57344, 8192),
-    "down": (8192, 28672), "norm": (8192,),
-}  # fmt: skip
-SMALL = {"weight": (4096, 4096)}
 RANKS_A_NODE = 8
-
-
-class Balance(NamedTuple):
-    """How the bytes of a state that all ranks hold are shared out."""
-
-    over_writers: float
-    """Max/mean bytes of those that write."""
-    over_nodes: float
-    """Max/mean bytes of the nodes that write."""
-    least_mib: float
-    """Of a writer."""
-    writers: int
-    nodes: int
-    files: int
-
-
-def balance(world_size: int, shapes: dict[str, tuple[int, ...]], layers: int) -> Balance:
-    """Returns how a replicated state in float32 is shared out over nodes of 8 ranks."""
-    builder = ColumnsBuilder()
-    for layer in range(layers):
-        for name, shape in shapes.items():
-            builder.tensor(f"{layer}.{name}", "float32", shape, splittable=len(shape) > 1)
-    nodes = [rank // RANKS_A_NODE for rank in range(world_size)]
-    columns = [builder.build()] * world_size
-    plan = make_plan(columns, min_writer_bytes=MIN_WRITER_BYTES, nodes=nodes)
-    written = np.bincount(plan.source_rank, plan.table.payload_bytes, world_size)
-    on_nodes = np.bincount(nodes, written)
-    writers, busy = written[written > 0], on_nodes[on_nodes > 0]
-    return Balance(
-        writers.max() / writers.mean(), busy.max() / busy.mean(), writers.min() / (1 << 20),
-        len(writers), len(busy), len(plan.files),
-    )  # fmt: skip
 
 
 def plan(tensors: int, largest: int) -> int:
     """Prints what planning and committing cost, for growing numbers of ranks."""
     worlds = [world for world in WORLDS if world <= largest]
     print(__doc__.split("\n\n", 1)[1])
-    print(f"limit: {limit_row_us(256, tensors):.2f} us a row (one sort, one look)")
     stock_us = stock_row_us(32, tensors)
     print(f"stock DCP's create_global_plan: {stock_us:.1f} us a row at 32 ranks\n")
     print(f"{'ranks':>6} {'tensors':>7} {'layout':>9} {'save':>5} {'CPU s':>8}", end="")
@@ -486,7 +433,7 @@ def plan(tensors: int, largest: int) -> int:
     for count, layout in (*((tensors, sort) for sort in sorts), (1, "irregular")):
         for world in worlds:
             found = measured(measure, world, count, layout, 1 + WARM_SAVES)
-            table = sum(size for key, size in found["files"].items() if "parquet" in key)
+            table = sum(size for key, size in found["files"].items() if key.endswith(".table"))
             rows = world * count
             cold, *again = found["saves"]
             warm = sorted(again, key=lambda cost: sum(cost["cpu_s"].values()))[len(again) // 2]
@@ -507,12 +454,5 @@ def plan(tensors: int, largest: int) -> int:
         print(
             f"{name}, {count} tensors, {layout}: CPU x {spent[-1] / spent[0]:.1f} for ranks x "
             f"{worlds[-1] // worlds[0]} (steps {', '.join(f'{step:.1f}' for step in steps)})"
-        )
-    for world, shapes, layers in ((256, LAYER, 16), (10_000, LAYER, 80), (10_000, SMALL, 1)):
-        found = balance(world, shapes, layers)
-        print(
-            f"replicated state on {world} ranks, {RANKS_A_NODE} a node: max/mean "
-            f"{found.over_writers:.4f} over {found.writers} writers, each {found.least_mib:.0f} "
-            f"MiB or more, and {found.over_nodes:.4f} over {found.nodes} nodes; {found.files} files"
         )
     return 0

@@ -103,12 +103,12 @@ def test_a_cell_that_was_not_hit_or_has_a_problem_is_not_well():
         ([".tmp-1-__0_0.a.distcp"], {"staging", "writing"}),
         ([".tmp-1-__0_0.a.distcp", "__1_0.a.distcp"], {"staging", "writing"}),
         (["__0_0.a.distcp", "__1_0.a.distcp"], {"staging", "committing"}),
-        (["__0_0.a.distcp", "chunks.a.parquet"], {"committing"}),
-        (["__0_0.a.distcp", "chunks.a.parquet", "manifest-00000002.json"], {"committing"}),
-        ([".tmp-1-__0_0.a.distcp", "chunks.a.parquet"], set()),
+        (["__0_0.a.distcp", "chunks.a.table"], {"committing"}),
+        (["__0_0.a.distcp", "chunks.a.table", "manifest-00000002.json"], {"committing"}),
+        ([".tmp-1-__0_0.a.distcp", "chunks.a.table"], set()),
     ],
 )
 def test_the_files_of_a_blow_tell_in_which_phase_it_fell(new: list[str], phases: set[str]):
-    before = {"__0_0.b.distcp", "chunks.b.parquet", "manifest-00000001.json", ".metadata"}
+    before = {"__0_0.b.distcp", "chunks.b.table", "manifest-00000001.json", ".metadata"}
     found = {phase for phase in PHASES if is_in_phase(phase, before, before | set(new))}
     assert found == phases

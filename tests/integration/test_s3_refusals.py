@@ -85,7 +85,7 @@ def old_stands_and_nothing_is_left(place: Location) -> None:
     names = [re.sub(r"[0-9a-f]{16}", "ATTEMPT", entry.key) for entry in storage.list()]
     records = [name for name in names if name.startswith(("manifest-", "trace."))]
     assert [name for name in names if name not in records] == [
-        ".metadata", "__0_0.ATTEMPT.distcp", "chunks.ATTEMPT.parquet"
+        ".metadata", "__0_0.ATTEMPT.distcp", "chunks.ATTEMPT.table"
     ]  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def test_a_small_state_of_2_000_ranks_is_written_by_few_on_different_nodes(own):
     written = written_by(plan)
     assert np.sort(written)[-5:].tolist() == [8 * own, *[16 * MIB + 8 * own] * 4]
     assert len({nodes[rank] for rank in np.argsort(written)[-4:]}) == 4
-    assert len(plan.files) == (2_000 if own else 4)
+    assert len(plan.table.files) == (2_000 if own else 4)
 
 
 def _with_own(rank):

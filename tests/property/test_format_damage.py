@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.core.checksums import block_checks, first_bad_block
@@ -21,7 +21,7 @@ TABLE = mixed_table()
 OURS = encode_metadata(TABLE, checkpoint_id="/x", attempt="a1")
 STOCK = pickle.dumps(pickle.loads(OURS))
 STOCK_2 = pickle.dumps(pickle.loads(OURS), 2)
-PARQUET = encode_table(TABLE)
+STORED = encode_table(TABLE)
 GROUPED = grouped_table()
 END = GROUPED[end_of(GROUPED) :]
 MANIFEST = mf.encode_record(mf.AbortRecord(attempt="a1", reason="late", rank=3))
@@ -43,9 +43,9 @@ DECODERS = {
     "our .metadata": (OURS, decode_metadata),
     "stock .metadata": (STOCK, decode_metadata),
     "stock .metadata of protocol 2": (STOCK_2, decode_metadata),
-    "chunk table": (PARQUET, decode_table),
+    "chunk table": (STORED, decode_table),
     "chunk table in groups": (GROUPED, decode_table),
-    "end of a chunk table": (END, lambda data: GroupedTable.from_end(data, len(GROUPED))),
+    "end of a chunk table": (END, lambda data: GroupedTable(data, len(GROUPED))),
     "manifest": (MANIFEST, mf.decode_record),
     "manifest of a commit": (COMMIT, mf.decode_record),
     "manifest without its digest": (mf.unsealed("record", COMMIT), signed),
@@ -72,23 +72,6 @@ def test_every_single_byte_that_is_lost_or_set_gives_a_value_or_an_error_of_ours
             except CheckpointError:
                 errors += 1
     assert errors > len(data) // step, "hardly any damage was seen: is the decoder asleep?"
-
-
-@settings(max_examples=40, deadline=None)
-@given(source=st.data())
-def test_a_flipped_bit_of_a_parquet_page_is_seen(source):
-    """Pages carry checksums: damage is seen, or lies in bytes that say nothing about the table."""
-    at = source.draw(st.integers(0, len(PARQUET) - 1))
-    wrong = bytearray(PARQUET)
-    wrong[at] ^= 1 << source.draw(st.integers(0, 7))
-    try:
-        found = decode_table(bytes(wrong))
-    except CheckpointError:
-        return
-    note(f"bit at {at} not seen")
-    kept = set(difference(found, TABLE))
-    # Careful: only the file's own metadata has no checksum; the manifest's digest covers it.
-    assert kept <= {"files", "dtypes", "requires_grad"}
 
 
 @settings(max_examples=40, deadline=None)

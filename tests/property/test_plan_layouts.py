@@ -13,8 +13,9 @@ from ray_dcp.core.values import Kind
 from ray_dcp.format.safetensors import parse_header
 from ray_dcp.planning.coverage import problems
 from ray_dcp.planning.finish import finish_table
-from ray_dcp.planning.global_plan import make_plan
+from ray_dcp.planning.global_plan import make_plan, pack_for_commit, unpack_for_commit
 from ray_dcp.planning.layout import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
+from tests.format_cases import difference
 from tests.plan_cases import Case, box_bytes, cases, truth, write
 
 CONTAINERS = ("torch_save", "safetensors")
@@ -43,6 +44,9 @@ def test_every_element_is_written_once_and_where_the_table_says(
     )  # fmt: skip
     files, receipts = write(case, columns, plan, "a1")
     table = finish_table(plan, "a1", receipts)
+    sent = unpack_for_commit(pack_for_commit(plan))
+    assert difference(finish_table(sent, "a1", receipts), table) == []
+    assert (sent.digest, sent.fixed_bytes) == (plan.digest, plan.fixed_bytes)
 
     target(float(table.num_chunks), label="chunks")
     event(f"world {plan.world_size}")

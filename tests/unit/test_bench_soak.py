@@ -125,8 +125,8 @@ def test_after_a_delete_only_its_record_may_stay(tmp_path):
     save(state_of(1), 2, str(tmp_path))
     ray_dcp.delete(tmp_path)
     assert leaks.leaked_files(tmp_path) == []
-    (tmp_path / "chunks.0123456789abcdef.parquet").write_bytes(b"left")
-    assert leaks.leaked_files(tmp_path) == ["chunks.0123456789abcdef.parquet"]
+    (tmp_path / "chunks.0123456789abcdef.table").write_bytes(b"left")
+    assert leaks.leaked_files(tmp_path) == ["chunks.0123456789abcdef.table"]
 
 
 def test_temporary_files_are_found_at_any_depth(tmp_path):

@@ -166,7 +166,7 @@ def test_a_save_removes_what_dead_attempts_left_and_their_unpublished_files(tmp_
     stopped_before(path, CreateRecord, options=SaveOptions(container="safetensors"))
     stopped_before(path, CreateRecord)
     # What processes leave that are killed while they write.
-    for key in (f"__0_0.{DEAD}.distcp", f"chunks.{DEAD}.parquet", record_key(9), ".metadata"):
+    for key in (f"__0_0.{DEAD}.distcp", f"chunks.{DEAD}.table", record_key(9), ".metadata"):
         (tmp_path / "step-1" / f"{TEMP}{key}").write_bytes(b"half")
     (tmp_path / "step-1" / f"{TEMP}notes").write_bytes(b"not ours")
     (tmp_path / "step-1" / DEAD).mkdir()
@@ -836,7 +836,7 @@ def test_files_that_an_old_metadata_names_stay_while_it_can_not_be_replaced(tmp_
     report = collect(path, opener=lambda _: ReadOnlyMetadata(path))
     assert "could not be brought up to date" in report.warnings[0]
     assert {kept.key for kept in report.kept} == {
-        f"__0_0.{first}.distcp", f"chunks.{first}.parquet"
+        f"__0_0.{first}.distcp", f"chunks.{first}.table"
     }  # fmt: skip
     found = {"a": torch.zeros(13, 7)}
     dcp.load(found, checkpoint_id=path, no_dist=True)

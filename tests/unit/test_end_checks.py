@@ -91,18 +91,6 @@ def test_receipts_have_no_checksums_and_files_end_with_them(staged):
     assert same_state(sample_state(1), load_state(storage, sample_state(1), 2))
 
 
-def test_stock_dcp_loads_them():
-    for metadata in (True, "later"):
-        storage = MemoryStorage("end-checks")
-        storage.delete([entry.key for entry in storage.list()])
-        save_state(
-            storage, {"w": np.arange(99.0)}, 2,
-            options=SaveOptions(num_threads=1, stock_metadata=metadata),
-        )  # fmt: skip
-        keys = {entry.key for entry in storage.list()}
-        assert ".metadata" in keys
-
-
 def test_stock_dcp_loads_what_one_process_saved(tmp_path):
     ray_dcp.save(STATE, checkpoint_id=tmp_path)
     wanted = blank()
@@ -273,6 +261,6 @@ def test_a_small_load_reads_each_file_that_tells_of_it_once(tmp_path, monkeypatc
     monkeypatch.setattr(LocalStorage, "read", counted)
     ray_dcp.load(blank(), checkpoint_id=tmp_path, no_dist=True)
     (data,) = tmp_path.glob("*.distcp")
-    (table,) = tmp_path.glob("*.parquet")
+    (table,) = tmp_path.glob("*.table")
     # Of the data file its end; what it holds goes straight into the targets.
     assert sorted(reads) == sorted([".metadata", "manifest-00000001.json", table.name, data.name])

@@ -1,28 +1,23 @@
 import dataclasses
-import io
-import json
+import tracemalloc
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from ray_dcp.core.checksums import digest
-from ray_dcp.core.values import Kind
+from ray_dcp.core import packing
+from ray_dcp.core.values import IntKey, Kind
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ray_dcp.format import table as tb
-from ray_dcp.format import table_file as parquet
 from ray_dcp.format.table_check import check_table
-from ray_dcp.format.table_file import read_footer
 from tests import big_views
-from tests.format_cases import difference, many_table, mixed_table, table_of
+from tests.format_cases import difference, forged, many_table, mixed_table, table_of
 
 
 def planned():
     """A table as planned: no checksums, a deferred chunk without place."""
     table = mixed_table()
     place = table.item_offset.copy()
-    place[3] = -1
+    place[5] = -1
     return dataclasses.replace(
         table,
         item_offset=place,
@@ -74,24 +69,10 @@ def test_a_table_is_read_back_with_equal_values_types_and_order(name):
     assert tb.encode_table(table) == data
 
 
-def test_other_tools_see_flat_columns_with_one_row_a_chunk():
-    table = mixed_table()
-    rows = pq.read_table(io.BytesIO(tb.encode_table(table))).to_pylist()
-    assert len(rows) == table.num_chunks + 1
-    second = rows[1]
-    assert second["fqn"] == "m.w"
-    assert second["shape"] == [6, 4]
-    assert second["offsets"] == [3, 0]
-    assert second["sizes"] == [3, 4]
-    assert second["file"] == "__1_0.a1.distcp"
-    assert second["kind"] == "tensor"
-    assert second["requires_grad"] is True
-    assert second["checks"] == [int(table.checks[1])]
-    assert second["digest"] == digest(table.checks[1:2])
-    lr = next(row for row in rows if row["fqn"] == "o.0.lr")
-    assert (lr["path"], lr["path_is_index"]) == (["o", "0", "lr"], [False, True, False])
-    assert (lr["kind"], lr["dtype"]) == ("object", None)
-    assert next(row for row in rows if row["fqn"] == "nowhere")["file"] is None
+def test_a_number_as_a_key_in_a_path_is_not_its_text_nor_an_index():
+    table = changed(mixed_table(), paths=(("m", IntKey(7), "7", 7), *mixed_table().paths[1:]))
+    (path, *_) = tb.decode_table(tb.encode_table(table)).paths
+    assert (path, [*map(type, path)]) == (("m", "7", "7", 7), [str, IntKey, str, int])
 
 
 def changed(table, **arrays):
@@ -109,17 +90,17 @@ WRONG = {
     "tensor index negative": lambda t: changed(t, tensor=at(t.tensor, 0, -1)),
     "file index too large": lambda t: changed(t, file=at(t.file, 0, 2)),
     "file index negative": lambda t: changed(t, file=at(t.file, 0, -1)),
-    "box beyond its tensor": lambda t: changed(t, offset=at(t.offset, (1, 0), 4)),
-    "box before its tensor": lambda t: changed(t, offset=at(t.offset, (1, 0), -1)),
+    "box beyond its tensor": lambda t: changed(t, offset=at(t.offset, (4, 0), 4)),
+    "box before its tensor": lambda t: changed(t, offset=at(t.offset, (4, 0), -1)),
     "negative box": lambda t: changed(t, size=at(t.size, (0, 0), -3)),
-    "overflowing box": lambda t: changed(t, offset=at(t.offset, (1, 0), 2**63 - 1)),
-    "padding used": lambda t: changed(t, size=at(t.size, (2, 0), 2)),
+    "overflowing box": lambda t: changed(t, offset=at(t.offset, (4, 0), 2**63 - 1)),
+    "padding used": lambda t: changed(t, size=at(t.size, (1, 0), 2)),
     "negative shape": lambda t: changed(t, shape=at(t.shape, (0, 0), -6)),
     "huge shape": lambda t: changed(t, shape=at(t.shape, (5, slice(None)), 1 << 40)),
     "payload of another length": lambda t: changed(
         t, payload_bytes=at(t.payload_bytes, 0, 52), item_bytes=at(t.item_bytes, 0, 9999)
     ),
-    "payload outside its item": lambda t: changed(t, payload_offset=at(t.payload_offset, 3, 0)),
+    "payload outside its item": lambda t: changed(t, payload_offset=at(t.payload_offset, 5, 0)),
     "payload before its item": lambda t: changed(t, item_offset=at(t.item_offset, 0, 500)),
     "item beyond 2**63": lambda t: changed(t, item_offset=at(t.item_offset, 0, 2**63 - 8)),
     "negative length": lambda t: changed(t, item_bytes=at(t.item_bytes, 0, -5)),
@@ -151,121 +132,130 @@ def test_a_table_that_contradicts_itself_is_neither_written_nor_believed(name):
         tb.encode_table(WRONG[name](mixed_table()))
 
 
+def test_rows_in_another_order_than_their_files_are_not_written():
+    table = many_table(6)
+    turned = changed(table, file=table.file[::-1].copy())
+    check_table(turned)
+    with pytest.raises(DamagedCheckpointError, match="in the order of their files"):
+        tb.encode_table(turned)
+
+
 def test_a_file_outside_the_checkpoint_is_unsafe():
     with pytest.raises(UnsafeCheckpointError):
         check_table(changed(mixed_table(), files=("../x", "y")))
 
 
-def rewritten(edit=lambda rows: rows, metadata=None, schema=None, extra=None):
-    """The mixed table's Parquet file with other columns or metadata."""
-    table = pq.read_table(io.BytesIO(tb.encode_table(mixed_table())))
-    found = dict(table.schema.metadata)
-    if extra:
-        found[parquet._EXTRA_KEY] = json.dumps(
-            json.loads(found[parquet._EXTRA_KEY]) | extra
-        ).encode()
-    found.update(metadata or {})
-    table = edit(table)
-    table = table.cast(schema or table.schema).replace_schema_metadata(found)
-    sink = io.BytesIO()
-    pq.write_table(table, sink)
-    return sink.getvalue()
+def number(part, column, row, value):
+    """An edit of one number of a stored table."""
 
-
-def column_set(name, values):
-    def edit(table):
-        index = table.schema.get_field_index(name)
-        array = pa.array(values(table.column(name).to_pylist()), type=table.schema.field(name).type)
-        return table.set_column(index, table.schema.field(name), array)
+    def edit(stored):
+        getattr(stored, part)[column][row] = value
 
     return edit
 
 
-def test_the_file_that_the_next_test_damages_is_a_good_one():
-    assert difference(tb.decode_table(rewritten()), mixed_table()) == []
+def field(**values):
+    return lambda stored: stored.fields.update(values)
 
+
+def row_number(column, value):
+    return lambda stored: stored.groups[0][column].__setitem__(0, value)
+
+
+MOST = (1 << 63) - 1
+PATHS = [list(path) if path else None for path in mixed_table().paths]
 
 STORED_WRONG = {
-    "a column less": {"edit": lambda t: t.drop_columns(["digest"])},
-    "a row less": {"edit": lambda t: t.slice(0, 3)},
-    "no row": {"edit": lambda t: t.slice(0, 0)},
-    "rows of another tensor": {"edit": column_set("tensor_index", lambda v: [9, *v[1:]])},
-    "negative tensor": {"edit": column_set("tensor_index", lambda v: [-1, *v[1:]])},
-    "another file's name": {"edit": column_set("file", lambda v: [v[2], v[0], *v[2:]])},
-    "unknown file index": {"edit": column_set("file_index", lambda v: [7, *v[1:]])},
-    "missing offset": {"edit": column_set("item_offset", lambda v: [None, *v[1:]])},
-    "missing shape": {"edit": column_set("shape", lambda v: [None, *v[1:]])},
-    "missing number in a shape": {"edit": column_set("shape", lambda v: [[None, 1], *v[1:]])},
-    "too many dimensions": {"edit": column_set("sizes", lambda v: [[1] * 9, *v[1:]])},
-    "other dimensions": {"edit": column_set("sizes", lambda v: [[3], *v[1:]])},
-    "missing checks": {"edit": column_set("checks", lambda v: [None, *v[1:]])},
-    "fewer checks": {"edit": column_set("checks", lambda v: [[], *v[1:]])},
-    "a check missing": {"edit": column_set("checks", lambda v: [[None], *v[1:]])},
-    "no number as index": {
-        "edit": column_set("path", lambda v: [*v[:3], ["o", "x", "lr"], *v[4:]])
-    },
-    "shorter path_is_index": {"edit": column_set("path_is_index", lambda v: [[], *v[1:]])},
-    "unknown kind": {"edit": column_set("kind", lambda v: ["code", *v[1:]])},
-    "missing kind": {"edit": column_set("kind", lambda v: [None, *v[1:]])},
-    "missing name": {"edit": column_set("fqn", lambda v: [None, None, *v[2:]])},
-    "another name in a later row": {"edit": column_set("fqn", lambda v: [v[0], "z", *v[2:]])},
-    "missing requires_grad": {"edit": column_set("requires_grad", lambda v: [None, *v[1:]])},
-    "width too small": {"extra": {"width": 1}},
-    "width of nonsense": {"extra": {"width": 1 << 40}},
-    "more chunks than rows": {"extra": {"num_chunks": 1 << 40}},
-    "more tensors than rows": {"extra": {"num_tensors": 1 << 40}},
-    "fewer tensors": {"extra": {"num_tensors": 7}},
-    "files of nonsense": {"extra": {"files": [1, 2]}},
-    "no dtypes": {"extra": {"dtypes": None}},
-    "too many dtypes": {"extra": {"dtypes": [str(n) for n in range(500)]}},
-    "no vocabularies": {"metadata": {parquet._EXTRA_KEY: b"[]"}},
-    "vocabularies of nonsense": {"metadata": {parquet._EXTRA_KEY: b"["}},
-    "deep vocabularies": {"metadata": {parquet._EXTRA_KEY: b"[" * 200_000}},
-    "no version": {"metadata": {parquet._VERSION_KEY: b""}},
-    "version of nonsense": {"metadata": {parquet._VERSION_KEY: b"9" * 5000}},
+    "no version": lambda stored: stored.fields.pop("version"),
+    "version of nonsense": field(version="1"),
+    "names of nonsense": field(names=[1] * 8),
+    "names that are no list": field(names="m.w"),
+    "no names": lambda stored: stored.fields.pop("names"),
+    "one name twice": field(names=["m.w"] * 8),
+    "fewer paths": field(paths=PATHS[1:]),
+    "a path of nonsense": field(paths=[{}, *PATHS[1:]]),
+    "a truth value in a path": field(paths=[[True], *PATHS[1:]]),
+    "a number of nonsense in a path": field(paths=[[1 << 64], *PATHS[1:]]),
+    "a key that is no number": field(keys=[[0, 0]]),
+    "a key that is nowhere": field(keys=[[0, 9]]),
+    "files of nonsense": field(files=[1, 2]),
+    "a file more": field(files=["a", "b", "c"]),
+    "no dtypes": field(dtypes=None),
+    "too many dtypes": field(dtypes=[str(n) for n in range(500)]),
+    "width too small": field(width=1),
+    "width of nonsense": field(width=1 << 40),
+    "more boxes": field(boxes=1 << 40),
+    "digests of nonsense": field(digests="x"),
+    "half a digest": field(digests="00" * 17),
+    "other digests": field(digests="00" * 32),
+    "a kind beyond a byte": number("about", 0, 0, 300),
+    "unknown kind": number("about", 0, 0, 7),
+    "a truth value of two": number("about", 3, 0, 2),
+    "rows of another tensor": row_number(0, 9),
+    "a row beyond 32 bits": row_number(0, 1 << 40),
+    "a box elsewhere": row_number(1, 1),
+    "a place less": row_number(13, -1),
+    "more blocks": row_number(15, 1),
+    "fewer rows of a file": number("runs", 0, 0, 3),
+    "rows less than none": number("runs", 0, 0, -1),
+    "rows without end": number("runs", 0, 0, MOST),
+    "a group of more rows": number("index", 0, -1, 9),
+    "a group that begins later": number("index", 0, 0, 1),
+    "more deferred rows": number("index", 1, -1, 1),
+    "more checksums": number("index", 2, -1, 99),
+    "fewer checksums": number("index", 2, -1, 0),
+    "a group beyond the file": number("index", 3, -1, MOST),
+    "an end before the start": number("index", 3, 0, MOST),
+    "a box of another group": number("boxes", 0, 0, 1),
+    "a box of another tensor": number("boxes", 1, 0, 99),
+    "a box of less": number("boxes", 7, 0, 1),
+    "a box before its tensor": number("boxes", 2, 0, -1),
 }
 
 
 @pytest.mark.parametrize("name", STORED_WRONG)
 def test_a_stored_table_that_contradicts_itself_is_damage(name):
-    data = rewritten(**STORED_WRONG[name])
-    with pytest.raises(DamagedCheckpointError):
-        tb.decode_table(data)
+    data = tb.encode_table(mixed_table())
+    assert forged(data, lambda stored: None) == data
+    with pytest.raises(DamagedCheckpointError, match="load an earlier step"):
+        tb.decode_table(forged(data, STORED_WRONG[name]))
 
 
 def test_a_newer_version_says_to_upgrade_and_is_not_called_damaged():
-    newer = str(parquet.FORMAT_VERSION + 1).encode()
+    data = forged(tb.encode_table(mixed_table()), field(version=tb.FORMAT_VERSION + 1))
     with pytest.raises(CheckpointError, match="upgrade ray_dcp") as caught:
-        tb.decode_table(rewritten(metadata={parquet._VERSION_KEY: newer}))
+        tb.decode_table(data)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-@pytest.mark.parametrize("limit", ["MAX_ROWS", "FREE_VALUES", "MAX_TABLE_BYTES"])
-def test_a_table_that_claims_too_much_is_refused_before_it_is_read(limit, monkeypatch):
-    data = tb.encode_table(many_table(300))
-    values = sum(column.num_values for column in read_footer(data).columns)
-    monkeypatch.setattr(parquet, "VALUES_A_BYTE", 1 << 10 if limit != "FREE_VALUES" else 0)
-    most = {"MAX_ROWS": 300, "FREE_VALUES": values, "MAX_TABLE_BYTES": len(data)}
-    claimed = most[limit]
-    monkeypatch.setattr(parquet, limit, claimed)
+def test_a_table_beyond_the_longest_is_refused_before_it_is_read(monkeypatch):
+    data = tb.encode_table(many_table(30))
+    monkeypatch.setattr(tb, "MAX_TABLE_BYTES", len(data))
     tb.decode_table(data)
-    monkeypatch.setattr(parquet, limit, claimed - 1)
-    with pytest.raises(DamagedCheckpointError, match=r"at most|that fit"):
+    monkeypatch.setattr(tb, "MAX_TABLE_BYTES", len(data) - 1)
+    with pytest.raises(DamagedCheckpointError, match="at most"):
         tb.decode_table(data)
 
 
-def test_several_row_groups_are_refused():
-    table = pq.read_table(io.BytesIO(tb.encode_table(many_table(30))))
-    sink = io.BytesIO()
-    pq.write_table(table, sink, row_group_size=10)
-    with pytest.raises(DamagedCheckpointError, match="an index of several groups"):
-        tb.decode_table(sink.getvalue())
-
-
-@pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1" * 100, b"\x00" * 1000])
-def test_what_is_no_parquet_file_is_damage(data):
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"PAR1" * 100, b"\x00" * 1000, b"\xff" * 1000])
+def test_what_is_no_table_is_damage(data):
     with pytest.raises(DamagedCheckpointError, match="load an earlier step"):
         tb.decode_table(data)
+
+
+def test_memory_stays_within_a_multiple_of_the_length():
+    """Of a table that packs as well as one can: all of its rows are alike."""
+    many = big_views.table(2, 4000, "0" * 16, files=1)
+    table = changed(many, check_start=0 * many.check_start, checks=many.checks[:0])
+    data = tb.encode_table(table)
+    assert len(data) < 2 * table.num_chunks
+    tracemalloc.start()
+    try:
+        tb.decode_table(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * packing.MOST_RATIO * len(data)
 
 
 def test_what_pads_a_box_is_not_taken_for_a_place():

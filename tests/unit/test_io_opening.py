@@ -99,7 +99,7 @@ def save(
     encoded = encode_table(table)
     metadata = encode_metadata(table, checkpoint_id=storage.url, attempt=attempt)
     entries = {}
-    for key, data in ((f"table.{attempt}.parquet", encoded), (".metadata", metadata)):
+    for key, data in ((f"table.{attempt}.table", encoded), (".metadata", metadata)):
         entries[key] = FileEntry(key, len(data), digest_bytes(data).hex())
     manifest = Manifest(
         attempt=attempt,
@@ -110,7 +110,7 @@ def save(
         files=tuple(
             FileEntry(r.key, r.num_bytes, r.digest.hex()) for _, r in sorted(receipts.items())
         ),
-        table=entries[f"table.{attempt}.parquet"],
+        table=entries[f"table.{attempt}.table"],
         metadata=entries[".metadata"] if container == "torch_save" else None,
         replaced_metadata=replaced,
         plan_digest=plan.digest.hex(),
@@ -119,7 +119,7 @@ def save(
         payload_bytes=int(table.payload_bytes.sum()),
         previous_slot=slot - 1 if previous is None else previous,
     )
-    storage.write(f"table.{attempt}.parquet", encoded)
+    storage.write(f"table.{attempt}.table", encoded)
     storage.write(record_key(slot), encode_record(manifest), create=True)
     if publish and container == "torch_save":
         storage.write(".metadata", metadata)
@@ -265,16 +265,16 @@ def test_a_damaged_record_decides_nothing_and_names_the_way_out(storage):
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_table_is_told(storage, damage, look):
     save(storage, "a1", 1)
-    data = bytearray(storage.read("table.a1.parquet"))
+    data = bytearray(storage.read("table.a1.table"))
     data[len(data) // 2] ^= 1
     if damage == "gone":
-        storage.delete(["table.a1.parquet"])
+        storage.delete(["table.a1.table"])
     else:
-        storage.write("table.a1.parquet", data if damage == "flip" else data[:-1])
+        storage.write("table.a1.table", data if damage == "flip" else data[:-1])
     with pytest.raises(DamagedCheckpointError, match="manifest names") as caught:
         look(storage, checkpoint_id="run/step-1")
     assert caught.value.checkpoint_id == "run/step-1"
-    assert caught.value.key == "table.a1.parquet"
+    assert caught.value.key == "table.a1.table"
 
 
 @pytest.mark.parametrize("container", ["torch_save", "safetensors"])
@@ -309,9 +309,9 @@ def test_a_table_collected_while_it_is_opened_means_a_newer_commit(storage):
 
     class Overtaken(FaultyStorage):
         def read(self, key, start=0, num_bytes=None):
-            if key == "table.a1.parquet":
+            if key == "table.a1.table":
                 save(storage, "a2", 2, scale=2.0)
-                storage.delete(["table.a1.parquet"])
+                storage.delete(["table.a1.table"])
             return super().read(key, start, num_bytes)
 
     checkpoint = read_checkpoint(Overtaken(storage))

@@ -11,12 +11,10 @@ import torch
 import ray_dcp
 from ray_dcp.core.columns import ColumnsBuilder, encode
 from ray_dcp.errors import CoverageError, PlanConflictError
-from ray_dcp.planning import structural
 from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.merge import contents_of, without_contents
-from ray_dcp.planning.structural import StructuralPlan
-from ray_dcp.protocol.commands import MakePlan
+from ray_dcp.protocol.commands import MakePlan, Planned
 from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import plan_of
 from ray_dcp.torch_adapter.capture import capture
@@ -150,11 +148,10 @@ def planned(columns, asked):
     )  # fmt: skip
 
 
-def test_a_regular_layout_with_some_ranks_in_conflict_is_told_as_by_the_rows(monkeypatch):
-    monkeypatch.setattr(structural, "MANY_ROWS", 0)
+def test_a_regular_layout_with_some_ranks_in_conflict_is_told_as_by_the_rows():
     few = {0, *(1 << power for power in range(7))}
     sound = [slabs(rank) for rank in range(WORLD_SIZE)]
-    assert isinstance(planned(sound, few).plan, StructuralPlan)
+    assert isinstance(planned(sound, few), Planned)
     columns = [slabs(rank, wrong=True) for rank in range(WORLD_SIZE)]
     assert set(planned(columns, few).ranks) == {7, 90}
     with pytest.raises(PlanConflictError) as caught:
@@ -164,25 +161,6 @@ def test_a_regular_layout_with_some_ranks_in_conflict_is_told_as_by_the_rows(mon
         "  'w5': [14:16, 0:2] is listed more than once by rank 7",
         "  'w3': no rank holds 2 of 512 elements, first [181:182, 0:2]; the rest is on ranks 0-127",
     ]
-
-
-def test_all_ranks_of_a_mesh_that_list_an_item_twice_are_told(monkeypatch):
-    monkeypatch.setattr(structural, "MANY_ROWS", 0)
-
-    def fill(rank: int):
-        builder = ColumnsBuilder()
-        for _ in range(2):
-            builder.tensor("w", "float32", (2 * WORLD_SIZE,), offset=(2 * rank,), size=(2,))
-        return builder.build()
-
-    with pytest.raises(PlanConflictError) as caught:
-        planned([fill(rank) for rank in range(WORLD_SIZE)], {0, *(1 << n for n in range(7))})
-    lines = str(caught.value).splitlines()[1:]
-    expected = [
-        f"  'w': [{2 * rank}:{2 * rank + 2}] is listed more than once by rank {rank}"
-        for rank in range(WORLD_SIZE)
-    ]
-    assert lines == expected
 
 
 @pytest.mark.parametrize("rank", range(3))

@@ -741,7 +741,7 @@ def test_a_safetensors_save_takes_an_old_metadata_away_after_the_commit():
     play.to_writing()
     play.receipt(0)
     play.receipt(1)
-    play.done(type(BUILT)("chunks.a1.parquet", b"table", b"manifest", None))
+    play.done(type(BUILT)("chunks.a1.table", b"table", b"manifest", None))
     play.done(Finished())
     play.done(RecordCreated(1))
     assert play.task == PublishMetadata(TARGET, 1, None)

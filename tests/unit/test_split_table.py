@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import ray_dcp
 from ray_dcp.format.manifest import Manifest, decode_record
@@ -11,6 +10,7 @@ from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.format.table import encode_table
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.options import SaveOptions
+from ray_dcp.planning import global_plan
 from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime import tasks
 from ray_dcp.store.opening import open_storage
@@ -35,7 +35,8 @@ def test_it_loads_verifies_and_is_encoded_once(container, tmp_path, monkeypatch)
         made.append(table)
         return encode_table(table)
 
-    monkeypatch.setattr(tasks, "encode_table", counted)
+    for module in (tasks, global_plan):
+        monkeypatch.setattr(module, "encode_table", counted)
     warm = Warm(2, str(tmp_path / "ckpt"))
     tables = []
     for step in range(3):
@@ -70,14 +71,3 @@ def test_the_metadata_of_stock_dcp_is_that_of_the_table_as_it_was_saved(tmp_path
         attempt = checkpoint.manifest.attempt
         expected = encode_metadata(checkpoint.table, checkpoint_id=url, attempt=attempt)
         assert storage.read(".metadata") == expected
-
-
-def test_metadata_can_be_made_of_it(tmp_path):
-    state = {"w": torch.arange(99.0), "o": "x"}
-    ray_dcp.save(state, checkpoint_id=tmp_path, options=WITHOUT)
-    assert ray_dcp.write_metadata(tmp_path)
-    wanted = {"w": torch.zeros(99), "o": ""}
-    with pytest.warns(UserWarning, match="disabled"):
-        torch.distributed.checkpoint.load(wanted, checkpoint_id=tmp_path)
-    assert torch.equal(wanted["w"], state["w"])
-    assert wanted["o"] == "x"

@@ -31,10 +31,10 @@ def names_of(attempt):
         f"__0_0.{attempt}.distcp",
         f"__4095_12.{attempt}.distcp",
         f"{attempt}/rank-00000-part-00000.safetensors",
-        f"chunks.{attempt}.parquet",
+        f"chunks.{attempt}.table",
     ]
     folder = f"{attempt}/{TEMP}rank-00000-part-00001.safetensors"
-    return [*published, folder, f"{TEMP}__0_0.{attempt}.distcp", f"{TEMP}chunks.{attempt}.parquet"]
+    return [*published, folder, f"{TEMP}__0_0.{attempt}.distcp", f"{TEMP}chunks.{attempt}.table"]
 
 
 def manifest_of(attempt, **changed):
@@ -42,7 +42,7 @@ def manifest_of(attempt, **changed):
     record = Manifest(
         attempt=attempt, epoch=1, world_size=1, container="torch_save", created_s=0.0,
         files=(FileEntry(f"__0_0.{attempt}.distcp", 1, digest),),
-        table=FileEntry(f"chunks.{attempt}.parquet", 1, digest),
+        table=FileEntry(f"chunks.{attempt}.table", 1, digest),
         metadata=None, replaced_metadata=None, plan_digest="00", num_tensors=0, num_chunks=0,
         payload_bytes=0, previous_slot=0,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def test_records_and_metadata_name_no_attempt():
         "__0_0.distcp", "__0.metadata", f"__0_0.{A}.distcp.bak", f"x__0_0.{A}.distcp",
         f"sub/__0_0.{A}.distcp", f"__0_0.{A}.distcp\n", f"__0_0.{A.upper()}.distcp",
         f"__0_0.{A}0.distcp", f"__0_0.{A[1:]}.distcp", f"__٠_0.{A}.distcp",
-        f"chunks.{A}.parquet/x", f"chunks.{A}.parquet.tmp", "chunks.parquet", "chunks.0.parquet",
+        f"chunks.{A}.table/x", f"chunks.{A}.table.tmp", "chunks.table", "chunks.0.table",
         "backup/rank-00000-part-00000.safetensors", f"{A}/notes.txt", f"{A}/model.safetensors",
         f"sub/{A}/rank-00000-part-00000.safetensors", "rank-00000-part-00000.safetensors",
         "manifest-1.json", "sub/manifest-00000001.json", "sub/.metadata", ".tmp-", ".tmp-x",
@@ -99,7 +99,7 @@ keys = st.one_of(
         st.sampled_from(["", "", f"{A}/", "sub/", "../", f"{A}/{B}/"]),
         st.sampled_from(["", TEMP, ".tmp-", "__0_0.", "chunks.", "manifest-", "rank-00000-part-"]),
         st.sampled_from(["", A, B, "00000001", "00000", "٣", "\n", ".."]),
-        st.sampled_from(["", ".distcp", ".parquet", ".json", ".safetensors", ".metadata", "\n"]),
+        st.sampled_from(["", ".distcp", ".table", ".json", ".safetensors", ".metadata", "\n"]),
     ),
     st.sampled_from([*names_of(A), *names_of(B), ".metadata", *map(record_key, range(1, 9))]),
 )
@@ -144,7 +144,7 @@ def test_nothing_that_stands_or_may_stand_or_is_named_is_swept(
         found, standing=standing, last_slot=last_slot, dead=dead, all_dead=all_dead,
         anonymous=anonymous, named=dict.fromkeys(named, "named"),
     )  # fmt: skip
-    needed = set() if standing is None else {f"__0_0.{own}.distcp", f"chunks.{own}.parquet"}
+    needed = set() if standing is None else {f"__0_0.{own}.distcp", f"chunks.{own}.table"}
     assert not needed & set(done.delete)
     assert ".metadata" not in done.delete
     assert not set(done.delete) & {kept.key for kept in done.kept}

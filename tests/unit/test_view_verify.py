@@ -163,7 +163,7 @@ def test_a_tensor_larger_than_what_is_read_at_once_is_checked_to_its_end(tmp_pat
     assert problem.stop - problem.start <= 1 << 20
 
 
-@pytest.mark.parametrize("pattern", ["manifest-*.json", "*.parquet"])
+@pytest.mark.parametrize("pattern", ["manifest-*.json", "*.table"])
 def test_damage_that_keeps_a_checkpoint_from_being_opened_is_reported(copied: Path, pattern: str):
     (file,) = copied.glob(pattern)
     checkpoints.flip(file, file.stat().st_size // 2)
