@@ -26,13 +26,12 @@ from ray_dcp.protocol.messages import (
     LoadReady,
     OpKey,
     Refused,
-    SaveJoin,
     SaveOutcome,
     SaveReceipt,
     Target,
 )
 from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
-from tests.protocol_play import KEY, NOTHING, TARGET, Play, receipt_file
+from tests.protocol_play import KEY, NOTHING, Play, join_of, receipt_file
 
 TIMEOUT_S = 10.0
 
@@ -530,8 +529,8 @@ def test_who_asks_for_the_outcome_is_told_what_all_are_told():
 
 def test_messages_of_a_promise_to_beat_need_no_beats_to_be_taken():
     play = Beating()
-    play.send(SaveJoin(KEY, 0, 2, TARGET, SaveOptions(), b"c"))
-    play.send(SaveJoin(KEY, 1, 2, TARGET, SaveOptions(), b"c"))
+    for rank in range(2):
+        play.send(join_of(rank))
     play.done(NOTHING)
     assert play.coordination.next_silence_s == TIMEOUT_S
     with pytest.raises(Exception, match="a9"):

@@ -100,12 +100,11 @@ def test_nothing_is_planned_before_the_last_rank_has_joined():
 
 def test_columns_are_handed_to_the_plan_in_the_order_of_ranks():
     play = Play()
-    play.join(1, columns=b"one")
-    play.join(0, columns=b"zero")
+    play.join(1, rows=b"one")
+    play.join(0, rows=b"zero")
     play.done(NOTHING)
-    part_bytes = SaveOptions().part_bytes
-    rows = (b"zero", b"one")
-    assert play.task == MakePlan(rows, "torch_save", part_bytes, nodes=(0, 1))
+    assert isinstance(play.task, MakePlan)
+    assert (play.task.columns, play.task.nodes) == ((b"zero", b"one"), (0, 1))
 
 
 @pytest.mark.parametrize("step", ["SaveJoin", "SaveReceipt"])
@@ -351,8 +350,8 @@ def test_one_rank_that_loads_while_another_saves_fails_both():
 
 def test_a_rank_that_comes_twice_with_other_content_fails_the_save():
     play = Play()
-    play.join(0, columns=b"mine")
-    error = play.join(0, columns=b"another").error
+    play.join(0, rows=b"mine")
+    error = play.join(0, rows=b"another").error
     assert type(error) is RankDisagreementError
     assert error.rank == 0
 
@@ -361,7 +360,7 @@ def test_a_stranger_can_not_disturb_a_save_that_is_planned():
     play = Play()
     play.to_writing()
     with pytest.raises(RankDisagreementError):
-        play.join(1, columns=b"another")
+        play.join(1, rows=b"another")
     play.receipt(0)
     play.receipt(1)
     assert isinstance(play.task, BuildCommit)

@@ -23,6 +23,7 @@ from ray_dcp.errors import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     Answer,
+    Answers,
     BuildCommit,
     Failed,
     Finished,
@@ -44,7 +45,6 @@ from ray_dcp.protocol.messages import (
     PartsWritten,
     Refused,
     SaveGo,
-    SaveJoin,
     SaveOutcome,
     SaveStaged,
     TakeOver,
@@ -76,11 +76,8 @@ def file_plan(file):
 class StagedPlay(Play):
     """A `Play` whose saves are asynchronous, with a stager `s<rank>` for each rank."""
 
-    def join_staged(self, rank, *, key=KEY, options=None, target=TARGET, error=None):
-        options = options or self.options
-        return self.send(
-            SaveJoin(key, rank, self.world_size, target, options, b"c", error, staged=True)
-        )
+    def join_staged(self, rank, *, options=None, **changed):
+        return self.join(rank, options=options or self.options, staged=True, **changed)
 
     def held(self, rank, *, key=KEY, incarnation=0, stager=None, attempt="a1", epoch=1):
         stager = stager or f"s{rank}"
@@ -123,8 +120,9 @@ class StagedPlay(Play):
             (
                 command.reply
                 for command in reversed(self.commands)
-                if isinstance(command, Answer)
-                and (command.key, command.rank, command.step) == (key, rank, step)
+                if isinstance(command, Answer | Answers)
+                and (command.key, command.step) == (key, step)
+                and rank in (command.ranks if isinstance(command, Answers) else (command.rank,))
             ),
             None,
         )
@@ -615,7 +613,7 @@ def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(re
     resumed.held(0)
     resumed.write_all(ranks=[0])
     resumed.end_abort()
-    refused = resumed.reply(1, step_of(SaveJoin(KEY, 1, 2, TARGET, SaveOptions(), b"")))
+    refused = resumed.reply(1, "SaveJoin")
     assert isinstance(refused, Refused)
     assert "was restarted" in refused.error.message
 

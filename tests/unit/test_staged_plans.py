@@ -14,16 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 import ray_dcp
-from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Ack, PartsHeld, SaveJoin, SaveStaged, Target
+from ray_dcp.protocol.messages import Ack, PartsHeld, SaveStaged, Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
 from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.stage.values import StageKey, StageProgress
-from tests.protocol_play import KEY
+from tests.protocol_play import KEY, join_of
 from tests.unit.test_protocol_staged import SECOND, StagedPlay
 
 
@@ -295,9 +294,7 @@ def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ende
     shell._carry_out(shell.coordination.resume(planned_save))
     elsewhere = Target(str(tmp_path / "d"))
     for rank in range(2):
-        assert not shell.receive(
-            SaveJoin(SECOND, rank, 2, elsewhere, SaveOptions(), b"c", staged=True)
-        )
+        assert not shell.receive(join_of(rank, key=SECOND, target=elsewhere, staged=True))
     while shell.tasks and KEY in shell.coordination.active:
         shell.perform(0)
     assert shell.coordination.active == (SECOND,)

@@ -264,7 +264,7 @@ def test_many_ranks_that_hold_the_same_send_it_once(tmp_path, monkeypatch):
 
 
 def test_rows_beyond_the_shelf_are_asked_for(warm, monkeypatch):
-    warm.coordination._shelf._most_rows_bytes = 1
+    warm.coordination._plans._most_rows_bytes = 1
     committed(warm.save(sample_state(0)))
     committed(warm.save(sample_state(1)))
     assert warm.was_warm
