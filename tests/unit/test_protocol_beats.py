@@ -1,10 +1,13 @@
 """Slow, frozen, absent and gone: what the machines conclude from heartbeats and from silence."""
 
 import pickle
+import threading
+from concurrent.futures import Future
 
 import pytest
 
 from ray_dcp.errors import (
+    CheckpointError,
     DeadlineError,
     ParticipantError,
     RankDisagreementError,
@@ -19,6 +22,7 @@ from ray_dcp.protocol.commands import (
     ReadRecords,
     RecordCreated,
 )
+from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import AwakeClock, Doing, Heartbeat, Liveness, beat_interval_s
 from ray_dcp.protocol.messages import (
     Exchange,
@@ -31,6 +35,12 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
+from ray_dcp.runtime.inline import Shell
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.tasks import perform
+from ray_dcp.store.opening import open_storage
+from tests.gated_storage import Gate
+from tests.numpy_ranks import load_ranks, save, state_of
 from tests.protocol_play import KEY, NOTHING, Play, join_of, receipt_file
 
 TIMEOUT_S = 10.0
@@ -535,3 +545,46 @@ def test_messages_of_a_promise_to_beat_need_no_beats_to_be_taken():
     assert play.coordination.next_silence_s == TIMEOUT_S
     with pytest.raises(Exception, match="a9"):
         play.send(SaveReceipt(KEY, 0, "a9", 1, (receipt_file(0),)))
+
+
+@pytest.mark.parametrize("coordinator_dies", [False, True])
+def test_a_rank_whose_storage_hangs_while_it_plans_its_reads_hears_that_the_load_failed(
+    tmp_path, coordinator_dies
+):
+    """What `heartbeat` does for a rank that does its share: asks for the outcome, and stops it."""
+    save(state_of(1), 2, str(tmp_path))
+    shell, gate, vitals = Shell(Coordination(epoch=1, new_attempt=str), perform), Gate(), []
+    ranks = []
+    for rank in range(2):
+        vitals.append(RankProgress())
+        opener = gate.opener if rank else open_storage
+        loading, _ = load_ranks(state_of(1), 2, str(tmp_path), opener=opener, vitals=vitals[rank])
+        ranks.append(loading[rank])
+        shell.receive(next(loading[rank]))
+    shell.perform(0)
+    key, go = shell.answers[0].key, shell.answers[0].reply
+    ended = Future()
+    hanging = threading.Thread(target=lambda: ended.set_result(result_of(ranks[1], go)))
+    hanging.start()
+    assert gate.reached.wait(120)
+    assert vitals[1].waits_for_others  # so it asks, and is known to take part:
+    assert shell.coordination.works(key, 1) == ()
+    if coordinator_dies:
+        assert vitals[1].is_working
+        vitals[1].abandon(ParticipantError("the coordinator died"))
+    else:
+        shell.receive(LoadReady(key, 0, StorageError("no such file")))
+        shell.expire()
+        vitals[1].stop.because(shell.coordination.outcome(key).error)
+    found = ended.result(120)
+    error = found if coordinator_dies else found.error
+    assert error.message == ("the coordinator died" if coordinator_dies else "no such file")
+    gate.open()
+    hanging.join(120)
+
+
+def result_of(generator, reply):
+    try:
+        return generator.send(reply)
+    except CheckpointError as error:
+        return error
