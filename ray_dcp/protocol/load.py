@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ray_dcp.errors import DeadlineError
-from ray_dcp.planning.reads import RankShare, ReadNeeds, ReadShares, may_pay
+from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 from ray_dcp.protocol.commands import (
     CheckpointRead,
     Failed,
@@ -134,12 +134,12 @@ class LoadMachine(Operation):
         self._abandon()
         self._call("reading")
 
-        def share(rank: int) -> RankShare | None:
+        def proceed(rank: int) -> LoadProceed:
             part = None if shares is None else shares.of_rank(rank)
-            return part if part is not None and len(part) else None
+            return LoadProceed(part if part is not None and len(part) else None)
 
-        proceed = self._give(lambda rank: LoadProceed(share(rank)))
-        return (self._arm(self._options.read_timeout_s), *proceed)
+        told = self._give_all(LoadProceed()) if shares is None else self._give(proceed)
+        return (self._arm(self._options.read_timeout_s), *told)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ plan for all fingerprints, and no content differs that did not differ before, it
 again: no row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint,
 and the content digests of all. What it lacks can delay a plan, and never makes it wrong.
 
-`PlanCache` is soft state: whatever is missing in it is asked for. It is bounded by bytes; the
+`PlanCache` is soft state: whatever is missing in it is asked for. It is bounded by chunks; the
 oldest plans are dropped first.
 """
 
@@ -28,9 +28,6 @@ from ray_dcp.protocol.commands import (
 from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems
 
-MOST_ROWS_BYTES = 1 << 30
-"""Of ranks' rows, as they were sent. Ranks that hold the same need them once."""
-
 MOST_PLANS = 8
 """A job that saves two layouts in turn (weights and their averages) uses two."""
 
@@ -39,32 +36,10 @@ MOST_PLAN_CHUNKS = 32_000_000
 
 
 class PlanCache:
-    """Rows by fingerprint, and plans by the fingerprints of all ranks.
+    """Plans by the fingerprints of all ranks."""
 
-    Args:
-        most_rows_bytes: Rows beyond this are forgotten.
-    """
-
-    def __init__(self, most_rows_bytes: int = MOST_ROWS_BYTES) -> None:
-        self._most_rows_bytes = most_rows_bytes
-        self._rows: OrderedDict[bytes, bytes] = OrderedDict()
-        self._rows_bytes = 0
+    def __init__(self) -> None:
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
-
-    def rows(self, fingerprint: bytes) -> bytes | None:
-        """Returns what a rank of this fingerprint holds, encoded; None when it is not known."""
-        found = self._rows.get(fingerprint)
-        if found is not None:
-            self._rows.move_to_end(fingerprint)
-        return found
-
-    def put_rows(self, fingerprint: bytes, rows: bytes) -> None:
-        """Keeps what a rank sent."""
-        self._rows_bytes += len(rows) - len(self._rows.pop(fingerprint, b""))
-        self._rows[fingerprint] = rows
-        while self._rows_bytes > self._most_rows_bytes:
-            _, old = self._rows.popitem(last=False)
-            self._rows_bytes -= len(old)
 
     def plan(self, key: bytes) -> Planned | None:
         """Returns the plan of ranks with these fingerprints; None when it is not known."""
@@ -150,13 +125,10 @@ class Planning:
 
     def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
         """Returns who has to send what so that a plan can be made."""
-        # Why kept here as well: the plan cache may drop them before that.
         self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
         asked: dict[int, SendItems] = {}
         wanted: set[bytes] = set()
         names = {join.fingerprint for join in joins}
-        known = {name: self._rows.get(name) or self._cache.rows(name) for name in names}
-        self._rows.update({name: rows for name, rows in known.items() if rows is not None})
         if self._needed is None and len(names) - len(self._rows) > MANY_UNKNOWN:
             parts = alike([join.fingerprint for join in joins])
             some = [ranks[[*probes(len(ranks))]].tolist() for ranks in parts]
@@ -193,8 +165,6 @@ class Planning:
 
     def made(self, planned: Planned) -> None:
         """Takes the plan that was made."""
-        for fingerprint, rows in self._rows.items():
-            self._cache.put_rows(fingerprint, rows)
         # Why: the parts repeat all of the plan, and a rank that saves again has its own.
         parts = RankPlans(planned.plan)
         self._cache.put_plan(self._key, replace(planned, parts=parts))

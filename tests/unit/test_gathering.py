@@ -18,7 +18,6 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol import operation
 from ray_dcp.protocol.aggregation import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -55,12 +54,6 @@ from tests.gathered_ranks import Gathered
 
 WORLD = 6
 GROUPS = (range(2), range(2, 4), range(4, 6))
-
-
-@pytest.fixture(autouse=True)
-def few_are_many(monkeypatch):
-    """Six ranks do what 10,000 do."""
-    monkeypatch.setattr(operation, "MANY", 1)
 
 
 class Job:
@@ -294,7 +287,7 @@ def test_checksums_that_change_on_the_way_are_noticed_by_both():
     bad = replace(receipt_of(1), checks=np.arange(2, dtype=np.uint64) + np.uint64(1))
     message = together([SaveReceipt(OpKey("run", 0), 0, "a1", 1, (bad,))])
     assert isinstance(message.said, tuple)
-    good = pack_receipts([receipt_of(1), receipt_of(2)]).proven()
+    good = pack_receipts([receipt_of(1), receipt_of(2)])
     changed = replace(good, parts=(good.parts[0] + np.uint64(1),))
     with pytest.raises(DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
         join_receipts([changed])
@@ -305,7 +298,7 @@ def test_checksums_that_change_on_the_way_are_noticed_by_both():
 
 
 def test_receipts_are_joined_by_file():
-    whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)]).proven()])
+    whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)])])
     assert whole.file.tolist() == [1, 5, 7]
     assert [one.key for one in whole] == [f"__{file}_0.a1.distcp" for file in (1, 5, 7)]
     assert [one.checks.tolist() for one in whole] == [
