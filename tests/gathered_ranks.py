@@ -133,8 +133,9 @@ class Gathered:
     def _hand_out(self):
         answers, self.shell.answers = self.shell.answers, []
         for answer in answers:
-            if self.waiting.pop(answer.rank, None):
-                self.ready.append((answer.rank, answer.reply))
+            (rank,) = answer.ranks
+            if self.waiting.pop(rank, None):
+                self.ready.append((rank, answer.reply))
         list(self.shell.batches.ready())
         for group in self.groups:
             for message, batch in [*group.asking]:

@@ -13,7 +13,6 @@ from ray_dcp.errors import CheckpointError
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Arm,
     CommitBuilt,
     Disarm,
@@ -174,11 +173,8 @@ class Play:
         mine = None
         for command in commands:
             match command:
-                case Answer(_, to, step, reply):
-                    self._told((to,), step, reply)
-                    mine = reply if to == rank else mine
-                case Answers(_, ranks, step, reply):
-                    self._told(ranks, step, reply)
+                case Answer(_, ranks, step, reply):
+                    self.replies.update({(one, step): reply for one in ranks})
                     mine = reply if rank in ranks else mine
                 case Perform():
                     self.todo.append(command)
@@ -187,6 +183,3 @@ class Play:
                 case Disarm():
                     self.timer = None
         return mine
-
-    def _told(self, ranks, step, reply):
-        self.replies.update({(rank, step): reply for rank in ranks})

@@ -15,7 +15,6 @@ from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Finished,
     OutcomeRead,
     Perform,
@@ -130,8 +129,6 @@ class StagedWorld:
         for command in commands:
             match command:
                 case Answer():
-                    self._answer((command.rank,), command.step, command.reply)
-                case Answers():
                     self._answer(command.ranks, command.step, command.reply)
                 case Perform():
                     self.todo.append(command)

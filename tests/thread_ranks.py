@@ -108,7 +108,7 @@ class Shared:
             self._shell.perform(0)
         answers, self._shell.answers = self._shell.answers, []
         for one in answers:
-            self._replies[one.key, one.rank, one.step] = one.reply
+            self._replies[(one.key, *one.ranks, one.step)] = one.reply
         self._changed.notify_all()
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
-from ray_dcp.protocol.commands import Answer, Answers, step_of
+from ray_dcp.protocol.commands import Answer, step_of
 from ray_dcp.protocol.messages import (
     FileReceipts,
     LoadDone,
@@ -232,13 +232,12 @@ class Batches:
         """Takes that nobody waits for a message's answer any more."""
         self._forget((batch.key, batch.step), [batch])
 
-    def answer(self, answer: Answer | Answers) -> set[int]:
+    def answer(self, answer: Answer) -> set[int]:
         """Takes an answer of the coordination; returns the ranks that wait in no message."""
-        ranks = (answer.rank,) if isinstance(answer, Answer) else answer.ranks
-        left = set(ranks)
+        left = set(answer.ranks)
         for batch in self._waiting.get((answer.key, answer.step), ()):
             left -= batch.waiting
-            batch.put(ranks, answer.reply)
+            batch.put(answer.ranks, answer.reply)
         return left
 
     def refuse(self, key: OpKey, reply: Reply) -> None:

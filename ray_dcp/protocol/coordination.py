@@ -192,7 +192,7 @@ class Coordination:
         machine = self._known(request.key)
         seq = self._renumbered(machine, request)
         if seq is not None:
-            return (Answer(request.key, request.rank, step_of(request), Renumbered(seq)),)
+            return (Answer(request.key, (request.rank,), step_of(request), Renumbered(seq)),)
         if machine is not None:
             opens = isinstance(request, SaveJoin | LoadJoin | Exchange)
             if machine.awaits(request.rank) and not opens:
@@ -507,7 +507,7 @@ class Coordination:
     def _pass_by(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
         refused = Refused(unknown(request, "this coordinator was restarted since"))
-        answer = Answer(request.key, request.rank, step_of(request), refused)
+        answer = Answer(request.key, (request.rank,), step_of(request), refused)
         lost = machine.lost({request.rank: went_ahead(request.key, request.rank)})
         return (answer, *self._after(machine, lost))
 

@@ -20,7 +20,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Arm,
     Command,
     Disarm,
@@ -223,7 +222,7 @@ class Operation(ABC):
         at = (request.rank, step_of(request))
         reply = self._given.get(at) or self._outcome
         if reply is not None:
-            return (Answer(self.key, request.rank, at[1], reply),)
+            return (Answer(self.key, (request.rank,), at[1], reply),)
         if at in self._waiting:
             return ()
         return self._on_request(request)
@@ -388,7 +387,7 @@ class Operation(ABC):
         answers: list[Command] = []
         for rank, step in self._waiting:
             reply = self._given[rank, step] = reply_to(rank)
-            answers.append(Answer(self.key, rank, step, reply))
+            answers.append(Answer(self.key, (rank,), step, reply))
         self._waiting.clear()
         return answers
 
@@ -399,7 +398,7 @@ class Operation(ABC):
         for rank, step in self._waiting:
             by_step.setdefault(step, []).append(rank)
         self._waiting.clear()
-        return [Answers(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
+        return [Answer(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
 
     def _conclude(self, reply: Reply) -> list[Command]:
         """Fixes the outcome, unless it is fixed already, and tells it to all who wait."""

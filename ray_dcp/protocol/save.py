@@ -481,7 +481,7 @@ class SaveMachine(Operation):
             step = step_of(self._planning.last_of(rank))
             del self._waiting[rank, step]
             self._given[rank, step] = reply
-            answers.append(Answer(self.key, rank, step, reply))
+            answers.append(Answer(self.key, (rank,), step, reply))
         return (*answers, *self._wait(self.options.plan_timeout_s))
 
     def _make_plan(self, seen: RecordsRead) -> Commands:
@@ -677,7 +677,7 @@ class SaveMachine(Operation):
     def _reply(self, request: Request, reply: Reply) -> Commands:
         step = step_of(request)
         self._given[request.rank, step] = reply
-        return (Answer(self.key, request.rank, step, reply),)
+        return (Answer(self.key, (request.rank,), step, reply),)
 
     # Another coordinator goes on
 

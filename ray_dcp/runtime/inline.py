@@ -36,7 +36,6 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.aggregation import Batch, Batches, MessageBatch
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Arm,
     Command,
     Disarm,
@@ -76,7 +75,7 @@ class Shell:
     """Carries out the commands of a coordination, one at a time and in virtual time.
 
     Attributes:
-        answers: Given and not yet taken, oldest first.
+        answers: Given and not yet taken, oldest first, each to one rank.
         tasks: To be performed, oldest first.
         batches: Messages of several ranks that wait; their answers are in no other place.
     """
@@ -167,12 +166,9 @@ class Shell:
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
-                case Answer():
-                    if self.batches.answer(command):
-                        self.answers.append(command)
-                case Answers(key, _, step, reply):
+                case Answer(key, _, step, reply):
                     alone = sorted(self.batches.answer(command))
-                    self.answers += [Answer(key, rank, step, reply) for rank in alone]
+                    self.answers += [Answer(key, (rank,), step, reply) for rank in alone]
                 case Perform():
                     self.tasks.append(command)
                 case Arm():
@@ -239,14 +235,10 @@ class Tracing:
             for request, place in zip(message.requests(), places, strict=True):
                 self.hears(request, place)
 
-    def tells(self, answer: Answer | Answers) -> None:
+    def tells(self, answer: Answer) -> None:
         """Notes an answer that is given."""
         save = self._saves.get(answer.key)
         if save is None:
-            return
-        if isinstance(answer, Answers):
-            for rank in answer.ranks:
-                self.tells(Answer(answer.key, rank, answer.step, answer.reply))
             return
         try:
             save.tells(answer, self._clock())
@@ -444,7 +436,7 @@ class InlineSession:
                 self._tracing.tells(answer)
         at = (request.key, request.rank, step_of(request))
         for answer in answers:
-            if (answer.key, answer.rank, answer.step) == at:
+            if (answer.key, *answer.ranks, answer.step) == at:
                 return answer.reply
         if refused is not None:
             return refused
@@ -621,7 +613,8 @@ class _World:
     def _hand_out(self) -> None:
         answers, self._shell.answers = self._shell.answers, []
         for answer in answers:
-            which = self._waiting.pop((answer.key, answer.rank, answer.step), None)
+            (rank,) = answer.ranks
+            which = self._waiting.pop((answer.key, rank, answer.step), None)
             if which is not None:
                 self._ready.append((which, answer.reply))
 

@@ -221,7 +221,7 @@ class Counted:
         """Returns the answers given, as they go over the wire."""
         answers, self.shell.answers = self.shell.answers, []
         with self._counting(sort):
-            sent = {answer.rank: pickle.dumps(answer.reply, 5) for answer in answers}
+            sent = {answer.ranks[0]: pickle.dumps(answer.reply, 5) for answer in answers}
         self.bytes[sort] += sum(map(len, sent.values()))
         return sent
 

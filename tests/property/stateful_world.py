@@ -258,7 +258,7 @@ class Session:
                 if life is self.coordinator:
                     if isinstance(answer.reply, SaveGo):
                         self.world.planned.setdefault(answer.key, self.world.tick)
-                    self.hand_over((answer.key, answer.rank, answer.step), answer.reply)
+                    self.hand_over((answer.key, *answer.ranks, answer.step), answer.reply)
 
 
 class Life:

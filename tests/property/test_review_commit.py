@@ -98,7 +98,7 @@ class Replaced:
         answers, self.shells[-1].answers = self.shells[-1].answers, []
         for answer in answers:
             for which, (_, request) in list(self.waiting.items()):
-                if (request.rank, step_of(request)) == (answer.rank, answer.step):
+                if ((request.rank,), step_of(request)) == (answer.ranks, answer.step):
                     del self.waiting[which]
                     self.ready.append((which, answer.reply))
 

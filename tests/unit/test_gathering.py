@@ -30,7 +30,7 @@ from ray_dcp.protocol.aggregation import (
     is_gathered,
     together,
 )
-from ray_dcp.protocol.commands import Answer, Answers
+from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.messages import (
     DeferredPlace,
     Exchange,
@@ -421,10 +421,10 @@ def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     gone = batches.add(together([join(3), join(4)]))
     again = batches.add(together([join(3)]))
     batches.remove(gone)
-    batches.answer(Answer(gone.key, 3, gone.step, SendItems(rows=True)))
+    batches.answer(Answer(gone.key, (3,), gone.step, SendItems(rows=True)))
     assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
     late = batches.add(together([join(2)]))
-    assert batches.answer(Answer(late.key, 2, late.step, SendItems(rows=True))) == set()
+    assert batches.answer(Answer(late.key, (2,), late.step, SendItems(rows=True))) == set()
     assert [ranks for ranks, _ in late.told] == [(2,)]
-    everybody = Answers(late.key, (0, 3, 9), late.step, SendItems(rows=True))
+    everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
     assert batches.answer(everybody) == {0, 3, 9}

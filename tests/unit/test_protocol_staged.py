@@ -23,7 +23,6 @@ from ray_dcp.errors import (
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     BuildCommit,
     Failed,
     Finished,
@@ -118,9 +117,9 @@ class StagedPlay(Play):
             (
                 command.reply
                 for command in reversed(self.commands)
-                if isinstance(command, Answer | Answers)
+                if isinstance(command, Answer)
                 and (command.key, command.step) == (key, step)
-                and rank in (command.ranks if isinstance(command, Answers) else (command.rank,))
+                and rank in command.ranks
             ),
             None,
         )
