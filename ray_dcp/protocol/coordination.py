@@ -24,6 +24,7 @@ from ray_dcp.errors import (
 from ray_dcp.protocol.aggregation import BatchedJoins, BatchedReceipts, MessageBatch
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
 from ray_dcp.protocol.error_aggregation import (
+    Opening,
     call_of,
     check_world,
     lost_rank,
@@ -36,9 +37,7 @@ from ray_dcp.protocol.liveness import LONG_WAIT_S, Heartbeat, Liveness
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
     Exchange,
-    LoadDone,
     LoadJoin,
-    LoadReady,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -47,8 +46,6 @@ from ray_dcp.protocol.messages import (
     Reply,
     Request,
     SaveJoin,
-    SaveReceipt,
-    SaveStaged,
 )
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.planning import PlanCache
@@ -194,7 +191,7 @@ class Coordination:
         if seq is not None:
             return (Answer(request.key, (request.rank,), step_of(request), Renumbered(seq)),)
         if machine is not None:
-            opens = isinstance(request, SaveJoin | LoadJoin | Exchange)
+            opens = isinstance(request, Opening)
             if machine.awaits(request.rank) and not opens:
                 return self._pass_by(machine, request)
             return self._after(machine, machine.receive(request))
@@ -456,7 +453,7 @@ class Coordination:
         one that comes too late twice in a row: it makes what the others call next.
         """
         key, rank = request.key, request.rank
-        if key.step or not isinstance(request, SaveJoin | LoadJoin | Exchange):
+        if key.step or not isinstance(request, Opening):
             return None
         if machine is None and not self._has_forgotten(key):
             return None
@@ -477,7 +474,7 @@ class Coordination:
     def _machine_for(self, request: Request) -> Machine:
         if self._has_forgotten(request.key):
             raise unknown(request, "it ended long ago")
-        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+        if isinstance(request, Opening):
             check_world(request)
         match request:
             case SaveJoin():
@@ -486,11 +483,9 @@ class Coordination:
                 return LoadMachine(request)
             case Exchange():
                 return ExchangeMachine(request)
-            case PartsHeld() | PartsWritten():
-                raise unknown(request, "this coordinator was restarted since")
-            case SaveReceipt() | SaveStaged() | LoadReady() | LoadDone():
-                self._early.lose(key := request.key, request.rank, went_ahead(key, request.rank))
-                raise unknown(request, "this coordinator was restarted since")
+        if not isinstance(request, PartsHeld | PartsWritten):
+            self._early.lose(key := request.key, request.rank, went_ahead(key, request.rank))
+        raise unknown(request, "this coordinator was restarted since")
 
     def _save(self, first: SaveJoin) -> SaveMachine:
         return SaveMachine(

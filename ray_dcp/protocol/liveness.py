@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import DeadlineError
-from ray_dcp.protocol.error_aggregation import Call, call_of, describe_call
-from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Request, SaveJoin
+from ray_dcp.protocol.error_aggregation import Call, Opening, call_of, describe_call
+from ray_dcp.protocol.messages import OpKey, Request
 
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""
@@ -180,7 +180,7 @@ class Liveness:
             timeout_s: Silence after which the rank is frozen, in seconds, if it sends heartbeats
                 until this operation is over for it; None when it does not.
         """
-        call = call_of(request) if isinstance(request, SaveJoin | LoadJoin | Exchange) else None
+        call = call_of(request) if isinstance(request, Opening) else None
         self.came_all(request.key, (request.rank,), timeout_s, call)
 
     def came_all(

@@ -38,7 +38,7 @@ from ray_dcp.protocol.error_aggregation import (
     name_known,
     name_ranks,
 )
-from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
+from ray_dcp.protocol.messages import Exchange, Refused, Reply, Request, SaveJoin
 
 
 class Barrier:
@@ -213,7 +213,7 @@ class Operation(ABC):
             RankDisagreementError: The operation has begun, and this request is of another one.
             CheckpointError: The request is refused; nothing has changed.
         """
-        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+        if isinstance(request, Opening):
             error = self._objection(request)
             if error is not None and not self._have_disagreed():
                 if self.phase != "joining":
@@ -233,7 +233,7 @@ class Operation(ABC):
 
     def went_without(self, request: Request) -> bool:
         """Returns whether it failed before a rank came, which now begins something as this."""
-        opening = isinstance(request, SaveJoin | LoadJoin | Exchange)
+        opening = isinstance(request, Opening)
         return opening and self.over and request.rank in self._absent
 
     def is_same_call(self, request: Opening) -> bool:

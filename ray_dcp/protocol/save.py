@@ -275,7 +275,7 @@ class SaveMachine(Operation):
 
     def receive(self, request: Request) -> Commands:
         """See `Operation.receive`; what is of another attempt or epoch is refused first."""
-        if isinstance(request, SaveReceipt | SaveStaged | PartsHeld | PartsWritten):
+        if isinstance(request, Fenceable):
             epochs = (self._epoch, self._planned_in)
             if request.attempt != self._attempt or request.epoch not in epochs:
                 raise other_attempt(request, self._attempt, self._epoch, self._target.url)
