@@ -16,8 +16,8 @@ from ray_dcp.protocol.aggregation import (
 )
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Request
-from ray_dcp.runtime.inline import RankResult, Shell, Time
 from ray_dcp.runtime.tasks import new_attempt, perform
+from tests.inline_ranks import RankResult, Shell, Time
 
 
 @dataclass

@@ -13,9 +13,9 @@ from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
+from tests.inline_ranks import Shell
 
 LIMIT_S = 300.0
 

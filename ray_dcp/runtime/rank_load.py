@@ -1,7 +1,7 @@
 """What one rank does in a load: generators of requests that take replies.
 
 They know neither torch nor Ray: targets are planned by code that is passed in, and the requests are
-carried by `drive` or `inline.run_ranks`. Each step of a rank has its deadline; storage is read in
+carried by `drive`. Each step of a rank has its deadline; storage is read in
 threads of its own, and user code gets the values in the thread that called `load`. While reads are
 planned, `MemorySource` asks what nodes keep in memory of the checkpoint.
 

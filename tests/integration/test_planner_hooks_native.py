@@ -11,12 +11,12 @@ import torch.distributed.checkpoint as dcp
 
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.rank_load import load_rank
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter.lazy_metadata import metadata_of
 from ray_dcp.torch_adapter.planner_load import targets_with_planner
 from ray_dcp.torch_adapter.planner_save import capture_with_planner
+from tests.inline_ranks import run_ranks
 from tests.unit.seam_ranks import keys
 from tests.unit.test_adapter_planner_hooks import (
     LOAD_PLANNERS,

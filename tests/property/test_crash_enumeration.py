@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import CommitUnknownError
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.local import LocalStorage
@@ -34,6 +33,7 @@ from tests.crash.stock_calls import (
     stock_dcp_sees_no_mixture,
 )
 from tests.crash.system_calls import interrupted_system
+from tests.inline_ranks import run_ranks
 
 OPERATIONS = registered_operations()
 ON_STORAGE = [operation for operation in OPERATIONS if not operation.needs_path]

@@ -46,7 +46,6 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import plan_reads
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter import planner_save
 from ray_dcp.torch_adapter.capture import Capture
@@ -56,6 +55,7 @@ from ray_dcp.torch_adapter.planner_save import capture_with_planner, plans_globa
 from ray_dcp.torch_adapter.replica_digests import content_digest
 from ray_dcp.torch_adapter.targets import Targets
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
+from tests.inline_ranks import run_ranks
 from tests.unit.seam_ranks import Ended, keys, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

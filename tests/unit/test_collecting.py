@@ -46,7 +46,6 @@ from ray_dcp.protocol.commands import (
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Fenced, Lost
 from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.local import LocalStorage
@@ -55,6 +54,7 @@ from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import StorageTraits
 from ray_dcp.view.checkpoint_view import open as open_view
 from ray_dcp.view.listing import list_checkpoints
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import (
     load_and_check,
     load_ranks,

@@ -36,11 +36,11 @@ from ray_dcp.protocol.messages import (
     Target,
 )
 from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from tests.gated_storage import Gate
+from tests.inline_ranks import Shell
 from tests.numpy_ranks import load_ranks, save, state_of
 from tests.protocol_play import BUILT, KEY, NOTHING, Play, join_of, receipt_file
 

@@ -19,10 +19,10 @@ from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Ack, PartsHeld, SaveStaged, Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.stage.values import StageKey, StageProgress
+from tests.inline_ranks import Shell
 from tests.protocol_play import KEY, join_of
 from tests.unit.test_protocol_staged import SECOND, StagedPlay
 

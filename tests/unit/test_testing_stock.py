@@ -6,12 +6,12 @@ import pytest
 
 from ray_dcp.errors import CommitUnknownError, DamagedCheckpointError, StorageError
 from ray_dcp.protocol.messages import SaveOutcome
-from ray_dcp.runtime.inline import RankResult
 from ray_dcp.store.local import LocalStorage
 from tests.crash import stock_calls as calls
 from tests.crash.invariants import Aftermath, standing_state, stock_state
 from tests.crash.ranks import one_outcome
 from tests.crash.registry import NEW, NEXT, OLD, Place
+from tests.inline_ranks import RankResult
 
 
 @pytest.fixture
