@@ -848,6 +848,7 @@ class SaveMachine(Operation):
 
     def _end(self, phase: str) -> list[Command]:
         self._plan = self._built = None
+        self._files = ()
         self._planning.clear()
         self._receipts.clear()
         self._stats.clear()
