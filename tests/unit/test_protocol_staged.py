@@ -338,6 +338,13 @@ def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhil
     commit(play)
 
 
+def test_what_an_earlier_stager_of_a_rank_says_late_does_not_count(play):
+    play.to_staged()
+    for incarnation in (2, 1):
+        assert play.held(0, incarnation=incarnation, stager=f"s0.{incarnation}") == Ack()
+    assert play.coordination.held_by("s0.2") == {KEY: [0]}
+
+
 def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
     with pytest.raises(CommitUnknownError, match="restarted"):
         play.written(0, 0)

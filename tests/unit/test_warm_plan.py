@@ -166,6 +166,7 @@ def test_a_rank_of_another_layout_in_between_is_asked_for_content_only(warm, tmp
     committed(warm.save(sample_state(0)))
     committed(warm.save([sample_state(1), other, sample_state(1)]))
     committed(warm.save(sample_state(2)))
+    assert [reply for reply in warm.replies if isinstance(reply, SendItems)]
     assert not warm.senders
     assert warm.plans_made == 0
     assert loads(warm, sample_state(2))
