@@ -16,8 +16,8 @@ from ray_dcp.protocol.aggregation import (
 )
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Request
-from ray_dcp.runtime.inline import RankResult, Shell, Time
 from ray_dcp.runtime.tasks import new_attempt, perform
+from tests.inline_ranks import RankResult, Shell, Time
 
 
 @dataclass
@@ -133,8 +133,9 @@ class Gathered:
     def _hand_out(self):
         answers, self.shell.answers = self.shell.answers, []
         for answer in answers:
-            if self.waiting.pop(answer.rank, None):
-                self.ready.append((answer.rank, answer.reply))
+            (rank,) = answer.ranks
+            if self.waiting.pop(rank, None):
+                self.ready.append((rank, answer.reply))
         list(self.shell.batches.ready())
         for group in self.groups:
             for message, batch in [*group.asking]:

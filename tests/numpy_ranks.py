@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from ray_dcp.runtime.inline import run_ranks
 from tests.crash import ranks
 from tests.crash.array_states import ArrayCapture, ArrayWork, sample_state
+from tests.inline_ranks import run_ranks
 
 
 class NumpyCapture(ArrayCapture):

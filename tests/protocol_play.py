@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -69,6 +70,13 @@ def receipt_file(rank) -> FileReceipt:
     return FileReceipt(rank, f"__{rank}_0.a1.distcp", 4, bytes(16), np.zeros(1, np.uint64))
 
 
+def join_of(rank, world_size=2, *, key=KEY, rows=b"c", **changed) -> SaveJoin:
+    """Returns the join of a rank that is like no other one."""
+    name = hashlib.blake2b(repr((key, rank, rows)).encode(), digest_size=32).digest()
+    fields = {"target": TARGET, "options": SaveOptions(), "columns": rows, "fingerprint": name}
+    return SaveJoin(key, rank, world_size, **{**fields, **changed})
+
+
 @dataclass
 class Play:
     """One coordination, and all that it has said so far."""
@@ -92,10 +100,9 @@ class Play:
         """Returns the reply to this request, if it came at once."""
         return self._take(self.coordination.receive(request), request.rank)
 
-    def join(self, rank, *, key=KEY, error=None, columns=b"c", target=TARGET, **changed):
-        options = changed.pop("options", self.options)
-        world_size = changed.pop("world_size", self.world_size)
-        return self.send(SaveJoin(key, rank, world_size, target, options, columns, error))
+    def join(self, rank, **changed):
+        plain = {"world_size": self.world_size, "options": self.options}
+        return self.send(join_of(rank, **{**plain, **changed}))
 
     def join_load(self, rank, *, key=KEY, error=None, target=TARGET):
         return self.send(LoadJoin(key, rank, self.world_size, target, self.load_options, error))
@@ -166,9 +173,9 @@ class Play:
         mine = None
         for command in commands:
             match command:
-                case Answer():
-                    self.replies[command.rank, command.step] = command.reply
-                    mine = command.reply if command.rank == rank else mine
+                case Answer(_, ranks, step, reply):
+                    self.replies.update({(one, step): reply for one in ranks})
+                    mine = reply if rank in ranks else mine
                 case Perform():
                     self.todo.append(command)
                 case Arm():

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from ray_dcp.core.values import RankPlan
 from ray_dcp.errors import CheckpointError
-from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Finished,
     OutcomeRead,
     Perform,
@@ -31,11 +29,10 @@ from ray_dcp.protocol.messages import (
     PartsWritten,
     Reply,
     Request,
-    SaveJoin,
     SaveStaged,
     TakeOver,
 )
-from tests.protocol_play import BUILT, KEY, NOTHING, TARGET, planned, receipt_file
+from tests.protocol_play import BUILT, KEY, NOTHING, join_of, planned, receipt_file
 from tests.unit.test_protocol_staged import file_plan
 
 RESULTS = {
@@ -101,8 +98,7 @@ class StagedWorld:
         self.asked: list[Stager] | None = None
         self._begin_coordinator()
         for rank in range(len(nodes)):
-            join = SaveJoin(KEY, rank, len(nodes), TARGET, SaveOptions(), b"c", staged=True)
-            self.send(join)
+            self.send(join_of(rank, len(nodes), staged=True))
         parts = tuple(
             RankPlan(rank, "torch_save", tuple(map(file_plan, sorted(own))))
             for rank, own in enumerate(self.files)
@@ -133,8 +129,6 @@ class StagedWorld:
         for command in commands:
             match command:
                 case Answer():
-                    self._answer((command.rank,), command.step, command.reply)
-                case Answers():
                     self._answer(command.ranks, command.step, command.reply)
                 case Perform():
                     self.todo.append(command)

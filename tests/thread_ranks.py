@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 
@@ -12,9 +13,9 @@ from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
+from tests.inline_ranks import Shell
 
 LIMIT_S = 300.0
 
@@ -36,14 +37,13 @@ class RankThread:
     node = ""
     skipped_calls = 0
 
-    def __init__(self, shared, rank, world_size, dies):
+    def __init__(self, shared, rank, world_size, dies=lambda *_: False):
         self._shared, self.rank, self.world_size, self._dies = shared, rank, world_size, dies
-        self._next = 0
+        self._keys = (OpKey("threads", seq) for seq in count())
         self.plans = PlanMemory()
 
     def next_key(self):
-        self._next += 1
-        return OpKey("threads", self._next)
+        return next(self._keys)
 
     def activity(self, timeout_s, key=None):
         return Activity(self, timeout_s, key)
@@ -71,17 +71,31 @@ class Shared:
     def __init__(self):
         self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), perform)
         self._changed = threading.Condition()
-        self._replies = {}
+        self._replies, self._waiting = {}, set()
 
     def call(self, request):
         at = request.key, request.rank, step_of(request)
         with self._changed:
+            self._waiting.add(at)
             refused = self._shell.receive(request)
-            if refused is not None:
-                return refused
             self._work_off()
-            assert self._changed.wait_for(lambda: at in self._replies, LIMIT_S), f"{at} hangs"
-            return self._replies.pop(at)
+            found = self._changed.wait_for(lambda: refused or at in self._replies, LIMIT_S)
+            assert found, f"{at} hangs"
+            self._waiting.discard(at)
+            return self._replies.pop(at, refused)
+
+    def wait_for(self, *ranks):
+        """Returns when just these ranks wait for an answer."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: {at[1] for at in self._waiting - self._replies.keys()} == {*ranks}, LIMIT_S
+            )
+
+    def expire(self):
+        """Lets the deadline pass for which ranks wait."""
+        with self._changed:
+            assert self._shell.expire()
+            self._work_off()
 
     def lose(self, request):
         with self._changed:
@@ -94,7 +108,7 @@ class Shared:
             self._shell.perform(0)
         answers, self._shell.answers = self._shell.answers, []
         for one in answers:
-            self._replies[one.key, one.rank, one.step] = one.reply
+            self._replies[(one.key, *one.ranks, one.step)] = one.reply
         self._changed.notify_all()
 
 

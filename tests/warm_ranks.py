@@ -9,11 +9,11 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import MakePlan
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import SaveAgain, SaveGo, SaveJoin, SendItems
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.rank_save import PlanMemory
 from ray_dcp.runtime.tasks import new_attempt, perform
 from tests.crash.array_states import ArrayCapture
 from tests.crash.ranks import save_ranks
+from tests.inline_ranks import run_ranks
 
 
 class Warm:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ray_dcp.errors import InvalidRequestError
 from ray_dcp.planning.fingerprint import FINGERPRINT_BYTES
-from ray_dcp.protocol.commands import Answer, Answers, step_of
+from ray_dcp.protocol.commands import Answer, step_of
 from ray_dcp.protocol.messages import (
     FileReceipts,
     LoadDone,
@@ -192,7 +192,7 @@ def _written(
         return tuple(requests)  # the coordinator says what is wrong, and of whom
     counts = tuple([len(receipt.files) for receipt in receipts])
     staged_s = tuple([receipt.staged_s for receipt in receipts])
-    return BatchedReceipts(replace(first, files=()), ranks, counts, staged_s, packed.proven())
+    return BatchedReceipts(replace(first, files=()), ranks, counts, staged_s, packed)
 
 
 @dataclass(eq=False)
@@ -202,7 +202,6 @@ class Batch:
     key: OpKey
     step: str
     waiting: set[int]
-    ranks: tuple[int, ...]
     told: list[tuple[tuple[int, ...], Reply]] = field(default_factory=list)
 
     def put(self, ranks: Iterable[int], reply: Reply) -> None:
@@ -218,7 +217,6 @@ class Batches:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[OpKey, str], list[Batch]] = {}
-        self._of_rank: dict[tuple[OpKey, str], dict[int, list[Batch]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -226,27 +224,20 @@ class Batches:
     def add(self, message: MessageBatch) -> Batch:
         """Takes that a message waits; to be called before it is handed on."""
         at = (message.key, message.step)
-        batch = Batch(*at, set(message.ranks), message.ranks)
+        batch = Batch(*at, set(message.ranks))
         self._waiting.setdefault(at, []).append(batch)
-        self._of_rank.pop(at, None)
         return batch
 
     def remove(self, batch: Batch) -> None:
         """Takes that nobody waits for a message's answer any more."""
         self._forget((batch.key, batch.step), [batch])
 
-    def answer(self, answer: Answer | Answers) -> set[int]:
+    def answer(self, answer: Answer) -> set[int]:
         """Takes an answer of the coordination; returns the ranks that wait in no message."""
-        at = (answer.key, answer.step)
-        if isinstance(answer, Answer):
-            batches = self._batches_of(at).get(answer.rank, ())
-            ranks: tuple[int, ...] = (answer.rank,)
-        else:
-            batches, ranks = self._waiting.get(at, ()), answer.ranks
-        left = set(ranks)
-        for batch in batches:
+        left = set(answer.ranks)
+        for batch in self._waiting.get((answer.key, answer.step), ()):
             left -= batch.waiting
-            batch.put(ranks, answer.reply)
+            batch.put(answer.ranks, answer.reply)
         return left
 
     def refuse(self, key: OpKey, reply: Reply) -> None:
@@ -264,19 +255,8 @@ class Batches:
                 self._forget(at, told)
                 yield from told
 
-    def _batches_of(self, at: tuple[OpKey, str]) -> dict[int, list[Batch]]:
-        """Returns the messages of each rank. Why only then: all are told the same in most saves."""
-        found = self._of_rank.get(at)
-        if found is None:
-            found = self._of_rank[at] = {}
-            for batch in self._waiting.get(at, ()):
-                for rank in batch.ranks:
-                    found.setdefault(rank, []).append(batch)
-        return found
-
     def _forget(self, at: tuple[OpKey, str], gone: Sequence[Batch]) -> None:
         left = [batch for batch in self._waiting.pop(at, ()) if batch not in gone]
-        self._of_rank.pop(at, None)
         if left:
             self._waiting[at] = left
 

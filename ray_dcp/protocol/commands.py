@@ -6,9 +6,8 @@ tasks; `inline` and the coordinator actor do the rest.
 
 What an executor does with a batch of commands, in order:
 
-* `Answer`: resolve the call in which rank `rank` waits with `(key, step)`, where `step` is the
-  `step_of` its request; all such calls, if it arrived twice. If nobody waits, drop it. `Answers` is
-  the same for many ranks.
+* `Answer`: resolve the call in which each of `ranks` waits with `(key, step)`, where `step` is the
+  `step_of` its request; all such calls, if it arrived twice. If nobody waits, drop it.
 * `Perform`: start the task in a thread, as it blocks; pass its result to `Coordination.performed`,
   once. Tasks of one operation follow each other, except one that took too long.
 * `Arm`: replace the operation's one timer; when it expires, call `Coordination.expired` with the
@@ -350,10 +349,10 @@ Result = Seen | OutcomeRead | Planned | RowsMissing | CommitBuilt | Published | 
 
 @dataclass(frozen=True)
 class Answer:
-    """Give a rank the reply to one of its requests, of this `step_of` it."""
+    """Give ranks the same reply to their requests of one step, which is the `step_of` each."""
 
     key: OpKey
-    rank: int
+    ranks: tuple[int, ...]
     step: str
     reply: Reply
 
@@ -382,17 +381,7 @@ class Disarm:
     key: OpKey
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Give many ranks the same reply to their requests of one step."""
-
-    key: OpKey
-    ranks: tuple[int, ...]
-    step: str
-    reply: Reply
-
-
-Command = Answer | Answers | Perform | Arm | Disarm
+Command = Answer | Perform | Arm | Disarm
 
 
 def step_of(request: Request) -> str:

@@ -7,13 +7,12 @@ that have not begun yet.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 from ray_dcp.errors import (
     CheckpointError,
@@ -25,6 +24,7 @@ from ray_dcp.errors import (
 from ray_dcp.protocol.aggregation import BatchedJoins, BatchedReceipts, MessageBatch
 from ray_dcp.protocol.commands import Answer, Result, Task, step_of
 from ray_dcp.protocol.error_aggregation import (
+    Opening,
     call_of,
     check_world,
     lost_rank,
@@ -37,9 +37,7 @@ from ray_dcp.protocol.liveness import LONG_WAIT_S, Heartbeat, Liveness
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
     Exchange,
-    LoadDone,
     LoadJoin,
-    LoadReady,
     OpKey,
     PartsHeld,
     PartsWritten,
@@ -48,149 +46,12 @@ from ray_dcp.protocol.messages import (
     Reply,
     Request,
     SaveJoin,
-    SaveReceipt,
-    SaveStaged,
 )
 from ray_dcp.protocol.operation import Commands
 from ray_dcp.protocol.planning import PlanCache
-from ray_dcp.protocol.save import SaveMachine
-from ray_dcp.protocol.staged_save import StagedPlan, StagedSaveMachine
-
-
-def admit(
-    queued: StagedSaveMachine, under_way: Sequence[StagedSaveMachine]
-) -> StagedSaveMachine | CheckpointError | Literal["begin", "wait"]:
-    """Returns what becomes of the first save of a session's queue.
-
-    Args:
-        queued: That save.
-        under_way: The session's saves that were let in and have not ended, oldest first.
-
-    Returns:
-        `"begin"`, `"wait"`, the save that is to be cancelled first, or why it is refused.
-    """
-    for other in under_way:
-        if other.url == queued.url and queued.options.max_pending > 1:
-            return CheckpointExistsError(
-                f"Expected one save at a time of an id, but operation {other.key.seq} of this "
-                f"session is saving to {queued.url}. Wait for its handle, or save under another "
-                f"id",
-                checkpoint_id=queued.url,
-            )
-    if len(under_way) < queued.options.max_pending:
-        return "begin"
-    if queued.options.when_full == "skip":
-        return SaveSkippedError(
-            f"The save was skipped, as {len(under_way)} are under way "
-            f"(SaveOptions.max_pending={queued.options.max_pending}, when_full='skip')",
-            checkpoint_id=queued.url,
-        )
-    if queued.options.when_full == "replace":
-        for other in reversed(under_way):
-            if other.is_replaceable:
-                return other
-    return "wait"
-
-
-def let_in(saves: Iterable[StagedSaveMachine]) -> tuple[StagedSaveMachine, Commands] | None:
-    """Moves the queue on by one; returns the save that it concerns, and what to do.
-
-    Args:
-        saves: Those of a session that have not ended, oldest first.
-
-    Returns:
-        None when nothing can be done now.
-    """
-    staged = list(saves)
-    under_way = [machine for machine in staged if machine.is_under_way]
-    first = next((machine for machine in staged if machine.is_queued), None)
-    if first is None or any(machine.may_be_over for machine in under_way):
-        return None
-    match admit(first, under_way):
-        case "begin":
-            return first, first.let_in()
-        case StagedSaveMachine() as replaced:
-            why = f"operation {first.key.seq} replaced it (when_full='replace')"
-            return replaced, replaced.cancel(why)
-        case CheckpointError() as error:
-            return first, first.refuse(error)
-    return None
-
+from ray_dcp.protocol.save import SaveMachine, StagedPlan
 
 Machine = SaveMachine | LoadMachine | ExchangeMachine
-
-
-class StagerHearing(ABC):
-    """Hands what becomes of stagers to the saves that need them."""
-
-    def __init__(self) -> None:
-        self._active: dict[OpKey, Machine] = {}
-
-    @abstractmethod
-    def _after(self, machine: Machine, commands: Commands) -> Commands:
-        """Takes what an event led to."""
-
-    def staged_plan(self, key: OpKey) -> StagedPlan | None:
-        """Returns what another coordinator needs to end an asynchronous save that is planned."""
-        machine = self._active.get(key)
-        return machine.staged_plan() if isinstance(machine, StagedSaveMachine) else None
-
-    def stager_lost(self, stager: str, reason: str) -> Commands:
-        """Takes that a stager died or froze: others take over, or saves that need it fail.
-
-        Args:
-            stager: `PartsHeld.stager`.
-            reason: How it is known, for the error.
-        """
-        commands: Commands = ()
-        for machine in list(self._active.values()):
-            if isinstance(machine, StagedSaveMachine):
-                commands += self._after(machine, machine.stager_lost(stager, reason))
-        return commands
-
-    def stagers(self) -> dict[str, dict[OpKey, float]]:
-        """Returns the stagers whose bytes are awaited: for each save the timeout, in seconds."""
-        found: dict[str, dict[OpKey, float]] = {}
-        for key, machine in self._active.items():
-            if isinstance(machine, StagedSaveMachine):
-                for stager in machine.holders:
-                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
-        return found
-
-    def held_by(self, stager: str) -> dict[OpKey, list[int]]:
-        """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
-        machines = [one for one in self._active.values() if isinstance(one, StagedSaveMachine)]
-        return {one.key: ranks for one in machines if (ranks := one.held_by(stager))}
-
-    def stager_heard(
-        self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
-    ) -> Commands:
-        """Takes how far a stager is.
-
-        Args:
-            paces: For each save and rank bytes written and bytes in all.
-            now_s: Seconds that never go back, always of one clock.
-        """
-        commands: Commands = ()
-        for key, by_rank in paces.items():
-            machine = self._active.get(key)
-            if isinstance(machine, StagedSaveMachine):
-                commands += self._after(machine, machine.heard(by_rank, now_s))
-        return commands
-
-    def lags(self, key: OpKey, rank: int, reason: str) -> Commands:
-        """Takes that a rank's stager is much slower than the others: another is to help.
-
-        Args:
-            key: Which save.
-            rank: Whose bytes it writes.
-            reason: What was seen, for the report.
-        """
-        machine = self._active.get(key)
-        if not isinstance(machine, StagedSaveMachine):
-            return ()
-        return self._after(machine, machine.lags(rank, reason))
-
 
 EARLY = 1024
 """Operations of which something is known before they begin."""
@@ -261,7 +122,7 @@ SESSIONS = 1024
 """Sessions of which it is remembered how far they were and which ranks they lost."""
 
 
-class Coordination(StagerHearing):
+class Coordination:
     """What a coordinator knows and decides, as a pure state machine.
 
     Every method takes one event and returns the commands that it leads to, to be carried out in
@@ -291,16 +152,17 @@ class Coordination(StagerHearing):
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.epoch = epoch
-        self._attendance, self._new_attempt = Liveness(clock), new_attempt
-        self._clock = clock
+        self._clock, self._liveness = clock, Liveness(clock)
+        self._new_attempt = new_attempt
+        self._plans = PlanCache()
         self._waits: dict[tuple[OpKey, str], tuple[float, bool]] = {}
         self._long_waits: dict[tuple[str, int], list[str]] = {}
-        super().__init__()
+        self._active: dict[OpKey, Machine] = {}
         self._finished: OrderedDict[OpKey, Machine] = OrderedDict()
         self._forgotten: OrderedDict[str, Forgotten] = OrderedDict()
         self._lost: OrderedDict[str, dict[int, ParticipantError]] = OrderedDict()
         self._late: OrderedDict[str, dict[int, int]] = OrderedDict()
-        self._early, self._shelf = Early(), PlanCache()
+        self._early = Early()
 
     def receive(self, request: Request, *, beats_s: float | None = None) -> Commands:
         """Takes what a rank says.
@@ -323,16 +185,18 @@ class Coordination(StagerHearing):
         lost = self._lost.get(request.key.session, {})
         if not isinstance(request, PartsHeld | PartsWritten):  # these say nothing of the rank
             lost.pop(request.rank, None)
-            self._attendance.came(request, beats_s)
-        machine = self._active.get(request.key) or self._finished.get(request.key)
+            self._liveness.came(request, beats_s)
+        machine = self._known(request.key)
         seq = self._renumbered(machine, request)
         if seq is not None:
-            return (Answer(request.key, request.rank, step_of(request), Renumbered(seq)),)
-        if machine is not None and machine.is_ahead(request):
-            return self._pass_by(machine, request)
+            return (Answer(request.key, (request.rank,), step_of(request), Renumbered(seq)),)
         if machine is not None:
+            opens = isinstance(request, Opening)
+            if machine.awaits(request.rank) and not opens:
+                return self._pass_by(machine, request)
             return self._after(machine, machine.receive(request))
-        machine = self._begin(request)
+        machine = self._machine_for(request)
+        machine.tell_of = partial(self._liveness.tell, machine.key)
         commands = machine.receive(request)
         self._active[request.key] = machine
         gone, cancelled = self._early.take(request.key)
@@ -354,30 +218,26 @@ class Coordination(StagerHearing):
             What to do now, and which ranks are refused: by this call alone.
         """
         machine = self._active.get(message.key)
-        said, lost = message.said, self._lost.get(message.key.session)
-        if type(machine) is SaveMachine and isinstance(said, BatchedReceipts) and not lost:
-            commands = machine.written_together(said.first, said.ranks, said.files)
-            if commands is not None:
-                self._attendance.came_all(message.key, said.ranks, beats_s)
-                return self._after(machine, commands), {}
-        requests, commands = message.requests(), ()
-        if isinstance(said, BatchedJoins) and not lost:
-            if machine is None:
-                one, refused = self._one_by_one(requests[:1], beats_s)
-                if refused:
-                    return self._one_by_one(requests, beats_s)
-                commands, requests = one, requests[1:]
-                machine = self._active.get(message.key)
-            joins = [join for join in requests if isinstance(join, SaveJoin)]
-            more = None
-            if joins and isinstance(machine, SaveMachine):
-                more = machine.join_together(joins[0], joins)
-            if more is not None and machine is not None:
+        said, plain = message.said, not self._lost.get(message.key.session)
+        if plain and isinstance(machine, SaveMachine) and isinstance(said, BatchedReceipts):
+            written = machine.written_together(said.first, said.ranks, said.files)
+            if written is not None:
+                self._liveness.came_all(message.key, said.ranks, beats_s)
+                return self._after(machine, written), {}
+        if not plain or not isinstance(said, BatchedJoins):
+            return self._one_by_one(message.requests(), beats_s)
+        joins = said.requests()
+        first, joins = (joins[:1], joins[1:]) if machine is None else ([], joins)
+        begun, refused = self._one_by_one(first, beats_s)
+        machine = self._active.get(message.key)
+        if joins and isinstance(machine, SaveMachine):
+            joined = machine.join_together(joins)
+            if joined is not None:
                 ranks = [join.rank for join in joins]
-                self._attendance.came_all(message.key, ranks, beats_s, call_of(joins[0]))
-                return (*commands, *self._after(machine, more)), {}
-        rest, refused = self._one_by_one(requests, beats_s)
-        return (*commands, *rest), refused
+                self._liveness.came_all(message.key, ranks, beats_s, call_of(joins[0]))
+                return (*begun, *self._after(machine, joined)), refused
+        commands, more = self._one_by_one(joins, beats_s)
+        return (*begun, *commands), {**refused, **more}
 
     def _one_by_one(
         self, requests: Sequence[Request], beats_s: float | None
@@ -393,8 +253,8 @@ class Coordination(StagerHearing):
 
     def resume(self, planned: StagedPlan) -> Commands:
         """Takes up a save that an earlier coordinator had planned; to be called before all else."""
-        machine = StagedSaveMachine(planned.first, epoch=self.epoch, new_attempt=self._new_attempt)
-        machine.tell_of = partial(self._attendance.tell, machine.key)
+        machine = self._save(planned.first)
+        machine.tell_of = partial(self._liveness.tell, machine.key)
         self._active[machine.key] = machine
         return self._after(machine, machine.resume(planned))
 
@@ -405,14 +265,14 @@ class Coordination(StagerHearing):
             For whom operations have waited for `LONG_WAIT_S`, in words: each wait once, to the
             lowest rank that waits.
         """
-        self._attendance.hear(beat)
+        self._liveness.hear(beat)
         at = (beat.session, beat.rank)
         return tuple(self._long_waits.pop(at)) if at in self._long_waits else ()
 
     def place(self, session: str, rank: int, place: str) -> None:
         """Takes that a rank is there, and where, for messages: `"pid 12 on node-3"`."""
         self._lost.get(session, {}).pop(rank, None)
-        self._attendance.place(session, rank, place)
+        self._liveness.place(session, rank, place)
 
     def listen(self) -> Commands:
         """Checks which ranks were silent for too long, and fails what needs them.
@@ -421,7 +281,7 @@ class Coordination(StagerHearing):
         """
         commands: Commands = ()
         for key, machine in list(self._active.items()):
-            silent = self._attendance.silent(key)
+            silent = self._liveness.silent(key)
             if silent:
                 commands += self._after(machine, machine.lost(silent))
         self._note_long_waits()
@@ -444,13 +304,12 @@ class Coordination(StagerHearing):
         self._long_waits = {at: w for at, w in self._long_waits.items() if at[0] in sessions}
 
     def _awaited(self, machine: Machine) -> str:
-        if not isinstance(machine, StagedSaveMachine) or not machine.is_queued:
+        if not isinstance(machine, SaveMachine) or not machine.is_queued:
             return machine.awaited()
         others = [
             f"operation {other.key.seq} ({other.call}), which is {other.phase}"
-            for other in self._active.values()
-            if isinstance(other, StagedSaveMachine) and other.is_under_way
-            if other.key.session == machine.key.session
+            for other in self._staged_saves(machine.key.session)
+            if other.is_under_way
         ]
         return f"for {'; '.join(others)} (SaveOptions.max_pending={machine.options.max_pending})"
 
@@ -460,7 +319,7 @@ class Coordination(StagerHearing):
         due = [
             at_s
             for key, machine in self._active.items()
-            for rank, at_s in self._attendance.due_s(key).items()
+            for rank, at_s in self._liveness.due_s(key).items()
             if machine.misses(rank)
         ]
         return min(due, default=None)
@@ -476,7 +335,7 @@ class Coordination(StagerHearing):
         Raises:
             InternalError: The task was never asked for, or its result came before.
         """
-        machine = self._active.get(key) or self._finished.get(key)
+        machine = self._known(key)
         if machine is None:
             if self._has_forgotten(key):
                 return ()
@@ -533,7 +392,7 @@ class Coordination(StagerHearing):
 
     def is_cancelled(self, key: OpKey) -> bool:
         """Returns whether a save fails, or failed, because it was cancelled."""
-        machine = self._active.get(key) or self._finished.get(key)
+        machine = self._known(key)
         if machine is None:
             return self._early.is_cancelled(key)
         return isinstance(machine, SaveMachine) and machine.is_cancelled
@@ -578,7 +437,7 @@ class Coordination(StagerHearing):
 
         A refusal for an operation that is not known: it began with an earlier coordinator.
         """
-        machine = self._active.get(key) or self._finished.get(key)
+        machine = self._known(key)
         return Refused(unknown_operation(key)) if machine is None else machine.outcome
 
     @property
@@ -594,7 +453,7 @@ class Coordination(StagerHearing):
         one that comes too late twice in a row: it makes what the others call next.
         """
         key, rank = request.key, request.rank
-        if key.step or not isinstance(request, SaveJoin | LoadJoin | Exchange):
+        if key.step or not isinstance(request, Opening):
             return None
         if machine is None and not self._has_forgotten(key):
             return None
@@ -609,31 +468,29 @@ class Coordination(StagerHearing):
         begun = (seq for seq in count(key.seq + 1) if not self._is_over(replace(key, seq=seq)))
         return next(begun)
 
-    def _begin(self, request: Request) -> Machine:
-        machine = self._machine_for(request)
-        machine.tell_of = partial(self._attendance.tell, machine.key)
-        return machine
+    def _known(self, key: OpKey) -> Machine | None:
+        return self._active.get(key) or self._finished.get(key)
 
     def _machine_for(self, request: Request) -> Machine:
         if self._has_forgotten(request.key):
             raise unknown(request, "it ended long ago")
-        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+        if isinstance(request, Opening):
             check_world(request)
         match request:
             case SaveJoin():
-                kind = StagedSaveMachine if request.staged else SaveMachine
-                machine = kind(request, epoch=self.epoch, new_attempt=self._new_attempt)
-                machine.use(self._shelf)
-                return machine
+                return self._save(request)
             case LoadJoin():
                 return LoadMachine(request)
             case Exchange():
                 return ExchangeMachine(request)
-            case PartsHeld() | PartsWritten():
-                raise unknown(request, "this coordinator was restarted since")
-            case SaveReceipt() | SaveStaged() | LoadReady() | LoadDone():
-                self._early.lose(key := request.key, request.rank, went_ahead(key, request.rank))
-                raise unknown(request, "this coordinator was restarted since")
+        if not isinstance(request, PartsHeld | PartsWritten):
+            self._early.lose(key := request.key, request.rank, went_ahead(key, request.rank))
+        raise unknown(request, "this coordinator was restarted since")
+
+    def _save(self, first: SaveJoin) -> SaveMachine:
+        return SaveMachine(
+            first, epoch=self.epoch, new_attempt=self._new_attempt, plans=self._plans
+        )
 
     def _is_over(self, key: OpKey) -> bool:
         return key in self._finished or self._has_forgotten(key)
@@ -645,27 +502,120 @@ class Coordination(StagerHearing):
     def _pass_by(self, machine: Machine, request: Request) -> Commands:
         """Fails an operation of which one rank has done a part with an earlier coordinator."""
         refused = Refused(unknown(request, "this coordinator was restarted since"))
-        answer = Answer(request.key, request.rank, step_of(request), refused)
+        answer = Answer(request.key, (request.rank,), step_of(request), refused)
         lost = machine.lost({request.rank: went_ahead(request.key, request.rank)})
         return (answer, *self._after(machine, lost))
 
     def _after(self, machine: Machine, commands: Commands) -> Commands:
         if machine.over and self._active.pop(machine.key, None) is not None:
             self._finished[machine.key] = machine
-            self._attendance.ended(machine.key)
+            self._liveness.ended(machine.key)
             while len(self._finished) > MEMORY:
                 key, _ = self._finished.popitem(last=False)
                 self._forgotten.setdefault(key.session, Forgotten()).add(key)
                 trim(self._forgotten, SESSIONS)
-        if isinstance(machine, StagedSaveMachine):
+        if isinstance(machine, SaveMachine) and machine.is_staged:
             commands += self._let_in(machine.key.session)
         return commands
 
+    # The queue of asynchronous saves
+
+    def _staged_saves(self, session: str) -> list[SaveMachine]:
+        """Returns the asynchronous saves of a session that have not ended, oldest first."""
+        saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
+        return [one for one in saves if one.is_staged and one.key.session == session]
+
     def _let_in(self, session: str) -> Commands:
-        """Begins the asynchronous saves of a session that may begin."""
-        found = let_in(
-            machine
-            for key, machine in self._active.items()
-            if key.session == session and isinstance(machine, StagedSaveMachine)
-        )
-        return () if found is None else self._after(*found)
+        """Moves the queue of a session on by one save, which begins, is refused or replaces one."""
+        saves = self._staged_saves(session)
+        under_way = [save for save in saves if save.is_under_way]
+        first = next((save for save in saves if save.is_queued), None)
+        if first is None or any(save.may_be_over for save in under_way):
+            return ()
+        most = first.options.max_pending
+        same = [save for save in under_way if save.url == first.url]
+        if same and most > 1:
+            error: CheckpointError = CheckpointExistsError(
+                f"Expected one save at a time of an id, but operation {same[0].key.seq} of this "
+                f"session is saving to {first.url}. Wait for its handle, or save under another id",
+                checkpoint_id=first.url,
+            )
+            return self._after(first, first.refuse(error))
+        if len(under_way) < most:
+            return self._after(first, first.begin())
+        if first.options.when_full == "skip":
+            error = SaveSkippedError(
+                f"The save was skipped, as {len(under_way)} are under way "
+                f"(SaveOptions.max_pending={most}, when_full='skip')",
+                checkpoint_id=first.url,
+            )
+            return self._after(first, first.refuse(error))
+        if first.options.when_full == "replace":
+            for save in reversed(under_way):
+                if save.is_replaceable:
+                    why = f"operation {first.key.seq} replaced it (when_full='replace')"
+                    return self._after(save, save.cancel(why))
+        return ()
+
+    # The stagers of asynchronous saves
+
+    def staged_plan(self, key: OpKey) -> StagedPlan | None:
+        """Returns what another coordinator needs to end an asynchronous save that is planned."""
+        machine = self._active.get(key)
+        return machine.staged_plan() if isinstance(machine, SaveMachine) else None
+
+    def stagers(self) -> dict[str, dict[OpKey, float]]:
+        """Returns the stagers whose bytes are awaited: for each save the timeout, in seconds."""
+        found: dict[str, dict[OpKey, float]] = {}
+        for key, machine in self._active.items():
+            if isinstance(machine, SaveMachine):
+                for stager in machine.holders:
+                    found.setdefault(stager, {})[key] = machine.options.heartbeat_timeout_s
+        return found
+
+    def held_by(self, stager: str) -> dict[OpKey, list[int]]:
+        """Returns the ranks whose bytes a stager is to write, of each save, for messages."""
+        saves = [one for one in self._active.values() if isinstance(one, SaveMachine)]
+        return {one.key: ranks for one in saves if (ranks := one.held_by(stager))}
+
+    def stager_lost(self, stager: str, reason: str) -> Commands:
+        """Takes that a stager died or froze: others take over, or saves that need it fail.
+
+        Args:
+            stager: `PartsHeld.stager`.
+            reason: How it is known, for the error.
+        """
+        commands: Commands = ()
+        for machine in list(self._active.values()):
+            if isinstance(machine, SaveMachine):
+                commands += self._after(machine, machine.stager_lost(stager, reason))
+        return commands
+
+    def stager_heard(
+        self, paces: Mapping[OpKey, Mapping[int, tuple[int, int]]], now_s: float
+    ) -> Commands:
+        """Takes how far a stager is.
+
+        Args:
+            paces: For each save and rank bytes written and bytes in all.
+            now_s: Seconds that never go back, always of one clock.
+        """
+        commands: Commands = ()
+        for key, by_rank in paces.items():
+            machine = self._active.get(key)
+            if isinstance(machine, SaveMachine):
+                commands += self._after(machine, machine.heard(by_rank, now_s))
+        return commands
+
+    def lags(self, key: OpKey, rank: int, reason: str) -> Commands:
+        """Takes that a rank's stager is much slower than the others: another is to help.
+
+        Args:
+            key: Which save.
+            rank: Whose bytes it writes.
+            reason: What was seen, for the report.
+        """
+        machine = self._active.get(key)
+        if not isinstance(machine, SaveMachine):
+            return ()
+        return self._after(machine, machine.lags(rank, reason))

@@ -23,14 +23,11 @@ from ray_dcp.errors import (
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import (
     Exchange,
+    Fenceable,
     LoadJoin,
     OpKey,
-    PartsHeld,
-    PartsWritten,
     Request,
     SaveJoin,
-    SaveReceipt,
-    SaveStaged,
 )
 
 MOST_TOLD = 16
@@ -67,33 +64,19 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(runs) or '(none)'}"
 
 
-def blame(error: CheckpointError, rank: int, checkpoint_id: str | None = None) -> CheckpointError:
-    """Returns a copy of an error that says at which rank it happened.
+def located(
+    error: CheckpointError, checkpoint_id: str | None, rank: int | None = None
+) -> CheckpointError:
+    """Returns a copy of an error that says of which checkpoint it is, and at which rank.
 
     Args:
-        error: What the rank reported; not changed.
-        rank: Which rank did.
+        error: What a task or a rank reported; not changed.
         checkpoint_id: Of the operation; used when the error does not name one.
+        rank: Used when the error does not name one.
     """
-    blamed = copy.copy(error)
-    if blamed.rank is None:
-        blamed.rank = rank
-    if blamed.checkpoint_id is None:
-        blamed.checkpoint_id = checkpoint_id
-    return blamed
-
-
-def located(error: CheckpointError, checkpoint_id: str) -> CheckpointError:
-    """Returns an error that names the checkpoint: itself when it does, else a copy.
-
-    Args:
-        error: Of a task; not changed.
-        checkpoint_id: Of the operation.
-    """
-    if error.checkpoint_id is not None:
-        return error
     placed = copy.copy(error)
-    placed.checkpoint_id = checkpoint_id
+    placed.rank = rank if placed.rank is None else placed.rank
+    placed.checkpoint_id = placed.checkpoint_id or checkpoint_id
     return placed
 
 
@@ -108,7 +91,7 @@ def combine(errors: Mapping[int, CheckpointError], checkpoint_id: str | None) ->
         checkpoint_id: Of the operation.
     """
     first = min(errors, key=lambda rank: (isinstance(errors[rank], ParticipantError), rank))
-    told = blame(errors[first], first, checkpoint_id)
+    told = located(errors[first], checkpoint_id, first)
     others = {
         rank: error
         for rank, error in sorted(errors.items())
@@ -134,7 +117,7 @@ def _failure(error: CheckpointError, rank: int) -> tuple[BaseException, tracebac
     if rank in own and own[rank][0] is not error:
         return own[rank]
     summary = own[rank][1] if rank in own else traceback.StackSummary()
-    return blame(error, rank), summary
+    return located(error, None, rank), summary
 
 
 def deadline(
@@ -312,7 +295,7 @@ def unknown(request: Request, why: str) -> CheckpointError:
         f"Operation {request.key.seq} of session {request.key.session!r}, to which rank "
         f"{request.rank} sent {type(request).__name__}, is not known here: {why}"
     )
-    if isinstance(request, SaveReceipt | SaveStaged | PartsHeld | PartsWritten):
+    if isinstance(request, Fenceable):
         return CommitUnknownError(
             f"{message}. The storage tells whether attempt {request.attempt} was committed: ask "
             f"ray_dcp.outcome(path, {request.attempt!r})",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError
+from ray_dcp.errors import InvalidRequestError
 from ray_dcp.protocol.commands import Command, Result
-from ray_dcp.protocol.error_aggregation import combine, name_ranks
+from ray_dcp.protocol.error_aggregation import name_ranks
 from ray_dcp.protocol.messages import Exchange, Exchanged, Request
 from ray_dcp.protocol.operation import Commands, Operation
 
@@ -23,7 +23,7 @@ class ExchangeMachine(Operation):
 
     def __init__(self, first: Exchange) -> None:
         super().__init__(first)
-        self._timeout_s = first.timeout_s
+        self._tag, self._timeout_s = first.tag, first.timeout_s
         self._outboxes: dict[int, Mapping[int, bytes]] = {}
 
     def _on_request(self, request: Request) -> Commands:
@@ -45,23 +45,12 @@ class ExchangeMachine(Operation):
         raise self._contradiction(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:
-        what = f"come to exchange {self._first_tag()!r}"
-        self._overdue(what, self._timeout_s, "raise the timeout")
-        return self._refuse_all(combine(self._roll.errors, None))
+        raise self._contradiction("deadline")
 
-    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        # A rank that died after it came has handed over what it had; the others get it.
-        self._roll.blame({rank: e for rank, e in errors.items() if rank not in self._roll.came})
-        return self._came()
+    def _awaited(self) -> tuple[str, float, str]:
+        return f"come to exchange {self._tag!r}", self._timeout_s, "raise the timeout"
 
-    def _first_tag(self) -> str:
-        return self._first.tag if isinstance(self._first, Exchange) else ""
-
-    def _came(self) -> Commands:
-        if not self._roll.is_complete:
-            return self._wait(self._timeout_s)
-        if self._roll.errors:
-            return self._refuse_all(combine(self._roll.errors, None))
+    def _all_came(self) -> Commands:
         boxes = self._outboxes
         answers = self._give(
             lambda rank: Exchanged(

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ray_dcp.errors import DeadlineError
-from ray_dcp.protocol.error_aggregation import Call, call_of, describe_call
-from ray_dcp.protocol.messages import Exchange, LoadJoin, OpKey, Request, SaveJoin
+from ray_dcp.protocol.error_aggregation import Call, Opening, call_of, describe_call
+from ray_dcp.protocol.messages import OpKey, Request
 
 LONG_WAIT_S = 30.0
 """A wait for other ranks that lasts longer is logged, once, in seconds."""
@@ -180,13 +180,8 @@ class Liveness:
             timeout_s: Silence after which the rank is frozen, in seconds, if it sends heartbeats
                 until this operation is over for it; None when it does not.
         """
-        known = self._of(request.key.session, request.rank)
-        known.heard_s = self._clock()
-        if timeout_s is not None:
-            known.timeout_s = timeout_s
-            known.promised.add(request.key)
-        if isinstance(request, SaveJoin | LoadJoin | Exchange):
-            known.last = (request.key, call_of(request))
+        call = call_of(request) if isinstance(request, Opening) else None
+        self.came_all(request.key, (request.rank,), timeout_s, call)
 
     def came_all(
         self, key: OpKey, ranks: Sequence[int], timeout_s: float | None, call: Call | None = None

@@ -19,11 +19,11 @@ time does not start them in the order in which they were sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ray_dcp.errors import CheckpointError, DeadlineError
-from ray_dcp.planning.reads import RankShare, ReadNeeds, ReadShares, may_pay
+from ray_dcp.errors import DeadlineError
+from ray_dcp.planning.reads import ReadNeeds, ReadShares, may_pay
 from ray_dcp.protocol.commands import (
     CheckpointRead,
     Failed,
@@ -32,7 +32,7 @@ from ray_dcp.protocol.commands import (
     Result,
     ShareReads,
 )
-from ray_dcp.protocol.error_aggregation import combine, located
+from ray_dcp.protocol.error_aggregation import located
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadGo,
@@ -57,17 +57,18 @@ class LoadMachine(Operation):
         first: The first join; hand it to `receive` as well.
     """
 
-    roll_calls = ("joining", "planning")
+    ranks_do: Mapping[str, tuple[str, str]] = {
+        "joining": ("join the load", "plan_timeout_s"),
+        "planning": ("plan its reads", "plan_timeout_s"),
+        "reading": ("read its share", "read_timeout_s"),
+    }
+    last_barrier = "reading"
 
     def __init__(self, first: LoadJoin) -> None:
         super().__init__(first)
         self._target = first.target
         self._options = first.options
-        self._bytes_needed = 0
-        self._bytes_read = 0
-        self._bytes_from_memory = 0
-        self._bytes_from_peers = 0
-        self._bytes_read_instead = 0
+        self._done: list[LoadDone] = []
         self._needs: dict[int, ReadNeeds] = {}
 
     def _on_request(self, request: Request) -> Commands:
@@ -80,11 +81,7 @@ class LoadMachine(Operation):
                     self._needs[request.rank] = request.needs
             case "reading", LoadDone() if 0 <= request.rank < self.world_size:
                 self._note(request, request.error)
-                self._bytes_needed += request.bytes_needed
-                self._bytes_read += request.bytes_read
-                self._bytes_from_memory += request.bytes_from_memory
-                self._bytes_from_peers += request.bytes_from_peers
-                self._bytes_read_instead += request.bytes_read_instead
+                self._done.append(request)
             case _:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return self._came()
@@ -94,9 +91,9 @@ class LoadMachine(Operation):
             case "opening", CheckpointRead():
                 go = LoadGo(result.kind, result.slot, result.record, result.table)
                 self._call("planning")
-                return (self._arm(self._options.plan_timeout_s), *self._give(lambda _: go))
+                return (self._arm(self._options.plan_timeout_s), *self._give_all(go))
             case "opening", Failed():
-                return self._refuse_all(located(result.error, self._target.url))
+                return self._fail(located(result.error, self._target.url))
             case "sharing", ReadsShared(shares):
                 return self._proceed(shares if len(shares) else None)
             case "sharing", Failed():
@@ -105,42 +102,18 @@ class LoadMachine(Operation):
         raise self._contradiction(f"result {type(result).__name__}")
 
     def _on_expired(self) -> Commands:
-        if self.phase == "opening":
-            return self._refuse_all(
-                DeadlineError(
-                    f"Expected the storage to show the checkpoint within "
-                    f"{self._options.plan_timeout_s:g} s, but it was slower. Raise "
-                    f"LoadOptions.plan_timeout_s, or look at the storage",
-                    checkpoint_id=self._target.url,
-                )
-            )
         if self.phase == "sharing":
             return self._proceed(None)
-        self._overdue(*self._awaited())
-        return self._refuse_all(combine(self._roll.errors, self._target.url))
+        return self._fail(
+            DeadlineError(
+                f"Expected the storage to show the checkpoint within "
+                f"{self._options.plan_timeout_s:g} s, but it was slower. Raise "
+                f"LoadOptions.plan_timeout_s, or look at the storage",
+                checkpoint_id=self.url,
+            )
+        )
 
-    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        if self.phase in ("opening", "sharing"):
-            return self._refuse_all(combine(errors, self._target.url))
-        if self.phase == "reading":
-            errors = {rank: e for rank, e in errors.items() if rank not in self._roll.came}
-        self._roll.blame(errors)
-        return self._came()
-
-    def _awaited(self) -> tuple[str, float, str]:
-        plan_s, read_s = self._options.plan_timeout_s, self._options.read_timeout_s
-        match self.phase:
-            case "joining":
-                return "join the load", plan_s, "raise LoadOptions.plan_timeout_s"
-            case "planning":
-                return "plan its reads", plan_s, "raise LoadOptions.plan_timeout_s"
-        return "read its share", read_s, "raise LoadOptions.read_timeout_s"
-
-    def _came(self) -> Commands:
-        if not self._roll.is_complete:
-            return self._wait(self._awaited()[1])
-        if self._roll.errors:
-            return self._refuse_all(combine(self._roll.errors, self._target.url))
+    def _all_came(self) -> Commands:
         match self.phase:
             case "joining":
                 task = ReadCheckpoint(self._target)
@@ -152,26 +125,21 @@ class LoadMachine(Operation):
                 options = self._options
                 within_s = min(SHARE_S, options.plan_timeout_s, options.read_timeout_s)
                 return self._step("sharing", sharing, within_s)
-        outcome = LoadOutcome(
-            self._bytes_needed,
-            self._bytes_read,
-            self._bytes_from_memory,
-            self._bytes_from_peers,
-            self._bytes_read_instead,
-        )
-        return (*self._conclude(outcome), *self._end("done"))
+        names = [field.name for field in fields(LoadOutcome)]
+        sums = [sum(getattr(done, name) for done in self._done) for name in names]
+        return (*self._conclude(LoadOutcome(*sums)), *self._end("done"))
 
     def _proceed(self, shares: ReadShares | None) -> Commands:
         self._needs.clear()
         self._abandon()
         self._call("reading")
 
-        def share(rank: int) -> RankShare | None:
+        def proceed(rank: int) -> LoadProceed:
             part = None if shares is None else shares.of_rank(rank)
-            return part if part is not None and len(part) else None
+            return LoadProceed(part if part is not None and len(part) else None)
 
-        proceed = self._give(lambda rank: LoadProceed(share(rank)))
-        return (self._arm(self._options.read_timeout_s), *proceed)
+        told = self._give_all(LoadProceed()) if shares is None else self._give(proceed)
+        return (self._arm(self._options.read_timeout_s), *told)
 
 
 @dataclass(frozen=True)

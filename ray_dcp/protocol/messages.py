@@ -11,7 +11,7 @@ objects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -422,7 +422,6 @@ class FileReceipts:
         parts: uint64[…], those of all files one after another, in any number of arrays.
         num_places: int64[f], how many deferred items each has.
         places: int64[k, 4], row, item offset, item bytes and block bytes of each.
-        proof: Digest of `checks` by whoever found `digests` right; empty when nobody has looked.
     """
 
     file: Int64Array
@@ -433,7 +432,6 @@ class FileReceipts:
     parts: tuple[UInt64Array, ...]
     num_places: Int64Array
     places: Int64Array
-    proof: bytes = b""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -496,9 +494,6 @@ class FileReceipts:
 
         Files without any are passed over: their checksums may be at their own end.
         """
-        # Why the proof: one digest of all is much less than one for each of 10,000 files.
-        if self.proof and self.proof == _proof(self.checks, self.digests):
-            return []
         starts = offsets_of(self.count).tolist()
         bad = [
             index
@@ -507,16 +502,6 @@ class FileReceipts:
         ]
         keys = self.keys.split(_SEPARATOR) if bad else []
         return [keys[index] for index in bad]
-
-    def proven(self) -> FileReceipts:
-        """Returns the same with a proof, for the way to the coordinator.
-
-        Raises:
-            DamagedCheckpointError: A receipt's checksums do not have its digest.
-        """
-        check_digests(self)
-        proof = _proof(self.checks, self.digests)
-        return replace(self, proof=proof)
 
 
 def check_digests(receipts: FileReceipts) -> None:
@@ -601,10 +586,6 @@ def join_receipts(parts: Sequence[FileReceipts | FileReceipt]) -> FileReceipts:
             key=keys[at + 1],
         )
     return whole
-
-
-def _proof(checks: UInt64Array, digests: bytes) -> bytes:
-    return digest(checks) + digest(np.frombuffer(digests, np.uint64))
 
 
 def _rows(starts: Int64Array, order: Int64Array) -> Int64Array:

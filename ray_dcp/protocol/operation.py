@@ -7,7 +7,6 @@ about saving or loading.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Arm,
     Command,
     Disarm,
@@ -32,6 +30,7 @@ from ray_dcp.protocol.commands import (
 )
 from ray_dcp.protocol.error_aggregation import (
     Opening,
+    combine,
     deadline,
     describe,
     disagreement,
@@ -39,7 +38,7 @@ from ray_dcp.protocol.error_aggregation import (
     name_known,
     name_ranks,
 )
-from ray_dcp.protocol.messages import Exchange, LoadJoin, Refused, Reply, Request, SaveJoin
+from ray_dcp.protocol.messages import Exchange, Refused, Reply, Request, SaveJoin
 
 
 class Barrier:
@@ -97,12 +96,8 @@ def two_calls(request: Opening, what: str) -> RankDisagreementError:
 
 def compact(opening: Opening) -> Opening:
     """Returns what has to be kept to recognise a request that comes twice."""
-    if isinstance(opening, SaveJoin) and opening.fingerprint:
-        heavy = opening.columns or opening.contents
-        return replace(opening, columns=b"", contents=b"") if heavy else opening
-    if isinstance(opening, SaveJoin) and opening.columns:
-        digest = hashlib.blake2b(opening.columns, digest_size=32).digest()
-        return replace(opening, columns=digest)
+    if isinstance(opening, SaveJoin) and (opening.columns or opening.contents):
+        return replace(opening, columns=b"", contents=b"")
     return opening
 
 
@@ -131,9 +126,6 @@ named together. Their end says little of what the others will report."""
 
 STORY_LENGTH = 64
 
-MANY = 64
-"""Calls above which those that are told the same are answered by one command."""
-
 Commands = tuple[Command, ...]
 
 
@@ -141,23 +133,28 @@ class Operation(ABC):
     """One operation: its ranks, their waiting calls, the answers given, its one timer and task.
 
     Subclasses say what an accepted event leads to, in `_on_request`, `_on_result`, `_on_expired`
-    and `_on_lost`. An event that is refused raises before anything has changed.
+    and `_all_came`. An event that is refused raises before anything has changed.
 
     Args:
         first: The request that begins it; not noted yet.
 
     Attributes:
         key: Which operation.
+        url: Of the checkpoint; None for an exchange.
         phase: Where it stands, for messages and timers.
         over: Nothing is left to be done; only late requests are still answered.
         tell_of: Says what is known of a rank that is missing, in words.
-        roll_calls: Phases in which ranks are awaited that have nothing to write or read.
+        ranks_do: What every rank has to do in a phase, with the option that is its deadline.
+        last_barrier: The phase in which ranks come for the last time: one that dies after it came
+            has done its share.
     """
 
-    roll_calls: tuple[str, ...] = ("joining", "gathering")
+    ranks_do: Mapping[str, tuple[str, str]] = {}
+    last_barrier = "joining"
 
     def __init__(self, first: Opening) -> None:
         self.key = first.key
+        self.url = None if isinstance(first, Exchange) else first.target.url
         self.world_size = first.world_size
         self.phase = "joining"
         self.over = False
@@ -193,9 +190,10 @@ class Operation(ABC):
         return {rank for rank, _ in self._waiting}
 
     def awaited(self) -> str:
-        """Returns for whom it waits before it can begin, in words; empty when for nobody."""
-        missing = () if self.phase not in self.roll_calls else self._roll.missing
-        return "" if not missing else f"for {name_known(missing, self.tell_of)}"
+        """Returns for whom it waits that moves no bytes, in words; empty when for nobody."""
+        idle = self._awaited() is not None and self.phase not in ("writing", "reading")
+        missing = self._roll.missing if idle else []
+        return f"for {name_known(missing, self.tell_of)}" if missing else ""
 
     # Events
 
@@ -215,7 +213,7 @@ class Operation(ABC):
             RankDisagreementError: The operation has begun, and this request is of another one.
             CheckpointError: The request is refused; nothing has changed.
         """
-        if isinstance(request, SaveJoin | LoadJoin | Exchange):
+        if isinstance(request, Opening):
             error = self._objection(request)
             if error is not None and not self._have_disagreed():
                 if self.phase != "joining":
@@ -224,18 +222,10 @@ class Operation(ABC):
         at = (request.rank, step_of(request))
         reply = self._given.get(at) or self._outcome
         if reply is not None:
-            return (Answer(self.key, request.rank, at[1], reply),)
+            return (Answer(self.key, (request.rank,), at[1], reply),)
         if at in self._waiting:
             return ()
         return self._on_request(request)
-
-    def is_ahead(self, request: Request) -> bool:
-        """Returns whether a rank that never joined sends a later step of this operation.
-
-        It joined at a coordinator that is gone, and will not join again.
-        """
-        opening = isinstance(request, SaveJoin | LoadJoin | Exchange)
-        return not opening and self.awaits(request.rank)
 
     def awaits(self, rank: int) -> bool:
         """Returns whether a rank has not joined yet."""
@@ -243,7 +233,7 @@ class Operation(ABC):
 
     def went_without(self, request: Request) -> bool:
         """Returns whether it failed before a rank came, which now begins something as this."""
-        opening = isinstance(request, SaveJoin | LoadJoin | Exchange)
+        opening = isinstance(request, Opening)
         return opening and self.over and request.rank in self._absent
 
     def is_same_call(self, request: Opening) -> bool:
@@ -258,28 +248,31 @@ class Operation(ABC):
                 kind of task.
         """
         if self._pending is not None and (task is self._pending or task == self._pending):
-            return self._take(result)
+            awaited, self._pending = self._pending, None
+            self._tell(type(result).__name__)
+            try:
+                return self._on_result(result)
+            except InternalError:
+                self._pending = awaited
+                raise
         for index, abandoned in enumerate(self._abandoned):
             if task is abandoned or task == abandoned:
                 del self._abandoned[index]
                 return ()
         raise self._contradiction(f"result of {type(task).__name__}")
 
-    def _take(self, result: Result) -> Commands:
-        awaited, self._pending = self._pending, None
-        self._tell(type(result).__name__)
-        try:
-            return self._on_result(result)
-        except InternalError:
-            self._pending = awaited
-            raise
-
     def expired(self, phase: str) -> Commands:
         """Takes that the timer of a phase ran out; that of an earlier phase is dropped."""
         if self.over or phase != self.phase:
             return ()
         self._tell("expired")
-        return self._on_expired()
+        awaited = self._awaited()
+        if awaited is None:
+            return self._on_expired()
+        missing = self._roll.missing
+        if missing and not self._grace:  # else the wait was only for other ranks' errors
+            self._roll.blame(deadline(self.key, missing, *awaited, self.tell_of))
+        return self._fail(combine(self._roll.errors, self.url))
 
     def misses(self, rank: int) -> bool:
         """Returns whether it would make a difference that a rank is lost."""
@@ -308,14 +301,23 @@ class Operation(ABC):
 
     @abstractmethod
     def _on_expired(self) -> Commands:
-        """Takes that the timer of this phase ran out."""
+        """Takes that the timer of a phase ran out in which a task is awaited."""
 
     @abstractmethod
+    def _all_came(self) -> Commands:
+        """Takes that every rank came to this phase, without an error."""
+
     def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
         """Takes that ranks died, froze or left, while there is no outcome."""
+        if self._awaited() is None:
+            return self._fail(combine(errors, self.url))
+        if self.phase == self.last_barrier:
+            errors = {rank: e for rank, e in errors.items() if rank not in self._roll.came}
+        self._roll.blame(errors)
+        return self._came()
 
-    def _refuse_all(self, error: CheckpointError) -> Commands:
-        """Fails the operation before anything is at stake."""
+    def _fail(self, error: CheckpointError) -> Commands:
+        """Fails the operation, before anything is at stake."""
         if self._differing and isinstance(error, RankDisagreementError):
             error = disagreement(self.key, {**self._openings, **self._differing})
         return (*self._conclude(Refused(error)), *self._end("failed"))
@@ -348,10 +350,10 @@ class Operation(ABC):
         self._tell(f"{step_of(request)} of rank {request.rank} (differs)")
         self._waiting[request.rank, step_of(request)] = None
         if error.rank is not None:  # one rank is at fault, by itself
-            return self._refuse_all(error)
+            return self._fail(error)
         self._differing[request.rank] = compact(request)
         self._roll.note(request.rank, error)
-        return self._refuse_all(error) if self._roll.is_complete else self._wait(GRACE_S)
+        return self._fail(error) if self._roll.is_complete else self._wait(GRACE_S)
 
     def _have_disagreed(self) -> bool:
         """Whether the ranks were told that they differ: who comes late is told just that."""
@@ -380,37 +382,30 @@ class Operation(ABC):
 
     # What the ranks are told
 
-    def _give(self, reply_to: Callable[[int], Reply], alike: Reply | None = None) -> list[Command]:
-        """Answers all calls that wait.
-
-        Args:
-            reply_to: What a rank is told.
-            alike: What all are told, if that is the same.
-        """
-        if len(self._waiting) > MANY and alike is not None:
-            return self._give_all(alike)
+    def _give(self, reply_to: Callable[[int], Reply]) -> list[Command]:
+        """Answers all calls that wait, each rank's with a reply of its own."""
         answers: list[Command] = []
-        for rank, step in list(self._waiting):
+        for rank, step in self._waiting:
             reply = self._given[rank, step] = reply_to(rank)
-            answers.append(Answer(self.key, rank, step, reply))
+            answers.append(Answer(self.key, (rank,), step, reply))
         self._waiting.clear()
         return answers
 
     def _give_all(self, reply: Reply) -> list[Command]:
-        """Tells all the same, with one command for each step in which calls wait."""
+        """Tells all who wait the same, with one command for each step in which calls wait."""
         self._given.update(dict.fromkeys(self._waiting, reply))
         by_step: dict[str, list[int]] = {}
         for rank, step in self._waiting:
             by_step.setdefault(step, []).append(rank)
         self._waiting.clear()
-        return [Answers(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
+        return [Answer(self.key, tuple(ranks), step, reply) for step, ranks in by_step.items()]
 
     def _conclude(self, reply: Reply) -> list[Command]:
         """Fixes the outcome, unless it is fixed already, and tells it to all who wait."""
         if self._outcome is not None:
             return []
         self._outcome = reply
-        return self._give(lambda _: reply, reply)
+        return self._give_all(reply)
 
     # How it goes on
 
@@ -439,6 +434,26 @@ class Operation(ABC):
         self._armed = self.phase
         return Arm(self.key, self.phase, after_s)
 
+    def _awaited(self) -> tuple[str, float, str] | None:
+        """Returns what every rank has to do now, within how many seconds, and the way out.
+
+        None in a phase that waits for no rank.
+        """
+        if self.phase not in self.ranks_do or isinstance(self._first, Exchange):
+            return None
+        (what, option), options = self.ranks_do[self.phase], self._first.options
+        after_s: float = getattr(options, option)
+        return what, after_s, f"raise {type(options).__name__}.{option}"
+
+    def _came(self) -> Commands:
+        """Goes on when something is known of every rank."""
+        if not self._roll.is_complete:
+            awaited = self._awaited()
+            return () if awaited is None else self._wait(awaited[1])
+        if self._roll.errors:
+            return self._fail(combine(self._roll.errors, self.url))
+        return self._all_came()
+
     def _wait(self, after_s: float) -> Commands:
         """Waits for the ranks that are missing: to the deadline, or after an error a moment."""
         if self._roll.errors and not self._grace:
@@ -462,12 +477,6 @@ class Operation(ABC):
         if self._pending is not None:
             self._abandoned.append(self._pending)
             self._pending = None
-
-    def _overdue(self, what: str, after_s: float, way_out: str) -> None:
-        """Blames the missing ranks, unless the wait was only for other ranks' errors."""
-        missing = self._roll.missing
-        if missing and not self._grace:
-            self._roll.blame(deadline(self.key, missing, what, after_s, way_out, self.tell_of))
 
     # What is told of it
 

@@ -5,7 +5,7 @@ plan for all fingerprints, and no content differs that did not differ before, it
 again: no row moves. Otherwise it asks for what it lacks: the rows of one rank of each fingerprint,
 and the content digests of all. What it lacks can delay a plan, and never makes it wrong.
 
-`PlanCache` is soft state: whatever is missing in it is asked for. It is bounded by bytes; the
+`PlanCache` is soft state: whatever is missing in it is asked for. It is bounded by chunks; the
 oldest plans are dropped first.
 """
 
@@ -22,16 +22,11 @@ from ray_dcp.planning.merge import digests_of, find_disagreements, groups_of
 from ray_dcp.planning.regular import probes
 from ray_dcp.planning.sharing import node_numbers
 from ray_dcp.protocol.commands import (
-    MakeMetadata,
     MakePlan,
     Planned,
-    Task,
 )
 from ray_dcp.protocol.error_aggregation import name_ranks
-from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems, Target
-
-MOST_ROWS_BYTES = 1 << 30
-"""Of ranks' rows, as they were sent. Ranks that hold the same need them once."""
+from ray_dcp.protocol.messages import PlanOrigin, SaveAgain, SaveGo, SaveJoin, SendItems
 
 MOST_PLANS = 8
 """A job that saves two layouts in turn (weights and their averages) uses two."""
@@ -41,32 +36,10 @@ MOST_PLAN_CHUNKS = 8_000_000
 
 
 class PlanCache:
-    """Rows by fingerprint, and plans by the fingerprints of all ranks.
+    """Plans by the fingerprints of all ranks."""
 
-    Args:
-        most_rows_bytes: Rows beyond this are forgotten.
-    """
-
-    def __init__(self, most_rows_bytes: int = MOST_ROWS_BYTES) -> None:
-        self._most_rows_bytes = most_rows_bytes
-        self._rows: OrderedDict[bytes, bytes] = OrderedDict()
-        self._rows_bytes = 0
+    def __init__(self) -> None:
         self._plans: OrderedDict[bytes, Planned] = OrderedDict()
-
-    def rows(self, fingerprint: bytes) -> bytes | None:
-        """Returns what a rank of this fingerprint holds, encoded; None when it is not known."""
-        found = self._rows.get(fingerprint)
-        if found is not None:
-            self._rows.move_to_end(fingerprint)
-        return found
-
-    def put_rows(self, fingerprint: bytes, rows: bytes) -> None:
-        """Keeps what a rank sent."""
-        self._rows_bytes += len(rows) - len(self._rows.pop(fingerprint, b""))
-        self._rows[fingerprint] = rows
-        while self._rows_bytes > self._most_rows_bytes:
-            _, old = self._rows.popitem(last=False)
-            self._rows_bytes -= len(old)
 
     def plan(self, key: bytes) -> Planned | None:
         """Returns the plan of ranks with these fingerprints; None when it is not known."""
@@ -102,29 +75,19 @@ class Planning:
     Args:
         world_size: Number of ranks.
         options: How it is saved.
-        shelf: The plan cache, of earlier saves.
-        target: Where it is saved.
+        cache: Plans of earlier saves.
     """
 
-    def __init__(
-        self, world_size: int, options: SaveOptions, shelf: PlanCache, target: Target
-    ) -> None:
+    def __init__(self, world_size: int, options: SaveOptions, cache: PlanCache) -> None:
         self._world_size = world_size
         self._options = options
-        self._target = target
-        self._shelf = shelf
+        self._cache = cache
         self._joins: dict[int, SaveJoin] = {}
         self._key = b""
         self._nodes: tuple[int, ...] = ()
         self._pinned: Planned | None = None
         self._rows: dict[bytes, bytes] = {}
         self._needed: set[int] | None = None
-        self._origin: PlanOrigin = "cold"
-
-    @property
-    def origin(self) -> PlanOrigin:
-        """Where the plan is from, once there is one."""
-        return self._origin
 
     def take(self, join: SaveJoin) -> None:
         """Takes what a rank says that it holds; what it was asked for completes the rest."""
@@ -147,11 +110,11 @@ class Planning:
         To be called when all ranks have joined, and when those that were asked have answered.
         """
         joins = [self._joins[rank] for rank in range(self._world_size)]
-        self._note_nodes(joins)
-        if not all(join.fingerprint for join in joins):
-            return {join.rank: SendItems(rows=True) for join in joins if not join.columns}
-        self._key = self._key_of(joins)
-        planned = self._shelf.plan(self._key)
+        if not self._key:
+            # Why once: in a later call ranks do not say which node they are on.
+            self._nodes = node_numbers([join.node for join in joins])
+            self._key = plan_key([join.fingerprint for join in joins], self._nodes)
+        planned = self._cache.plan(self._key)
         if planned is not None:
             digest = planned.plan.digest
             lacking = [j.rank for j in joins if j.known != digest and not _has_contents(j)]
@@ -160,44 +123,12 @@ class Planning:
             self._pinned = _warm(planned, joins)
         return {} if self._pinned is not None else self._ask_all(joins)
 
-    def _key_of(self, joins: Sequence[SaveJoin]) -> bytes:
-        if not self._key:
-            names = [join.fingerprint for join in joins]
-            self._key = plan_key(names, self._nodes)
-        return self._key
-
-    def _note_nodes(self, joins: Sequence[SaveJoin]) -> None:
-        """Notes who shares a node.
-
-        Recorded once: in a later call of theirs ranks do not say it, and none is left in the end.
-        """
-        if not self._nodes:
-            self._nodes = node_numbers([join.node for join in joins])
-
-    def later(self, still_stands: bool) -> list[Task]:
-        """Returns what a save still does when all ranks were told of its commit, in this order.
-
-        None of it can fail the save.
-
-        Args:
-            still_stands: Nobody has replaced it since.
-        """
-        found: list[Task] = []
-        options = self._options
-        is_later = options.stock_metadata == "later" and options.container == "torch_save"
-        if still_stands and is_later:
-            found.append(MakeMetadata(self._target))
-        return found
-
     def _ask_all(self, joins: Sequence[SaveJoin]) -> dict[int, SendItems]:
         """Returns who has to send what so that a plan can be made."""
-        # Why kept here as well: the plan cache may drop them before that.
         self._rows.update({join.fingerprint: join.columns for join in joins if join.columns})
         asked: dict[int, SendItems] = {}
         wanted: set[bytes] = set()
         names = {join.fingerprint for join in joins}
-        known = {name: self._rows.get(name) or self._shelf.rows(name) for name in names}
-        self._rows.update({name: rows for name, rows in known.items() if rows is not None})
         if self._needed is None and len(names) - len(self._rows) > MANY_UNKNOWN:
             parts = alike([join.fingerprint for join in joins])
             some = [ranks[[*probes(len(ranks))]].tolist() for ranks in parts]
@@ -215,24 +146,16 @@ class Planning:
     def plan(self) -> Planned | MakePlan:
         """Returns the plan, or the task of making it."""
         if self._pinned is not None:
-            self._origin = "warm"
             return self._pinned
-        self._origin = "cold"
         options = self._options
         joins = [self._joins[rank] for rank in range(self._world_size)]
-        if self._key:
-            columns = tuple(self._rows.get(join.fingerprint, b"") for join in joins)
-            contents = tuple(join.contents for join in joins)
-            fingerprints = tuple(join.fingerprint for join in joins)
-        else:
-            columns, contents, fingerprints = tuple(join.columns for join in joins), (), ()
         return MakePlan(
-            columns,
+            tuple(self._rows.get(join.fingerprint, b"") for join in joins),
             options.container,
             options.part_bytes,
             options.dedup_save_to_lowest_rank,
-            contents,
-            fingerprints,
+            tuple(join.contents for join in joins),
+            tuple(join.fingerprint for join in joins),
             self._nodes,
         )
 
@@ -242,27 +165,18 @@ class Planning:
 
     def made(self, planned: Planned) -> None:
         """Takes the plan that was made."""
-        for fingerprint, rows in self._rows.items():
-            self._shelf.put_rows(fingerprint, rows)
-        if self._key:
-            # Why: the parts repeat all of the plan, and a rank that saves again has its own.
-            parts = RankPlans(planned.plan)
-            self._shelf.put_plan(self._key, replace(planned, parts=parts))
+        # Why: the parts repeat all of the plan, and a rank that saves again has its own.
+        parts = RankPlans(planned.plan)
+        self._cache.put_plan(self._key, replace(planned, parts=parts))
         self._rows.clear()
 
     def all_know(self, planned: Planned) -> bool:
         """Whether every rank has its part of a plan, so that `go` tells all the same."""
         digest = planned.plan.digest
-        return bool(self._key) and all(join.known == digest for join in self._joins.values())
+        return all(join.known == digest for join in self._joins.values())
 
     def go(
-        self,
-        rank: int,
-        planned: Planned,
-        attempt: str,
-        epoch: int,
-        warnings: tuple[str, ...],
-        create_if_absent: bool,
+        self, rank: int, planned: Planned, attempt: str, epoch: int, create_if_absent: bool
     ) -> SaveGo | SaveAgain:
         """Returns what a rank is told: only that its plan still holds, if it has it.
 
@@ -271,19 +185,22 @@ class Planning:
             planned: By what `plan` gave or led to.
             attempt: Under which attempt.
             epoch: Of the coordinator.
-            warnings: For the rank.
             create_if_absent: See `SaveGo.create_if_absent`.
         """
-        plan = planned.plan
-        if self._key and self._joins[rank].known == plan.digest:
-            return SaveAgain(attempt, epoch, plan.digest, warnings, self._origin, create_if_absent)
-        go = SaveGo(
-            attempt, epoch, planned.parts[rank], warnings, create_if_absent=create_if_absent
+        plan, warnings = planned.plan, planned.warnings
+        origin: PlanOrigin = "cold" if self._pinned is None else "warm"
+        if self._joins[rank].known == plan.digest:
+            return SaveAgain(attempt, epoch, plan.digest, warnings, origin, create_if_absent)
+        return SaveGo(
+            attempt,
+            epoch,
+            planned.parts[rank],
+            warnings,
+            plan.digest,
+            groups_of(plan.groups, rank),
+            origin,
+            create_if_absent,
         )
-        if not self._key:
-            return go
-        groups = groups_of(plan.groups, rank)
-        return replace(go, digest=plan.digest, groups=groups, origin=self._origin)
 
     def clear(self) -> None:
         """Forgets what the ranks sent: the plan went out, or the save has failed."""

@@ -3,32 +3,50 @@
 | phase | waits for | then |
 |---|---|---|
 | joining | `SaveJoin` of every rank | ask ranks for unknown rows, or read the records |
-| gathering | `SaveJoin` of those, again | read the records |
+| queued | `begin`; only asynchronous saves | as joining |
+| gathering | `SaveJoin` of those that were asked, again | read the records |
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
-| writing | `SaveReceipt` of every rank | build table, manifest and `.metadata` |
+| writing | receipts of every rank's files | build table, manifest and `.metadata` |
 | building | `CommitBuilt` | write the table |
 | table | `Finished` | create the manifest |
-| record | the vote | *committed*: publish `.metadata` |
-| publishing | `Published` | delete what other attempts left, and their records |
-| collecting | `Finished` | `SaveOutcome` to every rank: done |
-| projecting | `Finished` | outcome sent; `.metadata` made `"later"`, the plan is kept: done |
-| aborting | the vote | `Refused` to every rank: delete what was written |
-| cleaning | `Finished` | failed |
+| record | the vote | *committed*: do what follows |
+| aborting | the vote | *failed*: `Refused` to every rank, do what follows |
+
+What follows is a list of tasks, one after another. After a commit: `publishing` (`.metadata`),
+`collecting` (what other attempts left), `SaveOutcome` to every rank, `projecting` (`.metadata` made
+`"later"`). After a failure: `collecting` what was written.
+
+*Who writes.* In a synchronous save each rank writes its own files and sends a `SaveReceipt`. In an
+asynchronous one the stager of the rank's node writes them, unless another one takes over, and a
+rank's part is done when each of its files has a receipt, whoever wrote it:
+
+| event while writing | then |
+|---|---|
+| `PartsHeld` | from now on the rank may die |
+| `PartsWritten` | receipts; the last one of the last rank ends the phase |
+| `SaveStaged` | the rank waits for the outcome, or to be asked for its bytes once more |
+| a rank is lost | nothing, if a living stager holds its bytes |
+| a stager is lost or lags | the rank hands its unwritten files to another: `TakeOver` |
+
+A coordinator that is made after this one died resumes an asynchronous save from its `StagedPlan`,
+and accepts messages of the epoch in which it was planned. It reads the storage first: where a
+record decides the attempt already, the save is over.
 
 After a crash between any two phases the place holds the previous checkpoint up to `record`, and
 this one from there on. The ends are `done`, `failed` and `unknown`. The timer never stops a vote:
 when it expires the ranks get what is known, and the machine goes on to learn the rest.
 
-*Invariant*: only the coordinator that created an attempt commits it, and it never tries to after
-it reported the save as failed.
+*Invariants*: only the coordinator that created an attempt, or resumed it, commits it, and it never
+tries to after it reported the save as failed. A file is what its first receipt says; a second
+writer of it writes the same bytes.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ray_dcp.core.values import GlobalPlan
@@ -50,9 +68,12 @@ from ray_dcp.protocol.commands import (
     CommitBuilt,
     Failed,
     Finished,
+    MakeMetadata,
+    OutcomeRead,
     Planned,
     Published,
     PublishMetadata,
+    ReadOutcome,
     ReadRecords,
     RecordCreated,
     RecordsRead,
@@ -64,17 +85,23 @@ from ray_dcp.protocol.commands import (
     WriteTable,
     step_of,
 )
-from ray_dcp.protocol.error_aggregation import combine, identity, located, name_ranks
+from ray_dcp.protocol.error_aggregation import identity, located, name_ranks, went_ahead
+from ray_dcp.protocol.holders import Holders, WriteProgress
 from ray_dcp.protocol.messages import (
+    Ack,
     Fenceable,
     FileReceipt,
     FileReceipts,
+    PartsHeld,
+    PartsWritten,
     Refused,
     Reply,
     Request,
     SaveJoin,
     SaveOutcome,
     SaveReceipt,
+    SaveStaged,
+    TakeOver,
 )
 from ray_dcp.protocol.operation import Commands, Operation
 from ray_dcp.protocol.planning import PlanCache, Planning
@@ -85,6 +112,759 @@ REPLACED_SINCE = (
     "checkpoint id, or a delete, came right after. Only one save at a time should have an id"
 )
 """The warning of a save that was overtaken after its commit."""
+
+REASON_LENGTH = 500
+
+MOST_TOLD_BYTES = 64 << 10
+"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
+each get one, 10 GB would leave the coordinator."""
+
+MOST_ROUNDS = 3
+"""A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
+all that a new one needs: few ranks first, where their rows may tell those of the others."""
+
+FOLLOW_UPS: dict[type[Task], str] = {
+    PublishMetadata: "publishing",
+    CollectReplaced: "collecting",
+    MakeMetadata: "projecting",
+}
+"""The phase of each task that may follow the decision."""
+
+NOT_DONE = {
+    "publishing": ".metadata could not be published, so stock DCP does not see it",
+    "collecting": "files that it replaced could not all be deleted (the next save does it)",
+}
+"""What a commit warns of after which such a task fails."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagedPlan:
+    """What another coordinator needs to end a save that is planned, as a value.
+
+    What was written so far is not in it: the stagers know that.
+    """
+
+    first: SaveJoin
+    epoch: int
+    """Of the coordinator that planned it."""
+    attempt: str
+    plan: GlobalPlan
+    files: tuple[frozenset[int], ...]
+    """`FilePlan.file` of each rank's part."""
+    seen: RecordsRead
+    warnings: tuple[str, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Has of the plan what its commit needs: stagers take it in every asynchronous save."""
+        return {**vars(self), "plan": pack_for_commit(self.plan)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "plan": unpack_for_commit(state["plan"])})
+
+
+class SaveMachine(Operation):
+    """One save of all ranks of a session.
+
+    Args:
+        first: The first join; hand it to `receive` as well.
+        epoch: Of the coordinator.
+        new_attempt: Makes up an attempt id that no other save ever had.
+        plans: What the coordinator knows from earlier saves.
+
+    Attributes:
+        options: How it is to be saved.
+        is_cancelled: It fails, or failed, because of `cancel`.
+    """
+
+    ranks_do: Mapping[str, tuple[str, str]] = {
+        "joining": ("join the save", "plan_timeout_s"),
+        "gathering": ("say what it holds", "plan_timeout_s"),
+        "writing": ("write its part", "write_timeout_s"),
+    }
+    last_barrier = "writing"
+
+    def __init__(
+        self,
+        first: SaveJoin,
+        *,
+        epoch: int,
+        new_attempt: Callable[[], str],
+        plans: PlanCache | None = None,
+    ) -> None:
+        super().__init__(first)
+        self.options = first.options
+        self.is_cancelled = False
+        self._join = replace(first, columns=b"", contents=b"", values=b"", stats=b"")
+        self._target = first.target
+        self._epoch = self._planned_in = epoch
+        self._new_attempt = new_attempt
+        self._planning = Planning(first.world_size, first.options, plans or PlanCache())
+        self._rounds = 0
+        self._stats: dict[int, bytes] = {}
+        self._seen = RecordsRead(0, None, None, ())
+        self._plan: GlobalPlan | None = None
+        self._attempt = ""
+        self._receipts: list[FileReceipt | FileReceipts] = []
+        self._built: CommitBuilt | None = None
+        self._vote = Vote(first.target, "", 1)
+        self._won: Won | None = None
+        self._error: CheckpointError | None = None
+        self._warnings: list[str] = []
+        self._to_do: list[Task | None] = []
+        # Of an asynchronous save, whose bytes stagers write.
+        self._files: tuple[frozenset[int], ...] = ()
+        self._left: dict[int, set[int]] = {}
+        self._digests: dict[int, bytes] = {}
+        self._holders = Holders()
+        self._unheld: dict[int, tuple[str, bool]] = {}
+        self._staged: dict[int, SaveStaged] = {}
+        self._dead: dict[int, CheckpointError] = {}
+        self._progress = WriteProgress()
+        self._helped: set[int] = set()
+
+    # What others ask
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether stagers write its bytes: an asynchronous save."""
+        return self._join.staged
+
+    @property
+    def is_queued(self) -> bool:
+        """Every rank has joined, and nothing else has happened."""
+        return self.phase == "queued"
+
+    @property
+    def is_under_way(self) -> bool:
+        """It was let in and has not ended: it may hold a copy of the state."""
+        return not self.over and self.phase not in ("joining", "queued", "projecting")
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Nothing of it is known to be written, and nothing of it can be committed."""
+        begun = bool(self._receipts) or self._error is not None or self._outcome is not None
+        return self.phase in ("gathering", "reading", "planning", "writing") and not begun
+
+    @property
+    def may_be_over(self) -> bool:
+        """It was resumed, and the storage has not said yet whether it had ended before."""
+        return isinstance(self._pending, ReadOutcome)
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """The stagers that hold bytes which nobody has written yet."""
+        if self.phase != "writing":
+            return frozenset()
+        return frozenset(held.stager for rank, held in self._holders.all() if self._left[rank])
+
+    def held_by(self, stager: str) -> list[int]:
+        """Returns the ranks of which a stager holds bytes that nobody has written yet."""
+        return [rank for rank in self._holders.by(stager) if self._left[rank]]
+
+    def staged_plan(self) -> StagedPlan | None:
+        """Returns what another coordinator needs to end this save.
+
+        None before it is planned, once it is over or fails, and where the ranks write.
+        """
+        if not self.is_staged or self._plan is None or self._error is not None:
+            return None
+        return StagedPlan(
+            first=self._join,
+            epoch=self._planned_in,
+            attempt=self._attempt,
+            plan=self._plan,
+            files=self._files,
+            seen=self._seen,
+            warnings=tuple(self._warnings),
+        )
+
+    # Events
+
+    def receive(self, request: Request) -> Commands:
+        """See `Operation.receive`; what is of another attempt or epoch is refused first."""
+        if isinstance(request, Fenceable):
+            epochs = (self._epoch, self._planned_in)
+            if request.attempt != self._attempt or request.epoch not in epochs:
+                raise other_attempt(request, self._attempt, self._epoch, self._target.url)
+            if not 0 <= request.rank < self.world_size:
+                raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+        return super().receive(request)
+
+    def join_together(self, joins: Sequence[SaveJoin]) -> Commands | None:
+        """Takes joins that are alike but for rank, fingerprint and values.
+
+        Returns:
+            What to do now; None where they have to be taken one by one, and nothing has changed.
+        """
+        ranks = [join.rank for join in joins]
+        plain = (
+            self.phase == "joining"
+            and self._outcome is None
+            and not self._differing
+            and identity(joins[0]) == identity(self._first)
+            and self._openings.keys().isdisjoint(ranks)
+            and self._are_new(ranks)
+        )
+        if not plain:
+            return None
+        self._planning.take_all(joins)
+        self._openings.update(zip(ranks, joins, strict=True))
+        self._note_all(step_of(joins[0]), ranks)
+        return self._came()
+
+    def written_together(
+        self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
+    ) -> Commands | None:
+        """As `join_together`, for ranks that wrote `files` without an error, each its own."""
+        plain = self.phase == "writing" and self._outcome is None and not self.is_staged
+        plain &= first.attempt == self._attempt and first.epoch == self._epoch
+        if not plain or not self._are_new(ranks):
+            return None
+        self._note_all(step_of(first), ranks)
+        self._receipts.append(files)
+        return self._came()
+
+    def cancel(self, reason: str) -> Commands:
+        """Fails the save, unless its commit has begun.
+
+        Args:
+            reason: Who wants it, for the error.
+
+        Returns:
+            What to do now; nothing when it is too late.
+        """
+        if self.over or self._error is not None or self._vote.at_stake:
+            return ()
+        self.is_cancelled = True
+        return self._fail(
+            SaveCancelledError(f"The save was cancelled: {reason}", checkpoint_id=self._target.url)
+        )
+
+    def _on_request(self, request: Request) -> Commands:
+        match self.phase, request:
+            case (("joining" | "gathering"), SaveJoin()):
+                return self._take_join(request)
+            case "writing", SaveReceipt():
+                # Also of a rank of an asynchronous save that found no stager.
+                self._left.get(request.rank, set()).clear()
+                self._note(request, request.error)
+                self._receipts.extend(request.files)
+                return self._came()
+            case "writing", SaveJoin() if self._planned_in != self._epoch:
+                # It was resumed, and this rank had not got its part of the plan.
+                self._note(request, went_ahead(self.key, request.rank))
+                return self._came()
+            case "writing", PartsHeld() if self.is_staged:
+                self._note_holder(request)
+                return (*self._acknowledge(request), *self._check_done(request.rank))
+            case "writing", PartsWritten() if self.is_staged:
+                return self._take_written(request)
+            case "writing", SaveStaged() if self.is_staged:
+                return self._take_staged(request)
+            case _, SaveJoin():
+                pass
+            case (
+                ("building" | "table" | "record" | "publishing" | "collecting"),
+                (PartsHeld() | PartsWritten()),
+            ):
+                return self._acknowledge(request)
+            case _ if self._plan is not None and self.phase != "writing":
+                # The save is being decided; this rank is told when it is.
+                self._waiting[request.rank, step_of(request)] = None
+                return ()
+        raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
+
+    def _on_result(self, result: Result) -> Commands:
+        match self.phase, result:
+            case "reading", RecordsRead():
+                return self._make_plan(result)
+            case "planning", Planned():
+                self._planning.made(result)
+                return self._begin_writing(result)
+            case "planning", RowsMissing():
+                self._planning.lacks(result.ranks)
+                return self._ask_ranks()
+            case "writing", OutcomeRead():
+                return self._take_outcome(result)
+            case "writing", Failed():
+                return ()  # nobody knows yet whether it was over: the vote will find out
+            case "building", CommitBuilt():
+                self._built = result
+                task = WriteTable(self._target, result.files)
+                return self._step("table", task, self.options.commit_timeout_s)
+            case "table", Finished() if self._built is not None:
+                vote = self._vote.commit(self._built.record)
+                return self._step("record", vote, self.options.commit_timeout_s)
+            case (
+                ("record" | "aborting"),
+                (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
+            ):
+                return self._advance(self._vote.tell(result))
+            case (
+                ("publishing" | "collecting" | "projecting"),
+                (Published() | Finished() | Failed()),
+            ):
+                return self._done_with(result)
+            case _, Failed():
+                return self._fail(located(result.error, self._target.url))
+        raise self._contradiction(f"result {type(result).__name__}")
+
+    def _on_expired(self) -> Commands:
+        match self.phase:
+            case "reading" | "planning":
+                return self._fail(self._too_slow("plan_timeout_s"))
+            case "building" | "table":
+                return self._fail(self._too_slow("commit_timeout_s"))
+            case "record" | "aborting":
+                return tuple(self._conclude(self._undecided()))
+            case "publishing" | "collecting" if None in self._to_do:
+                self._warnings.append(
+                    f"The checkpoint is committed, but {self.phase} took longer than "
+                    f"SaveOptions.commit_timeout_s={self.options.commit_timeout_s:g} s"
+                )
+                return tuple(self._conclude(self._success()))
+        return tuple(self._finish())
+
+    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
+        if self._plan is None:
+            return super()._on_lost(errors)
+        if self.phase != "writing":
+            return ()
+        needed = {}
+        for rank, error in errors.items():
+            self._dead[rank] = error
+            lost = self._has_lost(rank) and self._left[rank]
+            if lost or self._holders.of(rank) is None:
+                needed[rank] = error
+            else:
+                # Its stager has all its bytes, however slow it is.
+                self._unheld.pop(rank, None)
+        return super()._on_lost(needed)
+
+    # Joining and planning
+
+    def _take_join(self, join: SaveJoin) -> Commands:
+        self._planning.take(join)
+        if join.stats:
+            self._stats[join.rank] = join.stats
+        if self.phase == "joining":
+            self._admit(join)
+        else:
+            self._note(join, join.error)
+        return self._came()
+
+    def _all_came(self) -> Commands:
+        match self.phase:
+            case "joining" if self.is_staged:
+                self._to("queued")
+                return ()
+            case "writing":
+                return self._build()
+        return self._ask_ranks()
+
+    def begin(self) -> Commands:
+        """Takes that it is this save's turn in the queue of its session."""
+        return self._ask_ranks()
+
+    def refuse(self, error: CheckpointError) -> Commands:
+        """Takes that it may not begin.
+
+        Args:
+            error: Why, for all ranks.
+        """
+        return self._fail(error)
+
+    def _ask_ranks(self) -> Commands:
+        asked = self._planning.ask()
+        if not asked:
+            return self._step("reading", ReadRecords(self._target), self.options.plan_timeout_s)
+        self._rounds += 1
+        if self._rounds > MOST_ROUNDS:
+            return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
+        self._call("gathering")
+        self._roll.came.update(rank for rank in range(self.world_size) if rank not in asked)
+        answers = []
+        for rank, reply in asked.items():
+            step = step_of(self._planning.last_of(rank))
+            del self._waiting[rank, step]
+            self._given[rank, step] = reply
+            answers.append(Answer(self.key, (rank,), step, reply))
+        return (*answers, *self._wait(self.options.plan_timeout_s))
+
+    def _make_plan(self, seen: RecordsRead) -> Commands:
+        if seen.committed is not None and not self.options.overwrite:
+            return self._fail(no_overwrite(seen.committed, self._target.url))
+        self._seen = seen
+        self._warnings.extend(seen.warnings)
+        plan = self._planning.plan()
+        if isinstance(plan, Planned):
+            return self._begin_writing(plan)
+        return self._step("planning", plan, self.options.plan_timeout_s)
+
+    def _begin_writing(self, planned: Planned) -> Commands:
+        if planned.disagreements and self.options.replicas == "check":
+            return self._fail(disagreeing_values(planned.disagreements, self._target.url))
+        if planned.disagreements:
+            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
+        self._attempt = self._new_attempt()
+        if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
+            # Why possible: whoever makes up attempts may tell them to others before.
+            return self._fail(
+                SaveCancelledError(
+                    f"Attempt {self._attempt} was ended by another rank before this save "
+                    "was planned"
+                )
+            )
+        self._plan = planned.plan
+        if self.is_staged:
+            self._expect(tuple(frozenset(f.file for f in part.files) for part in planned.parts))
+        self._vote = self._new_vote()
+        self._call("writing")
+        go = partial(
+            self._planning.go,
+            planned=planned,
+            attempt=self._attempt,
+            epoch=self._epoch,
+            create_if_absent=self._seen.create_if_absent,
+        )
+        alike = self._planning.all_know(planned)
+        told = self._give_all(go(0)) if alike else self._give(go)
+        self._planning.clear()
+        return (self._arm(self.options.write_timeout_s), *told)
+
+    def _too_slow(self, option: str) -> DeadlineError:
+        after_s: float = getattr(self.options, option)
+        return DeadlineError(
+            f"Expected {self.phase} to end within {after_s:g} s, but the storage or the "
+            f"coordinator was slower. Raise SaveOptions.{option}, or look at the storage",
+            checkpoint_id=self._target.url,
+        )
+
+    # Writing, where stagers do it
+
+    def _expect(self, files: tuple[frozenset[int], ...]) -> None:
+        self._files = files
+        self._left = {rank: set(own) for rank, own in enumerate(files)}
+
+    def _note_holder(self, held: PartsHeld) -> None:
+        rank = held.rank
+        if not self._holders.note(held):
+            return
+        if self._holders.is_helped(rank) or not (held.helps and self._has_lost(rank)):
+            self._unheld.pop(rank, None)
+
+    def _take_written(self, written: PartsWritten) -> Commands:
+        rank = written.rank
+        if written.error is not None:
+            if self._holders.is_overtaken(rank, written.incarnation):
+                return self._acknowledge(written)  # another stager has taken over
+            self._roll.note(rank, written.error)
+            return (*self._acknowledge(written), *self._came())
+        for receipt in written.files:
+            if receipt.file in self._left[rank]:
+                self._left[rank].discard(receipt.file)
+                self._digests[receipt.file] = receipt.digest
+                self._receipts.append(receipt)
+            elif self._digests.get(receipt.file) != receipt.digest:
+                error = InternalError(
+                    f"Expected stager {written.stager} to write a file of rank {rank}, with the "
+                    f"bytes that another stager wrote, but found other ones. Please report this",
+                    key=receipt.key,
+                    rank=rank,
+                )
+                self._roll.note(rank, error)
+        return (*self._acknowledge(written), *self._check_done(rank))
+
+    def _take_staged(self, staged: SaveStaged) -> Commands:
+        rank = staged.rank
+        self._tell(f"{step_of(staged)} of rank {rank}{' (failed)' if staged.error else ''}")
+        self._waiting[rank, step_of(staged)] = None
+        self._dead.pop(rank, None)
+        self._staged[rank] = staged
+        if staged.held is not None:
+            self._note_holder(staged.held)
+        if staged.error is not None:
+            self._roll.note(rank, staged.error)
+            return self._came()
+        if self._has_lost(rank) and self._left[rank]:
+            return self._ask_again(rank)
+        # Its bytes are written, or nobody could help a slow stager: that goes on alone.
+        self._unheld.pop(rank, None)
+        return self._check_done(rank)
+
+    def _check_done(self, rank: int) -> Commands:
+        """Goes on when nothing of a rank is missing any more."""
+        known = rank in self._staged or self._holders.of(rank) is not None
+        done = not self._left[rank] and known and rank not in self._roll.came
+        if done:
+            self._tell(f"part of rank {rank} is written")
+            self._roll.note(rank, None)
+        return self._came() if done or self._roll.errors else ()
+
+    def stager_lost(self, stager: str, reason: str) -> Commands:
+        """Takes that a stager died or froze.
+
+        Args:
+            stager: `PartsHeld.stager`.
+            reason: How it is known, for the error.
+
+        Returns:
+            What to do now: ranks that live are asked to hand their bytes to another stager;
+            where the rank is dead as well, the save fails.
+        """
+        if self.phase != "writing":
+            return ()
+        self._tell(f"lost stager {stager}")
+        gone: dict[int, CheckpointError] = {}
+        commands: Commands = ()
+        for rank in self.held_by(stager):
+            if rank in self._dead:
+                gone[rank] = both_gone(rank, len(self._left[rank]), reason)
+            else:
+                self._unheld[rank] = (reason, True)
+                commands += self._ask_again(rank)
+        return commands + (super()._on_lost(gone) if gone else ())
+
+    def heard(self, paces: Mapping[int, tuple[int, int]], now_s: float) -> Commands:
+        """Takes how far stagers are, and helps those that are much slower than the others.
+
+        Args:
+            paces: Bytes written and bytes in all, by rank.
+            now_s: Seconds that never go back, of the coordinator's clock.
+        """
+        commands: Commands = ()
+        if self.phase == "writing":
+            for rank, reason in self._progress.stragglers(paces, self._left, now_s).items():
+                helped = () if rank in self._helped else self.lags(rank, reason)
+                self._helped |= {rank} if helped else set()
+                commands += helped
+        return commands
+
+    def lags(self, rank: int, reason: str) -> Commands:
+        """Takes that a rank's stager is much slower than the others.
+
+        Args:
+            rank: Whose bytes it holds.
+            reason: What was seen, for the report.
+
+        Returns:
+            What to do now; nothing when the rank is dead: its slow stager has the only copy.
+        """
+        is_bound = rank in self._dead or rank in self._unheld or not self._left.get(rank)
+        if self.phase != "writing" or is_bound or not self._is_waiting(rank):
+            return ()
+        self._unheld[rank] = (reason, False)
+        return self._ask_again(rank)
+
+    def _ask_again(self, rank: int) -> Commands:
+        """Answers the rank's call: it is to find another stager."""
+        if not self._is_waiting(rank):
+            return ()
+        staged = self._staged[rank]
+        reason, lost = self._unheld[rank]
+        files = tuple(sorted(self._left[rank]))
+        del self._waiting[rank, step_of(staged)]
+        helpers = () if lost else self._holders.free(self.holders)
+        # Why of both: a rank that found no helper tells the number that a helper was to have.
+        number = max(self._holders.newest(rank), staged.incarnation) + 1
+        return self._reply(staged, TakeOver(number, files, reason, lost, helpers))
+
+    def _is_waiting(self, rank: int) -> bool:
+        """Returns whether a rank's call waits for what becomes of its bytes."""
+        staged = self._staged.get(rank)
+        return staged is not None and (rank, step_of(staged)) in self._waiting
+
+    def _has_lost(self, rank: int) -> bool:
+        """Returns whether a rank has to hand over as its stager is lost."""
+        return self._unheld.get(rank, ("", False))[1]
+
+    def _acknowledge(self, request: Request) -> Commands:
+        return self._reply(request, Ack())
+
+    def _reply(self, request: Request, reply: Reply) -> Commands:
+        step = step_of(request)
+        self._given[request.rank, step] = reply
+        return (Answer(self.key, (request.rank,), step, reply),)
+
+    # Another coordinator goes on
+
+    def resume(self, planned: StagedPlan) -> Commands:
+        """Takes up a save where an earlier coordinator had planned it. To be called first.
+
+        Args:
+            planned: As `staged_plan` returned it there.
+
+        Returns:
+            What to do now: among others to look whether the earlier coordinator had ended it. Who
+            holds and has written what is to be told again, as it was then.
+        """
+        # Why kept: what the ranks say is of the epoch in which they were told their parts.
+        self._planned_in = planned.epoch
+        self._attempt, self._plan, self._seen = planned.attempt, planned.plan, planned.seen
+        self._vote = self._new_vote()
+        self._warnings.extend(planned.warnings)
+        self._expect(planned.files)
+        self._call("writing")
+        self._tell(f"resumed from epoch {planned.epoch}")
+        # Why: these have no bytes that somebody could hold, and may be dead by now.
+        self._roll.came.update(rank for rank, own in enumerate(self._files) if not own)
+        look = self._perform(ReadOutcome(self._target, self._attempt))
+        return (self._arm(self.options.write_timeout_s), look)
+
+    def _take_outcome(self, found: OutcomeRead) -> Commands:
+        """Ends a save that the earlier coordinator had committed, or declared failed."""
+        if not found.slot:
+            return ()
+        if found.record:
+            self._won = Won(found.slot, found.record)
+        # Why "undecided" otherwise: each rank reads the reason for itself.
+        reply = self._success() if self._won else self._undecided()
+        return (*self._conclude(reply), *self._finish())
+
+    # The commit
+
+    def _build(self) -> Commands:
+        if self._plan is None:
+            raise self._contradiction("receipt without a plan")
+        task = BuildCommit(
+            self._target,
+            self._attempt,
+            self._epoch,
+            self._plan,
+            tuple(self._receipts),
+            self._seen.last_slot,
+            self._seen.foreign_metadata,
+            self._seen.decided,
+            self.options.stock_metadata is True,
+            tuple(self._stats[rank] for rank in sorted(self._stats)),
+        )
+        return self._step("building", task, self.options.commit_timeout_s)
+
+    def _new_vote(self) -> Vote:
+        create_if_absent, slot = self._seen.create_if_absent, self._seen.last_slot + 1
+        return Vote(self._target, self._attempt, slot, create_if_absent=create_if_absent)
+
+    def _advance(self, step: VoteTask | Decision) -> Commands:
+        match step:
+            case Won():
+                return self._committed(step)
+            case Lost():
+                self._error = lost_race(self._vote, step)
+                return self._failed(self._error)
+            case Fenced():
+                own = self._error  # None: somebody else fenced it off
+                vote = self._vote
+                return self._failed(overtaken(own, vote) if own else fenced_off(vote, step))
+            case Open() if self.phase == "record" and self._seen.create_if_absent:
+                return self._abort(step.error)
+            case Open():
+                return self._leave_open(step.error)
+        return (self._perform(step),)
+
+    def _committed(self, won: Won) -> Commands:
+        self._won = won
+        metadata = self._built.metadata if self._built else None
+        self._to_do = [PublishMetadata(self._target, won.slot, metadata)]
+        if self._seen.replaced:
+            self._to_do.append(CollectReplaced(self._target, self._seen.replaced))
+        self._to_do.append(None)
+        if self.options.stock_metadata == "later" and self.options.container == "torch_save":
+            self._to_do.append(MakeMetadata(self._target))
+        return self._follow()
+
+    def _success(self) -> Reply:
+        if self._won is None:
+            raise self._contradiction("success before the commit")
+        record = self._won.record if len(self._won.record) <= MOST_TOLD_BYTES else b""
+        return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
+
+    # The failure
+
+    def _fail(self, error: CheckpointError) -> Commands:
+        return super()._fail(error) if self._plan is None else self._abort(error)
+
+    def _abort(self, error: CheckpointError) -> Commands:
+        """Fences the attempt off before anybody is told that it failed."""
+        self._error = error
+        reason = f"{type(error).__name__}: {error.message}"[:REASON_LENGTH]
+        task = self._vote.abort(reason, error.rank)
+        return self._step("aborting", task, self.options.commit_timeout_s)
+
+    def _leave_open(self, error: CheckpointError) -> Commands:
+        """Ends a save whose abort record could not be created, or would be no obstacle."""
+        self._error = self._error or error
+        if self._may_yet_be_committed:
+            return (*self._conclude(self._undecided()), *self._finish())
+        # No manifest was ever tried, so none will come: this failure is final all the same.
+        note = f"No abort record could be written for attempt {self._attempt}: {error}"
+        self._error.__notes__ = [*getattr(self._error, "__notes__", ()), note]
+        return self._failed(self._error)
+
+    def _failed(self, error: CheckpointError) -> Commands:
+        """Tells the failure, then deletes what was written: the attempt can't commit any more."""
+        files = self._plan.table.files if self._plan else ()
+        keys = [key.replace("{attempt}", self._attempt) for key in files]
+        keys += [key for key, _ in (self._built.files if self._built else ())]
+        self._to_do = [CollectReplaced(self._target, tuple(keys))]
+        return (*self._conclude(Refused(error)), *self._follow())
+
+    @property
+    def _may_yet_be_committed(self) -> bool:
+        """Whether a manifest was tried, or another coordinator may resume the save."""
+        return self._vote.at_stake or self.is_staged
+
+    def _undecided(self) -> Refused:
+        """Returns what ranks are told while the vote is open."""
+        if self._error is not None and not self._may_yet_be_committed:
+            return Refused(self._error)
+        return Refused(undecided(self._vote, self._error.message if self._error else ""))
+
+    # What follows
+
+    def _follow(self) -> Commands:
+        """Begins the next task that follows the decision; where None stands, ranks are told."""
+        if not self._to_do:
+            return tuple(self._finish())
+        task = self._to_do.pop(0)
+        if task is None:
+            return (*self._conclude(self._success()), *self._follow())
+        return self._step(FOLLOW_UPS[type(task)], task, self.options.commit_timeout_s)
+
+    def _done_with(self, result: Published | Finished | Failed) -> Commands:
+        """Takes how a task that follows went: a commit stands whatever becomes of it."""
+        match self.phase, result:
+            case "publishing", Published(superseded=True):
+                # Why nothing is collected: the later save does it, and `.metadata` is its own.
+                self._warnings.append(REPLACED_SINCE)
+                self._to_do = [None]
+            case _, Failed(error) if None in self._to_do:
+                told = f"{NOT_DONE[self.phase]}: {type(error).__name__}: {error}"
+                self._warnings.append(f"The checkpoint is committed, but {told}")
+                # Why nothing is collected then: a `.metadata` that stands may name those files.
+                self._to_do = self._to_do[self._to_do.index(None) :]
+        return self._follow()
+
+    def _finish(self) -> list[Command]:
+        """Ends in the phase that says what the ranks were told."""
+        match self._outcome:
+            case SaveOutcome():
+                return self._end("done")
+            case Refused(error=CommitUnknownError()):
+                return self._end("unknown")
+        return self._end("failed")
+
+    def _end(self, phase: str) -> list[Command]:
+        self._plan = self._built = None
+        self._files = ()
+        self._planning.clear()
+        self._receipts.clear()
+        self._stats.clear()
+        self._left.clear()
+        self._digests.clear()
+        self._holders = Holders()
+        self._unheld.clear()
+        self._staged.clear()
+        return super()._end(phase)
 
 
 def no_overwrite(committed: str, url: str) -> CheckpointExistsError:
@@ -223,33 +1003,6 @@ def other_attempt(receipt: Fenceable, attempt: str, epoch: int, url: str) -> Com
     )
 
 
-def slow(phase: str, option: str, after_s: float, url: str) -> DeadlineError:
-    """Returns the error of a task that took too long.
-
-    Args:
-        phase: In which.
-        option: Of `SaveOptions`, to raise.
-        after_s: Its value, in seconds.
-        url: Of the target.
-    """
-    return DeadlineError(
-        f"Expected {phase} to end within {after_s:g} s, but the storage or the coordinator was "
-        f"slower. Raise SaveOptions.{option}, or look at the storage",
-        checkpoint_id=url,
-    )
-
-
-def warning(what: str, failed: Failed) -> str:
-    """Returns the warning that something after the commit failed.
-
-    Args:
-        what: In words, so that "it" is the checkpoint.
-        failed: What happened.
-    """
-    error = failed.error
-    return f"The checkpoint is committed, but {what}: {type(error).__name__}: {error}"
-
-
 def both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
     """Returns the error for bytes whose stager and rank are lost.
 
@@ -264,483 +1017,3 @@ def both_gone(rank: int, num_files: int, reason: str) -> ParticipantError:
         f"Save again",
         rank=rank,
     )
-
-
-REASON_LENGTH = 500
-
-MOST_TOLD_BYTES = 64 << 10
-"""Longest manifest that every rank is sent. Why: it names all files, so that with 10,000 ranks that
-each get one, 10 GB would leave the coordinator."""
-
-MOST_ROUNDS = 3
-"""A plan of earlier may turn out not to hold by what ranks are asked first; then they are asked for
-all that a new one needs: few ranks first, where their rows may tell those of the others."""
-
-
-class JoinedSave(Operation):
-    """A save until it has a plan.
-
-    Args:
-        first: The first join; hand it to `receive` as well.
-    """
-
-    def __init__(self, first: SaveJoin) -> None:
-        super().__init__(first)
-        self._target = first.target
-        self._options = first.options
-        self._planning = Planning(first.world_size, first.options, PlanCache(), first.target)
-        self._seen = RecordsRead(0, None, None, ())
-        self._error: CheckpointError | None = None
-        self._warnings: list[str] = []
-        self._rounds = 0
-        self._stats: dict[int, bytes] = {}
-
-    def use(self, shelf: PlanCache) -> None:
-        """Takes what the coordinator knows from earlier saves. To be called first."""
-        self._planning = Planning(self.world_size, self._options, shelf, self._target)
-
-    @abstractmethod
-    def _on_plan(self, planned: Planned) -> Commands:
-        """Takes the plan."""
-
-    @abstractmethod
-    def _fail(self, error: CheckpointError) -> Commands:
-        """Fails the save."""
-
-    def _on_join(self, join: SaveJoin) -> Commands:
-        self._planning.take(join)
-        if join.stats:
-            self._stats[join.rank] = join.stats
-        if self.phase == "joining":
-            self._admit(join)
-            return self._joined()
-        self._note(join, join.error)
-        return self._gathered()
-
-    def join_together(self, first: SaveJoin, joins: Sequence[SaveJoin]) -> Commands | None:
-        """Takes joins that are alike but for rank, fingerprint and values.
-
-        Args:
-            first: Any of them.
-            joins: All of them.
-
-        Returns:
-            What to do now; None where they have to be taken one by one, and nothing has changed.
-        """
-        ranks = [join.rank for join in joins]
-        plain = (
-            self.phase == "joining"
-            and self._outcome is None
-            and not self._differing
-            and identity(first) == identity(self._first)
-            and self._openings.keys().isdisjoint(ranks)
-            and self._are_new(ranks)
-        )
-        if not plain:
-            return None
-        self._planning.take_all(joins)
-        self._openings.update(zip(ranks, joins, strict=True))
-        self._note_all(step_of(first), ranks)
-        return self._joined()
-
-    def _joined(self) -> Commands:
-        if not self._roll.is_complete:
-            return self._wait(self._options.plan_timeout_s)
-        if self._roll.errors:
-            return self._fail(combine(self._roll.errors, self._target.url))
-        return self._ask_ranks()
-
-    def _ask_ranks(self) -> Commands:
-        asked = self._planning.ask()
-        if not asked:
-            return self._step("reading", ReadRecords(self._target), self._options.plan_timeout_s)
-        self._rounds += 1
-        if self._rounds > MOST_ROUNDS:
-            return self._fail(self._contradiction(f"answer of {name_ranks(asked)} without items"))
-        self._call("gathering")
-        for rank in range(self.world_size):
-            if rank not in asked:
-                self._roll.note(rank, None)
-        answers = [self._ask(rank, reply) for rank, reply in asked.items()]
-        return (*answers, *self._wait(self._options.plan_timeout_s))
-
-    def _ask(self, rank: int, reply: Reply) -> Answer:
-        step = step_of(self._planning.last_of(rank))
-        del self._waiting[rank, step]
-        self._given[rank, step] = reply
-        return Answer(self.key, rank, step, reply)
-
-    def _gathered(self) -> Commands:
-        if not self._roll.is_complete:
-            return self._wait(self._options.plan_timeout_s)
-        if self._roll.errors:
-            return self._fail(combine(self._roll.errors, self._target.url))
-        return self._ask_ranks()
-
-    def _read(self, seen: RecordsRead) -> Commands:
-        if seen.committed is not None and not self._options.overwrite:
-            return self._fail(no_overwrite(seen.committed, self._target.url))
-        self._seen = seen
-        self._warnings.extend(seen.warnings)
-        plan = self._planning.plan()
-        if isinstance(plan, Planned):
-            return self._on_plan(plan)
-        return self._step("planning", plan, self._options.plan_timeout_s)
-
-    def _is_refused(self, planned: Planned) -> bool:
-        """Whether the values of ranks differ, and may not; where they may, a warning says so."""
-        if planned.disagreements and self._options.replicas != "check":
-            self._warnings.append(f"{planned.disagreements}. The lowest rank's are saved")
-            return False
-        return bool(planned.disagreements)
-
-    def _lacks(self, missing: RowsMissing) -> Commands:
-        self._planning.lacks(missing.ranks)
-        return self._ask_ranks()
-
-    def _made(self, planned: Planned) -> Commands:
-        self._planning.made(planned)
-        return self._on_plan(planned)
-
-    def _overdue_ranks(self, what: str, option: str) -> Commands:
-        after_s: float = getattr(self._options, option)
-        self._overdue(what, after_s, f"raise SaveOptions.{option}")
-        return self._fail(combine(self._roll.errors, self._target.url))
-
-    def _too_slow(self, option: str) -> Commands:
-        after_s: float = getattr(self._options, option)
-        return self._fail(slow(self.phase, option, after_s, self._target.url))
-
-
-class SaveMachine(JoinedSave):
-    """One save of all ranks of a session.
-
-    Args:
-        first: The first join; hand it to `receive` as well.
-        epoch: Of the coordinator.
-        new_attempt: Makes up an attempt id that no other save ever had.
-
-    Attributes:
-        is_cancelled: It fails, or failed, because of `cancel`.
-    """
-
-    def __init__(self, first: SaveJoin, *, epoch: int, new_attempt: Callable[[], str]) -> None:
-        super().__init__(first)
-        self._epoch = epoch
-        self._epochs = {epoch}
-        self._new_attempt = new_attempt
-        self._plan: GlobalPlan | None = None
-        self._attempt = ""
-        self._receipts: list[FileReceipt | FileReceipts] = []
-        self._built: CommitBuilt | None = None
-        self._vote = Vote(first.target, "", 1)
-        self._won: Won | None = None
-        self._later: list[Task] = []
-        self.is_cancelled = False
-
-    def cancel(self, reason: str) -> Commands:
-        """Fails the save, unless its commit has begun.
-
-        Args:
-            reason: Who wants it, for the error.
-
-        Returns:
-            What to do now; nothing when it is too late.
-        """
-        if self.over or self._error is not None or self._vote.at_stake:
-            return ()
-        self.is_cancelled = True
-        return self._fail(
-            SaveCancelledError(f"The save was cancelled: {reason}", checkpoint_id=self._target.url)
-        )
-
-    def receive(self, request: Request) -> Commands:
-        """See `Operation.receive`; receipts of another attempt or epoch are refused first."""
-        if isinstance(request, SaveReceipt):
-            self._check_fence(request)
-        return super().receive(request)
-
-    def written_together(
-        self, first: SaveReceipt, ranks: Sequence[int], files: FileReceipts
-    ) -> Commands | None:
-        """As `join_together`, for ranks that wrote `files` without an error, each its own."""
-        plain = self.phase == "writing" and self._outcome is None
-        plain &= first.attempt == self._attempt and first.epoch in self._epochs
-        if not plain or not self._are_new(ranks):
-            return None
-        self._note_all(step_of(first), ranks)
-        self._receipts.append(files)
-        return self._received()
-
-    def _on_request(self, request: Request) -> Commands:
-        match self.phase, request:
-            case (("joining" | "gathering"), SaveJoin()):
-                return self._on_join(request)
-            case "writing", SaveReceipt():
-                self._note(request, request.error)
-                self._receipts.extend(request.files)
-                return self._received()
-            case (("aborting" | "cleaning"), SaveReceipt()):
-                # The save fails already; this rank is told when that is decided.
-                self._note(request, request.error)
-                return ()
-        raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
-
-    def _on_result(self, result: Result) -> Commands:
-        match self.phase, result:
-            case "reading", RecordsRead():
-                return self._read(result)
-            case "planning", Planned():
-                return self._made(result)
-            case "planning", RowsMissing():
-                return self._lacks(result)
-            case "building", CommitBuilt():
-                self._built = result
-                task = WriteTable(self._target, result.files)
-                return self._step("table", task, self._options.commit_timeout_s)
-            case "table", Finished() if self._built is not None:
-                vote = self._vote.commit(self._built.record)
-                return self._step("record", vote, self._options.commit_timeout_s)
-            case (
-                ("record" | "aborting"),
-                (RecordCreated() | SlotTaken() | SlotFree() | Failed()),
-            ):
-                return self._advance(self._vote.tell(result))
-            case "publishing", Published(superseded=True):
-                # Why nothing is collected: the later save does it, and `.metadata` is its own.
-                self._warnings.append(REPLACED_SINCE)
-                return self._done()
-            case "publishing", Published():
-                return self._collect()
-            case "publishing", Failed():
-                # Why nothing is collected: the `.metadata` that still stands may name those files.
-                what = ".metadata could not be published, so stock DCP does not see it"
-                self._warnings.append(warning(what, result))
-                return self._done()
-            case "collecting", Finished():
-                return self._done()
-            case "collecting", Failed():
-                what = "files that it replaced could not all be deleted (the next save does it)"
-                self._warnings.append(warning(what, result))
-                return self._done()
-            case (("projecting" | "cleaning"), (Finished() | Failed())):
-                return self._go_on()
-            case _, Failed():
-                return self._fail(located(result.error, self._target.url))
-        raise self._contradiction(f"result {type(result).__name__}")
-
-    def _on_expired(self) -> Commands:
-        match self.phase:
-            case "joining":
-                return self._overdue_ranks("join the save", "plan_timeout_s")
-            case "gathering":
-                return self._overdue_ranks("say what it holds", "plan_timeout_s")
-            case "writing":
-                return self._overdue_ranks("write its part", "write_timeout_s")
-            case "reading" | "planning":
-                return self._too_slow("plan_timeout_s")
-            case "building" | "table":
-                return self._too_slow("commit_timeout_s")
-            case "record" | "aborting":
-                return tuple(self._conclude(self._undecided()))
-            case "publishing" | "collecting":
-                self._warnings.append(
-                    f"The checkpoint is committed, but {self.phase} took longer than "
-                    f"SaveOptions.commit_timeout_s={self._options.commit_timeout_s:g} s"
-                )
-                return tuple(self._conclude(self._success()))
-            case "projecting":
-                return tuple(self._finish())
-        return ()
-
-    def _on_lost(self, errors: Mapping[int, CheckpointError]) -> Commands:
-        match self.phase:
-            case "joining":
-                self._roll.blame(errors)
-                return self._joined()
-            case "gathering":
-                self._roll.blame(errors)
-                return self._gathered()
-            case "reading" | "planning":
-                return self._fail(combine(errors, self._target.url))
-            case "writing":
-                # A rank whose receipt is here has done its share: its files are durable.
-                self._roll.blame({r: e for r, e in errors.items() if r not in self._roll.came})
-                return self._received()
-        return ()
-
-    # Planning
-
-    def _on_plan(self, planned: Planned) -> Commands:
-        if self._is_refused(planned):
-            return self._fail(disagreeing_values(planned.disagreements, self._target.url))
-        self._plan = planned.plan
-        self._attempt = self._new_attempt()
-        if any(verdict.attempt == self._attempt for verdict in self._seen.decided):
-            # Why possible: whoever makes up attempts may tell them to others before.
-            return self._fail(
-                SaveCancelledError(
-                    f"Attempt {self._attempt} was ended by another rank before this save "
-                    "was planned"
-                )
-            )
-        self._vote = self._new_vote()
-        self._call("writing")
-        go = partial(
-            self._planning.go,
-            planned=planned,
-            attempt=self._attempt,
-            epoch=self._epoch,
-            warnings=planned.warnings,
-            create_if_absent=self._seen.create_if_absent,
-        )
-        told = self._give(go, go(0) if self._planning.all_know(planned) else None)
-        self._planning.clear()
-        return (self._arm(self._options.write_timeout_s), *told)
-
-    # Writing
-
-    def _check_fence(self, receipt: Fenceable) -> None:
-        if receipt.attempt != self._attempt or receipt.epoch not in self._epochs:
-            raise other_attempt(receipt, self._attempt, self._epoch, self._target.url)
-        if not 0 <= receipt.rank < self.world_size:
-            raise self._contradiction(f"SaveReceipt of rank {receipt.rank}")
-
-    def _received(self) -> Commands:
-        if not self._roll.is_complete:
-            return self._wait(self._options.write_timeout_s)
-        if self._roll.errors:
-            return self._fail(combine(self._roll.errors, self._target.url))
-        if self._plan is None:
-            raise self._contradiction("receipt without a plan")
-        task = BuildCommit(
-            self._target,
-            self._attempt,
-            self._epoch,
-            self._plan,
-            tuple(self._receipts),
-            self._seen.last_slot,
-            self._seen.foreign_metadata,
-            self._seen.decided,
-            self._options.stock_metadata is True,
-            tuple(self._stats[rank] for rank in sorted(self._stats)),
-        )
-        return self._step("building", task, self._options.commit_timeout_s)
-
-    # The vote
-
-    def _new_vote(self) -> Vote:
-        return Vote(
-            self._target,
-            self._attempt,
-            self._seen.last_slot + 1,
-            create_if_absent=self._seen.create_if_absent,
-        )
-
-    def _advance(self, step: VoteTask | Decision) -> Commands:
-        match step:
-            case Won():
-                return self._publish(step)
-            case Lost():
-                self._error = lost_race(self._vote, step)
-                return self._clean(self._error)
-            case Fenced() if self.phase == "record":
-                return self._clean(fenced_off(self._vote, step))
-            case Fenced():
-                return self._clean(overtaken(self._cause(), self._vote))
-            case Open() if self.phase == "record" and self._seen.create_if_absent:
-                return self._abort(step.error)
-            case Open():
-                return self._leave_open(step.error)
-        return (self._perform(step),)
-
-    def _publish(self, won: Won) -> Commands:
-        self._won = won
-        metadata = self._built.metadata if self._built else None
-        task = PublishMetadata(self._target, won.slot, metadata)
-        return self._step("publishing", task, self._options.commit_timeout_s)
-
-    def _collect(self) -> Commands:
-        if not self._seen.replaced:
-            return self._done()
-        task = CollectReplaced(self._target, self._seen.replaced)
-        return self._step("collecting", task, self._options.commit_timeout_s)
-
-    def _done(self) -> Commands:
-        told = self._conclude(self._success())
-        self._later = self._planning.later(REPLACED_SINCE not in self._warnings)
-        return (*told, *self._go_on())
-
-    def _go_on(self) -> Commands:
-        """Does what is left to be done when all were told."""
-        if not self._later:
-            return tuple(self._finish())
-        return self._step("projecting", self._later.pop(0), self._options.commit_timeout_s)
-
-    def _success(self) -> Reply:
-        if self._won is None:
-            raise self._contradiction("success before the commit")
-        record = self._won.record if len(self._won.record) <= MOST_TOLD_BYTES else b""
-        return SaveOutcome(self._attempt, self._won.slot, record, tuple(self._warnings))
-
-    # Failing
-
-    def _fail(self, error: CheckpointError) -> Commands:
-        if self._plan is None:
-            return self._refuse_all(error)
-        return self._abort(error)
-
-    def _abort(self, error: CheckpointError) -> Commands:
-        """Fences the attempt off before anybody is told that it failed."""
-        self._error = error
-        reason = f"{type(error).__name__}: {error.message}"[:REASON_LENGTH]
-        task = self._vote.abort(reason, error.rank)
-        return self._step("aborting", task, self._options.commit_timeout_s)
-
-    def _leave_open(self, error: CheckpointError) -> Commands:
-        """Ends a save whose abort record could not be created, or would be no obstacle."""
-        self._error = self._error or error
-        if self._vote.at_stake:
-            return (*self._conclude(self._undecided()), *self._finish())
-        # No manifest was ever tried, so none will come: this failure is final all the same.
-        cause = self._cause()
-        note = f"No abort record could be written for attempt {self._attempt}: {error}"
-        cause.__notes__ = [*getattr(cause, "__notes__", ()), note]
-        return self._clean(cause)
-
-    def _clean(self, error: CheckpointError) -> Commands:
-        """Tells the failure, then deletes what was written: the attempt can't commit any more."""
-        answers = self._conclude(Refused(error))
-        self._to("cleaning")
-        return (*answers, self._perform(CollectReplaced(self._target, self._written_keys())))
-
-    def _written_keys(self) -> tuple[str, ...]:
-        files = self._plan.table.files if self._plan else ()
-        keys = [key.replace("{attempt}", self._attempt) for key in files]
-        return (*keys, *(key for key, _ in (self._built.files if self._built else ())))
-
-    def _undecided(self) -> Refused:
-        if not self._vote.at_stake:
-            return Refused(self._cause())
-        cause = "" if self._error is None else self._error.message
-        return Refused(undecided(self._vote, cause))
-
-    def _cause(self) -> CheckpointError:
-        return self._error or InternalError("A save failed without an error. Please report this")
-
-    def _finish(self) -> list[Command]:
-        """Ends in the phase that says what the ranks were told."""
-        match self._outcome:
-            case SaveOutcome():
-                return self._end("done")
-            case Refused(error=CommitUnknownError()):
-                return self._end("unknown")
-        return self._end("failed")
-
-    def _end(self, phase: str) -> list[Command]:
-        self._plan = None
-        self._built = None
-        self._planning.clear()
-        self._receipts.clear()
-        self._stats.clear()
-        return super()._end(phase)

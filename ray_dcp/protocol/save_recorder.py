@@ -99,10 +99,11 @@ class SaveRecorder:
                 self._wrote(request, now_s)
 
     def tells(self, answer: Answer, now_s: float) -> None:
-        """Notes an answer that tells a rank what to write."""
+        """Notes an answer that tells ranks what to write."""
         if isinstance(answer.reply, SaveGo | SaveAgain):
             self.attempt = answer.reply.attempt
-            self._told.setdefault(answer.rank, now_s)
+            for rank in answer.ranks:
+                self._told.setdefault(rank, now_s)
 
     def performed(self, task: Task, start_s: float, stop_s: float) -> None:
         """Notes a task of the coordinator."""

@@ -31,7 +31,7 @@ from ray.exceptions import RayError
 
 from ray_dcp.errors import CheckpointError, InternalError
 from ray_dcp.protocol.aggregation import Batch, BatchedReplies, Batches, MessageBatch
-from ray_dcp.protocol.commands import Answer, Answers, Arm, Command, Disarm, Perform, step_of
+from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import AwakeClock, Heartbeat, HeartbeatAck
 from ray_dcp.protocol.load import Listen, SharedReads, UnitUpdate, Word
@@ -223,7 +223,7 @@ class BatchedCalls:
             if self._futures.pop(batch, None) is not None:
                 self._batches.remove(batch)
 
-    def answer(self, command: Answer | Answers) -> None:
+    def answer(self, command: Answer) -> None:
         """Takes an answer."""
         self._batches.answer(command)
 
@@ -499,10 +499,7 @@ class Coordinator:
         _warn_of_takeovers(commands)
         for command in commands:
             match command:
-                case Answer():
-                    self._tracing.tells(command)
-                    self._answer(command)
-                case Answers(key, ranks, step, reply):
+                case Answer(key, ranks, step, reply):
                     self._together.answer(command)
                     self._tracing.tells(command)
                     for rank in ranks if self._waiting else ():
@@ -523,10 +520,6 @@ class Coordinator:
             if outcome is not None:
                 self._watching.pop(key).set_result(outcome)
         self._switchboard.tidy()
-
-    def _answer(self, answer: Answer) -> None:
-        self._together.answer(answer)
-        self._resolve((answer.key, answer.rank, answer.step), answer.reply)
 
     def _resolve(self, at: Waiting, reply: Reply) -> None:
         for future in self._waiting.pop(at, []):
@@ -558,7 +551,7 @@ class Coordinator:
             f"{type(error).__name__}: {error}. Please report this"
         )
         for at in [at for at in self._waiting if at[0] == key]:
-            self._answer(Answer(at[0], at[1], at[2], Refused(told)))
+            self._resolve(at, Refused(told))
         self._together.refuse(key, Refused(told))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -632,7 +625,7 @@ def _warn_of_takeovers(commands: Sequence[Command]) -> None:
     asked: dict[tuple[OpKey, str], list[int]] = {}
     for command in commands:
         if isinstance(command, Answer) and isinstance(command.reply, TakeOver):
-            asked.setdefault((command.key, command.reply.reason), []).append(command.rank)
+            asked.setdefault((command.key, command.reply.reason), []).extend(command.ranks)
     for (key, reason), ranks in asked.items():
         logger.warning(
             "Operation %d of session %s: ranks %s hand what is not written to another stager, as "

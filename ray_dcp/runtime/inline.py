@@ -1,9 +1,7 @@
 """Saves and loads without Ray: one coordination, its tasks and its ranks in one thread.
 
 This executor is the specification of what an executor has to do; the coordinator actor does the
-same with time and processes. `InlineSession` serves single-process use. `run_ranks` runs any number
-of ranks for offline tools and property tests: time is virtual, every order of events can be chosen,
-ranks can freeze or die, and everything can stop at any point.
+same with time and processes. `InlineSession` serves a process that is alone.
 
 `Shell` carries out the commands of a coordination, one at a time. `Tracing` keeps the notes of the
 saves in progress, and writes the trace of each beside the checkpoint once its record exists, while
@@ -21,22 +19,19 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
 
 from ray_dcp.core.columns import ColumnsBuilder
 from ray_dcp.core.values import Columns
 from ray_dcp.errors import CheckpointError, InternalError, SaveCancelledError
 from ray_dcp.format.save_trace import encode_trace, trace_key
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.aggregation import Batch, Batches, MessageBatch
+from ray_dcp.protocol.aggregation import MessageBatch
 from ray_dcp.protocol.commands import (
     Answer,
-    Answers,
     Arm,
     Command,
     Disarm,
@@ -47,8 +42,7 @@ from ray_dcp.protocol.commands import (
     step_of,
 )
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.liveness import Heartbeat
-from ray_dcp.protocol.messages import LoadJoin, OpKey, Refused, Reply, Request, SaveJoin, Target
+from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request, SaveJoin, Target
 from ray_dcp.protocol.save_recorder import SaveRecorder
 from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.rank_load import drive
@@ -62,35 +56,18 @@ from ray_dcp.store.storage import Storage
 Performer = Callable[[Task], Result]
 
 
-class Time:
-    """Virtual time: seconds, changed by who lets it pass."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        """Returns the seconds that have passed."""
-        return self.now_s
-
-
 class Shell:
-    """Carries out the commands of a coordination, one at a time and in virtual time.
+    """Carries out the commands of a coordination, one at a time. Whoever uses it has the time.
 
     Attributes:
-        answers: Given and not yet taken, oldest first.
+        answers: Given and not yet taken, oldest first, each to one rank.
         tasks: To be performed, oldest first.
-        batches: Messages of several ranks that wait; their answers are in no other place.
     """
 
-    def __init__(
-        self, coordination: Coordination, performer: Performer, time: Time | None = None
-    ) -> None:
+    def __init__(self, coordination: Coordination) -> None:
         self.coordination = coordination
         self.answers: list[Answer] = []
         self.tasks: list[Perform] = []
-        self.batches = Batches()
-        self._performer = performer
-        self._time = time or Time()
-        self._listens = time is not None
         self._timers: dict[OpKey, tuple[float, str]] = {}
 
     def receive(self, request: Request, beats_s: float | None = None) -> Refused | None:
@@ -101,15 +78,6 @@ class Shell:
             return Refused(error)
         return None
 
-    def receive_together(self, message: MessageBatch, beats_s: float | None = None) -> Batch:
-        """Hands over what several ranks say; returns what they are told, as it comes."""
-        batch = self.batches.add(message)
-        commands, refused = self.coordination.receive_together(message, beats_s=beats_s)
-        for rank, reply in refused.items():
-            batch.put((rank,), reply)
-        self._carry_out(commands)
-        return batch
-
     def cancel(self, key: OpKey, reason: str) -> bool:
         """Cancels a save; returns whether that was still possible."""
         self._carry_out(self.coordination.cancel(key, reason))
@@ -119,44 +87,14 @@ class Shell:
         """Tells that a rank leaves an operation."""
         self._carry_out(self.coordination.withdraw(key, rank, reason))
 
-    def lose(self, request: Request) -> None:
-        """Tells that the rank of a request died."""
-        session, reason = request.key.session, f"it died before {step_of(request)}"
-        self._carry_out(self.coordination.lost(session, [request.rank], reason))
-
-    def perform(self, index: int) -> None:
-        """Performs a task that waits."""
-        todo = self.tasks.pop(index)
-        self.performed(todo, self._performer(todo.task))
-
     def performed(self, todo: Perform, result: Result) -> None:
         """Takes the result of a task."""
         self._carry_out(self.coordination.performed(todo.key, todo.task, result))
 
-    def expire(self, beating: Sequence[tuple[str, int, float]] = ()) -> bool:
-        """Lets the time pass to the next deadline or silence; returns false when there is none.
-
-        Args:
-            beating: Ranks that live: session, rank and what silence is allowed.
-        """
-        key = min(self._timers, key=lambda key: self._timers[key][0], default=None)
-        silence_s = self.coordination.next_silence_s if self._listens else None
-        if silence_s is not None and (key is None or silence_s < self._timers[key][0]):
-            self._time.now_s = silence_s
-            for session, rank, timeout_s in beating:
-                self.coordination.hear(Heartbeat(session, rank, timeout_s))
-            self._carry_out(self.coordination.listen())
-            return True
-        if key is None:
-            return False
-        self._time.now_s = self._timers[key][0]
-        self.expire_one(key)
-        return True
-
     def due_s(self, key: OpKey) -> float | None:
-        """Returns how long an operation's phase may last from now on, in seconds."""
+        """Returns how long an operation's phase may last, in seconds."""
         timer = self._timers.get(key)
-        return None if timer is None else timer[0] - self._time.now_s
+        return None if timer is None else timer[0]
 
     def expire_one(self, key: OpKey) -> None:
         """Lets the timer of an operation run out."""
@@ -167,19 +105,14 @@ class Shell:
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
-                case Answer():
-                    if self.batches.answer(command):
-                        self.answers.append(command)
-                case Answers(key, _, step, reply):
-                    alone = sorted(self.batches.answer(command))
-                    self.answers += [Answer(key, rank, step, reply) for rank in alone]
+                case Answer(key, ranks, step, reply):
+                    self.answers += [Answer(key, (rank,), step, reply) for rank in ranks]
                 case Perform():
                     self.tasks.append(command)
-                case Arm():
-                    at_s = self._time.now_s + command.after_s
-                    self._timers[command.key] = (at_s, command.phase)
-                case Disarm():
-                    self._timers.pop(command.key, None)
+                case Arm(key, phase, after_s):
+                    self._timers[key] = (after_s, phase)
+                case Disarm(key):
+                    self._timers.pop(key, None)
 
 
 MOST_SAVES = 64
@@ -239,14 +172,10 @@ class Tracing:
             for request, place in zip(message.requests(), places, strict=True):
                 self.hears(request, place)
 
-    def tells(self, answer: Answer | Answers) -> None:
+    def tells(self, answer: Answer) -> None:
         """Notes an answer that is given."""
         save = self._saves.get(answer.key)
         if save is None:
-            return
-        if isinstance(answer, Answers):
-            for rank in answer.ranks:
-                self.tells(Answer(answer.key, rank, answer.step, answer.reply))
             return
         try:
             save.tells(answer, self._clock())
@@ -311,40 +240,6 @@ class Tracing:
             raise
 
 
-T = TypeVar("T")
-Waiting = tuple[OpKey, int, str]
-
-Fate = Literal["live", "twice", "slow", "freeze", "die"]
-"""What becomes of a request and its rank: it arrives; it arrives twice; it is never sent, but the
-rank lives and sends heartbeats; the same, but without heartbeats; the same, and the coordination is
-told that the rank died."""
-
-HEARTBEAT_S = 60.0
-"""Silence that is allowed to a rank whose options don't say, in seconds."""
-
-
-@dataclass(frozen=True)
-class RankResult(Generic[T]):
-    """How a rank ended: with a value, with an error, or not at all."""
-
-    value: T | None = None
-    error: CheckpointError | None = None
-    ended: bool = True
-
-    def get(self) -> T:
-        """Returns the value.
-
-        Raises:
-            CheckpointError: What the rank raised.
-            InternalError: The rank never ended.
-        """
-        if self.error is not None:
-            raise self.error
-        if not self.ended:
-            raise InternalError("Expected the rank to end, but it was stopped, froze or died")
-        return self.value  # type: ignore[return-value]
-
-
 class InlineSession:
     """The session of a process that is alone: world size 1, no Ray.
 
@@ -374,7 +269,7 @@ class InlineSession:
         new_attempt: Callable[[], str] = new_attempt,
     ) -> None:
         self.name = name
-        self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), performer)
+        self._shell = Shell(Coordination(epoch=1, new_attempt=new_attempt))
         self._performer = performer
         self._tracing = Tracing()
         self._lock = threading.RLock()
@@ -444,7 +339,7 @@ class InlineSession:
                 self._tracing.tells(answer)
         at = (request.key, request.rank, step_of(request))
         for answer in answers:
-            if (answer.key, answer.rank, answer.step) == at:
+            if (answer.key, *answer.ranks, answer.step) == at:
                 return answer.reply
         if refused is not None:
             return refused
@@ -495,135 +390,6 @@ class InlineSession:
             with self._lock:
                 self._shell.performed(todo, done.result())
                 self._work_off()
-
-
-def run_ranks(
-    ranks: Sequence[Generator[Request, Reply, T]],
-    *,
-    choose: Callable[[int], int] | None = None,
-    crash_at: int | None = None,
-    fate: Callable[[Request], Fate] | None = None,
-    performer: Performer = perform,
-    coordination: Coordination | None = None,
-) -> list[RankResult[T]]:
-    """Runs rank generators against one coordination, in this thread, to their ends.
-
-    An event is one of: a rank goes on to its next request; a request arrives; a task is
-    performed. When there is none and a rank waits, the next deadline passes.
-
-    Args:
-        ranks: As `rank_save` and `rank_load` make them; of one session or of several.
-        choose: Takes the number of possible events and returns the index of the next one. By
-            default the oldest.
-        crash_at: Everything stops for ever before the event of this number (from 0) that can
-            touch storage: a task, or a rank going on.
-        fate: What becomes of a request; by default it arrives. Not asked for one that comes
-            twice already.
-        performer: What carries out tasks.
-        coordination: To go on with one that has a past.
-
-    Returns:
-        How each of `ranks` ended, in their order.
-
-    Raises:
-        InternalError: A rank waits, and nothing will ever happen.
-    """
-    time = None
-    if coordination is None:
-        time = Time()
-        coordination = Coordination(epoch=1, new_attempt=new_attempt, clock=time)
-    world = _World(ranks, Shell(coordination, performer, time), fate or (lambda _: "live"))
-    world.run(choose or (lambda _: 0), crash_at)
-    return world.results
-
-
-class _World:
-    def __init__(
-        self, ranks: Sequence[Generator[Request, Reply, Any]], shell: Shell, fate: Any
-    ) -> None:
-        self.results: list[RankResult[Any]] = [RankResult(ended=False) for _ in ranks]
-        self._ranks = ranks
-        self._shell = shell
-        self._fate = fate
-        self._ready: list[tuple[int, Reply | None]] = [(index, None) for index in range(len(ranks))]
-        self._mail: list[tuple[int | None, Request]] = []
-        self._waiting: dict[Waiting, int] = {}
-        self._beats_s: dict[tuple[str, int], float] = {}
-
-    def run(self, choose: Callable[[int], int], crash_at: int | None) -> None:
-        touched = 0
-        while True:
-            events = self._events()
-            if not events:
-                if not self._waiting:
-                    return
-                if not self._shell.expire([(*who, s) for who, s in self._beats_s.items()]):
-                    raise InternalError(
-                        f"Nothing will ever happen, but there wait {sorted(self._waiting, key=str)}"
-                    )
-                self._hand_out()
-                continue
-            what, index = events[choose(len(events))]
-            if what != "deliver":
-                if touched == crash_at:
-                    return
-                touched += 1
-            match what:
-                case "advance":
-                    self._advance(index)
-                case "deliver":
-                    self._deliver(index)
-                case "perform":
-                    self._shell.perform(index)
-            self._hand_out()
-
-    def _events(self) -> list[tuple[str, int]]:
-        return [
-            *(("advance", index) for index in range(len(self._ready))),
-            *(("deliver", index) for index in range(len(self._mail))),
-            *(("perform", index) for index in range(len(self._shell.tasks))),
-        ]
-
-    def _advance(self, index: int) -> None:
-        which, reply = self._ready.pop(index)
-        generator = self._ranks[which]
-        try:
-            request = next(generator) if reply is None else generator.send(reply)
-        except StopIteration as end:
-            self.results[which] = RankResult(value=end.value)
-        except CheckpointError as error:
-            self.results[which] = RankResult(error=error)
-        else:
-            self._mail.append((which, request))
-
-    def _deliver(self, index: int) -> None:
-        which, request = self._mail.pop(index)
-        at = (request.key, request.rank, step_of(request))
-        who = (request.key.session, request.rank)
-        if isinstance(request, SaveJoin | LoadJoin):
-            self._beats_s[who] = request.options.heartbeat_timeout_s
-        if which is not None:
-            fate = self._fate(request)
-            if fate == "die":
-                self._shell.lose(request)
-            if fate in ("die", "freeze"):
-                self._beats_s.pop(who, None)
-            if fate in ("die", "freeze", "slow"):
-                return
-            self._waiting[at] = which
-            if fate == "twice":
-                self._mail.append((None, request))
-        refused = self._shell.receive(request, self._beats_s.get(who, HEARTBEAT_S))
-        if refused is not None and which is not None:
-            del self._waiting[at]
-            self._ready.append((which, refused))
-
-    def _hand_out(self) -> None:
-        answers, self._shell.answers = self._shell.answers, []
-        for answer in answers:
-            which = self._waiting.pop((answer.key, answer.rank, answer.step), None)
-            if which is not None:
-                self._ready.append((which, answer.reply))
 
 
 def begin_rehearsal(

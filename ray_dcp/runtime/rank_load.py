@@ -1,7 +1,7 @@
 """What one rank does in a load: generators of requests that take replies.
 
 They know neither torch nor Ray: targets are planned by code that is passed in, and the requests are
-carried by `drive` or `inline.run_ranks`. Each step of a rank has its deadline; storage is read in
+carried by `drive`. Each step of a rank has its deadline; storage is read in
 threads of its own, and user code gets the values in the thread that called `load`. While reads are
 planned, `MemorySource` asks what nodes keep in memory of the checkpoint.
 
@@ -274,7 +274,6 @@ class Reading:
             DeadlineError: It takes longer than `plan_timeout_s`.
             CheckpointError: It can't be read.
         """
-        self._vitals.enter("opening")
         storage = self._storage or self.open()
         read = partial(
             checkpoint_from, storage, go.kind, go.slot, go.record, table=go.table, checks_later=True
@@ -567,16 +566,18 @@ def load_rank(
         if not isinstance(go, LoadGo) or storage is None:
             raise refusal(go, rank)
 
+        vitals.enter("planning")
         checkpoint, error = attempt(partial(reading.checkpoint, go), "opening", rank)
         work: LoadWork | None = None
         prepared: Prepared | None = None
         if checkpoint is not None:
-            vitals.enter("planning")
             work, read_plan, error = yield from _planned(plan, checkpoint, rank)
             if work is not None and read_plan is not None:
                 prepare = partial(reading.prepare, checkpoint, work, read_plan)
                 prepared, error = attempt(prepare, "planning the reads", rank)
         vitals.enter("waiting")
+        if vitals.abandoned is not None:
+            raise located(vitals.abandoned, target.url)
         may_share = world_size > 1 and prepared is not None
         needs = reading.needs(prepared) if may_share and prepared is not None else None
         proceed = yield LoadReady(key, rank, error, needs)

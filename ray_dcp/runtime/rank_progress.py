@@ -116,8 +116,9 @@ class RankProgress:
 
     @property
     def is_working(self) -> bool:
-        """Whether this rank moves bytes, and hears of a failure only by being told."""
-        return self._phase in ("writing", "reading")
+        """Whether this rank does its share, and hears of a failure only by being told."""
+        # Why not "opening": that is before it joins.
+        return self._phase in ("planning", "writing", "reading")
 
     @property
     def waits_for_others(self) -> bool:

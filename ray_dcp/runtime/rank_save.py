@@ -1,7 +1,7 @@
 """What one rank does in a save (join, write, report): generators of requests that take replies.
 
-They know neither torch nor Ray: `Captured` is what a rank passes in, and `rank_load.drive` or
-`inline.run_ranks` carries the requests. A rank joins with a fingerprint of its items where that is
+They know neither torch nor Ray: `Captured` is what a rank passes in, and `rank_load.drive`
+carries the requests. A rank joins with a fingerprint of its items where that is
 enough, else with rows; `PlanMemory` keeps its parts of the last plans, so that the next save of the
 same items needs no rows. A step that fails is reported to every rank, and does not just end the
 process.

@@ -37,10 +37,10 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.rank_save import PlanMemory, join_save
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
+from tests.inline_ranks import Shell
 
 WORLDS = (64, 256, 1024, 4096, 10240)
 TENSORS = 1000
@@ -219,7 +219,7 @@ class Counted:
         """Returns the answers given, as they go over the wire."""
         answers, self.shell.answers = self.shell.answers, []
         with self._counting(sort):
-            sent = {answer.rank: pickle.dumps(answer.reply, 5) for answer in answers}
+            sent = {answer.ranks[0]: pickle.dumps(answer.reply, 5) for answer in answers}
         self.bytes[sort] += sum(map(len, sent.values()))
         return sent
 

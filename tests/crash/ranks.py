@@ -26,7 +26,6 @@ from ray_dcp.protocol.messages import (
     SaveStaged,
     Target,
 )
-from ray_dcp.runtime.inline import RankResult, run_ranks
 from ray_dcp.runtime.rank_load import LoadResult, load_rank
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
@@ -41,6 +40,7 @@ from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 from tests.crash.array_states import ArrayCapture, ArrayWork, State, same_value
+from tests.inline_ranks import RankResult, run_ranks
 
 __all__ = ["Capturing", "load_ranks", "load_state", "one_outcome", "save_ranks", "save_state"]
 

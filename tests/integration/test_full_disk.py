@@ -9,7 +9,6 @@ import pytest
 
 import ray_dcp
 from ray_dcp.errors import CommitUnknownError, StorageError
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.worker_group import WorkerGroup
 from ray_dcp.store.local import LocalStorage
 from tests.attempts import names_at, one_error, save_sound, step_that_loads, try_save
@@ -18,6 +17,7 @@ from tests.crash.invariants import INVARIANTS, Aftermath, a_later_save_works, no
 from tests.crash.ranks import save_ranks
 from tests.crash.registry import OLD, Place
 from tests.disks import PAGE, here, small_disk
+from tests.inline_ranks import run_ranks
 
 NEW = sample_state(2)
 LOOKING = [check for check in INVARIANTS if check not in (a_later_save_works, nothing_is_left)]

@@ -10,13 +10,13 @@ import torch
 
 import ray_dcp
 from ray_dcp.errors import CommitUnknownError, StorageError
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.location import Location
 from ray_dcp.store.object_storage import ObjectStorage
 from ray_dcp.store.object_stores import make_store
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.retry import Retrying
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import save_ranks, state_of
 from tests.refusing_proxy import CUT, Refusal, RefusingProxy
 from tests.s3_server import fresh_place, unfinished_uploads

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.io.checkpoint import METADATA_KEY
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.local import LocalStorage
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_ranks
 
 

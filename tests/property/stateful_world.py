@@ -19,10 +19,10 @@ from ray_dcp.errors import DeadlineError, ParticipantError, StorageError
 from ray_dcp.protocol.commands import Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, Request, SaveGo
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.storage import as_bytes_view
+from tests.inline_ranks import Shell
 
 MOST_STEPS = 20_000
 HEARTBEAT_S = 60.0
@@ -258,7 +258,7 @@ class Session:
                 if life is self.coordinator:
                     if isinstance(answer.reply, SaveGo):
                         self.world.planned.setdefault(answer.key, self.world.tick)
-                    self.hand_over((answer.key, answer.rank, answer.step), answer.reply)
+                    self.hand_over((answer.key, *answer.ranks, answer.step), answer.reply)
 
 
 class Life:

@@ -27,9 +27,9 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Fenced, Lost, Open, Won
 from ray_dcp.runtime.garbage_collection import collect, delete
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.store.local import LocalStorage
+from tests.inline_ranks import run_ranks
 from tests.interleaving import World
 from tests.numpy_ranks import loads_whole, save, save_ranks
 from tests.numpy_ranks import state_of as whole_state_of

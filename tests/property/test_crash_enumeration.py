@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.errors import CommitUnknownError
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.local import LocalStorage
@@ -27,6 +26,7 @@ from tests.crash.own_operations import OPERATIONS
 from tests.crash.ranks import one_outcome, save_ranks
 from tests.crash.registry import NEXT, OLD, Place
 from tests.crash.system_calls import interrupted_system
+from tests.inline_ranks import run_ranks
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)

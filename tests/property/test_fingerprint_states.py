@@ -257,7 +257,7 @@ ELSE: dict[str, Any] = {
 
 def planned_under(options: SaveOptions, world_size: int = 3) -> tuple[bytes, bytes]:
     """Returns the name of the ranks' plan, by which it would be used again, and that plan's."""
-    planning = Planning(world_size, options, PlanCache(), Target("memory://run/step-1"))
+    planning = Planning(world_size, options, PlanCache())
     joins = []
     for rank in range(world_size):
         held = partial(ArrayCapture, sample_state(1), rank, world_size)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.crash.interruptions import interrupted_storage
 from tests.crash.registry import Place
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
 
 OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)

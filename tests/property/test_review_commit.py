@@ -20,9 +20,9 @@ from ray_dcp.errors import CheckpointError, CommitUnknownError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.runtime.inline import RankResult, Shell, run_ranks
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
+from tests.inline_ranks import RankResult, Shell, run_ranks
 from tests.numpy_ranks import loads_whole, save, save_ranks, state_of
 
 OLD, NEW, NEXT = state_of(1), state_of(2), state_of(3)
@@ -98,7 +98,7 @@ class Replaced:
         answers, self.shells[-1].answers = self.shells[-1].answers, []
         for answer in answers:
             for which, (_, request) in list(self.waiting.items()):
-                if (request.rank, step_of(request)) == (answer.rank, answer.step):
+                if ((request.rank,), step_of(request)) == (answer.ranks, answer.step):
                     del self.waiting[which]
                     self.ready.append((which, answer.reply))
 

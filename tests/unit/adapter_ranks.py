@@ -88,8 +88,8 @@ def run(
             commands = coordination.receive(pickle.loads(pickle.dumps(request)))
         for command in commands:
             if isinstance(command, Answer):
-                who = waiting.pop((command.key, command.rank))
-                reply = pickle.loads(pickle.dumps(command.reply))
-                assert not isinstance(reply, Refused) or reply.error is not command.reply.error
-                ready.append((who, reply))
+                for rank in command.ranks:
+                    reply = pickle.loads(pickle.dumps(command.reply))
+                    assert not isinstance(reply, Refused) or reply.error is not command.reply.error
+                    ready.append((waiting.pop((command.key, rank)), reply))
     return ends

@@ -24,12 +24,12 @@ from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.protocol.messages import SaveReceipt, join_receipts, pack_receipts
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from tests.crash.array_states import ArrayCapture, same_state, sample_state
 from tests.crash.ranks import load_state, save_ranks, save_state
+from tests.inline_ranks import run_ranks
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)
 STATE = {"w": torch.arange(99.0), "o": "x", "big": torch.arange(3000).reshape(60, 50)}

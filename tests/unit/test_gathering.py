@@ -18,7 +18,6 @@ from ray_dcp.errors import (
     RankDisagreementError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.protocol import operation
 from ray_dcp.protocol.aggregation import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -55,12 +54,6 @@ from tests.gathered_ranks import Gathered
 
 WORLD = 6
 GROUPS = (range(2), range(2, 4), range(4, 6))
-
-
-@pytest.fixture(autouse=True)
-def few_are_many(monkeypatch):
-    """Six ranks do what 10,000 do."""
-    monkeypatch.setattr(operation, "MANY", 1)
 
 
 class Job:
@@ -235,36 +228,24 @@ def test_joins_together_mean_the_same():
     assert message.only({1}).requests() == [join(1, node="node 0")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"known": b""}, {"known": b"e" * 32}, {"columns": b"rows"}, {"contents": b"12345678"},
-        {"asked": 1}, {"fingerprint": b""}, {"staged": True}, {"world_size": 11},
-        {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
-        {"target": Target("memory://x", filesystem="fs")},
-        {"error": CheckpointError("no")}, {"stats": b"of this rank"},
-    ],
-)  # fmt: skip
-def test_a_join_that_is_not_like_the_others_travels_as_it_is(change):
-    joins = [join(0), join(1, **change)]
-    message = together(joins)
-    assert message.said == tuple(joins)
-    assert list(message.requests()) == joins
+OTHER_CALLS = [
+    {"known": b"e" * 32}, {"fingerprint": b""}, {"staged": True}, {"world_size": 11},
+    {"target": Target("memory://y")}, {"options": SaveOptions(num_threads=3)},
+]  # fmt: skip
+MORE_TO_SAY = [
+    {"known": b""}, {"asked": 1}, {"stats": b"stats"}, {"columns": b"rows"}, {"contents": b"8"},
+    {"target": Target("memory://x", filesystem="fs")}, {"error": CheckpointError("no")},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"known": b""}, {"asked": 1}, {"stats": b"stats"}, {"columns": b"rows"}, {"contents": b"8"}],
+    ("first", "second"),
+    [*(({}, other) for other in [*OTHER_CALLS, *MORE_TO_SAY]), *((m, m) for m in MORE_TO_SAY)],
 )
-def test_joins_with_more_to_say_travel_as_they_are_also_where_all_are_alike(change):
-    joins = [join(rank, **change) for rank in range(2)]
+def test_a_join_that_is_not_like_the_others_or_has_more_to_say_travels_as_it_is(first, second):
+    joins = [join(0, **first), join(1, **second)]
     assert together(joins).said == tuple(joins)
-
-
-def test_receipts_with_one_error_travel_as_they_are():
-    error = CheckpointError("no")
-    receipts = [SaveReceipt(OpKey("run", 0), rank, "a1", 1, (), error) for rank in range(2)]
-    assert together(receipts).said == tuple(receipts)
+    assert list(together(joins).requests()) == joins
 
 
 def test_receipts_together_mean_the_same():
@@ -284,17 +265,20 @@ def test_receipts_together_mean_the_same():
 
 
 @pytest.mark.parametrize("change", [{"error": CheckpointError("no")}, {"attempt": "a2"}])
-def test_a_receipt_that_is_not_like_the_others_travels_as_it_is(change):
+def test_a_receipt_that_failed_or_is_not_like_the_others_travels_as_it_is(change):
     first = SaveReceipt(OpKey("run", 0), 0, "a1", 1, (receipt_of(0),))
-    receipts = [first, replace(first, rank=1, files=(), **change)]
-    assert together(receipts).said == tuple(receipts)
+    other = replace(first, rank=1, files=(), **change)
+    assert together([first, other]).said == (first, other)
+    if other.error is not None:
+        failed = replace(other, rank=0)
+        assert together([failed, other]).said == (failed, other)
 
 
 def test_checksums_that_change_on_the_way_are_noticed_by_both():
     bad = replace(receipt_of(1), checks=np.arange(2, dtype=np.uint64) + np.uint64(1))
     message = together([SaveReceipt(OpKey("run", 0), 0, "a1", 1, (bad,))])
     assert isinstance(message.said, tuple)
-    good = pack_receipts([receipt_of(1), receipt_of(2)]).proven()
+    good = pack_receipts([receipt_of(1), receipt_of(2)])
     changed = replace(good, parts=(good.parts[0] + np.uint64(1),))
     with pytest.raises(DamagedCheckpointError, match=r"__1_0\.a1.*__2_0\.a1"):
         join_receipts([changed])
@@ -305,7 +289,7 @@ def test_checksums_that_change_on_the_way_are_noticed_by_both():
 
 
 def test_receipts_are_joined_by_file():
-    whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)]).proven()])
+    whole = join_receipts([receipt_of(5), pack_receipts([receipt_of(1), receipt_of(7)])])
     assert whole.file.tolist() == [1, 5, 7]
     assert [one.key for one in whole] == [f"__{file}_0.a1.distcp" for file in (1, 5, 7)]
     assert [one.checks.tolist() for one in whole] == [
@@ -392,20 +376,12 @@ def test_who_is_asked_twice_is_waited_for_each_time():
     assert (third.ranks, third.step) == ((3,), "SaveJoin 2")
 
 
-def test_who_is_asked_for_more_is_waited_for_and_no_others():
-    gathering = BatchWindow(range(4), lambda: 0.0)
-    messages = [message for rank in range(4) for message in gathering.take(join(rank))]
-    (first,) = messages
-    gathering.told(first, BatchedReplies((((1, 3), SendItems(rows=True)),)))
-    assert gathering.take(join(3, asked=1)) == []
-    assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
-
-
-def test_those_who_are_told_one_after_another_to_send_more_are_waited_for_together():
+@pytest.mark.parametrize("asked", [[(1, 3)], [(1,), (3,)]])
+def test_who_is_asked_for_more_is_waited_for_and_no_others(asked):
     gathering = BatchWindow(range(4), lambda: 0.0)
     (first,) = [message for rank in range(4) for message in gathering.take(join(rank))]
-    for rank in (1, 3):
-        gathering.told(first, BatchedReplies((((rank,), SendItems(rows=True)),)))
+    for ranks in asked:
+        gathering.told(first, BatchedReplies(((ranks, SendItems(rows=True)),)))
     assert gathering.take(join(3, asked=1)) == []
     assert [message.ranks for message in gathering.take(join(1, asked=1))] == [(1, 3)]
 
@@ -445,20 +421,10 @@ def test_a_batch_takes_replies_for_those_who_wait_in_it_and_no_others():
     gone = batches.add(together([join(3), join(4)]))
     again = batches.add(together([join(3)]))
     batches.remove(gone)
-    batches.answer(Answer(gone.key, 3, gone.step, SendItems(rows=True)))
+    batches.answer(Answer(gone.key, (3,), gone.step, SendItems(rows=True)))
     assert (gone.told, [ranks for ranks, _ in again.told]) == ([], [(3,)])
-    # Also where it had been looked for before.
-    looked = batches.add(together([join(5), join(6)]))
-    batches.answer(Answer(gone.key, 5, gone.step, SendItems(rows=True)))
-    batches.remove(looked)
-    assert batches.answer(Answer(gone.key, 6, gone.step, SendItems(rows=True))) == {6}
-
-
-def test_a_message_that_comes_after_an_answer_is_answered_too():
-    batches = Batches()
-    first = batches.add(together([join(0), join(1)]))
-    batches.answer(Answer(first.key, 0, first.step, SendItems(rows=True)))
     late = batches.add(together([join(2)]))
-    assert batches.answer(Answer(late.key, 2, late.step, SendItems(rows=True))) == set()
+    assert batches.answer(Answer(late.key, (2,), late.step, SendItems(rows=True))) == set()
     assert [ranks for ranks, _ in late.told] == [(2,)]
-    assert batches.answer(Answer(late.key, 3, late.step, SendItems(rows=True))) == {3}
+    everybody = Answer(late.key, (0, 3, 9), late.step, SendItems(rows=True))
+    assert batches.answer(everybody) == {0, 3, 9}

@@ -22,11 +22,12 @@ from ray_dcp.protocol.commands import Failed, MakePlan
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveOutcome, SaveReceipt, Target
 from ray_dcp.protocol.vote import Fenced, Won
-from ray_dcp.runtime.inline import InlineSession, run_ranks
+from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive, load_rank
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
 from ray_dcp.store.memory import MemoryStorage
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import (
     NumpyCapture,
     NumpyWork,

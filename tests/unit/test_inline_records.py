@@ -18,11 +18,11 @@ from ray_dcp.protocol.commands import (
     SlotTaken,
 )
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.records import standing_records
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.storage import StorageTraits
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 
 

@@ -11,8 +11,8 @@ from ray_dcp.core.checksums import digest_bytes
 from ray_dcp.errors import CheckpointExistsError
 from ray_dcp.format.manifest import decode_record
 from ray_dcp.options import SaveOptions
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import perform
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 from tests.scripted_storage import ChangeScript
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_dcp.protocol.staged_save import HELP_COSTS_S, LEAST_WAIT_S, Pace, laggards
+from ray_dcp.protocol.holders import HELP_COSTS_S, LEAST_WAIT_S, Pace, laggards
 
 
 def others(done_s: float, count: int = 3) -> dict[int, Pace]:

@@ -12,10 +12,10 @@ import ray_dcp
 from ray_dcp.cli.main import main
 from ray_dcp.errors import CheckpointNotFoundError, InvalidRequestError, StorageError
 from ray_dcp.protocol.commands import Failed, MakeMetadata
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import perform
 from tests.crash.array_states import sample_state
 from tests.crash.ranks import save_ranks
+from tests.inline_ranks import run_ranks
 
 stock_load = partial(dcp.load, no_dist=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

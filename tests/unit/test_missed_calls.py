@@ -1,6 +1,5 @@
 """A rank that misses a call: one failed operation, and all ranks agree on the next one again."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,87 +7,17 @@ import pytest
 from ray_dcp.errors import CheckpointError, DeadlineError, RankDisagreementError
 from ray_dcp.manager.collective_actions import agree
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import step_of
-from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import OpKey, SaveOutcome, Target
-from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.inline import Shell
+from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_save import PlanMemory, save_rank
-from ray_dcp.runtime.tasks import new_attempt, perform
+from ray_dcp.runtime.rank_save import save_rank
 from tests.numpy_ranks import NumpyCapture, load_and_check, state_of
+from tests.thread_ranks import RankThread, Shared
 
 LIMIT_S = 120.0
 """Far more than any call here takes, in seconds."""
 
 
-class Hub:
-    """One coordination for the ranks of a session, which are threads."""
-
-    def __init__(self):
-        self.shell = Shell(Coordination(epoch=1, new_attempt=new_attempt), perform)
-        self.changed = threading.Condition()
-        self.waiting = set()
-        self.told = {}
-
-    def call(self, request):
-        at = (request.key, request.rank, step_of(request))
-        with self.changed:
-            self.waiting.add(at)
-            refused = self.shell.receive(request)
-            self.work_off()
-            assert self.changed.wait_for(lambda: at in self.told or refused, LIMIT_S)
-            self.waiting.discard(at)
-            return self.told.pop(at, refused)
-
-    def work_off(self):
-        while self.shell.tasks:
-            self.shell.perform(0)
-        answers, self.shell.answers = self.shell.answers, []
-        self.told.update({(each.key, each.rank, each.step): each.reply for each in answers})
-        self.changed.notify_all()
-
-    def wait_for(self, *ranks):
-        """Returns when just these ranks wait for an answer."""
-        with self.changed:
-            awaited = {*ranks}
-            assert self.changed.wait_for(
-                lambda: {at[1] for at in self.waiting - self.told.keys()} == awaited, LIMIT_S
-            )
-
-    def expire(self):
-        """Lets the deadline pass for which ranks wait."""
-        with self.changed:
-            assert self.shell.expire()
-            self.work_off()
-
-
-class HubSession:
-    """The session of one rank."""
-
-    node = ""
-    skipped_calls = 0
-
-    def __init__(self, hub, rank, world_size):
-        self.hub, self.rank, self.world_size = hub, rank, world_size
-        self.plans, self.calls = PlanMemory(), 0
-
-    def next_key(self):
-        self.calls += 1
-        return OpKey("run", self.calls - 1)
-
-    def call(self, request, *, beats_s=None):
-        return self.hub.call(request)
-
-    def activity(self, timeout_s, next_key=None):
-        return Activity(self, timeout_s, next_key)
-
-    def begins(self, vitals, timeout_s):
-        pass
-
-    def ends(self, vitals):
-        pass
-
+class Rank(RankThread):
     def save(self, path):
         """Returns what came of a save: an outcome or an error."""
         try:
@@ -116,8 +45,8 @@ class HubSession:
 
 class Job:
     def __init__(self, pool, world_size=2):
-        self.pool, self.hub = pool, Hub()
-        self.ranks = [HubSession(self.hub, rank, world_size) for rank in range(world_size)]
+        self.pool, self.hub = pool, Shared()
+        self.ranks = [Rank(self.hub, rank, world_size) for rank in range(world_size)]
 
     def all_do(self, what, *arguments):
         """Returns what comes of a call of all ranks."""

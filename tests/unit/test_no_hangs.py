@@ -19,13 +19,14 @@ from ray_dcp.io.threads import Stop, run_within
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.commands import BuildCommit, CreateRecord
 from ray_dcp.protocol.messages import LoadDone, OpKey, SaveJoin, SaveReceipt, Target
-from ray_dcp.runtime.inline import InlineSession, run_ranks
+from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive, load_rank
 from ray_dcp.runtime.rank_progress import RankProgress, WatchedStorage
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.tasks import outcome, perform
 from ray_dcp.store.memory import MemoryStorage
 from tests.gated_storage import Gate
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import (
     NumpyCapture,
     NumpyWork,

@@ -15,11 +15,11 @@ from ray_dcp.planning.fingerprint import fingerprint
 from ray_dcp.planning.global_plan import make_plan
 from ray_dcp.planning.merge import contents_of, without_contents
 from ray_dcp.protocol.commands import MakePlan, Planned
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import plan_of
 from ray_dcp.torch_adapter.capture import capture
 from tests.conflicts import ALL, CONFLICTS, Boxes, Conflict
 from tests.crash.ranks import save_ranks
+from tests.inline_ranks import run_ranks
 
 
 def captured(state, rank, world_size):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_dcp.planning.reads import affordable_gap, coalesce
@@ -14,6 +14,7 @@ from ray_dcp.planning.reads import affordable_gap, coalesce
 RANGES = st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 500)), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(RANGES, st.integers(0, 50), st.integers(50, 3000), st.floats(0, 0.5))
 def test_reads_in_vain_stay_within_the_share(ranges, free, longest, share):
     starts = np.cumsum([gap + length for gap, length in ranges])

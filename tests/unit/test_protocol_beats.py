@@ -1,10 +1,12 @@
 """Slow, frozen, absent and gone: what the machines conclude from heartbeats and from silence."""
 
-import pickle
+import threading
+from concurrent.futures import Future
 
 import pytest
 
 from ray_dcp.errors import (
+    CheckpointError,
     DeadlineError,
     ParticipantError,
     RankDisagreementError,
@@ -16,9 +18,12 @@ from ray_dcp.protocol.commands import (
     BuildCommit,
     CheckpointRead,
     CreateAbort,
+    Finished,
+    Published,
     ReadRecords,
     RecordCreated,
 )
+from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import AwakeClock, Doing, Heartbeat, Liveness, beat_interval_s
 from ray_dcp.protocol.messages import (
     Exchange,
@@ -26,13 +31,18 @@ from ray_dcp.protocol.messages import (
     LoadReady,
     OpKey,
     Refused,
-    SaveJoin,
     SaveOutcome,
     SaveReceipt,
     Target,
 )
 from ray_dcp.protocol.operation import GRACE_S, LOST_GRACE_S
-from tests.protocol_play import KEY, NOTHING, TARGET, Play, receipt_file
+from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.tasks import perform
+from ray_dcp.store.opening import open_storage
+from tests.gated_storage import Gate
+from tests.inline_ranks import Shell
+from tests.numpy_ranks import load_ranks, save, state_of
+from tests.protocol_play import BUILT, KEY, NOTHING, Play, join_of, receipt_file
 
 TIMEOUT_S = 10.0
 
@@ -84,7 +94,7 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
         play.clock.now_s = now_s
         play.beat(1)
     play.listen(12.0)
-    assert play.timer.after_s == LOST_GRACE_S
+    assert play.timer.after_s == LOST_GRACE_S < GRACE_S
     play.expire()
     play.done(RecordCreated(1))
     error = play.errors("SaveReceipt")[0]
@@ -96,19 +106,13 @@ def test_a_rank_that_is_silent_for_its_timeout_is_blamed_long_before_the_deadlin
     assert "frozen (stopped, swapped out, or a thread holds the GIL)" in error.message
 
 
-def test_nobody_is_blamed_before_the_timeout():
-    play = Beating(world_size=2)
-    play.to_writing()
-    play.listen(TIMEOUT_S - 0.01)
-    assert play.timer.phase == "writing"
-    assert play.timer.after_s == SaveOptions().write_timeout_s
-
-
-def test_a_rank_that_beats_is_never_blamed_for_being_slow():
+def test_nobody_is_blamed_before_the_timeout_nor_for_being_slow_while_it_beats():
     play = Beating(world_size=2)
     play.to_writing()
     play.receipt(0)
-    for step in range(1, 1000):
+    play.listen(TIMEOUT_S - 0.01)
+    assert (play.timer.phase, play.timer.after_s) == ("writing", SaveOptions().write_timeout_s)
+    for step in range(1, 100):
         play.clock.now_s = 9.0 * step
         play.beat(0)
         play.beat(1)
@@ -117,7 +121,7 @@ def test_a_rank_that_beats_is_never_blamed_for_being_slow():
     assert isinstance(play.task, BuildCommit)
 
 
-def test_a_rank_that_only_has_not_joined_is_not_judged_by_its_silence():
+def test_a_rank_that_has_not_joined_or_promised_no_beats_is_not_judged_by_its_silence():
     play = Beating(world_size=2)
     play.coordination.place(KEY.session, 1, "pid 7 on host-b")
     play.join(0)
@@ -126,6 +130,10 @@ def test_a_rank_that_only_has_not_joined_is_not_judged_by_its_silence():
     play.listen(500.0)
     assert play.timer.after_s == SaveOptions().plan_timeout_s
     assert play.errors("SaveJoin") == {}
+    silent = Play(world_size=2)
+    silent.to_writing()
+    silent._take(silent.coordination.listen())
+    assert silent.coordination.next_silence_s is None
 
 
 def test_a_rank_that_beat_before_it_joined_and_is_silent_now_is_blamed():
@@ -136,13 +144,6 @@ def test_a_rank_that_beat_before_it_joined_and_is_silent_now_is_blamed():
     play.beat(0)
     play.listen(TIMEOUT_S)
     assert play.errors("SaveJoin")[0].rank == 1
-
-
-def test_a_rank_that_promised_no_beats_is_not_judged_by_its_silence():
-    play = Play(world_size=2)
-    play.to_writing()
-    play._take(play.coordination.listen())
-    assert play.coordination.next_silence_s is None
 
 
 def test_the_silence_of_a_rank_whose_receipt_is_here_does_no_harm():
@@ -207,13 +208,6 @@ def test_a_frozen_rank_ends_a_load_for_the_others():
     assert play.errors("LoadJoin")[0].rank == 1
 
 
-def test_a_lost_rank_ends_the_wait_for_the_others_errors_sooner_than_one_that_failed():
-    play = Play(world_size=3)
-    play.to_writing()
-    play.lose(1)
-    assert play.timer.after_s == LOST_GRACE_S < GRACE_S
-
-
 def test_a_clock_of_a_process_that_was_stopped_does_not_count_that_time():
     now = Now()
     awake = AwakeClock(now, 1.0)
@@ -232,79 +226,69 @@ def test_several_beats_fit_into_the_timeout(timeout_s):
 # What is told of a rank that is missing
 
 
-def missing(play, rank=1):
-    """Returns what the deadline error says after the timer ran out."""
+def writes(**doing):
+    def begin(play):
+        play.to_writing()
+        play.receipt(0)
+        play.beat(1, writing(**doing))
+
+    return begin
+
+
+def ended_before(play):
+    play.to_end()
+    play.join(0, key=OpKey(KEY.session, 1))
+
+
+def is_in_another_operation(play):
+    play.send(Exchange(OpKey(KEY.session, 7), 1, 2, "plans", {}, 900.0))
+    play.join(0)
+
+
+def captures(play):
+    play.join(0)
+    play.beat(1, Doing(KEY.seq, KEY.seq, "capturing", 598.0))
+
+
+FATES = {
+    "slow": (
+        writes(done=1_200_000_000, total=4_000_000_000), 0.4,
+        "rank 1 last wrote 1.2 of 4.0 GB 0.4 s ago (slow)",
+    ),
+    "stuck": (
+        writes(done=3_000_000, total=4_000_000, quiet_s=300.0, key="__1_0.a1.distcp"), 0.0,
+        "last wrote 3.0 of 4.0 MB 300 s ago (stuck in __1_0.a1.distcp)",
+    ),
+    "beats no more": (writes(done=1, total=2), 19.0, "rank 1 was last heard 19 s ago"),
+    "called before": (
+        ended_before, 43.0,
+        "rank 1 never called: its last operation was #0 (save to memory://ckpt), which ended "
+        "43 s ago",
+    ),
+    "is elsewhere": (
+        is_in_another_operation, 0.0,
+        "its last operation was #7 (exchange 'plans'), which has not ended",
+    ),
+    "captures": (captures, 0.0, "rank 1 has been capturing for 598.0 s"),
+    "was never heard": (
+        lambda play: play.join(0), 600.0,
+        "rank 1 was never heard by this coordinator, which began 600 s ago",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_deadline_says_what_is_known_of_the_rank_that_missed_it(fate):
+    begin, after_s, said = FATES[fate]
+    play = Beating(world_size=2)
+    begin(play)
+    play.clock.now_s += after_s
     play.expire()
     if play.todo:
         play.done(RecordCreated(1))
-    return next(reply.error for reply in play.replies.values() if isinstance(reply, Refused))
-
-
-def test_a_deadline_says_of_a_slow_rank_how_far_it_is():
-    play = Beating(world_size=2)
-    play.to_writing()
-    play.receipt(0)
-    play.clock.now_s = 3599.6
-    play.beat(1, writing(1_200_000_000, 4_000_000_000))
-    play.clock.now_s = 3600.0
-    assert "rank 1 last wrote 1.2 of 4.0 GB 0.4 s ago (slow)" in missing(play).message
-
-
-def test_a_deadline_says_of_a_stuck_rank_in_which_file():
-    play = Beating(world_size=2)
-    play.to_writing()
-    play.receipt(0)
-    play.beat(1, writing(3_000_000, 4_000_000, quiet_s=300.0, key="__1_0.a1.distcp"))
-    error = missing(play)
-    assert "last wrote 3.0 of 4.0 MB 300 s ago (stuck in __1_0.a1.distcp)" in error.message
-
-
-def test_a_deadline_says_when_a_rank_that_beats_no_more_was_last_heard():
-    play = Beating(world_size=2, options=SaveOptions(write_timeout_s=9))
-    play.to_writing()
-    play.receipt(0)
-    play.beat(1, writing(1, 2))
-    play.clock.now_s = 9.0
-    assert "rank 1 was last heard 9.0 s ago" in missing(play).message
-
-
-def test_a_deadline_says_of_a_rank_that_never_called_what_it_called_last():
-    play = Beating(world_size=2)
-    play.clock.now_s = 100.0
-    play.to_end()
-    play.clock.now_s = 143.0
-    play.join(0, key=OpKey(KEY.session, 1))
-    error = missing(play)
+    error = next(reply.error for reply in play.replies.values() if isinstance(reply, Refused))
     assert error.rank == 1
-    assert (
-        "rank 1 never called: its last operation was #0 (save to memory://ckpt), which ended "
-        "43 s ago"
-    ) in error.message
-
-
-def test_a_deadline_says_of_a_rank_in_another_operation_that_it_has_not_ended():
-    play = Beating(world_size=2)
-    other = OpKey(KEY.session, 7)
-    play.send(Exchange(other, 1, 2, "plans", {}, 900.0))
-    play.join(0)
-    told = missing(play).message
-    assert "its last operation was #7 (exchange 'plans'), which has not ended" in told
-
-
-def test_a_deadline_says_of_a_rank_that_captures_how_long_it_does():
-    play = Beating(world_size=2)
-    play.join(0)
-    play.clock.now_s = 600.0
-    play.beat(1, Doing(KEY.seq, KEY.seq, "capturing", 598.0))
-    assert "rank 1 has been capturing for 598.0 s" in missing(play).message
-
-
-def test_a_deadline_says_that_a_rank_was_never_heard():
-    play = Beating(world_size=2)
-    play.join(0)
-    play.clock.now_s = 600.0
-    told = missing(play).message
-    assert "rank 1 was never heard by this coordinator, which began 600 s ago" in told
+    assert said in error.message
 
 
 def at(play, now_s, *beating):
@@ -374,11 +358,6 @@ def test_of_an_operation_that_is_over_nobody_can_be_silent():
     assert attendance.due_s(join.key) == {}
 
 
-def test_beats_are_values():
-    beat = Heartbeat("run", 1, 60.0, (writing(1, 2),))
-    assert pickle.loads(pickle.dumps(beat)) == beat
-
-
 # Ranks that call different things
 
 
@@ -437,17 +416,18 @@ def test_a_save_can_be_cancelled_until_its_commit_and_the_answer_stays_the_same(
     assert play.coordination.is_cancelled(KEY)
 
 
-def test_a_save_whose_commit_has_begun_is_not_cancelled():
+@pytest.mark.parametrize("why", ["its commit has begun", "it failed by itself", "it is over"])
+def test_a_save_is_not_cancelled_nor_left_when_that_is_too_late(why):
     play = Play()
-    play.to_record()
-    assert play.coordination.cancel(KEY, "too late") == ()
-    assert not play.coordination.is_cancelled(KEY)
-
-
-def test_a_save_that_failed_by_itself_was_not_cancelled():
-    play = Play()
-    play.join(0, error=StorageError("full"))
-    play.join(1)
+    if why == "its commit has begun":
+        play.to_record()
+    elif why == "it is over":
+        play.to_end()
+        assert play.coordination.withdraw(KEY, 1, "late") == ()
+        assert isinstance(play.join(1), SaveOutcome)
+    else:
+        play.join(0, error=StorageError("full"))
+        play.join(1)
     assert play.coordination.cancel(KEY, "too late") == ()
     assert not play.coordination.is_cancelled(KEY)
 
@@ -486,30 +466,18 @@ def test_a_rank_that_leaves_a_load_is_named_on_the_others(joined):
     assert (type(error), error.rank) == (ParticipantError, 1)
 
 
-def test_leaving_an_operation_that_is_over_changes_nothing():
-    play = Play()
-    play.to_end()
-    assert play.coordination.withdraw(KEY, 1, "late") == ()
-    assert not play.coordination.is_cancelled(KEY)
-    assert isinstance(play.join(1), SaveOutcome)
-
-
-def test_ranks_that_join_again_after_a_restart_do_not_wait_for_one_that_went_on():
+@pytest.mark.parametrize("first", [False, True])
+def test_ranks_that_join_again_after_a_restart_do_not_wait_for_one_that_went_on(first):
     play = Play(world_size=3)
+    if first:
+        assert play.coordination.works(KEY, 2) == ()
+        assert isinstance(play.coordination.outcome(KEY), Refused)
     play.join(0)
     play._take(play.coordination.works(KEY, 2))
     play.join(1)
     error = play.errors("SaveJoin")[0]
     assert (type(error), error.rank) == (ParticipantError, 2)
     assert "had begun it before" in error.message
-
-
-def test_a_rank_that_went_on_is_known_before_the_others_join_again():
-    play = Play(world_size=2)
-    assert play.coordination.works(KEY, 1) == ()
-    assert isinstance(play.coordination.outcome(KEY), Refused)
-    play.join(0)
-    assert play.errors("SaveJoin")[0].rank == 1
 
 
 def test_a_rank_that_does_its_share_here_changes_nothing_by_asking():
@@ -519,20 +487,59 @@ def test_a_rank_that_does_its_share_here_changes_nothing_by_asking():
     assert play.coordination.outcome(KEY) is None
     play.receipt(0)
     play.receipt(1)
-    assert isinstance(play.task, BuildCommit)
-
-
-def test_who_asks_for_the_outcome_is_told_what_all_are_told():
-    play = Play()
-    play.to_end()
+    for result in (BUILT, Finished(), RecordCreated(1), Published()):
+        play.done(result)
     assert play.coordination.outcome(KEY) is play.reply(0, "SaveReceipt")
 
 
 def test_messages_of_a_promise_to_beat_need_no_beats_to_be_taken():
     play = Beating()
-    play.send(SaveJoin(KEY, 0, 2, TARGET, SaveOptions(), b"c"))
-    play.send(SaveJoin(KEY, 1, 2, TARGET, SaveOptions(), b"c"))
+    for rank in range(2):
+        play.send(join_of(rank))
     play.done(NOTHING)
     assert play.coordination.next_silence_s == TIMEOUT_S
     with pytest.raises(Exception, match="a9"):
         play.send(SaveReceipt(KEY, 0, "a9", 1, (receipt_file(0),)))
+
+
+@pytest.mark.parametrize("coordinator_dies", [False, True])
+def test_a_rank_whose_storage_hangs_while_it_plans_its_reads_hears_that_the_load_failed(
+    tmp_path, coordinator_dies
+):
+    """What `heartbeat` does for a rank that does its share: asks for the outcome, and stops it."""
+    save(state_of(1), 2, str(tmp_path))
+    shell, gate, vitals = Shell(Coordination(epoch=1, new_attempt=str), perform), Gate(), []
+    ranks = []
+    for rank in range(2):
+        vitals.append(RankProgress())
+        opener = gate.opener if rank else open_storage
+        loading, _ = load_ranks(state_of(1), 2, str(tmp_path), opener=opener, vitals=vitals[rank])
+        ranks.append(loading[rank])
+        shell.receive(next(loading[rank]))
+    shell.perform(0)
+    key, go = shell.answers[0].key, shell.answers[0].reply
+    ended = Future()
+    hanging = threading.Thread(target=lambda: ended.set_result(result_of(ranks[1], go)))
+    hanging.start()
+    assert gate.reached.wait(120)
+    assert vitals[1].waits_for_others  # so it asks, and is known to take part:
+    assert shell.coordination.works(key, 1) == ()
+    if coordinator_dies:
+        assert vitals[1].is_working
+        vitals[1].abandon(ParticipantError("the coordinator died"))
+    else:
+        shell.receive(LoadReady(key, 0, StorageError("no such file")))
+        shell.expire()
+        vitals[1].stop.because(shell.coordination.outcome(key).error)
+    found = ended.result(120)
+    error = found if coordinator_dies else found.error
+    assert error.message == ("the coordinator died" if coordinator_dies else "no such file")
+    gate.open()
+    hanging.join(120)
+
+
+def result_of(generator, reply):
+    try:
+        return generator.send(reply)
+    except CheckpointError as error:
+        return error

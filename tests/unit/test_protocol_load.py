@@ -70,22 +70,15 @@ def test_a_rank_that_can_not_plan_refuses_the_load_on_all():
     assert play.coordination.active == ()
 
 
-def test_the_outcome_sums_the_bytes_of_all_ranks():
+def test_the_outcome_sums_the_bytes_of_all_ranks_each_once():
     play = Play()
     to_reading(play)
-    play.send(LoadDone(KEY, 0, 10, 16))
-    assert play.send(LoadDone(KEY, 1, 5, 5)) == LoadOutcome(15, 21)
-    assert play.reply(0, "LoadDone") == LoadOutcome(15, 21)
+    first = LoadDone(KEY, 0, 10, 16, None, 1, 2, 3)
+    assert play.send(first) is play.send(first) is None
+    summed = LoadOutcome(15, 21, 2, 3, 4)
+    assert play.send(LoadDone(KEY, 1, 5, 5, None, 1, 1, 1)) == summed
+    assert play.reply(0, "LoadDone") == play.send(first) == summed
     assert play.coordination.active == ()
-
-
-def test_bytes_of_a_rank_that_reports_twice_count_once():
-    play = Play()
-    to_reading(play)
-    play.send(LoadDone(KEY, 0, 10, 16))
-    play.send(LoadDone(KEY, 0, 10, 16))
-    assert play.send(LoadDone(KEY, 1, 5, 5)) == LoadOutcome(15, 21)
-    assert play.send(LoadDone(KEY, 0, 10, 16)) == LoadOutcome(15, 21)
 
 
 def test_a_rank_that_fails_to_read_fails_the_load_on_all():

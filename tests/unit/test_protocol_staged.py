@@ -26,13 +26,11 @@ from ray_dcp.protocol.commands import (
     BuildCommit,
     Failed,
     Finished,
-    MakePlan,
     OutcomeRead,
     Published,
     ReadOutcome,
     ReadRecords,
     RecordCreated,
-    step_of,
 )
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.liveness import Heartbeat
@@ -44,7 +42,6 @@ from ray_dcp.protocol.messages import (
     PartsWritten,
     Refused,
     SaveGo,
-    SaveJoin,
     SaveOutcome,
     SaveStaged,
     TakeOver,
@@ -76,11 +73,8 @@ def file_plan(file):
 class StagedPlay(Play):
     """A `Play` whose saves are asynchronous, with a stager `s<rank>` for each rank."""
 
-    def join_staged(self, rank, *, key=KEY, options=None, target=TARGET, error=None):
-        options = options or self.options
-        return self.send(
-            SaveJoin(key, rank, self.world_size, target, options, b"c", error, staged=True)
-        )
+    def join_staged(self, rank, *, options=None, **changed):
+        return self.join(rank, options=options or self.options, staged=True, **changed)
 
     def held(self, rank, *, key=KEY, incarnation=0, stager=None, attempt="a1", epoch=1):
         stager = stager or f"s{rank}"
@@ -124,7 +118,8 @@ class StagedPlay(Play):
                 command.reply
                 for command in reversed(self.commands)
                 if isinstance(command, Answer)
-                and (command.key, command.rank, command.step) == (key, rank, step)
+                and (command.key, command.step) == (key, step)
+                and rank in command.ranks
             ),
             None,
         )
@@ -166,106 +161,90 @@ def commit(play):
     return task
 
 
-def test_it_commits_when_every_file_has_a_receipt_whoever_wrote_it(play):
-    play.to_staged()
+@pytest.mark.parametrize("staged_first", [True, False])
+def test_it_commits_when_every_file_has_a_receipt_whoever_wrote_it(play, staged_first):
+    play.to_writing()
+    for rank in range(2):
+        play.held(rank)
+        if staged_first:
+            play.staged(rank)
     play.written(0, 0, 1)
     play.written(1, 3)
     assert not play.todo
     play.written(1, 2)
+    if not staged_first:
+        assert play.staged(0) is None
     task = commit(play)
     assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
-    for rank in range(2):
-        assert isinstance(play.reply(rank, "SaveStaged 0"), SaveOutcome)
-
-
-def test_receipts_may_come_before_the_rank_says_that_it_is_staged(play):
-    play.to_writing()
-    for rank in range(2):
-        play.held(rank)
-    play.write_all()
-    assert isinstance(play.task, BuildCommit)
-    assert play.staged(0) is None
-    commit(play)
     assert isinstance(play.reply(0, "SaveStaged 0"), SaveOutcome)
     assert isinstance(play.staged(1), SaveOutcome)
 
 
-def test_a_rank_that_dies_after_its_bytes_are_held_does_not_matter(play):
-    play.to_staged()
-    play.lose(0, 1)
-    play.write_all()
-    commit(play)
-    assert play.coordination.active == ()
-
-
-def test_a_rank_whose_receipts_came_first_and_that_dies_when_it_is_held_does_not_matter(play):
-    play.to_writing()
-    play.write_all()
-    for rank in (0, 1):
-        play.held(rank)
-    play.lose(0, 1)
+def test_a_rank_without_files_is_done_when_it_says_so():
+    play = StagedPlay(world_size=1)
+    play.join_staged(0)
+    play.done(NOTHING)
+    play.done(planned(1))
+    assert not play.todo
+    play.staged(0)
     commit(play)
 
 
-def test_a_rank_that_dies_while_it_copies_for_a_helper_does_not_matter(play):
+def test_a_rank_that_dies_when_a_stager_holds_its_bytes_does_not_matter(play):
     play.to_staged()
-    play.lag(0)  # it is asked to hand over to another one
-    play.lose(0)  # its slow stager has all that it had
+    play.lag(0)  # it is asked to hand over to another one; its slow stager has all that it had
+    play.lose(0, 1)
     play.write_all()
-    assert commit(play).attempt == "a1"
+    commit(play)
+    early = StagedPlay()
+    early.to_writing()
+    early.write_all()  # the receipts came before it was known who holds the bytes
+    for rank in range(2):
+        early.held(rank)
+    early.lose(0, 1)
+    commit(early)
 
 
-def test_a_rank_that_dies_before_its_bytes_are_held_fails_the_save(play):
+def fails(play, *, expire=True):
+    """Ends a save that fails; returns its error, which all who wait get."""
+    play.end_abort(expire=expire)
+    errors = [play.reply(rank, "SaveStaged 0") for rank in range(2)]
+    (error,) = {reply.error for reply in errors if isinstance(reply, Refused)}
+    return error
+
+
+@pytest.mark.parametrize("how", ["dies", "can not stage"])
+def test_a_rank_whose_bytes_are_not_held_fails_the_save(play, how):
     play.to_writing()
     play.held(0)
     play.staged(0)
-    play.lose(1)
-    play.end_abort(expire=True)
-    error = play.reply(0, "SaveStaged 0").error
-    assert isinstance(error, ParticipantError)
-    assert error.rank == 1
+    if how == "dies":
+        play.lose(1)
+    else:
+        play.staged(1, error=StorageError("no memory"))
+    error = fails(play)
+    assert (type(error), error.rank) == (ParticipantError if how == "dies" else StorageError, 1)
 
 
-def test_a_file_told_of_twice_counts_once(play):
+def test_a_file_told_of_twice_counts_once_and_with_other_bytes_fails_the_save(play):
     play.to_staged()
     play.write_all()
     assert play.written(0, 0, incarnation=1) == Ack()
     task = commit(play)
     assert [receipt.file for receipt in task.receipts] == [0, 1, 2, 3]
+    other = StagedPlay()
+    other.to_staged()
+    other.written(0, 0)
+    other.written(0, of_file(0, b"x" * 16), incarnation=1)
+    assert isinstance(fails(other), InternalError)
 
 
-def test_two_writers_of_one_file_with_other_bytes_fail_the_save(play):
-    play.to_staged()
-    play.written(0, 0)
-    play.written(0, of_file(0, b"x" * 16), incarnation=1)
-    play.end_abort(expire=True)
-    assert isinstance(play.reply(0, "SaveStaged 0").error, InternalError)
-
-
-def test_an_error_of_a_stager_fails_the_save_on_all_ranks_with_its_rank(play):
+def test_an_error_of_a_stager_fails_the_save_and_stagers_are_told_so(play):
     play.to_staged()
     assert play.written(1, error=StorageError("the disk is full", key="__2")) == Ack()
-    play.end_abort(expire=True)
-    for rank in range(2):
-        error = play.reply(rank, "SaveStaged 0").error
-        assert isinstance(error, StorageError)
-        assert error.rank == 1
-
-
-def test_staging_that_failed_on_one_rank_fails_the_save_on_all(play):
-    play.to_writing()
-    play.held(0)
-    play.staged(0)
-    play.staged(1, error=StorageError("no memory"))
-    play.end_abort(expire=True)
-    assert [play.reply(r, "SaveStaged 0").error.rank for r in range(2)] == [1, 1]
-
-
-def test_a_stager_of_a_failed_save_is_told_so(play):
-    play.to_staged()
-    play.cancel()
-    play.end_abort()
-    assert isinstance(play.written(0, 0), Refused)
+    error = fails(play)
+    assert (type(error), error.rank) == (StorageError, 1)
+    assert play.written(0, 0).error is error
 
 
 def test_a_lost_stager_makes_its_living_rank_hand_its_unwritten_files_over(play):
@@ -278,63 +257,55 @@ def test_a_lost_stager_makes_its_living_rank_hand_its_unwritten_files_over(play)
     assert play.staged(0, incarnation=1) is None
     play.written(0, 0, incarnation=1)
     play.write_all(ranks=[1])
+    play.lose_stager("s1")  # which has nothing more to write
     commit(play)
     assert isinstance(play.reply(0, "SaveStaged 1"), SaveOutcome)
 
 
-def test_a_rank_that_was_not_waiting_yet_is_asked_when_it_comes(play):
+def test_a_rank_that_was_not_waiting_yet_is_asked_when_it_comes_if_need_be(play):
     play.to_writing()
-    play.held(0)
-    play.lose_stager("s0")
+    for rank in range(2):
+        play.held(rank)
+        play.lose_stager(f"s{rank}")
     assert play.staged(0) == TakeOver(1, (0, 1), "it died", lost=True)
+    play.write_all(ranks=[1])
+    assert play.staged(1) is None
 
 
-def test_a_stager_that_is_lost_after_its_rank_fails_the_save(play):
+@pytest.mark.parametrize("stager_first", [True, False])
+def test_a_save_fails_that_lost_a_stager_and_the_rank_whose_bytes_it_held(play, stager_first):
     play.to_staged()
+    if stager_first:
+        play.lose_stager("s0")
     play.lose(0)
-    play.lose_stager("s0")
+    if not stager_first:
+        play.lose_stager("s0")
     play.end_abort(expire=True)
     error = play.reply(1, "SaveStaged 0").error
-    assert isinstance(error, ParticipantError)
-    assert error.rank == 0
-    assert "2 files unwritten" in error.message
-
-
-def test_a_rank_that_is_lost_after_its_stager_fails_the_save(play):
-    play.to_staged()
-    play.lose_stager("s0")
-    play.lose(0)
-    play.end_abort(expire=True)
-    assert play.reply(1, "SaveStaged 0").error.rank == 0
-
-
-def test_a_lost_stager_that_has_written_everything_does_not_matter(play):
-    play.to_staged()
-    play.write_all(ranks=[0])
-    play.lose_stager("s0")
-    play.write_all(ranks=[1])
-    commit(play)
-    assert isinstance(play.reply(0, "SaveStaged 0"), SaveOutcome)
+    assert (type(error), error.rank) == (ParticipantError, 0)
+    assert stager_first or "2 files unwritten" in error.message
 
 
 def test_a_stager_that_lags_and_that_nobody_can_help_goes_on_alone(play):
     play.to_staged()
     play.lag(0)
-    asked = play.reply(0, step_of(SaveStaged(KEY, 0, "a1", 1)))
-    assert isinstance(asked, TakeOver)
+    asked = play.reply(0, "SaveStaged 0")
     play.staged(0, incarnation=asked.incarnation)
     play.lose(0)  # its slow stager still holds everything
+    assert play.lag(0) == ()
     play.write_all()
-    assert commit(play).attempt == "a1"
+    commit(play)
 
 
-def test_a_stager_that_lags_is_helped_and_whoever_is_first_counts(play):
+def test_a_stager_that_lags_is_helped_once_and_whoever_is_first_counts(play):
     play.to_staged()
     play.write_all(ranks=[1])
-    play.lag(0)
+    assert len(play.lag(0)) == 1
+    assert play.lag(0) == ()
     assert play.reply(0, "SaveStaged 0").lost is False
     play.held(0, incarnation=1, stager="s1")
     play.staged(0, incarnation=1)
+    assert play.written(0, error=StorageError("late")) == Ack()  # it was overtaken
     play.written(0, 0)
     play.written(0, 0, incarnation=1)
     play.written(0, 1, incarnation=1)
@@ -342,14 +313,16 @@ def test_a_stager_that_lags_is_helped_and_whoever_is_first_counts(play):
     assert sorted(receipt.file for receipt in task.receipts) == [0, 1, 2, 3]
 
 
-def test_an_error_of_a_stager_that_was_overtaken_does_not_matter(play):
+def test_who_is_much_slower_than_the_others_is_helped(play):
     play.to_staged()
-    play.lag(0)
-    play.held(0, incarnation=1, stager="s1")
-    play.staged(0, incarnation=1)
-    assert play.written(0, error=StorageError("late")) == Ack()
-    play.write_all(incarnation=1)
-    commit(play)
+    for now_s, written in ((0.0, 0), (1.0, 1)):
+        play._take(play.coordination.stager_heard({KEY: {0: (written, 100)}}, now_s))
+    assert play.reply(0, "SaveStaged 0") is None
+    play.write_all(ranks=[1])
+    play._take(play.coordination.stager_heard({KEY: {0: (2, 100)}}, 9.0))
+    asked = play.reply(0, "SaveStaged 0")
+    assert (asked.files, asked.lost, asked.helpers) == ((0, 1), False, ("s1",))
+    assert "2 of 100 bytes" in asked.reason
 
 
 def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhile(play):
@@ -365,45 +338,16 @@ def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhil
     commit(play)
 
 
-def test_a_rank_whose_bytes_were_written_before_their_stager_died_is_not_asked_again(play):
-    play.to_writing()
-    for rank in range(play.world_size):
-        play.held(rank)
-    play.lose_stager("s0")
-    play.write_all(ranks=[0])
-    assert play.staged(0) is None
-    play.lose(0)
-    play.staged(1)
-    play.write_all(ranks=[1])
-    commit(play)
-
-
-def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
-    held = PartsHeld(KEY, 0, "a1", 1, "s0")
-    assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
-    resumed.lose_stager("s0")
-    asked = resumed.reply(0, "SaveStaged 0")
-    assert asked == TakeOver(1, (0, 1), "it died", lost=True)
-
-
-def test_a_save_that_was_taken_up_can_be_taken_up_again(resumed):
-    third = Resumed(world_size=2, epoch=3).take_up(resumed)
-    for rank in range(2):
-        third.held(rank)
-        third.staged(rank)
-    third.write_all()
-    assert commit(third).epoch == 3
-
-
-def test_nobody_is_asked_to_help_twice_or_for_a_dead_rank(play):
+def test_what_an_earlier_stager_of_a_rank_says_late_does_not_count(play):
     play.to_staged()
-    play.lose(0)
-    assert play.lag(0) == ()
-    assert len(play.lag(1)) == 1
-    assert play.lag(1) == ()
+    for incarnation in (2, 1):
+        assert play.held(0, incarnation=incarnation, stager=f"s0.{incarnation}") == Ack()
+    assert play.coordination.held_by("s0.2") == {KEY: [0]}
 
 
-def test_what_is_of_another_attempt_or_epoch_is_refused(play):
+def test_what_is_of_another_attempt_epoch_or_coordinator_is_refused(play):
+    with pytest.raises(CommitUnknownError, match="restarted"):
+        play.written(0, 0)
     play.to_staged()
     with pytest.raises(CommitUnknownError, match="a9"):
         play.written(0, 0, attempt="a9")
@@ -413,29 +357,11 @@ def test_what_is_of_another_attempt_or_epoch_is_refused(play):
     commit(play)
 
 
-def test_a_stager_of_a_coordinator_that_is_gone_is_told_that_nothing_is_known(play):
-    with pytest.raises(CommitUnknownError, match="restarted"):
-        play.written(0, 0)
-
-
 def test_files_that_nobody_writes_are_blamed_on_their_ranks_at_the_deadline(play):
     play.to_staged()
     play.write_all(ranks=[1])
-    play.expire()
-    play.end_abort()
-    error = play.reply(1, "SaveStaged 0").error
-    assert isinstance(error, DeadlineError)
-    assert error.rank == 0
-
-
-def test_a_rank_without_files_is_done_when_it_says_so():
-    play = StagedPlay(world_size=1)
-    play.join_staged(0)
-    play.done(NOTHING)
-    play.done(planned(1))
-    assert not play.todo
-    play.staged(0)
-    commit(play)
+    error = fails(play)
+    assert (type(error), error.rank) == (DeadlineError, 0)
 
 
 # --- the queue ----------------------------------------------------------------------------------
@@ -449,13 +375,18 @@ def join_second(play, **options):
         play.join_staged(rank, key=SECOND, options=SaveOptions(**options), target=ELSEWHERE)
 
 
-def test_a_save_waits_until_the_one_before_has_ended(play):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_waits_until_the_one_before_has_ended(play, fails):
     play.to_staged()
     join_second(play)
     assert not play.todo
     assert play.reply(0, "SaveJoin", key=SECOND) is None
-    play.write_all()
-    commit(play)
+    if fails:
+        play.written(0, error=StorageError("full"))
+        play.end_abort(expire=True)
+    else:
+        play.write_all()
+        commit(play)
     assert isinstance(play.task, ReadRecords)
     play.done(NOTHING)
     play.done(staged_plan(2))
@@ -491,21 +422,19 @@ def test_a_save_is_skipped_on_all_ranks_or_on_none(play):
     commit(play)
 
 
-def test_a_save_replaces_one_of_which_nothing_is_written(play):
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_save_replaces_one_of_which_nothing_is_written(play, begun):
     play.to_staged()
+    if begun:
+        play.written(0, 0)
     join_second(play, when_full="replace")
-    play.end_abort()
-    assert isinstance(play.reply(0, "SaveStaged 0").error, SaveCancelledError)
-    assert isinstance(play.task, ReadRecords)
-
-
-def test_a_save_does_not_replace_one_that_has_begun_to_be_written(play):
-    play.to_staged()
-    play.written(0, 0)
-    join_second(play, when_full="replace")
-    assert not play.todo
-    play.write_all()
-    commit(play)
+    if begun:
+        assert not play.todo
+        play.write_all()
+        commit(play)
+    else:
+        play.end_abort()
+        assert isinstance(play.reply(0, "SaveStaged 0").error, SaveCancelledError)
     assert isinstance(play.task, ReadRecords)
 
 
@@ -523,16 +452,6 @@ def test_a_queued_save_whose_rank_dies_fails_at_once(play):
     join_second(play)
     play.lose(1)
     assert isinstance(play.reply(0, "SaveJoin", key=SECOND).error, ParticipantError)
-
-
-def test_a_failed_save_makes_room(play):
-    play.to_staged()
-    join_second(play)
-    play.written(0, error=StorageError("full"))
-    play.end_abort(expire=True)
-    assert isinstance(play.task, ReadRecords)
-    play.done(NOTHING)
-    assert isinstance(play.task, MakePlan)
 
 
 # Another coordinator
@@ -556,6 +475,12 @@ class Resumed(StagedPlay):
         task = ReadOutcome(TARGET, "a1")
         self._take(self.coordination.performed(KEY, task, outcome))
 
+    def say_again(self):
+        for rank in range(self.world_size):
+            assert self.held(rank) == Ack()
+            self.staged(rank)
+        self.write_all()
+
 
 @pytest.fixture
 def resumed(play):
@@ -565,47 +490,54 @@ def resumed(play):
     return Resumed(world_size=play.world_size, epoch=2).take_up(play)
 
 
-def test_only_what_is_planned_and_not_over_can_be_taken_up(play):
+def test_only_what_is_planned_and_neither_over_nor_failing_can_be_taken_up(play):
+    def known():
+        return play.coordination.staged_plan(KEY) is not None
+
     for rank in range(play.world_size):
-        assert play.coordination.staged_plan(KEY) is None
+        assert not known()
         play.join_staged(rank)
-    assert play.coordination.staged_plan(KEY) is None
+    assert not known()
     play.done(NOTHING)
     play.done(staged_plan(play.world_size))
-    assert play.coordination.staged_plan(KEY) is not None
+    assert known()
     for rank in range(play.world_size):
         play.held(rank)
     # All is written and nothing committed: who dies now must leave it to another coordinator.
     play.write_all()
     assert isinstance(play.task, BuildCommit)
-    assert play.coordination.staged_plan(KEY) is not None
+    assert known()
     commit(play)
-    assert play.coordination.staged_plan(KEY) is None
+    assert not known()
+    other, written = StagedPlay(), Play()
+    other.to_staged()
+    other.cancel()
+    assert other.coordination.staged_plan(KEY) is None
+    written.to_writing()  # by its ranks
+    assert written.coordination.staged_plan(KEY) is None
 
 
-def test_a_save_that_fails_is_not_left_to_another_coordinator(play):
-    play.to_staged()
-    play.cancel()
-    assert play.coordination.staged_plan(KEY) is None
-
-
-def test_a_save_is_taken_up_and_committed_under_the_new_epoch(resumed):
-    for rank in range(resumed.world_size):
-        assert resumed.held(rank) == Ack()
-        resumed.staged(rank)
-    resumed.write_all()
-    task = commit(resumed)
-    assert (task.attempt, task.epoch) == ("a1", 2)
+def test_a_save_is_taken_up_twice_and_committed_under_the_newest_epoch(resumed):
+    third = Resumed(world_size=2, epoch=3).take_up(resumed)
+    third.say_again()
+    task = commit(third)
+    assert (task.attempt, task.epoch) == ("a1", 3)
     assert {file.file for file in task.receipts} == {0, 1, 2, 3}
-    assert isinstance(resumed.reply(0, step_of(SaveStaged(KEY, 0, "a1", 1))), SaveOutcome)
+    assert isinstance(third.reply(0, "SaveStaged 0"), SaveOutcome)
+
+
+def test_a_rank_says_who_holds_its_bytes_to_a_coordinator_that_never_heard_it(resumed):
+    held = PartsHeld(KEY, 0, "a1", 1, "s0")
+    assert resumed.send(SaveStaged(KEY, 0, "a1", 1, held=held)) is None
+    resumed.lose_stager("s0")
+    assert resumed.reply(0, "SaveStaged 0") == TakeOver(1, (0, 1), "it died", lost=True)
 
 
 def test_what_nobody_says_again_does_not_count(resumed):
     resumed.held(0)
     resumed.written(0, 0)
-    for rank in range(1, resumed.world_size):
-        resumed.held(rank)
-        resumed.written(rank, *range(FILES_OF_A_RANK * rank, FILES_OF_A_RANK * rank + 2))
+    resumed.held(1)
+    resumed.written(1, 2, 3)
     assert not resumed.todo
 
 
@@ -615,16 +547,15 @@ def test_a_rank_without_its_part_of_the_plan_fails_the_save_that_was_taken_up(re
     resumed.held(0)
     resumed.write_all(ranks=[0])
     resumed.end_abort()
-    refused = resumed.reply(1, step_of(SaveJoin(KEY, 1, 2, TARGET, SaveOptions(), b"")))
+    refused = resumed.reply(1, "SaveJoin")
     assert isinstance(refused, Refused)
     assert "was restarted" in refused.error.message
 
 
 def test_another_attempt_or_epoch_is_refused_by_who_took_it_up(resumed):
-    with pytest.raises(CheckpointError):
-        resumed.held(0, attempt="a2")
-    with pytest.raises(CheckpointError):
-        resumed.held(0, epoch=3)
+    for stray in ({"attempt": "a2"}, {"epoch": 3}):
+        with pytest.raises(CheckpointError):
+            resumed.held(0, **stray)
     resumed.held(0, epoch=2)
 
 
@@ -638,63 +569,7 @@ def test_a_dead_rank_does_not_matter_once_its_stager_has_said_that_it_holds_its_
     assert "lost" in resumed.task.reason
 
 
-def taken_up(play, outcome=None):
-    play.to_staged()
-    return Resumed(world_size=play.world_size, epoch=2).take_up(play, outcome)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "told"),
-    [
-        (OutcomeRead(3, b"manifest"), SaveOutcome),
-        # An abort record, or a commit that was replaced: each rank reads which.
-        (OutcomeRead(3), CommitUnknownError),
-    ],
-)
-def test_a_save_that_storage_has_decided_is_dropped_and_the_next_one_begins(play, outcome, told):
-    resumed = taken_up(play)
-    assert resumed.staged(0) is None
-    join_second(resumed)
-    resumed.told(outcome)
-    reply = resumed.reply(0, "SaveStaged 0")
-    assert isinstance(reply.error if isinstance(reply, Refused) else reply, told)
-    assert resumed.coordination.active == (SECOND,)
-    assert isinstance(resumed.task, ReadRecords)
-
-
-@pytest.mark.parametrize("when_full", ["wait", "skip", "replace"])
-def test_the_next_save_waits_until_it_is_known_whether_the_one_taken_up_is_over(play, when_full):
-    resumed = taken_up(play)
-    join_second(resumed, when_full=when_full)
-    assert resumed.reply(0, "SaveJoin", key=SECOND) is None
-    resumed.told(OutcomeRead(3, b"manifest"))
-    assert isinstance(resumed.task, ReadRecords)
-
-
-@pytest.mark.parametrize("outcome", [OutcomeRead(), Failed(StorageError("no answer"))])
-def test_a_save_that_nothing_decides_goes_on_where_it_was_taken_up(play, outcome):
-    resumed = taken_up(play, outcome)
-    for rank in range(2):
-        resumed.staged(rank)
-        resumed.held(rank)
-    resumed.write_all()
-    commit(resumed)
-    assert isinstance(resumed.reply(1, "SaveStaged 0"), SaveOutcome)
-
-
-def test_a_save_whose_files_are_all_written_before_the_storage_answers_is_committed(play):
-    resumed = taken_up(play)
-    for rank in range(2):
-        resumed.held(rank)
-    resumed.write_all()
-    assert isinstance(resumed.task, BuildCommit)
-    resumed.told(OutcomeRead(3))  # late: the vote decides
-    commit(resumed)
-    assert isinstance(resumed.coordination.outcome(KEY), SaveOutcome)
-
-
-def test_a_dead_rank_without_files_does_not_matter_to_who_takes_a_save_up():
-    play = StagedPlay(world_size=2)
+def test_a_dead_rank_without_files_does_not_matter_to_who_takes_a_save_up(play):
     play.to_writing()
     found = play.coordination.staged_plan(KEY)
     found = replace(found, files=(found.files[0], frozenset()))
@@ -707,12 +582,49 @@ def test_a_dead_rank_without_files_does_not_matter_to_who_takes_a_save_up():
     commit(resumed)
 
 
+def taken_up(play, outcome=None):
+    play.to_staged()
+    return Resumed(world_size=play.world_size, epoch=2).take_up(play, outcome)
+
+
+@pytest.mark.parametrize("when_full", ["wait", "skip", "replace"])
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (OutcomeRead(3, b"manifest"), SaveOutcome),
+        # An abort record, or a commit that was replaced: each rank reads which.
+        (OutcomeRead(3), CommitUnknownError),
+    ],
+)
+def test_a_save_that_storage_has_decided_is_dropped_and_the_next_one_begins_only_then(
+    play, outcome, told, when_full
+):
+    resumed = taken_up(play)
+    assert resumed.staged(0) is None
+    join_second(resumed, when_full=when_full)
+    assert resumed.reply(0, "SaveJoin", key=SECOND) is None
+    resumed.told(outcome)
+    reply = resumed.reply(0, "SaveStaged 0")
+    assert isinstance(reply.error if isinstance(reply, Refused) else reply, told)
+    assert resumed.coordination.active == (SECOND,)
+    assert isinstance(resumed.task, ReadRecords)
+
+
+@pytest.mark.parametrize("outcome", [OutcomeRead(), Failed(StorageError("no answer")), None])
+def test_a_save_that_nothing_decides_goes_on_where_it_was_taken_up(play, outcome):
+    resumed = taken_up(play, outcome)
+    resumed.say_again()
+    assert isinstance(resumed.task, BuildCommit)
+    if outcome is None:
+        resumed.told(OutcomeRead(3))  # late: the vote decides
+    commit(resumed)
+    assert isinstance(resumed.reply(1, "SaveStaged 0"), SaveOutcome)
+
+
 def test_a_failure_that_could_not_be_recorded_is_unknown_as_another_could_commit_it(play):
     play.to_writing()
     play.cancel()
-    play.done(Failed(StorageError("no answer")))
     while play.todo:
         play.done(Failed(StorageError("no answer")))
     play.staged(0)
-    refused = play.reply(0, step_of(SaveStaged(KEY, 0, "a1", 1)))
-    assert isinstance(refused.error, CommitUnknownError)
+    assert isinstance(play.reply(0, "SaveStaged 0").error, CommitUnknownError)

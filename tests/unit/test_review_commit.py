@@ -34,7 +34,7 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
-from ray_dcp.runtime.inline import InlineSession, run_ranks
+from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.records import republish
 from ray_dcp.runtime.session import CallTimeouts
@@ -43,6 +43,7 @@ from ray_dcp.store import local
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyExistsError
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, save, save_ranks, state_of
 
 pytestmark = pytest.mark.filterwarnings(

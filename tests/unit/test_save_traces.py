@@ -56,7 +56,7 @@ def join(rank: int, *, staged: bool = False, trace: bool = True, url: str = "mem
 
 
 def go(rank: int, attempt: str = ATTEMPT) -> Answer:
-    return Answer(KEY, rank, "SaveJoin", SaveGo(attempt, 1, RankPlan(rank, "torch_save", ())))
+    return Answer(KEY, (rank,), "SaveJoin", SaveGo(attempt, 1, RankPlan(rank, "torch_save", ())))
 
 
 def receipt(file: int, num_bytes: int) -> FileReceipt:
@@ -266,7 +266,7 @@ def test_no_trace_is_written_where_it_is_not_wanted_or_the_save_failed():
     tracing = Tracing(opener=lambda _: storage)
     tracing.perform(noted(tracing, trace=False), lambda task: task)
     command = noted(tracing)
-    tracing.tells(Answer(KEY, 0, "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
+    tracing.tells(Answer(KEY, (0,), "SaveReceipt", Refused(ray_dcp.CheckpointError("no"))))
     tracing.perform(command, lambda task: task)
     assert storage.list() == []
 

@@ -14,16 +14,16 @@ from types import SimpleNamespace
 import pytest
 
 import ray_dcp
-from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.aggregation import MessageBatch
 from ray_dcp.protocol.coordination import Coordination
-from ray_dcp.protocol.messages import Ack, PartsHeld, SaveJoin, SaveStaged, Target
+from ray_dcp.protocol.messages import Ack, PartsHeld, SaveStaged, Target
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.coordinator import Coordinator
-from ray_dcp.runtime.inline import Shell
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch
 from ray_dcp.runtime.tasks import perform, settle
 from ray_dcp.stage.values import StageKey, StageProgress
-from tests.protocol_play import KEY
+from tests.inline_ranks import Shell
+from tests.protocol_play import KEY, join_of
 from tests.unit.test_protocol_staged import SECOND, StagedPlay
 
 
@@ -100,14 +100,18 @@ class Actor(Coordinator):
         self._resumed.set()
         self._waiting, self._watching, self._timers, self._tasks = {}, {}, {}, set()
         self._performing = 0
-        self._tracing = SimpleNamespace(hears=lambda *_: None, tells=lambda _: None)
+        nothing = lambda *_: None  # noqa: E731
+        self._tracing = SimpleNamespace(hears=nothing, hears_together=nothing, tells=nothing)
         self._switchboard = SimpleNamespace(tidy=lambda: None)
-        self._together = SimpleNamespace(answer=lambda _: None, tell=lambda: None)
+        self._together = SimpleNamespace(answer=nothing, tell=nothing, call=self._told)
         self._coordination = play.coordination
         self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
 
     async def _perform(self, command):
         """Leaves its tasks undone."""
+
+    async def _told(self, message, beats_s):
+        """Hears nothing from the machine."""
 
     async def settled(self):
         """Lets everything go on that can."""
@@ -237,7 +241,8 @@ def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster
     assert another_coordinator().held_by("s0#1") == {KEY: [0]}
 
 
-def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(cluster, together):
     play = planned()
 
     async def begin():
@@ -255,10 +260,13 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
         await actor._plans.resume()
         # Its rank waits already, and says once more who holds its bytes.
         staged = SaveStaged(KEY, 1, "a1", 1, held=held(1))
-        call = asyncio.ensure_future(actor.call(staged))
+        batch = MessageBatch(KEY, "SaveStaged 0", (1,), (staged,))
+        call = asyncio.ensure_future(
+            actor.call_together(batch, ()) if together else actor.call(staged)
+        )
         await actor.settled()
-        await actor._plans.keep()
-        await actor._plans.keep()
+        await asyncio.gather(*actor._tasks)
+        assert not actor._plans.note(held(1))
         call.cancel()
 
     asyncio.run(go_on())
@@ -295,9 +303,7 @@ def test_a_save_that_had_ended_does_not_keep_the_next_one_waiting(tmp_path, ende
     shell._carry_out(shell.coordination.resume(planned_save))
     elsewhere = Target(str(tmp_path / "d"))
     for rank in range(2):
-        assert not shell.receive(
-            SaveJoin(SECOND, rank, 2, elsewhere, SaveOptions(), b"c", staged=True)
-        )
+        assert not shell.receive(join_of(rank, key=SECOND, target=elsewhere, staged=True))
     while shell.tasks and KEY in shell.coordination.active:
         shell.perform(0)
     assert shell.coordination.active == (SECOND,)

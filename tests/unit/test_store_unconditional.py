@@ -30,7 +30,6 @@ from ray_dcp.protocol.commands import (
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import SaveReceipt, Target
 from ray_dcp.protocol.vote import Fenced, Open, Won
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.runtime.tasks import new_attempt, outcome, perform, settle
 from ray_dcp.store.location import Location
 from ray_dcp.store.memory import MemoryStorage
@@ -40,6 +39,7 @@ from tests.crash.crashes import check_crashes
 from tests.crash.invariants import INVARIANTS, nothing_is_left
 from tests.crash.own_operations import OPERATIONS
 from tests.crash.unconditional_storage import UnconditionalStorage
+from tests.inline_ranks import run_ranks
 from tests.numpy_ranks import load_and_check, loads_whole, save, save_ranks, state_of
 from tests.protocol_play import Play
 

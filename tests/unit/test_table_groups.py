@@ -25,13 +25,13 @@ from ray_dcp.format.table import GroupedTable, decode_table, encode_table, end_o
 from ray_dcp.io.checkpoint import checkpoint_from, read_checkpoint
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.planning.reads import Wanted, plan_reads
-from ray_dcp.runtime.inline import run_ranks
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.targets import plan_targets
 from tests.crash.array_states import same_state, sample_state
 from tests.crash.ranks import load_ranks, load_state, save_state
 from tests.format_cases import difference, forged, slabs, table_of
+from tests.inline_ranks import run_ranks
 from tests.unit.torch_ranks import load_on_ranks, save_on_ranks
 
 WITHOUT = SaveOptions(num_threads=1, stock_metadata=False)

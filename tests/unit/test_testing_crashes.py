@@ -13,7 +13,6 @@ import pytest
 import ray_dcp
 from ray_dcp.errors import CommitUnknownError, InvalidRequestError, StorageError
 from ray_dcp.protocol.messages import SaveOutcome
-from ray_dcp.runtime.inline import RankResult
 from ray_dcp.store.fault_injection import CrashError
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
@@ -25,6 +24,7 @@ from tests.crash.own_operations import leave_a_crash, put_stock_checkpoint
 from tests.crash.ranks import one_outcome
 from tests.crash.registry import NEW, NEXT, OLD, Operation, Place
 from tests.crash.system_calls import CALLS, interrupted_system
+from tests.inline_ranks import RankResult
 
 
 @pytest.fixture

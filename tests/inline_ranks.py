@@ -1,0 +1,258 @@
+"""Runs any number of ranks against one coordination, in one thread and in virtual time.
+
+Every order of events can be chosen, ranks can freeze or die, and everything can stop at any point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
+
+from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.protocol.aggregation import Batch, Batches, MessageBatch
+from ray_dcp.protocol.commands import Answer, Arm, Command, step_of
+from ray_dcp.protocol.coordination import Coordination
+from ray_dcp.protocol.liveness import Heartbeat
+from ray_dcp.protocol.messages import LoadJoin, OpKey, Reply, Request, SaveJoin
+from ray_dcp.runtime import inline
+from ray_dcp.runtime.inline import Performer
+from ray_dcp.runtime.tasks import new_attempt, perform
+
+
+class Time:
+    """Virtual time: seconds, changed by who lets it pass."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        """Returns the seconds that have passed."""
+        return self.now_s
+
+
+class Shell(inline.Shell):
+    """Carries out the commands of a coordination in virtual time, with messages of gatherers.
+
+    Attributes:
+        batches: Messages of several ranks that wait; their answers are in no other place.
+    """
+
+    def __init__(
+        self, coordination: Coordination, performer: Performer, time: Time | None = None
+    ) -> None:
+        super().__init__(coordination)
+        self.batches = Batches()
+        self._performer = performer
+        self._time = time or Time()
+        self._listens = time is not None
+
+    def receive_together(self, message: MessageBatch, beats_s: float | None = None) -> Batch:
+        """Hands over what several ranks say; returns what they are told, as it comes."""
+        batch = self.batches.add(message)
+        commands, refused = self.coordination.receive_together(message, beats_s=beats_s)
+        for rank, reply in refused.items():
+            batch.put((rank,), reply)
+        self._carry_out(commands)
+        return batch
+
+    def lose(self, request: Request) -> None:
+        """Tells that the rank of a request died."""
+        session, reason = request.key.session, f"it died before {step_of(request)}"
+        self._carry_out(self.coordination.lost(session, [request.rank], reason))
+
+    def perform(self, index: int) -> None:
+        """Performs a task that waits."""
+        todo = self.tasks.pop(index)
+        self.performed(todo, self._performer(todo.task))
+
+    def expire(self, beating: Sequence[tuple[str, int, float]] = ()) -> bool:
+        """Lets the time pass to the next deadline or silence; returns false when there is none.
+
+        Args:
+            beating: Ranks that live: session, rank and what silence is allowed.
+        """
+        key = min(self._timers, key=lambda key: self._timers[key][0], default=None)
+        silence_s = self.coordination.next_silence_s if self._listens else None
+        if silence_s is not None and (key is None or silence_s < self._timers[key][0]):
+            self._time.now_s = silence_s
+            for session, rank, timeout_s in beating:
+                self.coordination.hear(Heartbeat(session, rank, timeout_s))
+            self._carry_out(self.coordination.listen())
+            return True
+        if key is None:
+            return False
+        self._time.now_s = self._timers[key][0]
+        self.expire_one(key)
+        return True
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Arm):
+                command = replace(command, after_s=self._time.now_s + command.after_s)
+            elif isinstance(command, Answer):
+                command = replace(command, ranks=tuple(sorted(self.batches.answer(command))))
+            super()._carry_out([command])
+
+
+T = TypeVar("T")
+Waiting = tuple[OpKey, int, str]
+
+Fate = Literal["live", "twice", "slow", "freeze", "die"]
+"""What becomes of a request and its rank: it arrives; it arrives twice; it is never sent, but the
+rank lives and sends heartbeats; the same, but without heartbeats; the same, and the coordination is
+told that the rank died."""
+
+HEARTBEAT_S = 60.0
+"""Silence that is allowed to a rank whose options don't say, in seconds."""
+
+
+@dataclass(frozen=True)
+class RankResult(Generic[T]):
+    """How a rank ended: with a value, with an error, or not at all."""
+
+    value: T | None = None
+    error: CheckpointError | None = None
+    ended: bool = True
+
+    def get(self) -> T:
+        """Returns the value.
+
+        Raises:
+            CheckpointError: What the rank raised.
+            InternalError: The rank never ended.
+        """
+        if self.error is not None:
+            raise self.error
+        if not self.ended:
+            raise InternalError("Expected the rank to end, but it was stopped, froze or died")
+        return self.value  # type: ignore[return-value]
+
+
+def run_ranks(
+    ranks: Sequence[Generator[Request, Reply, T]],
+    *,
+    choose: Callable[[int], int] | None = None,
+    crash_at: int | None = None,
+    fate: Callable[[Request], Fate] | None = None,
+    performer: Performer = perform,
+    coordination: Coordination | None = None,
+) -> list[RankResult[T]]:
+    """Runs rank generators against one coordination, in this thread, to their ends.
+
+    An event is one of: a rank goes on to its next request; a request arrives; a task is
+    performed. When there is none and a rank waits, the next deadline passes.
+
+    Args:
+        ranks: As `rank_save` and `rank_load` make them; of one session or of several.
+        choose: Takes the number of possible events and returns the index of the next one. By
+            default the oldest.
+        crash_at: Everything stops for ever before the event of this number (from 0) that can
+            touch storage: a task, or a rank going on.
+        fate: What becomes of a request; by default it arrives. Not asked for one that comes
+            twice already.
+        performer: What carries out tasks.
+        coordination: To go on with one that has a past.
+
+    Returns:
+        How each of `ranks` ended, in their order.
+
+    Raises:
+        InternalError: A rank waits, and nothing will ever happen.
+    """
+    time = None
+    if coordination is None:
+        time = Time()
+        coordination = Coordination(epoch=1, new_attempt=new_attempt, clock=time)
+    world = _World(ranks, Shell(coordination, performer, time), fate or (lambda _: "live"))
+    world.run(choose or (lambda _: 0), crash_at)
+    return world.results
+
+
+class _World:
+    def __init__(
+        self, ranks: Sequence[Generator[Request, Reply, Any]], shell: Shell, fate: Any
+    ) -> None:
+        self.results: list[RankResult[Any]] = [RankResult(ended=False) for _ in ranks]
+        self._ranks = ranks
+        self._shell = shell
+        self._fate = fate
+        self._ready: list[tuple[int, Reply | None]] = [(index, None) for index in range(len(ranks))]
+        self._mail: list[tuple[int | None, Request]] = []
+        self._waiting: dict[Waiting, int] = {}
+        self._beats_s: dict[tuple[str, int], float] = {}
+
+    def run(self, choose: Callable[[int], int], crash_at: int | None) -> None:
+        touched = 0
+        while True:
+            events = self._events()
+            if not events:
+                if not self._waiting:
+                    return
+                if not self._shell.expire([(*who, s) for who, s in self._beats_s.items()]):
+                    raise InternalError(
+                        f"Nothing will ever happen, but there wait {sorted(self._waiting, key=str)}"
+                    )
+                self._hand_out()
+                continue
+            what, index = events[choose(len(events))]
+            if what != "deliver":
+                if touched == crash_at:
+                    return
+                touched += 1
+            match what:
+                case "advance":
+                    self._advance(index)
+                case "deliver":
+                    self._deliver(index)
+                case "perform":
+                    self._shell.perform(index)
+            self._hand_out()
+
+    def _events(self) -> list[tuple[str, int]]:
+        return [
+            *(("advance", index) for index in range(len(self._ready))),
+            *(("deliver", index) for index in range(len(self._mail))),
+            *(("perform", index) for index in range(len(self._shell.tasks))),
+        ]
+
+    def _advance(self, index: int) -> None:
+        which, reply = self._ready.pop(index)
+        generator = self._ranks[which]
+        try:
+            request = next(generator) if reply is None else generator.send(reply)
+        except StopIteration as end:
+            self.results[which] = RankResult(value=end.value)
+        except CheckpointError as error:
+            self.results[which] = RankResult(error=error)
+        else:
+            self._mail.append((which, request))
+
+    def _deliver(self, index: int) -> None:
+        which, request = self._mail.pop(index)
+        at = (request.key, request.rank, step_of(request))
+        who = (request.key.session, request.rank)
+        if isinstance(request, SaveJoin | LoadJoin):
+            self._beats_s[who] = request.options.heartbeat_timeout_s
+        if which is not None:
+            fate = self._fate(request)
+            if fate == "die":
+                self._shell.lose(request)
+            if fate in ("die", "freeze"):
+                self._beats_s.pop(who, None)
+            if fate in ("die", "freeze", "slow"):
+                return
+            self._waiting[at] = which
+            if fate == "twice":
+                self._mail.append((None, request))
+        refused = self._shell.receive(request, self._beats_s.get(who, HEARTBEAT_S))
+        if refused is not None and which is not None:
+            del self._waiting[at]
+            self._ready.append((which, refused))
+
+    def _hand_out(self) -> None:
+        answers, self._shell.answers = self._shell.answers, []
+        for answer in answers:
+            (rank,) = answer.ranks
+            which = self._waiting.pop((answer.key, rank, answer.step), None)
+            if which is not None:
+                self._ready.append((which, answer.reply))
