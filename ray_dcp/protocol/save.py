@@ -48,6 +48,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ray_dcp.core.values import GlobalPlan
 from ray_dcp.errors import (
@@ -60,6 +61,7 @@ from ray_dcp.errors import (
     PlanConflictError,
     SaveCancelledError,
 )
+from ray_dcp.planning.global_plan import pack_for_commit, unpack_for_commit
 from ray_dcp.protocol.commands import (
     Answer,
     BuildCommit,
