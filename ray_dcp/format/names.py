@@ -204,6 +204,7 @@ SHARED_FOLDER = ".manager"
 """Folder of a run that holds what is shared."""
 TAGS = "tags/"
 READING = "reading/"
+CATALOGUE = "catalogue.json"
 NOTES = "notes/"
 MAX_NOTE_BYTES = 64 << 10
 

@@ -17,14 +17,20 @@ from functools import cached_property
 
 from ray_dcp.core.collector import collector_paused
 from ray_dcp.errors import CheckpointError, DamagedCheckpointError, StorageError
-from ray_dcp.format.manifest import DeleteRecord, Manifest, slot_of
-from ray_dcp.format.names import READING, SHARED_FOLDER, StepNames, tag_of
-from ray_dcp.format.step_info import StepInfo, info_slot
+from ray_dcp.format.manifest import MAX_RECORD_BYTES, DeleteRecord, Manifest, slot_of
+from ray_dcp.format.names import CATALOGUE, READING, SHARED_FOLDER, StepNames, tag_of
+from ray_dcp.format.step_info import (
+    CatalogueRow,
+    StepInfo,
+    decode_catalogue,
+    encode_catalogue,
+    info_slot,
+)
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager.retention import StepFacts
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.location import url_below
-from ray_dcp.store.storage import Storage
+from ray_dcp.store.storage import KeyMissingError, Storage
 from ray_dcp.view.listing import PART_NAME, highest_record, info_below
 
 FOLDER = SHARED_FOLDER
@@ -165,14 +171,50 @@ def look(
         StorageError: The storage can't be listed or read.
 
     Complexity:
-        One listing; one or two small reads for each step that `before` does not know.
+        One listing; one or two small reads for each step that neither `before` nor the catalogue
+        file knows.
     """
-    known = {} if before is None else before.folders
+    known = _published(root, names, opener) if before is None else before.folders
     found = look_at_folders(root, names.step_of, opener, known)
     for one in found.folders.values():
         found.steps[one.step] = _preferred(found.steps.get(one.step), one, names)
     found.steps = dict(sorted(found.steps.items()))
     return found
+
+
+def publish(root: Root, catalogue: Catalogue, opener: Opener) -> None:
+    """Writes the catalogue file, so that the next process need not read every step's records.
+
+    Only the writer of a root does. Nothing depends on it: a row is used as long as the folder that
+    it tells of has the same records.
+
+    Raises:
+        StorageError: It could not be written.
+    """
+    rows = [
+        CatalogueRow(one.name, one.last_slot, one.slot, one.attempt, one.created_s, one.info)
+        for one in catalogue.steps.values()
+        if one.is_ours and one.is_readable
+    ]
+    opener(root.shared).write(CATALOGUE, encode_catalogue(rows))
+
+
+def _published(root: Root, names: StepNames, opener: Opener) -> dict[str, StepFound]:
+    """Returns what the catalogue file says of folders; nothing where it can't be read."""
+    try:
+        rows = decode_catalogue(opener(root.shared).read(CATALOGUE, 0, MAX_RECORD_BYTES))
+    except KeyMissingError:
+        return {}
+    except DamagedCheckpointError as error:
+        logger.info("The catalogue of %s is not used: %s", root.url, error)
+        return {}
+    return {
+        row.name: StepFound(
+            step, row.name, row.last_slot, row.slot, row.attempt, row.created_s, row.info
+        )
+        for row in rows
+        if (step := names.step_of(row.name)) is not None
+    }
 
 
 def look_at_folders(

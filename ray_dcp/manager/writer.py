@@ -24,7 +24,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import READING, check_tag
 from ray_dcp.format.step_info import StepInfo, check_metadata
-from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step
+from ray_dcp.manager.catalogue import Catalogue, Root, StepFound, look_at_step, publish
 from ray_dcp.manager.leases import LeaseHolder, Readers, WriterLease
 from ray_dcp.manager.retention import check_metrics
 from ray_dcp.manager.save_policy import SaveFacts
@@ -161,6 +161,9 @@ class Remover:
         self._due_s = time.monotonic() + min(LAST_RETRY_S, wait_s)
 
 
+PUBLISH_EVERY = 64
+"""Steps that the catalogue file may lack before it is written again."""
+
 Opener = Callable[[Target], Storage]
 
 
@@ -215,6 +218,7 @@ class Writer:
         self._last_begun_s = clock()
         self._preemption_saved = False
         self._is_known = False
+        self._unpublished = 0
 
     def look(self) -> Catalogue:
         """Returns what is committed, by a new look at the storage.
@@ -351,12 +355,15 @@ class Writer:
                 return
             with self.lock:
                 self.steps.note(found)
+                self._unpublished += 1
                 policy = self._settings.kept
                 is_full = bool(self.steps.superfluous(self.steps.catalogue, policy))
             if is_full:
                 self.remover.wake()
             if place.last_slot and self._settings.named:
                 self.steps.remove_replaced_items(place)
+            if self._unpublished >= PUBLISH_EVERY:
+                self._publish()
         except CheckpointError as error:
             # Why not raised: the step is saved. What was not done is done after the next one.
             self._is_known = False
@@ -460,6 +467,8 @@ class Writer:
         self.remover.close()
         try:
             if self._right.is_taken:
+                if self._unpublished:
+                    self._publish()
                 self._right.give_back()
         except CheckpointError as error:
             logger.info("The right to write to %s was not given back: %s", self.root.url, error)
@@ -476,7 +485,14 @@ class Writer:
         if not had_it:
             self._deletions.fence("another process writes to the run", None)
         if not had_it or not self._is_known:
-            self.look()
+            self._unpublished += self.look().num_read
+
+    def _publish(self) -> None:
+        self._unpublished = 0
+        try:
+            publish(self.root, self.steps.catalogue, self._opener)
+        except StorageError as error:
+            logger.info("The catalogue of %s was not written: %s", self.root.url, error)
 
     def _delete_now(self, going: Going) -> None:
         mark = self._deletions.announce(going)

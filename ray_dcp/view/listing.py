@@ -27,9 +27,11 @@ from ray_dcp.format.manifest import (
     record_key,
     slot_of,
 )
-from ray_dcp.format.names import MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tag_of
+from ray_dcp.format.names import CATALOGUE, MAX_NOTE_BYTES, SHARED_FOLDER, noted_step, tag_of
 from ray_dcp.format.step_info import (
+    CatalogueRow,
     StepInfo,
+    decode_catalogue,
     decode_info,
     info_key,
     info_slot,
@@ -303,6 +305,8 @@ class _Shared:
 
     tags: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     notes: Mapping[int, str] = field(default_factory=dict)
+    rows: Mapping[str, CatalogueRow] = field(default_factory=dict)
+    """Of the catalogue file, by folder: it only saves reading."""
 
 
 def list_checkpoints(
@@ -356,6 +360,7 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
     """Takes the folder `.manager` out of the listing, and reads what it tells of steps."""
     tags: dict[int, list[str]] = {}
     notes: dict[int, str] = {}
+    rows: dict[str, CatalogueRow] = {}
     inside = [name for name in directories if f"{name}/".startswith(f"{SHARED_FOLDER}/")]
     for folder in inside:
         below = folder.removeprefix(SHARED_FOLDER).lstrip("/")
@@ -367,7 +372,11 @@ def _read_shared(storage: Storage, directories: dict[str, dict[str, int]]) -> _S
             elif noted is not None:
                 data = _read(storage, f"{SHARED_FOLDER}/{key}", MAX_NOTE_BYTES)
                 notes[noted] = data.decode("utf-8", "replace")
-    return _Shared({step: tuple(sorted(some)) for step, some in tags.items()}, notes)
+            elif key == CATALOGUE:
+                data = _read(storage, f"{SHARED_FOLDER}/{key}", MAX_RECORD_BYTES)
+                with suppress(DamagedCheckpointError):
+                    rows = {row.name: row for row in decode_catalogue(data)}
+    return _Shared({step: tuple(sorted(some)) for step, some in tags.items()}, notes, rows)
 
 
 def _read(storage: Storage, key: str, most_bytes: int) -> bytes:
@@ -415,8 +424,10 @@ def _look(
     name = directory or storage.url.rstrip("/").rpartition("/")[2]
     slot, found = _found(storage, root, directory, files)
     manifest = found.manifest
-    info = None
-    if manifest is not None:
+    info, row = None, shared.rows.get(directory)
+    if manifest is not None and row is not None and row.attempt == manifest.attempt:
+        info = row.info
+    elif manifest is not None:
         with suppress(DamagedCheckpointError):
             info = info_below(storage, directory, map(info_slot, files), slot)
     step = None if is_item else step_of(name)

@@ -24,17 +24,18 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.format.names import StepNames
+from ray_dcp.format.names import CATALOGUE, StepNames
 from ray_dcp.format.step_info import StepInfo, decode_info, encode_info
 from ray_dcp.io.records import Announced
 from ray_dcp.manager import CheckpointManager, LatestN
 from ray_dcp.manager import writer as removal
-from ray_dcp.manager.catalogue import FOLDER, look
+from ray_dcp.manager.catalogue import FOLDER, look, publish
 from ray_dcp.manager.leases import Lease, Readers, WriterLease, this_process
 from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.store.fault_injection import Fault, Script
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.memory import MemoryStorage
+from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import KeyMissingError
 from tests.crash.registry import NEW, NEXT, OLD, Place
 from tests.manager_places import (
@@ -524,6 +525,7 @@ def test_a_step_whose_record_is_damaged_is_listed_not_counted_and_not_deleted(tm
     manager = manager_of(tmp_path, max_to_keep=1)
     manager.save(1, state(1))
     manager.close()
+    Path(tmp_path, FOLDER, CATALOGUE).unlink()
     (record,) = tmp_path.glob("step-*/manifest-*.json")
     record.write_bytes(record.read_bytes().replace(b"manifest", b"mannifest", 1))
     manager = manager_of(tmp_path, max_to_keep=1)
@@ -583,3 +585,37 @@ def test_retention_by_hours_uses_the_times_that_were_stored(storage):
         writer._now = lambda at=hours: begin + 3600.0 * at
         save_step(writer, storage, step, OLD)
     assert list(writer.look().steps) == [0, 2, 3]
+
+
+def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
+    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    writer = writer_of(storage)
+    for step in (1, 2, 3):
+        save_step(writer, storage, step, OLD, metrics={"loss": step}, tags=["a"])
+    first = look(root, names, opener)
+    assert first.num_read == 3
+    publish(root, first, opener)
+    second = look(root, names, opener)
+    assert (second.num_read, second.steps, second.tags) == (0, first.steps, first.tags)
+    save_step(writer, storage, 4, NEW)
+    save_step(writer, storage, 2, NEW, replace=True, metrics={"loss": 9})
+    writer.delete(3)
+    third = look(root, names, opener)
+    assert list(third.steps) == [1, 2, 4]
+    assert third.steps[2].info.metrics == {"loss": 9.0}
+    key = f"{FOLDER}/{CATALOGUE}"
+    storage.write(key, storage.read(key)[:-9] + b"12345678\n")
+    assert look(root, names, opener).steps == third.steps
+
+
+def test_a_long_run_is_opened_by_one_listing_and_one_file(tmp_path):
+    manager = manager_of(tmp_path)
+    for step in range(70):
+        manager.save(step, state(step))
+    manager.close()
+    found = look(root_of(open_storage(tmp_path)), settings().names, open_storage)
+    assert (found.num_read, len(found.steps)) == (0, 70)
+    listed = {step.step: step for step in ray_dcp.open(tmp_path)}
+    Path(tmp_path, FOLDER, CATALOGUE).unlink()
+    assert {step.step: step for step in ray_dcp.open(tmp_path)}.keys() == listed.keys()
+    assert look(root_of(open_storage(tmp_path)), settings().names, open_storage).num_read == 70
