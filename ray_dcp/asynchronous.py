@@ -26,14 +26,14 @@ from ray_dcp.handle import SaveHandle, SaveReport
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
+    account_of,
     capture_of,
     run_save,
     target_of,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey, Reply, Request, SaveOutcome
+from ray_dcp.protocol.messages import OpKey, SaveOutcome
 from ray_dcp.runtime.activity import Activity
-from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
@@ -84,10 +84,13 @@ def run_async_save(
         native = _NativeSave(handle, decision, session, options)
         native.begin(state_dict)
         return handle
-    staged = _StagedByUser(handle, decision, session, options, checkpoint_id, stager)
-    staged.use_collectives = use_collectives
-    staged.owned = own_stager is not None
-    staged.begin(state_dict)
+    staged = _StagedByUser(handle, decision, session, options, stager)
+    staged.begin(
+        state_dict,
+        checkpoint_id,
+        use_collectives=use_collectives,
+        close=own_stager.close if own_stager is not None else lambda: None,
+    )
     return handle
 
 
@@ -101,13 +104,7 @@ class _Save:
         self._decision = decision
         self._session = session
         self._options = options
-        self._account = Account(
-            "async_save",
-            handle.checkpoint_id,
-            rank=session.rank,
-            world_size=session.world_size,
-            path=decision.path,
-        )
+        self._account = account_of("async_save", session, handle.checkpoint_id, decision.path)
         self._staging = ""
         handle._run_by(self)
 
@@ -275,31 +272,41 @@ def _noted(take: Callable[[], Captured], rank: int) -> Captured:
 class _StagedByUser(_Save):
     """A save of what an `AsyncStager` of DCP's protocol gives, through any path."""
 
-    use_collectives = True
-    owned = False
-
     def __init__(
         self,
         handle: SaveHandle,
         decision: Route,
         session: RankSession,
         options: SaveOptions,
-        checkpoint_id: CheckpointId | None,
         stager: AsyncStager,
     ) -> None:
         super().__init__(handle, decision, session, options)
-        self._checkpoint_id = checkpoint_id
         self._stager = stager
         self._staging = type(stager).__name__
 
-    def begin(self, state_dict: Mapping[str, Any]) -> None:
-        """Stages the state as DCP does, in the caller's thread or the stager's."""
-        session = _NamedCall(self._session)
+    def begin(
+        self,
+        state_dict: Mapping[str, Any],
+        checkpoint_id: CheckpointId | None,
+        *,
+        use_collectives: bool,
+        close: Callable[[], object],
+    ) -> None:
+        """Stages the state as DCP does, in the caller's thread or the stager's.
+
+        Args:
+            state_dict: What to save.
+            checkpoint_id: As given to `async_save`.
+            use_collectives: As given there.
+            close: Called when the stager is not needed any more.
+        """
+        # Why now: the call is named in the order of the users' calls.
+        key = self._session.next_key()
         try:
             staged = self._stager.stage(stateful_to_state_dict(state_dict))
         except BaseException as error:
             self._account.end(error)
-            self._close()
+            close()
             raise
         if isinstance(staged, Future):
             staged.add_done_callback(self._staged)
@@ -315,16 +322,17 @@ class _StagedByUser(_Save):
                     state = staged
                 return run_save(
                     self._decision,
-                    session,
+                    self._session,
                     state,
                     self._options,
-                    self._checkpoint_id,
+                    checkpoint_id,
                     stateful=False,
-                    use_collectives=self.use_collectives,
+                    use_collectives=use_collectives,
                     account=self._account,
+                    key=key,
                 )
             finally:
-                self._close()
+                close()
 
         self._go_on(finish)
         if not isinstance(staged, Future):
@@ -334,37 +342,6 @@ class _StagedByUser(_Save):
 
     def _staged(self, staged: Future[Any]) -> None:
         self._handle._is_staged(staged.exception())
-
-    def _close(self) -> None:
-        if self.owned:
-            self._stager.close()
-
-
-class _NamedCall:
-    """A session whose next call is named already: in the order of the users' calls."""
-
-    def __init__(self, session: RankSession) -> None:
-        self.origin = session
-        self._session = session
-        self._key = session.next_key()
-        self.rank = session.rank
-        self.world_size = session.world_size
-
-    def next_key(self) -> OpKey:
-        """Returns the key of that call."""
-        return self._key
-
-    def call(self, request: Request) -> Reply:
-        """Returns the coordinator's reply."""
-        return self._session.call(request)
-
-    def activity(self, timeout_s: float, key: OpKey | None = None) -> Activity:
-        """Returns what the save uses the session through."""
-        return self._session.activity(timeout_s, key or self._key)
-
-    def cancel(self, key: OpKey, reason: str) -> bool:
-        """Fails a save on all ranks; returns whether that was still possible."""
-        return self._session.cancel(key, reason)
 
 
 # --- the end of the process ---------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ray_dcp.operations import CheckpointId, StateDict, run_save, session_for
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.runtime.rank_load import StepRange
 from ray_dcp.store.opening import absolute_target
-from ray_dcp.torch_adapter.dispatch import FOREIGN, check_planner, decide_load, decide_save
+from ray_dcp.torch_adapter.dispatch import FOREIGN, check_plug_in, decide_load, decide_save
 from ray_dcp.torch_adapter.load_report import LoadReport
 from ray_dcp.torch_adapter.operation_log import OperationLog
 
@@ -347,7 +347,7 @@ def load_newest(
         >>> report.step, state["w"][0].item(), len(report.damaged), len(told)
         (9, 9, 1, 1)
     """
-    check_planner(planner, LoadPlanner)
+    check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
     with OperationLog("load_newest", checkpoint_id=run, planner=planner):
         report = run_load_newest(
             session := session_for(process_group, no_dist),

@@ -14,12 +14,18 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ray_dcp.errors import CheckpointError, InvalidRequestError, MissingKeyError
 from ray_dcp.io.checkpoint import Checkpoint
-from ray_dcp.operations import CheckpointId, RankSession, StateDict, target_of
+from ray_dcp.operations import (
+    CheckpointId,
+    RankSession,
+    StateDict,
+    account_of,
+    target_of,
+    text_of,
+)
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
 from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
-from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import (
     LoadResult,
     LoadWork,
@@ -29,6 +35,7 @@ from ray_dcp.runtime.rank_load import (
     load_rank,
 )
 from ray_dcp.runtime.shared_reads import Peers, peers_of
+from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
 from ray_dcp.torch_adapter.foreign import foreign_load
 from ray_dcp.torch_adapter.lazy_metadata import metadata_of
@@ -38,9 +45,6 @@ from ray_dcp.torch_adapter.per_rank import refuse_per_rank
 from ray_dcp.torch_adapter.planner_load import targets_with_planner
 from ray_dcp.torch_adapter.targets import plan_targets
 from ray_dcp.torch_adapter.torch_save_reader import TorchSaveReader
-
-PLANNER_KEYS = 8
-"""Operations that a load planner of the user's may need to plan with all ranks."""
 
 LoadSteps = Generator[Request, Reply, LoadReport]
 
@@ -75,7 +79,7 @@ def run_load(
     url = decision.target.url if decision.target is not None else checkpoint_id
     memory = memory_of(session)
     with (
-        _account(session, url, decision.path) as account,
+        account_of("load", session, url, decision.path) as account,
         session.activity(options.heartbeat_timeout_s) as activity,
     ):
         if log is not None:
@@ -96,16 +100,6 @@ def run_load(
         )
         report = drive(steps, account.watching(activity.call))
         return replace(report, seconds=dict(account.seconds))
-
-
-def _account(session: RankSession, url: CheckpointId | None, path: str = "native") -> Account:
-    return Account(
-        "load",
-        None if url is None else str(url),
-        rank=session.rank,
-        world_size=session.world_size,
-        path=path,
-    )
 
 
 def run_load_newest(
@@ -155,7 +149,7 @@ def run_load_newest(
         )
 
     with (
-        _account(session, run.url) as account,
+        account_of("load", session, run.url, NATIVE) as account,
         session.activity(options.heartbeat_timeout_s) as activity,
     ):
         _await_staged(memory, run.url, activity, options)
@@ -211,16 +205,13 @@ def _load_steps(
         if isinstance(decision.storage, TorchSaveReader):
             decision.storage.weights_only = options.weights_only
             decision.storage.num_ranks = world_size
+        place = text_of(checkpoint_id)
         yield from foreign_load(
-            session.next_key,
+            Group(session, options.read_timeout_s, "load", place, coordinator_rank),
             state_dict,
             decision.storage,
             decision.planner or DefaultLoadPlanner(allow_partial_load=options.strict is False),
-            rank=rank,
-            world_size=world_size,
             checkpoint_id=checkpoint_id,
-            timeout_s=options.read_timeout_s,
-            coordinator_rank=coordinator_rank,
             stateful=stateful,
         )
         return LoadReport(
@@ -233,23 +224,20 @@ def _load_steps(
         )
     target = target_of(decision)
     works: list[Any] = []
-    # Why taken now: a rank that fails before its planner is called must not fall out of step.
-    num_keys = PLANNER_KEYS if decision.path == HOOKS else 0
-    planner_keys = iter([session.next_key() for _ in range(num_keys)])
+    group = None
+    if decision.path == HOOKS:
+        # Why now: a rank that fails before its planner is called must not fall out of step.
+        group = Group(session, options.plan_timeout_s, "load", target.url, coordinator_rank)
 
     def plan(checkpoint: Checkpoint) -> Generator[Request, Reply, LoadWork]:
-        if decision.path == HOOKS:
+        if group is not None:
             work = yield from targets_with_planner(
-                planner_keys.__next__,
+                group,
                 state_dict,
                 decision.planner,
                 metadata_of(checkpoint),
                 checkpoint.table,
-                rank=rank,
-                world_size=world_size,
                 options=options,
-                coordinator_rank=coordinator_rank,
-                checkpoint_id=target.url,
                 stateful=stateful,
             )
         else:

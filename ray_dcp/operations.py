@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace
+from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.capture import Capture, capture, check_measurable, measured
+from ray_dcp.torch_adapter.collective import Group, Ranks
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.foreign import foreign_save
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
@@ -34,22 +37,8 @@ StateDict = MutableMapping[str, Any]
 CheckpointId = AnyPlace
 
 
-class RankCalls(Protocol):
+class RankCalls(Ranks, Protocol):
     """What a step of a save or load needs of a session; `Activity` gives it too."""
-
-    @property
-    def rank(self) -> int:
-        """Rank in the session."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the session."""
-        ...
-
-    def next_key(self) -> OpKey:
-        """Returns the key of the next operation."""
-        ...
 
     def call(self, request: Request) -> Reply:
         """Returns the coordinator's reply."""
@@ -80,6 +69,7 @@ def run_save(
     use_collectives: bool = True,
     log: OperationLog | None = None,
     account: Account | None = None,
+    key: OpKey | None = None,
 ) -> Metadata:
     """Saves on this rank and returns the metadata of the committed checkpoint.
 
@@ -94,66 +84,27 @@ def run_save(
         use_collectives: For foreign storages.
         log: Hears of phases.
         account: Of whoever tells the end of the save; by default it is told here.
+        key: Of this call, if the session named it before.
 
     Raises:
         CheckpointError: As `save` does.
     """
     options = decision.apply(options or SaveOptions())
-    rank, world_size = session.rank, session.world_size
+    url = decision.target.url if decision.target else checkpoint_id
     with ExitStack() as stack:
         if account is None:
-            account = stack.enter_context(
-                Account(
-                    "save",
-                    decision.target.url if decision.target else _text(checkpoint_id),
-                    rank=rank,
-                    world_size=world_size,
-                    path=decision.path,
-                )
-            )
-        return _run_save(
-            decision,
-            session,
-            state_dict,
-            options,
-            checkpoint_id,
-            account,
-            log,
-            coordinator_rank=coordinator_rank,
-            stateful=stateful,
-            use_collectives=use_collectives,
-        )
-
-
-def _run_save(
-    decision: Route,
-    session: RankSession,
-    state_dict: Mapping[str, Any],
-    options: SaveOptions,
-    checkpoint_id: CheckpointId | None,
-    account: Account,
-    log: OperationLog | None,
-    *,
-    coordinator_rank: int,
-    stateful: bool,
-    use_collectives: bool,
-) -> Metadata:
-    rank, world_size = session.rank, session.world_size
-    with session.activity(options.heartbeat_timeout_s) as activity:
+            account = stack.enter_context(account_of("save", session, url, decision.path))
+        activity = stack.enter_context(session.activity(options.heartbeat_timeout_s, key))
         if log is not None:
             activity.vitals.on_enter = log.enter
         if decision.path == FOREIGN:
             check_measurable(options, FOREIGN)
             steps = foreign_save(
-                activity.next_key,
+                Group(activity, options.write_timeout_s, "save", text_of(url), coordinator_rank),
                 state_dict,
                 decision.storage,
                 decision.planner,
-                rank=rank,
-                world_size=world_size,
                 checkpoint_id=checkpoint_id,
-                timeout_s=options.write_timeout_s,
-                coordinator_rank=coordinator_rank,
                 use_collectives=use_collectives,
                 stateful=stateful,
             )
@@ -169,22 +120,39 @@ def _run_save(
             coordinator_rank=coordinator_rank,
             stateful=stateful,
         )
-        how: dict[str, Any] = {
-            "rank": rank, "world_size": world_size, "target": target, "options": options,
-            "capture": take, "vitals": activity.vitals, "memory": activity.plans,
-            "node": activity.node,
-        }  # fmt: skip
-        save = save_rank(activity.next_key(), **how)
+        save = save_rank(
+            activity.next_key(),
+            rank=session.rank,
+            world_size=session.world_size,
+            target=target,
+            options=options,
+            capture=take,
+            vitals=activity.vitals,
+            memory=activity.plans,
+            node=activity.node,
+        )
         outcome = drive(save, account.watching(activity.call))
-    if rank == 0:
+    if session.rank == 0:
         for warning in outcome.warnings:
-            warnings.warn(warning, UserWarning, stacklevel=4)
+            warnings.warn(warning, UserWarning, stacklevel=3)
     decision.committed(outcome.attempt)
     return CommittedMetadata.of(target, outcome)
 
 
-def _text(checkpoint_id: CheckpointId | None) -> str | None:
-    return None if checkpoint_id is None else str(checkpoint_id)
+def account_of(mode: str, session: RankCalls, url: CheckpointId | None, path: str) -> Account:
+    """Returns what counts one save or load of this rank, and tells of it."""
+    return Account(
+        mode,
+        None if url is None else str(url),
+        rank=session.rank,
+        world_size=session.world_size,
+        path=path,
+    )
+
+
+def text_of(checkpoint_id: CheckpointId | None) -> str | None:
+    """Returns where a plug-in saves or loads, for messages: without credentials."""
+    return None if checkpoint_id is None else as_target(checkpoint_id).url
 
 
 def capture_of(
@@ -211,60 +179,37 @@ def capture_of(
     Raises:
         InvalidRequestError: The decision has no path to save to.
     """
-    if decision.path == HOOKS:
-        planned = _planned_by_user(
-            decision,
-            session,
-            state_dict,
-            options,
-            target_of(decision),
-            coordinator_rank=coordinator_rank,
-            stateful=stateful,
-        )
-        return measured(planned, options, session.rank)
-
-    def take() -> Capture:
-        return capture(
-            state_dict,
-            rank=session.rank,
-            world_size=session.world_size,
-            options=options,
-            flatten_state_dict=decision.flags.flatten_state_dict,
-            flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
-            stateful=stateful,
-        )
-
-    return measured(take, options, session.rank)
-
-
-def _planned_by_user(
-    decision: Route,
-    session: RankCalls,
-    state_dict: Mapping[str, Any],
-    options: SaveOptions,
-    target: Target,
-    *,
-    coordinator_rank: int,
-    stateful: bool,
-) -> Callable[[], Capture]:
-    """Runs a user's planner now; returns what gives its capture, or raises its error.
-
-    Why later: this rank must join the save to tell the others that its planner failed.
-    """
-    steps = capture_with_planner(
-        session.next_key,
+    take: Callable[[], Capture] = partial(
+        capture,
         state_dict,
-        decision.planner,
         rank=session.rank,
         world_size=session.world_size,
         options=options,
-        coordinator_rank=coordinator_rank,
-        checkpoint_id=target.url,
+        flatten_state_dict=decision.flags.flatten_state_dict,
+        flatten_sharded_tensors=decision.flags.flatten_sharded_tensors,
         stateful=stateful,
-        storage_meta=StorageMeta(checkpoint_id=target.url),
     )
+    if decision.path == HOOKS:
+        url = target_of(decision).url
+        steps = capture_with_planner(
+            Group(session, options.plan_timeout_s, "save", url, coordinator_rank),
+            state_dict,
+            decision.planner,
+            options=options,
+            stateful=stateful,
+            storage_meta=StorageMeta(checkpoint_id=url),
+        )
+        take = _now(partial(drive, steps, session.call))
+    return measured(take, options, session.rank)
+
+
+def _now(take: Callable[[], Capture]) -> Callable[[], Capture]:
+    """Captures now; returns what gives the capture, or raises its error.
+
+    Why later: this rank must join the save to tell the others that its planner failed.
+    """
     try:
-        planned = drive(steps, session.call)
+        captured = take()
     except CheckpointError as failed:
         error = failed
 
@@ -272,7 +217,7 @@ def _planned_by_user(
             raise error
 
         return fail
-    return lambda: planned
+    return lambda: captured
 
 
 def session_for(process_group: dist.ProcessGroup | None, no_dist: bool) -> RankSession:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from ray_dcp.errors import InvalidRequestError
 from ray_dcp.operations import StateDict, session_for
 from ray_dcp.options import SaveOptions
 from ray_dcp.runtime.inline import InlineSession, begin_rehearsal
@@ -19,7 +19,8 @@ from ray_dcp.runtime.staging_backend import warm_process
 from ray_dcp.stage.values import StagerOptions
 from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.device_copy import pin_for
-from ray_dcp.torch_adapter.state import stateful_to_state_dict
+from ray_dcp.torch_adapter.shards import Layouts, is_sharded, sharded
+from ray_dcp.torch_adapter.state import check_mapping, stateful_to_state_dict
 
 __all__ = ["share_bytes", "warm_staging", "warm_up"]
 
@@ -62,11 +63,7 @@ def warm_up(
         >>> import torch, ray_dcp
         >>> ray_dcp.warm_up({"w": torch.ones(2, 3)}).result()
     """
-    if not isinstance(state_dict, Mapping):
-        raise InvalidRequestError(
-            f"Expected a state dict (a mapping), found {type(state_dict).__name__}",
-            key="state_dict",
-        )
+    check_mapping(state_dict)
     session: Any = session_for(process_group, no_dist)
     state = stateful_to_state_dict(dict(state_dict))
     if isinstance(session, InlineSession):
@@ -145,15 +142,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _bytes(value: torch.Tensor, world_size: int) -> float:
-    mesh = getattr(value, "device_mesh", None)
-    if mesh is not None:
-        local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]
-        placements: Any = value.placements  # type: ignore[attr-defined]
-        holders = math.prod(
-            mesh.size(dim) for dim, placed in enumerate(placements) if placed.is_replicate()
-        )
-        return float(local.numel() * local.element_size() / holders)
-    shards = getattr(value, "local_shards", None)
-    if shards is not None:
-        return float(sum(s.tensor.numel() * s.tensor.element_size() for s in shards()))
-    return value.numel() * value.element_size() / world_size
+    if not is_sharded(value):
+        return value.nbytes / world_size
+    num_bytes: float = sum(
+        part.nbytes for part in sharded(value, "", Layouts(), saving=False).tensors
+    )
+    if isinstance(value, DTensor):
+        sizes = zip(value.device_mesh.shape, value.placements, strict=True)
+        num_bytes /= math.prod(size for size, placed in sizes if placed.is_replicate())
+    return num_bytes

@@ -21,7 +21,7 @@ from ray_dcp.manager.save_policy import (
 )
 from ray_dcp.manager.steps import Order, check_item_name
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.torch_adapter.dispatch import check_planner
+from ray_dcp.torch_adapter.dispatch import check_plug_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,13 @@ class Item:
     def planner_for_save(self) -> SavePlanner | None:
         """Returns a planner for one save."""
         planner = None if self.save_planner is None else self.save_planner()
-        check_planner(planner, SavePlanner)
+        check_plug_in(planner, "planner", SavePlanner, LoadPlanner)
         return planner
 
     def planner_for_load(self) -> LoadPlanner | None:
         """Returns a planner for one load."""
         planner = None if self.load_planner is None else self.load_planner()
-        check_planner(planner, LoadPlanner)
+        check_plug_in(planner, "planner", LoadPlanner, SavePlanner)
         return planner
 
 

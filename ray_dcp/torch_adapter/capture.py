@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 from warnings import warn
@@ -61,12 +61,14 @@ class Capture:
         deferred: Row of a `Kind.OBJECT` or `Kind.OPAQUE` item to what `torch.save` makes of it.
             Thread-safe; may be asked again and returns the same bytes.
         warnings: What the user should know, one sentence each.
+        stats: The numbers that `measured` took, for the other ranks.
     """
 
     columns: Columns
     source: Callable[[int], memoryview]
     deferred: Callable[[int], bytes]
     warnings: tuple[str, ...] = ()
+    stats: bytes = b""
 
 
 def capture(
@@ -74,7 +76,6 @@ def capture(
     *,
     rank: int,
     world_size: int,
-    is_coordinator: bool = False,
     options: SaveOptions | None = None,
     flatten_state_dict: bool = True,
     flatten_sharded_tensors: bool = True,
@@ -92,7 +93,6 @@ def capture(
             `state_dict()`. Not changed.
         rank: Of this process, for messages and for `PerRank` values.
         world_size: Number of ranks that save together.
-        is_coordinator: Accepted as DCP's planners do; makes no difference.
         options: `objects="refuse"` makes an object that a safe load refuses an error.
         flatten_state_dict: As in DCP's `DefaultSavePlanner`. False saves only the top level:
             nested containers as objects.
@@ -112,10 +112,9 @@ def capture(
 
     Source: `torch/distributed/checkpoint/default_planner.py`, `create_default_local_save_plan`.
     """
-    del is_coordinator
     options = options or SaveOptions()
     plain = stateful_to_state_dict(state_dict) if stateful else state_dict
-    rows = _Rows(
+    rows = Rows(
         digests=world_size > 1,
         with_paths=flatten_state_dict,
         flatten_sharded_tensors=flatten_sharded_tensors,
@@ -134,7 +133,7 @@ def capture(
     return Capture(columns, TensorBytes(values), deferred, tuple(rows.warnings))
 
 
-def _check(rows: _Rows, options: SaveOptions, rank: int) -> None:
+def _check(rows: Rows, options: SaveOptions, rank: int) -> None:
     if rows.problems:
         told = "; ".join(rows.problems[:20])
         more = f"; and {len(rows.problems) - 20} more" if len(rows.problems) > 20 else ""
@@ -197,23 +196,34 @@ class _Deferred:
             return self._data
 
 
-class _Rows:
-    """Columns in the making: lists with one entry an item, and the value behind each."""
+class Rows:
+    """Columns in the making: lists with one entry an item, and the value behind each.
 
-    def __init__(self, *, digests: bool, with_paths: bool, flatten_sharded_tensors: bool) -> None:
+    Attributes:
+        name: Number of each item's name.
+        boxes: By row: items that are a part of a tensor, which must not be cut further.
+        replicated: Rows of such parts that other ranks may hold too, and so may be cut.
+        values: What gives the bytes of each item.
+        problems: Why values can't be saved.
+        warnings: What the user should know.
+    """
+
+    def __init__(
+        self, *, digests: bool, with_paths: bool = True, flatten_sharded_tensors: bool = True
+    ) -> None:
         self._digests = digests
         self._with_paths = with_paths
         self._flatten_sharded_tensors = flatten_sharded_tensors
         self._layouts = Layouts()
         self._names: list[str] = []
         self._paths: list[NamePath | None] = []
-        self._name: list[int] = []
+        self.name: list[int] = []
         self._kind: list[int] = []
         self._dtype: list[torch.dtype | None] = []
         self._shape: list[tuple[int, ...]] = []
         self._requires_grad: list[bool] = []
-        self._boxes: dict[int, Box] = {}
-        self._replicated: set[int] = set()
+        self.boxes: dict[int, Box] = {}
+        self.replicated: set[int] = set()
         self._value: list[int] = []
         self._compared: list[int] = []
         self.values: list[Any] = []
@@ -235,8 +245,7 @@ class _Rows:
                 except UnsupportedValueError as error:
                     self.problems.append(error.message)
                 if len(self.values) > rows_before:
-                    self._names.append(fqn)
-                    self._paths.append(flat.paths[row] if self._with_paths else None)
+                    self.add_name(fqn, flat.paths[row] if self._with_paths else None)
 
     def _plain(self, flat: Flat, rows: slice) -> None:
         """Adds many plain tensors, column by column: a third of the time of one by one."""
@@ -248,7 +257,7 @@ class _Rows:
         count, named = len(tensors), len(self._names)
         self._names += names
         self._paths += paths if self._with_paths else [None] * count
-        self._name += range(named, named + count)
+        self.name += range(named, named + count)
         self._kind += [_TENSOR] * count
         self._dtype += [tensor.dtype for tensor in tensors]
         self._shape += [tensor.shape for tensor in tensors]
@@ -262,24 +271,17 @@ class _Rows:
             self._sharded(fqn, value)
         elif isinstance(value, torch.Tensor):
             data = self._dump(fqn, _alone(value, fqn))
-            self._add(
-                _OPAQUE,
-                _Deferred(fqn, None, data),
-                value.dtype,
-                tuple(value.shape),
-                value.requires_grad,
-            )
-            self._value.append(bytes_digest(data) if self._digests else 0)
-        elif type(value) is PerRank:
-            self._add(_OBJECT, _Deferred(fqn, None, self._dump(fqn, value.value)), None, (), False)
-            self._value.append(0)
+            shape, requires_grad = tuple(value.shape), value.requires_grad
+            digest = bytes_digest(data) if self._digests else 0
+            self.add(_OPAQUE, _Deferred(fqn, None, data), value.dtype, shape, requires_grad, digest)
         elif is_simple(value):
-            self._add(_OBJECT, _Deferred(fqn, value), None, (), False)
-            self._value.append(simple_digest(value) if self._digests else 0)
+            digest = simple_digest(value) if self._digests else 0
+            self.add(_OBJECT, _Deferred(fqn, value), None, (), False, digest)
         else:
-            data = self._dump(fqn, value)
-            self._add(_OBJECT, _Deferred(fqn, None, data), None, (), False)
-            self._value.append(bytes_digest(data) if self._digests else 0)
+            is_own = type(value) is PerRank
+            data = self._dump(fqn, value.value if is_own else value)
+            digest = bytes_digest(data) if self._digests and not is_own else 0
+            self.add(_OBJECT, _Deferred(fqn, None, data), None, (), False, digest)
 
     def _sharded(self, fqn: str, value: Any) -> None:
         held = sharded(
@@ -303,11 +305,10 @@ class _Rows:
                     f"{fqn!r} is declared as {held.dtype}, but its local part on this rank is "
                     f"{tensor.dtype}: convert the whole {type(value).__name__}, as by .to()"
                 )
-            self._add(kind, source, held.dtype, held.shape, held.requires_grad)
-            self._value.append(digest)
-            self._boxes[row] = box
+            self.add(kind, source, held.dtype, held.shape, held.requires_grad, digest)
+            self.boxes[row] = box
             if held.replicated:
-                self._replicated.add(row)
+                self.replicated.add(row)
                 if kind == _TENSOR:
                     self._compared.append(row)
 
@@ -318,20 +319,29 @@ class _Rows:
             self.warnings.append(problem)
         return data
 
-    def _add(
+    def add(
         self,
         kind: int,
         value: Any,
         dtype: torch.dtype | None,
         shape: tuple[int, ...],
         requires_grad: bool,
+        digest: int,
     ) -> None:
-        self._name.append(len(self._names))
+        """Adds an item of the name that `add_name` adds next."""
+        self.name.append(len(self._names))
         self._kind.append(kind)
         self._dtype.append(dtype)
         self._shape.append(shape)
         self._requires_grad.append(requires_grad)
+        self._value.append(digest)
         self.values.append(value)
+
+    def add_name(self, fqn: str, path: NamePath | None) -> int:
+        """Adds the name of the items before, and returns its number."""
+        self._names.append(fqn)
+        self._paths.append(path)
+        return len(self._names) - 1
 
     def columns(self) -> Columns:
         """Returns the rows as columns."""
@@ -344,7 +354,7 @@ class _Rows:
         ndim = np.fromiter(map(len, self._shape), np.int8, num)
         shape = padded(self._shape, ndim)
         offset, size = np.zeros_like(shape), shape.copy()
-        for row, (start, lengths) in self._boxes.items():
+        for row, (start, lengths) in self.boxes.items():
             offset[row, : len(start)] = start
             size[row, : len(start)] = lengths
         dtypes = [dtype for dtype in dict.fromkeys(self._dtype) if dtype is not None]
@@ -354,7 +364,7 @@ class _Rows:
             names=tuple(self._names),
             paths=tuple(self._paths),
             dtypes=tuple(map(dtype_name, dtypes)),
-            name=np.array(self._name, np.int32),
+            name=np.array(self.name, np.int32),
             kind=np.array(self._kind, np.int8),
             dtype=np.fromiter(map(codes.__getitem__, self._dtype), np.int8, num),
             ndim=ndim,
@@ -373,8 +383,8 @@ class _Rows:
             np.array(self._kind) == _TENSOR
         )
         # A shard that is not replicated by intention must not be cut: a second holder is an error.
-        splittable[list(self._boxes)] = False
-        splittable[list(self._replicated)] = True
+        splittable[list(self.boxes)] = False
+        splittable[list(self.replicated)] = True
         return splittable
 
 
@@ -407,13 +417,6 @@ def _alone(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
 _SLAB_ELEMENTS = 1 << 16
 """Values that are looked at together: they stay in the cache."""
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredCapture(Capture):
-    """A capture with the numbers that its rank tells the others."""
-
-    stats: bytes = b""
 
 
 def check_measurable(options: SaveOptions, path: str) -> None:
@@ -470,13 +473,8 @@ def measured(take: Callable[[], Capture], options: SaveOptions, rank: int) -> Ca
                 # the same on all; this no other rank knows.
                 warn(told, UserWarning, stacklevel=2)
             warnings = (*warnings, told)
-        return MeasuredCapture(
-            captured.columns,
-            captured.source,
-            captured.deferred,
-            warnings,
-            encode_parts(parts) if options.stats else b"",
-        )
+        stats = encode_parts(parts) if options.stats else b""
+        return replace(captured, warnings=warnings, stats=stats)
 
     return look
 

@@ -17,7 +17,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -178,20 +178,59 @@ GRACE_S = 30.0
 error arrives and not only its absence."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks of one save or load, seen from one of them."""
+NUM_KEYS = 6
+"""Exchanges that the steps of one call may need: two for each step."""
 
-    next_key: Callable[[], OpKey]
-    """Names the next exchange, see `reserve`."""
-    rank: int
-    world_size: int
-    timeout_s: float
-    """Deadline of each step, in seconds."""
-    doing: str
-    """`"save"` or `"load"`, for messages."""
-    checkpoint_id: str | None = None
-    coordinator_rank: int = 0
+
+class Ranks(Protocol):
+    """What a group needs of a session."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def next_key(self) -> OpKey:
+        """Names the next operation."""
+        ...
+
+
+class Group:
+    """The ranks of one save or load, seen from one of them.
+
+    Every exchange is an operation of its session, and all ranks must name it alike. The names are
+    taken at once, in the thread that calls: so they stay aligned when other calls run in between
+    in other threads, and when a rank leaves early. One rank exchanges nothing.
+
+    Args:
+        session: Of this rank.
+        timeout_s: Deadline of each step, in seconds.
+        doing: `"save"` or `"load"`, for messages.
+        checkpoint_id: For messages.
+        coordinator_rank: The rank that decides.
+    """
+
+    def __init__(
+        self,
+        session: Ranks,
+        timeout_s: float,
+        doing: str,
+        checkpoint_id: str | None = None,
+        coordinator_rank: int = 0,
+    ) -> None:
+        self.rank = session.rank
+        self.world_size = session.world_size
+        self.timeout_s = timeout_s
+        self.doing = doing
+        self.checkpoint_id = checkpoint_id
+        self.coordinator_rank = coordinator_rank
+        num_keys = NUM_KEYS if session.world_size > 1 else 0
+        self._keys = iter([session.next_key() for _ in range(num_keys)])
 
     @property
     def is_coordinator(self) -> bool:
@@ -203,6 +242,10 @@ class Group:
         """Every rank but this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
+    def next_key(self) -> OpKey:
+        """Names the next exchange."""
+        return next(self._keys)
+
     def failed(self, step: str, failures: Mapping[int, Failure]) -> CheckpointError:
         """Returns the error for all ranks."""
         return combined_error(
@@ -211,25 +254,6 @@ class Group:
             world_size=self.world_size,
             checkpoint_id=self.checkpoint_id,
         )
-
-
-def reserve(
-    next_key: Callable[[], OpKey], *, num_steps: int, world_size: int
-) -> Callable[[], OpKey]:
-    """Takes the keys of all exchanges of a call at once; returns what gives them one by one.
-
-    Every exchange is an operation of its session, and all ranks must name it alike. Taken at the
-    start, in the thread that calls, the keys stay aligned when other calls run in between in
-    other threads, and when a rank leaves early.
-
-    Args:
-        next_key: Names the next operation of the session.
-        num_steps: How many `reduce_scatter`s there will be, at most.
-        world_size: Number of ranks; one rank exchanges nothing.
-    """
-    num_keys = 2 * num_steps if world_size > 1 else 0
-    keys = iter([next_key() for _ in range(num_keys)])
-    return lambda: next(keys)
 
 
 @dataclass(frozen=True)

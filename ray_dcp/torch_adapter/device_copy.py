@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,57 +31,26 @@ _registered: dict[int, np.ndarray] = {}
 """What is registered with a driver, by address."""
 
 
-class Driver(Protocol):
-    """What copies from a kind of device. Calls of one filler come from one thread."""
-
-    def in_use(self) -> bool:
-        """Whether this process uses any such device."""
-        ...
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on such a device."""
-        ...
-
-    def stream(self, device: torch.device) -> Any:
-        """Returns a stream beside the caller's, which waits for all that one was given so far."""
-        ...
-
-    def copy(self, stream: Any, target: np.ndarray, read: Callable[[], torch.Tensor]) -> object:
-        """Begins to copy; returns what must be kept until `wait`.
-
-        Args:
-            stream: Of `stream`.
-            target: uint8[n], in host memory.
-            read: Returns uint8[n] on the device; called on the stream.
-        """
-        ...
-
-    def wait(self, stream: Any) -> None:
-        """Returns when all that was begun on a stream is done."""
-        ...
-
-    def pin(self, memory: np.ndarray) -> Callable[[], None] | None:
-        """Registers host memory for faster copies; returns what undoes it, None if it can't."""
-        ...
-
-
 class Cuda:
-    """Implements `Driver` for CUDA and ROCm, as torch has them."""
+    """What copies from devices: those of CUDA and ROCm, as torch has them.
+
+    Calls of one filler come from one thread.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def in_use(self) -> bool:
-        """See `Driver.in_use`."""
+        """Whether this process uses any such device."""
         used: bool = torch.cuda.is_initialized()
         return used
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """See `Driver.has`."""
+        """Whether a tensor is on such a device."""
         return tensor.is_cuda
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """See `Driver.stream`."""
+        """Returns a stream beside the caller's, which waits for all that one was given so far."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
@@ -91,18 +60,24 @@ class Cuda:
     def copy(
         self, stream: torch.cuda.Stream, target: np.ndarray, read: Callable[[], torch.Tensor]
     ) -> object:
-        """See `Driver.copy`."""
+        """Begins to copy; returns what must be kept until `wait`.
+
+        Args:
+            stream: Of `stream`.
+            target: uint8[n], in host memory.
+            read: Returns uint8[n] on the device; called on the stream.
+        """
         with torch.cuda.stream(stream):
             source = read()
             torch.from_numpy(target).copy_(source, non_blocking=True)
         return source
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """See `Driver.wait`."""
+        """Returns when all that was begun on a stream is done."""
         stream.synchronize()
 
     def pin(self, memory: np.ndarray) -> Callable[[], None] | None:
-        """See `Driver.pin`."""
+        """Registers host memory for faster copies; returns what undoes it, None if it can't."""
         address = int(memory.__array_interface__["data"][0])
         cudart: Any = torch.cuda.cudart()
         if int(cudart.cudaHostRegister(address, len(memory), 1)) != 0:
@@ -133,7 +108,7 @@ class DeviceFiller:
         driver: Of the devices.
     """
 
-    def __init__(self, values: Sequence[Any], host: Any, driver: Driver) -> None:
+    def __init__(self, values: Sequence[Any], host: Any, driver: Cuda) -> None:
         self._values = values
         self._host = host
         self._driver = driver
@@ -215,7 +190,7 @@ class DeviceFiller:
             self._under_way.append(self._driver.copy(stream, target, read))
 
 
-def filler_for(values: Sequence[Any], host: Any, driver: Driver = CUDA) -> DeviceFiller | None:
+def filler_for(values: Sequence[Any], host: Any, driver: Cuda = CUDA) -> DeviceFiller | None:
     """Returns what copies tensors some of which are on devices; None when none is.
 
     Args:
@@ -226,12 +201,12 @@ def filler_for(values: Sequence[Any], host: Any, driver: Driver = CUDA) -> Devic
     return DeviceFiller(values, host, driver) if _any_on(driver, values) else None
 
 
-def pin_for(values: Sequence[Any], driver: Driver = CUDA) -> Callable[..., Any] | None:
-    """Returns `Driver.pin` if some values are tensors on such a device."""
+def pin_for(values: Sequence[Any], driver: Cuda = CUDA) -> Callable[..., Any] | None:
+    """Returns `Cuda.pin` if some values are tensors on such a device."""
     return driver.pin if _any_on(driver, values) else None
 
 
-def _any_on(driver: Driver, values: Sequence[Any]) -> bool:
+def _any_on(driver: Cuda, values: Sequence[Any]) -> bool:
     # Why asked first: where no device was ever used nobody looks at each tensor.
     return driver.in_use() and any(
         isinstance(value, torch.Tensor) and driver.has(value) for value in values

@@ -30,16 +30,13 @@ from ray_dcp.errors import (
     InvalidRequestError,
     ParticipantError,
 )
-from ray_dcp.protocol.messages import OpKey
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import as_target
 from ray_dcp.torch_adapter.collective import (
     Group,
     Sealed,
     Steps,
     all_reduce,
     reduce_scatter,
-    reserve,
 )
 from ray_dcp.torch_adapter.per_rank import refuse_per_rank
 from ray_dcp.torch_adapter.state import (
@@ -129,16 +126,12 @@ _log = logging.getLogger(__name__)
 
 
 def foreign_save(
-    next_key: Callable[[], OpKey],
+    group: Group,
     state_dict: Mapping[str, Any],
-    storage_writer: StorageWriter,
+    writer: StorageWriter,
     planner: SavePlanner | None = None,
     *,
-    rank: int,
-    world_size: int,
     checkpoint_id: CheckpointId | None = None,
-    timeout_s: float,
-    coordinator_rank: int = 0,
     use_collectives: bool = True,
     stateful: bool = True,
 ) -> Steps[Metadata]:
@@ -148,16 +141,11 @@ def foreign_save(
     order, with its arguments.
 
     Args:
-        next_key: Names the next operation of the session (`Session.next_key`). Called now, not
-            when the generator runs, and equally often on all ranks.
+        group: The ranks. With one rank nothing is exchanged.
         state_dict: What to save.
-        storage_writer: The plug-in; `reset` is called only if `checkpoint_id` is given.
+        writer: The plug-in; `reset` is called only if `checkpoint_id` is given.
         planner: A `DefaultSavePlanner` unless given.
-        rank: This rank.
-        world_size: Number of ranks. With 1, nothing is exchanged.
         checkpoint_id: Where to save, in the plug-in's terms.
-        timeout_s: Deadline of each step, in seconds.
-        coordinator_rank: The rank that plans and calls `finish`.
         use_collectives: False is DCP's experimental mode in which every rank plans for itself
             and calls `finish`.
         stateful: Replace top-level `Stateful` values by their state, as `save` does and
@@ -174,39 +162,67 @@ def foreign_save(
 
     Source: `torch/distributed/checkpoint/state_dict_saver.py`, `_save_state_dict`.
     """
-    refuse_per_rank(state_dict, f"the storage {type(storage_writer).__name__}")
-    group = Group(
-        reserve(next_key, num_steps=2, world_size=world_size),
-        rank,
-        world_size,
-        timeout_s,
-        "save",
-        _text(checkpoint_id),
-        coordinator_rank,
-    )
-    chosen = DefaultSavePlanner() if planner is None else planner
-    save = _Save(group, storage_writer, chosen, use_collectives)
+    name = type(writer).__name__
+    refuse_per_rank(state_dict, f"the storage {name}")
+    planner = DefaultSavePlanner() if planner is None else planner
+    metadata: Metadata | None = None
 
     def local_plan() -> SavePlan:
         if checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)  # type: ignore[arg-type]
+            writer.reset(checkpoint_id)  # type: ignore[arg-type]
         state = stateful_to_state_dict(state_dict) if stateful else dict(state_dict)
-        return save.local_step(state)
+        meta, is_coordinator = writer.storage_meta(), group.is_coordinator
+        set_up_save_planner(planner, state, meta, is_coordinator=is_coordinator)
+        how = {"rank": group.rank, "use_collectives": use_collectives}
+        _call(writer.set_up_storage_writer, is_coordinator, **how)
+        return writer.prepare_local_plan(planner.create_local_plan())
 
-    return save.together(local_plan) if use_collectives else save.alone(local_plan)
+    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write(plan: SavePlan) -> Any:
+        written = writer.write_data(planner.finish_plan(plan), planner)
+        doing = f"{name}.write_data"
+        return await_future(written, group.timeout_s, doing=doing, rank=group.rank)
+
+    def finish(results: list[Any]) -> Sealed:
+        if metadata is None:
+            raise InternalError("the writer is to finish before a global plan was made")
+        writer.finish(metadata=metadata, results=results)
+        return Sealed(metadata, _dump_metadata(metadata))
+
+    def open_outcome(error: ParticipantError) -> CommitUnknownError:
+        return CommitUnknownError(
+            f"{name} may have committed, or not: {error.message}; look at what its finish writes "
+            f"last",
+            checkpoint_id=group.checkpoint_id,
+            rank=group.rank,
+        )
+
+    if use_collectives:
+        plan = yield from reduce_scatter(group, "plan", local_plan, global_plan)
+        committed = yield from all_reduce(
+            group, "write", lambda: write(plan()), finish, lost=open_outcome
+        )
+        return _committed(group, committed)
+
+    def everything() -> Metadata:
+        return finish([write(global_plan([local_plan()])[0])]).value  # type: ignore[no-any-return]
+
+    own: list[Metadata] = []
+    yield from all_reduce(group, "write", lambda: own.append(everything()), _nothing)
+    return own[0]
 
 
 def foreign_load(
-    next_key: Callable[[], OpKey],
+    group: Group,
     state_dict: MutableMapping[str, Any],
-    storage_reader: StorageReader,
+    reader: StorageReader,
     planner: LoadPlanner | None = None,
     *,
-    rank: int,
-    world_size: int,
     checkpoint_id: CheckpointId | None = None,
-    timeout_s: float,
-    coordinator_rank: int = 0,
     stateful: bool = True,
 ) -> Steps[None]:
     """Loads with a `StorageReader` that ray_dcp knows nothing about, in place.
@@ -216,16 +232,11 @@ def foreign_load(
     everything.
 
     Args:
-        next_key: Names the next operation of the session (`Session.next_key`). Called now, not
-            when the generator runs, and equally often on all ranks.
+        group: The ranks. With one rank nothing is exchanged.
         state_dict: What to load into.
-        storage_reader: The plug-in; `reset` is called only if `checkpoint_id` is given.
+        reader: The plug-in; `reset` is called only if `checkpoint_id` is given.
         planner: A `DefaultLoadPlanner` unless given.
-        rank: This rank.
-        world_size: Number of ranks. With 1, nothing is exchanged.
         checkpoint_id: What to load, in the plug-in's terms.
-        timeout_s: Deadline of each step, in seconds.
-        coordinator_rank: The rank that plans for all.
         stateful: Load into the state of top-level `Stateful` values, as `load` does and
             `load_state_dict` does not.
 
@@ -236,36 +247,39 @@ def foreign_load(
 
     Source: `torch/distributed/checkpoint/state_dict_loader.py`, `load` and `_load_state_dict`.
     """
-    group = Group(
-        reserve(next_key, num_steps=3, world_size=world_size),
-        rank,
-        world_size,
-        timeout_s,
-        "load",
-        _text(checkpoint_id),
-        coordinator_rank,
-    )
-    load = _Load(group, storage_reader, DefaultLoadPlanner() if planner is None else planner)
+    planner = DefaultLoadPlanner() if planner is None else planner
     loaded: LoadTargets | None = None
 
-    def state_for(metadata: Metadata) -> MutableMapping[str, Any]:
-        nonlocal loaded
-        if not stateful:
-            # Why not a copy: `load_state_dict` of DCP hands its own argument to the planner.
-            return state_dict
-        loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
-        return loaded.values
-
     def local_plan() -> LoadPlan:
+        nonlocal loaded
         if checkpoint_id is not None:
-            storage_reader.reset(checkpoint_id)  # type: ignore[arg-type]
-        return load.local_step(state_for)
+            reader.reset(checkpoint_id)  # type: ignore[arg-type]
+        metadata, is_global = _read_metadata(group, reader)
+        # Why not a copy: `load_state_dict` of DCP hands its own argument to the planner.
+        state: Any = state_dict
+        if stateful:
+            loaded = stateful_to_load_targets(state_dict, Stored.of(metadata))
+            state = loaded.values
+        planner.set_up_planner(state, metadata, group.is_coordinator)
+        how = {"rank": group.rank, "use_collectives": is_global}
+        _call(reader.set_up_storage_reader, metadata, group.is_coordinator, **how)
+        return reader.prepare_local_plan(planner.create_local_plan())
 
-    def put_loaded_back() -> None:
+    def global_plan(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    def read(plan: LoadPlan) -> None:
+        under_way = reader.read_data(planner.finish_plan(plan), planner)
+        doing = f"{type(reader).__name__}.read_data"
+        await_future(under_way, group.timeout_s, doing=doing, rank=group.rank)
+
+    def put_back() -> None:
         if loaded is not None:
             loaded.put_back(state_dict)
 
-    return load.together(local_plan, put_loaded_back)
+    plan = yield from reduce_scatter(group, "plan", local_plan, global_plan)
+    yield from all_reduce(group, "read", lambda: read(plan()), _nothing)
+    yield from all_reduce(group, "load_state_dict", put_back, _nothing)
 
 
 def set_up_save_planner(
@@ -298,154 +312,30 @@ def set_up_save_planner(
     planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
 
 
-class _Save:
-    """One save on one rank: the steps of DCP as methods."""
+def _read_metadata(group: Group, reader: StorageReader) -> tuple[Metadata, bool]:
+    """Returns the metadata, and whether it is that of all ranks and not this rank's own.
 
-    def __init__(
-        self, group: Group, writer: StorageWriter, planner: SavePlanner, use_collectives: bool
-    ) -> None:
-        self.group = group
-        self.writer = writer
-        self.planner = planner
-        self.use_collectives = use_collectives
-        self.metadata: Metadata | None = None
-
-    def local_step(self, state: dict[str, Any]) -> SavePlan:
-        meta = self.writer.storage_meta()
-        is_coordinator = self.group.is_coordinator
-        set_up_save_planner(self.planner, state, meta, is_coordinator=is_coordinator)
-        if _takes_kwargs(self.writer.set_up_storage_writer):
-            self.writer.set_up_storage_writer(
-                is_coordinator, rank=self.group.rank, use_collectives=self.use_collectives
-            )
-        else:
-            self.writer.set_up_storage_writer(is_coordinator)
-        return self.writer.prepare_local_plan(self.planner.create_local_plan())
-
-    def global_step(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans, self.metadata = self.planner.create_global_plan(plans)
-        return self.writer.prepare_global_plan(plans)
-
-    def write(self, central: SavePlan) -> Any:
-        final = self.planner.finish_plan(central)
-        return await_future(
-            self.writer.write_data(final, self.planner),
-            self.group.timeout_s,
-            doing=f"{type(self.writer).__name__}.write_data",
-            rank=self.group.rank,
-        )
-
-    def finish(self, results: list[Any]) -> Sealed:
-        if self.metadata is None:
-            raise InternalError("the writer is to finish before a global plan was made")
-        self.writer.finish(metadata=self.metadata, results=results)
-        return Sealed(self.metadata, _dump_metadata(self.metadata))
-
-    def together(self, local_plan: Callable[[], SavePlan]) -> Steps[Metadata]:
-        """One plan and one `finish` for all ranks."""
-        group = self.group
-        plan = yield from reduce_scatter(group, "plan", local_plan, self.global_step)
-        metadata = yield from all_reduce(
-            group, "write", lambda: self.write(plan()), self.finish, lost=self.open_outcome
-        )
-        return _committed(group, metadata)
-
-    def alone(self, local_plan: Callable[[], SavePlan]) -> Steps[Metadata]:
-        """DCP's `use_collectives=False`: all steps on each rank, then one barrier."""
-
-        def everything() -> None:
-            central = self.global_step([local_plan()])[0]
-            self.finish([self.write(central)])
-
-        yield from all_reduce(self.group, "write", everything, _nothing)
-        if self.metadata is None:
-            raise InternalError("no metadata was made, and no rank failed")
-        return self.metadata
-
-    def open_outcome(self, error: ParticipantError) -> CommitUnknownError:
-        """Returns what to raise when the coordinator rank never told how `finish` went."""
-        return CommitUnknownError(
-            f"{type(self.writer).__name__} may have committed, or not: {error.message}; look at "
-            f"what its finish writes last",
-            checkpoint_id=self.group.checkpoint_id,
-            rank=self.group.rank,
-        )
-
-
-class _Load:
-    """One load on one rank: the steps of DCP as methods."""
-
-    def __init__(self, group: Group, reader: StorageReader, planner: LoadPlanner) -> None:
-        self.group = group
-        self.reader = reader
-        self.planner = planner
-
-    def local_step(self, state_for: Callable[[Metadata], MutableMapping[str, Any]]) -> LoadPlan:
-        metadata, is_global = self._read_metadata()
-        state = state_for(metadata)
-        is_coordinator = self.group.is_coordinator
-        self.planner.set_up_planner(state, metadata, is_coordinator)  # type: ignore[arg-type]
-        if _takes_kwargs(self.reader.set_up_storage_reader):
-            self.reader.set_up_storage_reader(
-                metadata, is_coordinator, rank=self.group.rank, use_collectives=is_global
-            )
-        else:
-            self.reader.set_up_storage_reader(metadata, is_coordinator)
-        return self.reader.prepare_local_plan(self.planner.create_local_plan())
-
-    def global_step(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self.reader.prepare_global_plan(self.planner.create_global_plan(plans))
-
-    def read(self, central: LoadPlan) -> None:
-        final = self.planner.finish_plan(central)
-        await_future(
-            self.reader.read_data(final, self.planner),
-            self.group.timeout_s,
-            doing=f"{type(self.reader).__name__}.read_data",
-            rank=self.group.rank,
-        )
-
-    def together(
-        self, local_plan: Callable[[], LoadPlan], put_loaded_back: Callable[[], None]
-    ) -> Steps[None]:
-        """One plan for all ranks; nothing is put back before all have read."""
-        group = self.group
-        plan = yield from reduce_scatter(group, "plan", local_plan, self.global_step)
-        yield from all_reduce(group, "read", lambda: self.read(plan()), _nothing)
-        yield from all_reduce(group, "load_state_dict", put_loaded_back, _nothing)
-
-    def _read_metadata(self) -> tuple[Metadata, bool]:
-        """Returns the metadata, and whether it is that of all ranks and not this rank's own."""
-        reasons: list[Exception] = []
+    DCP too asks for the rank's own where there is none of all ranks.
+    """
+    reasons: list[Exception] = []
+    tries = [({}, True), ({"rank": group.rank}, False)]
+    for how, is_global in tries if _takes_kwargs(reader.read_metadata) else tries[:1]:
         try:
-            metadata = self.reader.read_metadata()
-        except Exception as error:  # noqa: BLE001 - DCP too tries the rank's own metadata then
+            metadata = reader.read_metadata(**how)
+        except Exception as error:  # noqa: BLE001 - told together
             reasons.append(error)
         else:
             if metadata:
-                return metadata, True
-        if _takes_kwargs(self.reader.read_metadata):
-            try:
-                metadata = self.reader.read_metadata(rank=self.group.rank)
-            except Exception as error:  # noqa: BLE001 - told together with the first
-                reasons.append(error)
-            else:
-                if metadata:
-                    return metadata, False
-        raise self._no_metadata(reasons)
-
-    def _no_metadata(self, reasons: list[Exception]) -> CheckpointError:
-        told = "; ".join(f"{type(e).__name__}: {e}" for e in reasons) or "it returned nothing"
-        # Only a missing file says that there is no checkpoint; a timeout, say, does not.
-        is_missing = all(isinstance(error, FileNotFoundError) for error in reasons)
-        made = CheckpointNotFoundError if is_missing else CheckpointError
-        error = made(
-            f"{type(self.reader).__name__}.read_metadata found no checkpoint: {told}",
-            checkpoint_id=self.group.checkpoint_id,
-            rank=self.group.rank,
-        )
-        error.__cause__ = reasons[0] if reasons else None
-        return error
+                return metadata, is_global
+    told = "; ".join(f"{type(e).__name__}: {e}" for e in reasons) or "it returned nothing"
+    # Only a missing file says that there is no checkpoint; a timeout, say, does not.
+    is_missing = all(isinstance(error, FileNotFoundError) for error in reasons)
+    made = CheckpointNotFoundError if is_missing else CheckpointError
+    raise made(
+        f"{type(reader).__name__}.read_metadata found no checkpoint: {told}",
+        checkpoint_id=group.checkpoint_id,
+        rank=group.rank,
+    ) from (reasons[0] if reasons else None)
 
 
 def _dump_metadata(metadata: Metadata) -> bytes:
@@ -483,9 +373,9 @@ def _takes_kwargs(function: Callable[..., Any]) -> bool:
     return "kwargs" in inspect.signature(function).parameters
 
 
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    function(*args, **(kwargs if _takes_kwargs(function) else {}))
+
+
 def _nothing(_: list[Any]) -> None:
     return None
-
-
-def _text(checkpoint_id: CheckpointId | None) -> str | None:
-    return None if checkpoint_id is None else as_target(checkpoint_id).url

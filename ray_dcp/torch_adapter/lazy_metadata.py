@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from ray_dcp.core.values import ChunkTable, Kind
 from ray_dcp.errors import CheckpointNotFoundError
 from ray_dcp.format.manifest import Manifest, decode_record, record_key
-from ray_dcp.io.checkpoint import checkpoint_from
+from ray_dcp.io.checkpoint import Checkpoint, checkpoint_from
 from ray_dcp.protocol.messages import SaveOutcome, Target
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.tensors import dtype_of
@@ -130,21 +130,7 @@ class CommittedMetadata(Metadata):
 _FIELDS = tuple(field.name for field in fields(Metadata))
 
 
-class WithTable(Protocol):
-    """A checkpoint that was opened; `ray_dcp.io.checkpoint.Checkpoint` is one."""
-
-    @property
-    def table(self) -> ChunkTable:
-        """What it holds."""
-        ...
-
-    @property
-    def attempt(self) -> str | None:
-        """The attempt that committed it; None for a checkpoint that is not ours."""
-        ...
-
-
-def metadata_of(checkpoint: WithTable, *, checkpoint_id: str | None = None) -> Metadata:
+def metadata_of(checkpoint: Checkpoint, *, checkpoint_id: str | None = None) -> Metadata:
     """Returns torch's `Metadata` of an opened checkpoint; see `metadata_of_table`."""
     return metadata_of_table(
         checkpoint.table, checkpoint_id=checkpoint_id, save_id=checkpoint.attempt

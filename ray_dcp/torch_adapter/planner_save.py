@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ray_dcp.core.values import Columns, Kind, NamePath
+from ray_dcp.core.values import Kind, NamePath
 from ray_dcp.errors import (
     DamagedCheckpointError,
     InvalidRequestError,
@@ -38,15 +37,14 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import OpKey
-from ray_dcp.torch_adapter.capture import Capture
-from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter, reserve
+from ray_dcp.torch_adapter.capture import Capture, Rows
+from ray_dcp.torch_adapter.collective import Group, Steps, call_user_code, reduce_scatter
 from ray_dcp.torch_adapter.foreign import set_up_save_planner
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_object, simple_digest
 from ray_dcp.torch_adapter.per_rank import refuse_per_rank
 from ray_dcp.torch_adapter.replica_digests import bytes_digest, content_digest
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
-from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes, is_plain, refusal
+from ray_dcp.torch_adapter.tensors import host_bytes, is_plain, refusal
 
 
 def is_path(path: Any) -> bool:
@@ -93,55 +91,6 @@ def _stored_facts(stored: TensorStorageMetadata | BytesStorageMetadata) -> set[A
     return {(size, dtype, (tuple(c.offsets), tuple(c.sizes))) for c in stored.chunks}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One item; the fields are those of `Columns`, unpadded."""
-
-    name: str
-    kind: Kind
-    dtype: str | None = None
-    shape: tuple[int, ...] = ()
-    offset: tuple[int, ...] = ()
-    size: tuple[int, ...] = ()
-    requires_grad: bool = False
-    splittable: bool = False
-    value: int = 0
-
-
-def columns_of(rows: Sequence[Row], paths: Mapping[str, NamePath]) -> Columns:
-    """Returns the rows as columns, boxes padded to the width of the widest.
-
-    Args:
-        rows: In the order of the planner's items.
-        paths: FQN to its place in the nested state dict; names that it lacks get None.
-    """
-    names = tuple(dict.fromkeys(row.name for row in rows))
-    dtypes = tuple(dict.fromkeys(row.dtype for row in rows if row.dtype is not None))
-    name_index = {name: index for index, name in enumerate(names)}
-    dtype_index: dict[str | None, int] = {dtype: index for index, dtype in enumerate(dtypes)}
-    width = max((1, *(len(row.shape) for row in rows)))
-
-    def boxes(field: str, fill: int) -> Any:
-        padded = [(*getattr(r, field), *[fill] * (width - len(r.shape))) for r in rows]
-        return np.array(padded, dtype=np.int64).reshape(len(rows), width)
-
-    return Columns(
-        names=names,
-        paths=tuple(paths.get(name) for name in names),
-        dtypes=dtypes,
-        name=np.array([name_index[row.name] for row in rows], dtype=np.int32),
-        kind=np.array([row.kind for row in rows], dtype=np.int8),
-        dtype=np.array([dtype_index.get(row.dtype, -1) for row in rows], dtype=np.int8),
-        ndim=np.array([len(row.shape) for row in rows], dtype=np.int8),
-        shape=boxes("shape", 1),
-        offset=boxes("offset", 0),
-        size=boxes("size", 1),
-        requires_grad=np.array([row.requires_grad for row in rows], dtype=np.bool_),
-        splittable=np.array([row.splittable for row in rows], dtype=np.bool_),
-        value=np.array([row.value for row in rows], dtype=np.uint64),
-    )
-
-
 def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
     """Returns the `TensorWriteData` of an item, which must describe a box.
 
@@ -171,25 +120,18 @@ def tensor_data_of(item: WriteItem, planner: str, rank: int) -> TensorWriteData:
     return data
 
 
-SPLITTABLE_BYTES = 4 << 20
-"""Replicated floating tensors from this size on are cut over their holders, in bytes."""
-
 KEPT_BYTES = 256 << 20
 """How much of what a planner resolves is kept from capture to writing, in bytes. Beyond that it
 is resolved again, which DCP's contract allows: `resolve_data` is idempotent."""
 
 
 def capture_with_planner(
-    next_key: Callable[[], OpKey],
+    group: Group,
     state_dict: Mapping[str, Any],
     planner: SavePlanner,
     *,
-    rank: int,
-    world_size: int,
     options: SaveOptions,
-    coordinator_rank: int = 0,
     storage_meta: StorageMeta | None = None,
-    checkpoint_id: str | None = None,
     stateful: bool = True,
 ) -> Steps[Capture]:
     """Runs a planner's hooks and returns what it wants saved.
@@ -200,17 +142,11 @@ def capture_with_planner(
     `resolve_data` runs to check each item, and where much was resolved again when bytes are read.
 
     Args:
-        next_key: Names the next operation of the session (`Session.next_key`). Called now, not
-            when the generator runs, and equally often on all ranks.
+        group: The ranks.
         state_dict: What to save.
         planner: Any `SavePlanner`.
-        rank: This rank.
-        world_size: Number of ranks.
-        options: `objects` says what to do about objects that a safe load refuses;
-            `plan_timeout_s` is the deadline of the exchange.
-        coordinator_rank: The rank that plans for all.
+        options: `objects` says what to do about objects that a safe load refuses.
         storage_meta: For planners that take it.
-        checkpoint_id: For messages.
         stateful: Replace top-level `Stateful` values by their state.
 
     Raises:
@@ -220,17 +156,6 @@ def capture_with_planner(
             can't be told by a native checkpoint; or the state dict has a `PerRank`.
     """
     refuse_per_rank(state_dict, f"the planner {type(planner).__name__}")
-    num_steps = int(plans_globally(planner))
-    next_of_save = reserve(next_key, num_steps=num_steps, world_size=world_size)
-    group = Group(
-        next_of_save,
-        rank,
-        world_size,
-        options.plan_timeout_s,
-        "save",
-        checkpoint_id,
-        coordinator_rank,
-    )
     hooks = _Hooks(planner, group, options)
 
     def set_up() -> None:
@@ -358,10 +283,11 @@ class _Hooks:
             paths: FQN to its place in the nested state dict.
             is_shared: Whether ray_dcp still has to choose among ranks with the same item.
         """
-        resolved = _Resolved(self)
-        rows = [resolved.add(index, item, is_shared=is_shared) for index, item in enumerate(items)]
+        resolved = _Resolved(self, paths, is_shared=is_shared)
+        for item in items:
+            resolved.add_item(item)
         return Capture(
-            columns_of(rows, paths), resolved.source, resolved.deferred, tuple(resolved.warnings)
+            resolved.columns(), resolved.source, resolved.deferred, tuple(resolved.warnings)
         )
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -392,45 +318,52 @@ class _Hooks:
         )
 
 
-class _Resolved:
-    """What the planner resolved, by row: the `source` and `deferred` of a capture."""
+class _Resolved(Rows):
+    """What the planner resolved, by row: columns, `source` and `deferred` of a capture."""
 
-    def __init__(self, hooks: _Hooks) -> None:
+    def __init__(self, hooks: _Hooks, paths: Mapping[str, NamePath], *, is_shared: bool) -> None:
+        super().__init__(digests=is_shared)
         self.hooks = hooks
-        self.warnings: list[str] = []
+        self._path_of = paths
+        self._is_shared = is_shared
+        self._numbers: dict[str, int] = {}
         self._items: list[WriteItem] = []
-        self._objects: dict[int, bytes] = {}
-        self._kept: dict[int, torch.Tensor] = {}
         self._kept_bytes = 0
 
-    def add(self, row: int, item: WriteItem, *, is_shared: bool) -> Row:
+    def add_item(self, item: WriteItem) -> None:
+        """Resolves and checks an item, and adds its row."""
         self._items.append(item)
         data = self.hooks.resolve(item)
         if isinstance(data, io.BytesIO):
-            return self._add_object(row, item, data.getvalue(), is_shared=is_shared)
-        return self._add_tensor(row, item, data, is_shared=is_shared)
+            self._add_object(item, data.getvalue())
+        else:
+            self._add_tensor(item, data)
+        fqn = item.index.fqn
+        if fqn not in self._numbers:
+            self._numbers[fqn] = self.add_name(fqn, self._path_of.get(fqn))
+        self.name[-1] = self._numbers[fqn]
 
     def source(self, row: int) -> memoryview:
         return host_bytes(self._tensor(row))
 
     def deferred(self, row: int) -> bytes:
-        if row in self._objects:
-            return self._objects[row]
+        data = self.values[row]
+        if isinstance(data, bytes):
+            return data
         tensor = self._tensor(row).detach().cpu()
         return dump_object(tensor, fqn=self._items[row].index.fqn)
 
     def _tensor(self, row: int) -> torch.Tensor:
-        kept = self._kept.get(row)
-        if kept is not None:
+        if self.values[row] is not None:
+            kept: torch.Tensor = self.values[row]
             return kept
         tensor = self.hooks.resolve(self._items[row])
         if isinstance(tensor, io.BytesIO):
             raise self.hooks.lie(self._items[row], "a tensor", "io.BytesIO")
         return tensor
 
-    def _add_object(self, row: int, item: WriteItem, data: bytes, *, is_shared: bool) -> Row:
+    def _add_object(self, item: WriteItem, data: bytes) -> None:
         fqn = item.index.fqn
-        self._objects[row] = data
         planned = item.bytes_io_data
         if planned is not None and planned.nbytes != len(data):
             # Why no error: DCP takes the size for a hint, and planners estimate it.
@@ -452,11 +385,9 @@ class _Resolved:
         else:
             if is_simple(loaded):
                 value = simple_digest(loaded)
-        return Row(fqn, Kind.OBJECT, value=value if is_shared else 0)
+        self.add(Kind.OBJECT, data, None, (), False, value if self._is_shared else 0)
 
-    def _add_tensor(
-        self, row: int, item: WriteItem, tensor: torch.Tensor, *, is_shared: bool
-    ) -> Row:
+    def _add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
         planned = tensor_data_of(item, self.hooks.name, self.hooks.group.rank)
         kind = Kind.TENSOR if is_plain(tensor) else Kind.OPAQUE
         if kind is Kind.TENSOR and (why := refusal(tensor)):
@@ -465,21 +396,18 @@ class _Resolved:
                 rank=self.hooks.group.rank,
                 key=item.index.fqn,
             )
-        if self._kept_bytes + tensor.nbytes <= KEPT_BYTES:
-            self._kept[row] = tensor
-            self._kept_bytes += tensor.nbytes
+        self._kept_bytes += tensor.nbytes
+        kept = tensor if self._kept_bytes <= KEPT_BYTES else None
+        if kept is None:
+            self._kept_bytes -= tensor.nbytes
+        properties, row = planned.properties, len(self.values)
+        is_compared = self._is_shared and kind is Kind.TENSOR
+        # Why of shards too: only the plans of all ranks tell which of them are replicas.
+        digest = content_digest(tensor) if is_compared else 0
+        shape, size = tuple(planned.size), tuple(planned.chunk.sizes)
+        self.add(kind, kept, properties.dtype, shape, properties.requires_grad, digest)
         is_replica = item.type is WriteItemType.TENSOR
-        is_large = tensor.is_floating_point() and tensor.nbytes >= SPLITTABLE_BYTES
-        is_compared = is_shared and kind is Kind.TENSOR
-        return Row(
-            item.index.fqn,
-            kind,
-            dtype=dtype_name(planned.properties.dtype),
-            shape=tuple(planned.size),
-            offset=tuple(planned.chunk.offsets),
-            size=tuple(planned.chunk.sizes),
-            requires_grad=planned.properties.requires_grad,
-            splittable=is_compared and (is_large or not is_replica),
-            # Why of shards too: only the plans of all ranks tell which of them are replicas.
-            value=content_digest(tensor) if is_compared else 0,
-        )
+        if not (is_replica and is_compared and size == shape):
+            self.boxes[row] = (tuple(planned.chunk.offsets), size)
+        if is_compared and not is_replica:
+            self.replicated.add(row)

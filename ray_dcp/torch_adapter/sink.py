@@ -93,9 +93,9 @@ class TensorSink:
         self._stored += [None] * len(tensors)  # Why: nobody asks for theirs.
         self._direct += [True] * len(tensors)
 
-    def add_fresh(self, fresh: Fresh, index: int, stored: torch.dtype) -> None:
-        """Appends a row whose target does not exist yet."""
-        self._tensors.append((fresh, index))
+    def add_late(self, make: Callable[[], torch.Tensor], stored: torch.dtype) -> None:
+        """Appends a row whose target `make` returns when it is first needed."""
+        self._tensors.append(make)
         self._stored.append(stored)
         self._direct.append(False)
 
@@ -148,9 +148,7 @@ class TensorSink:
         with self._lock:
             if row in self._temporary:
                 return self._temporary[row]
-            target = self._tensors[row]
-            if isinstance(target, tuple):
-                target = self._make(row)
+            target = self._made(row)
             if self._direct[row]:
                 plain: torch.Tensor = target.detach()
                 return plain
@@ -161,16 +159,15 @@ class TensorSink:
     def target(self, row: int) -> torch.Tensor:
         """Returns the tensor that the row is for."""
         with self._lock:
-            target = self._tensors[row]
-            found: torch.Tensor = self._make(row) if isinstance(target, tuple) else target
-            return found
+            return self._made(row)
 
-    def _make(self, row: int) -> torch.Tensor:
-        fresh, index = self._tensors[row]
-        target: torch.Tensor = fresh.tensor(index)
-        self._tensors[row] = target
-        self._direct[row] = _in_place(target, self._stored[row])
-        return target
+    def _made(self, row: int) -> torch.Tensor:
+        target: Any = self._tensors[row]
+        if not isinstance(target, torch.Tensor):
+            target = self._tensors[row] = target()
+            self._direct[row] = _in_place(target, self._stored[row])
+        made: torch.Tensor = target
+        return made
 
     def finish(self) -> None:
         """Does every row that is not done, and tells autograd what was written behind its back."""
@@ -290,10 +287,11 @@ class Boxes:
 
     Args:
         itemsizes: Bytes of a stored element, by tensor; of those that `add` is called for.
+        sink: Of the bytes.
     """
 
-    def __init__(self, itemsizes: Mapping[int, int]) -> None:
-        self.sink = TensorSink()
+    def __init__(self, itemsizes: Mapping[int, int], sink: TensorSink | None = None) -> None:
+        self.sink = TensorSink() if sink is None else sink
         self._itemsizes = itemsizes
         self._tensor: list[int] = []
         self._offset: list[tuple[int, ...]] = []

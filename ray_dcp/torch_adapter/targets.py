@@ -11,10 +11,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.core.collector import collector_paused
-from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind
 from ray_dcp.errors import (
     CoverageError,
     DamagedCheckpointError,
@@ -187,7 +188,7 @@ class Placing:
             table: As before, with all chunks of what found a place.
         """
         self.table = table
-        self._first_chunk = _first_chunks(table)
+        self._first_chunk = first_chunks(table)
 
     def fill(self, flat: Flat, index: Mapping[str, int]) -> None:
         """Finds a place for every value that the checkpoint has.
@@ -276,10 +277,17 @@ class Placing:
                 f"the saved shapes as targets: {', '.join(self._not_tensors)}"
             )
 
-    def object_takers(self) -> Iterator[tuple[int, ObjectTaker]]:
-        """Yields the chunk of each object and what takes its bytes."""
+    def object_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
+        """Yields the chunk of each object and `PerRank` value, and what takes its bytes."""
         for place, (number, fqn, _) in enumerate(self.objects):
-            yield int(self._first_chunk[number]), self._object_taker(place, fqn)
+            yield int(self._first_chunk[number]), self._taker(fqn, partial(self._put, place))
+        for number, fqn in own.numbers:
+            yield int(self._first_chunk[number]), self._taker(fqn, partial(own.take, number))
+
+    def without_chunk(self, own: OwnValues) -> list[str]:
+        """Returns FQNs of objects of which nothing is stored."""
+        wanted = [(number, fqn) for number, fqn, _ in self.objects] + own.numbers
+        return [fqn for number, fqn in wanted if self._first_chunk[number] < 0]
 
     def finish(self) -> None:
         """Puts new tensors and the objects into their containers.
@@ -296,28 +304,12 @@ class Placing:
             parent[key] = self._placed[number]
         self.raw.sink.finish()
 
-    def own_takers(self, own: OwnValues) -> Iterator[tuple[int, ObjectTaker]]:
-        """Yields the chunk of each `PerRank` value and what takes its bytes."""
-        for number, fqn in own.numbers:
-            yield int(self._first_chunk[number]), self._own_taker(own, number, fqn)
+    def _put(self, place: int, value: Any) -> None:
+        self._placed[place] = value
 
-    def has_chunk(self, number: int) -> bool:
-        """Whether anything is stored of a tensor or object."""
-        return bool(self._first_chunk[number] >= 0)
-
-    def _own_taker(self, own: OwnValues, number: int, fqn: str) -> ObjectTaker:
-        def take(data: bytes) -> None:
-            weights_only = self.options.weights_only
-            own.take(number, load_object(data, fqn=fqn, weights_only=weights_only))
-
-        return take
-
-    def _object_taker(self, number: int, fqn: str) -> ObjectTaker:
-        def take(data: bytes) -> None:
-            weights_only = self.options.weights_only
-            self._placed[number] = load_object(data, fqn=fqn, weights_only=weights_only)
-
-        return take
+    def _taker(self, fqn: str, put: Callable[[Any], None]) -> ObjectTaker:
+        weights_only = self.options.weights_only
+        return lambda data: put(load_object(data, fqn=fqn, weights_only=weights_only))
 
     def _object(self, fqn: str, place: Place, number: int) -> None:
         _check_replaceable(fqn, place)
@@ -333,7 +325,7 @@ class Placing:
             fresh = self._add_fresh(fqn, place, lambda: fresh_plain(tensor, kept))
             if 0 not in shape:
                 boxes.add(number, (0,) * len(shape), shape)
-                boxes.sink.add_fresh(fresh, 0, stored)
+                boxes.sink.add_late(partial(fresh.tensor, 0), stored)
             return
         part = self.resizing.part(tensor, (0,) * len(shape), shape, self._shapes[number])
         if part is not None:
@@ -370,7 +362,7 @@ class Placing:
             if fresh is not None:
                 if 0 not in size:
                     boxes.add(number, offset, size)
-                    boxes.sink.add_fresh(fresh, number_of_box, stored)
+                    boxes.sink.add_late(partial(fresh.tensor, number_of_box), stored)
                 continue
             part = self.resizing.part(tensor, offset, size, self._shapes[number])
             if part is not None:
@@ -409,26 +401,29 @@ class Placing:
             self._mismatches.append(
                 f"{fqn!r} is saved as {self._shapes[number]} and wanted as {shape}"
             )
-        elif stored != dtype:
-            self._check_cast(fqn, stored, dtype)
+        elif stored != dtype and self.options.dtype != "keep":
+            problem = cast_problem(stored, dtype, self.options)
+            if problem is None:
+                self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))
+            else:
+                self._mismatches.append(f"{fqn!r} is {problem}")
         return stored
-
-    def _check_cast(self, fqn: str, stored: torch.dtype, dtype: torch.dtype) -> None:
-        policy = self.options.dtype
-        if policy == "keep":
-            return
-        if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
-            self.cast.append((fqn, dtype_name(stored), dtype_name(dtype)))
-            return
-        why = "may lose values" if policy == "widen" else "LoadOptions(dtype='error') forbids"
-        self._mismatches.append(
-            f"{fqn!r} is saved as {dtype_name(stored)} and wanted as {dtype_name(dtype)}, a cast "
-            f"that {why}: use a target of the saved dtype, or LoadOptions(dtype='cast')"
-        )
 
     def _keeps(self, dtype: torch.dtype, stored: torch.dtype) -> bool:
         """Whether the target must give way to one of the saved dtype."""
         return self.options.dtype == "keep" and dtype != stored
+
+
+def cast_problem(stored: torch.dtype, dtype: torch.dtype, options: LoadOptions) -> str | None:
+    """Returns why values may not be cast, and the way out, as a half sentence; None if they may."""
+    policy = options.dtype
+    if policy == "cast" or (policy == "widen" and loses_nothing(stored, dtype)):
+        return None
+    why = "may lose values" if policy == "widen" else "LoadOptions(dtype='error') forbids"
+    return (
+        f"saved as {dtype_name(stored)} and wanted as {dtype_name(dtype)}, a cast that {why}: use "
+        f"a target of the saved dtype, or LoadOptions(dtype='cast')"
+    )
 
 
 def _check_replaceable(fqn: str, place: Place) -> None:
@@ -449,89 +444,11 @@ def _shapes(table: ChunkTable) -> list[tuple[int, ...]]:
     ]
 
 
-def _first_chunks(table: ChunkTable) -> Any:
+def first_chunks(table: ChunkTable) -> Int64Array:
+    """Returns the first chunk of each tensor, -1 where it has none."""
     first = np.full(table.num_tensors, -1, np.int64)
     first[table.tensor[::-1]] = np.arange(table.num_chunks)[::-1]
     return first
-
-
-class ItemPlacer:
-    """Puts whole `torch.save` items of tensor chunks into the boxes that want parts of them."""
-
-    def __init__(self, placing: Placing, raw: Wanted) -> None:
-        self._placing = placing
-        self._raw = raw
-
-    def place_item(self, chunk: int, data: bytes) -> None:
-        """Puts a tensor item into the buffers of every raw row that it meets.
-
-        Raises:
-            UnsafeCheckpointError: It asks for a class that is not on the allow-list.
-            DamagedCheckpointError: It is no tensor of the chunk's shape.
-        """
-        table = self._placing.table
-        stored = self._load(chunk, data)
-        for row in np.flatnonzero(self._raw.tensor == table.tensor[chunk]).tolist():
-            box = (self._raw.offset[row], self._raw.size[row])
-            into = self._placing.raw.sink.region(row)
-            _copy_common(into, box, stored, (table.offset[chunk], table.size[chunk]))
-
-    def opaque_takers(self, plan: ReadPlan) -> list[tuple[int, ObjectTaker]]:
-        """Returns every chunk of the plan with what takes its item to the opaque targets."""
-        rows: dict[int, list[int]] = {}
-        for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
-            rows.setdefault(chunk, []).append(row)
-        wanted = self._placing.opaque.wanted()
-        return [(chunk, self._opaque_taker(chunk, rows[chunk], wanted)) for chunk in rows]
-
-    def _opaque_taker(self, chunk: int, rows: list[int], wanted: Wanted) -> ObjectTaker:
-        table = self._placing.table
-
-        def take(data: bytes) -> None:
-            stored = self._load(chunk, data)
-            for row in rows:
-                box = (wanted.offset[row], wanted.size[row])
-                into = self._placing.opaque.sink.target(row)
-                _copy_common(into, box, stored, (table.offset[chunk], table.size[chunk]))
-
-        return take
-
-    def _load(self, chunk: int, data: bytes) -> torch.Tensor:
-        table = self._placing.table
-        number = int(table.tensor[chunk])
-        fqn, ndim = table.names[number], int(table.ndim[number])
-        weights_only = self._placing.options.weights_only
-        loaded = load_object(data, fqn=fqn, weights_only=weights_only)
-        size = tuple(table.size[chunk, :ndim].tolist())
-        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != size:
-            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded)
-            raise DamagedCheckpointError(
-                f"a chunk of {fqn!r} should be a tensor of shape {size}, but is {found}; load an "
-                "earlier checkpoint",
-                key=fqn,
-            )
-        return loaded
-
-
-def _copy_common(
-    into: torch.Tensor, wanted: tuple[Any, Any], stored: torch.Tensor, chunk: tuple[Any, Any]
-) -> None:
-    """Copies what two boxes have in common; boxes are padded offset and size arrays."""
-    for dim in range(stored.dim()):
-        low = max(int(wanted[0][dim]), int(chunk[0][dim]))
-        high = min(int(wanted[0][dim] + wanted[1][dim]), int(chunk[0][dim] + chunk[1][dim]))
-        if high <= low:
-            return
-        into = _narrow(into, dim, low - int(wanted[0][dim]), high - low)
-        stored = _narrow(stored, dim, low - int(chunk[0][dim]), high - low)
-    copy_into(into, stored)
-
-
-def _narrow(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    # Why not always: tensor subclasses need not know how to be narrowed.
-    if length == tensor.size(dim):
-        return tensor
-    return tensor.detach().narrow(dim, start, length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -574,6 +491,125 @@ class Targets:
     unexpected: tuple[str, ...]
     cast: tuple[tuple[str, str, str], ...]
     resized: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+
+class ItemPlacer:
+    """Puts whole `torch.save` items of tensor chunks into the boxes that want parts of them.
+
+    Args:
+        table: What the checkpoint holds.
+        options: How to load.
+        raw: Boxes of raw tensor bytes.
+        opaque: Boxes of tensors whose chunks only `torch.load` understands.
+    """
+
+    def __init__(self, table: ChunkTable, options: LoadOptions, raw: Boxes, opaque: Boxes) -> None:
+        self._table = table
+        self._options = options
+        self._raw, self._raw_sink = raw.wanted(), raw.sink
+        self._opaque, self._opaque_sink = opaque.wanted(), opaque.sink
+        self._opaque_plan = plan_reads(table, self._opaque)
+        self._names = tuple(map(table.names.__getitem__, self._raw.tensor.tolist()))
+
+    def targets(
+        self,
+        *,
+        objects: Iterable[tuple[int, ObjectTaker]],
+        without_chunk: Sequence[str] = (),
+        **what: Any,
+    ) -> Targets:
+        """Returns where everything goes.
+
+        Args:
+            objects: See `Targets`: Python objects.
+            without_chunk: FQNs of objects of which nothing is stored.
+            what: The other fields of `Targets`.
+        """
+
+        def check_coverage(plan: ReadPlan) -> None:
+            holes = [(self._names[row], num_bytes) for row, num_bytes in plan.uncovered]
+            holes += [
+                (self._table.names[self._opaque.tensor[row]], num_bytes)
+                for row, num_bytes in self._opaque_plan.uncovered
+            ]
+            holes += [(fqn, 0) for fqn in without_chunk]
+            if holes:
+                raise _coverage_error(holes)
+
+        return Targets(
+            wanted=self._raw,
+            sink=self._raw_sink,
+            objects=(*objects, *self._opaque_takers()),
+            place_item=self.place_item,
+            check_coverage=check_coverage,
+            names=self._names,
+            **what,
+        )
+
+    def place_item(self, chunk: int, data: bytes) -> None:
+        """Puts a tensor item into the buffers of every raw row that it meets.
+
+        Raises:
+            UnsafeCheckpointError: It asks for a class that is not on the allow-list.
+            DamagedCheckpointError: It is no tensor of the chunk's shape.
+        """
+        rows = np.flatnonzero(self._raw.tensor == self._table.tensor[chunk]).tolist()
+        self._place(chunk, data, rows, self._raw, self._raw_sink.region)
+
+    def _opaque_takers(self) -> list[tuple[int, ObjectTaker]]:
+        """Returns every chunk that is wanted with what takes its item to the opaque targets."""
+        rows: dict[int, list[int]] = {}
+        plan = self._opaque_plan
+        for chunk, row in zip(plan.chunk.tolist(), plan.wanted.tolist(), strict=True):
+            rows.setdefault(chunk, []).append(row)
+        return [(chunk, self._opaque_taker(chunk, some)) for chunk, some in rows.items()]
+
+    def _opaque_taker(self, chunk: int, rows: list[int]) -> ObjectTaker:
+        target = self._opaque_sink.target
+        return lambda data: self._place(chunk, data, rows, self._opaque, target)
+
+    def _place(
+        self,
+        chunk: int,
+        data: bytes,
+        rows: Sequence[int],
+        wanted: Wanted,
+        target_of: Callable[[int], torch.Tensor],
+    ) -> None:
+        stored = self._load(chunk, data)
+        ndim = stored.dim()
+        origin, size = self._table.offset[chunk, :ndim], self._table.size[chunk, :ndim]
+        for row in rows:
+            start, length = wanted.offset[row, :ndim], wanted.size[row, :ndim]
+            low = np.maximum(start, origin)
+            common = np.minimum(start + length, origin + size) - low
+            # Careful: a row that the chunk does not meet may be done, and has no buffer then.
+            if (common > 0).all():
+                into = _narrowed(target_of(row), low - start, common)
+                copy_into(into, _narrowed(stored, low - origin, common))
+
+    def _load(self, chunk: int, data: bytes) -> torch.Tensor:
+        table = self._table
+        number = int(table.tensor[chunk])
+        fqn, ndim = table.names[number], int(table.ndim[number])
+        loaded = load_object(data, fqn=fqn, weights_only=self._options.weights_only)
+        size = tuple(table.size[chunk, :ndim].tolist())
+        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != size:
+            found = tuple(loaded.shape) if isinstance(loaded, torch.Tensor) else type(loaded)
+            raise DamagedCheckpointError(
+                f"a chunk of {fqn!r} should be a tensor of shape {size}, but is {found}; load an "
+                "earlier checkpoint",
+                key=fqn,
+            )
+        return loaded
+
+
+def _narrowed(tensor: torch.Tensor, start: Int64Array, size: Int64Array) -> torch.Tensor:
+    for dim, (low, length) in enumerate(zip(start.tolist(), size.tolist(), strict=True)):
+        # Why not always: tensor subclasses need not know how to be narrowed.
+        if length != tensor.size(dim):
+            tensor = tensor.detach().narrow(dim, low, length)
+    return tensor
 
 
 def plan_targets(
@@ -713,21 +749,7 @@ def _targets(
     missing: tuple[str, ...],
     unexpected: tuple[str, ...],
 ) -> Targets:
-    raw, opaque = placing.raw.wanted(), placing.opaque.wanted()
-    names = tuple(map(placing.table.names.__getitem__, raw.tensor.tolist()))
-    opaque_plan = plan_reads(placing.table, opaque)
-    items = ItemPlacer(placing, raw)
-
-    def check_coverage(plan: ReadPlan) -> None:
-        holes = [(names[row], missing_bytes) for row, missing_bytes in plan.uncovered]
-        holes += [
-            (placing.table.names[opaque.tensor[row]], missing_bytes)
-            for row, missing_bytes in opaque_plan.uncovered
-        ]
-        holes += [(fqn, 0) for number, fqn, _ in placing.objects if not placing.has_chunk(number)]
-        holes += [(fqn, 0) for number, fqn in own.numbers if not placing.has_chunk(number)]
-        if holes:
-            raise _coverage_error(holes)
+    items = ItemPlacer(placing.table, placing.options, placing.raw, placing.opaque)
 
     def finish() -> None:
         placing.finish()
@@ -735,18 +757,10 @@ def _targets(
         if loaded is not None:
             loaded.put_back(state_dict)
 
-    return Targets(
-        wanted=raw,
-        sink=placing.raw.sink,
-        objects=(
-            *placing.object_takers(),
-            *placing.own_takers(own),
-            *items.opaque_takers(opaque_plan),
-        ),
-        place_item=items.place_item,
+    return items.targets(
+        objects=placing.object_takers(own),
+        without_chunk=placing.without_chunk(own),
         finish=finish,
-        check_coverage=check_coverage,
-        names=names,
         loaded=(*placing.loaded, *own.loaded),
         missing=missing,
         unexpected=unexpected,

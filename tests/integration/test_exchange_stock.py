@@ -36,9 +36,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 import ray_dcp
 from ray_dcp.errors import (
-    CheckpointError,
     DamagedCheckpointError,
-    MissingKeyError,
     UnsupportedValueError,
 )
 from tests.exchange_cases import (
@@ -149,23 +147,6 @@ def quantised(dtype: torch.dtype) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, dtype)
 
 
-def test_tensors_without_raw_bytes_are_refused_all_by_name(tmp_path):
-    state = {
-        "model": {
-            "quantised": quantised(torch.qint8),
-            "coo": torch.eye(3).to_sparse(),
-            "csr": torch.eye(3).to_sparse_csr(),
-            "meta": torch.empty(3, device="meta"),
-        },
-        "fine": torch.ones(2),
-    }
-    with pytest.raises(UnsupportedValueError) as caught:
-        ray_dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert all(f"'model.{name}'" in caught.value.message for name in state["model"])
-    assert "'fine'" not in caught.value.message
-    assert not (tmp_path / "a").exists()
-
-
 def test_a_quantised_tensor_of_stock_is_refused_by_name_and_the_rest_loads(tmp_path):
     state = {"q": quantised(torch.quint8), "x": bits(torch.float32, 3)}
     path = save_stock(tmp_path / "a", state)
@@ -237,22 +218,6 @@ def test_keys_that_the_checkpoint_lacks_keep_their_values_if_asked(exchange):
     found = exchange(state, into, load=stock.DefaultLoadPlanner(allow_partial_load=True))
     expected = {"x": state["x"], "new": {"w": torch.ones(2), "n": 9}}
     assert differences(found, expected) == []
-
-
-def test_ours_names_what_stock_saved_and_nobody_asked_for(tmp_path):
-    path = save_stock(tmp_path / "a", {"x": torch.ones(3), "unexpected": {"n": 1}})
-    into = {"x": torch.zeros(3), "new": 4}
-    with pytest.raises(MissingKeyError, match="'new'"):
-        load_ours(path, dict(into))
-    report = ray_dcp.load(
-        into, checkpoint_id=path, no_dist=True,
-        options=ray_dcp.LoadOptions(strict=False),
-    )  # fmt: skip
-    assert (report.loaded, report.missing, report.unexpected) == (
-        ("x",),
-        ("new",),
-        ("unexpected.n",),
-    )
 
 
 # Stateful values
@@ -542,17 +507,6 @@ def test_what_several_stock_ranks_saved_is_read_whole_and_in_other_shards(
     assert ray_dcp.open(tmp_path)["rows"][2:6, 1:4].tobytes() == raw(rows[2:6, 1:4])
 
 
-def test_a_region_that_no_stock_rank_saved_is_an_error_and_nothing_is_touched(tmp_path):
-    rows = bits(torch.float32, 4, 5)
-    planner = ShardPlanner({"rows": ((7, 5), [((0, 0), rows)])}, {"n": 1})
-    save_as_ranks(tmp_path, [planner])
-    into = {"rows": torch.ones(7, 5), "n": 0}
-    with pytest.raises(CheckpointError, match=r"'rows' \(60 bytes\)"):
-        load_ours(tmp_path, into)
-    assert into["rows"].eq(1).all()
-    assert into["n"] == 0
-
-
 # What of ours stock DCP meets
 
 
@@ -564,15 +518,6 @@ def test_stock_reads_ours_in_many_parts(tmp_path):
     into = blanks(state)
     stock.load(into, checkpoint_id=tmp_path, no_dist=True)
     assert differences(into, state) == []
-
-
-def test_the_utility_that_turns_dcp_into_torch_save_reads_ours(tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    state = nested()
-    ray_dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    dcp_to_torch_save(tmp_path / "a", tmp_path / "one.pt")
-    assert same(torch.load(tmp_path / "one.pt"), state)
 
 
 def test_a_relative_path_is_the_same_place_for_both(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from ray_dcp.runtime.rank_save import join_save
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.torch_adapter.capture import capture
 from tests.crash.array_states import ArrayCapture, sample_state
-from tests.unit.seam_support import as_rank
+from tests.unit.adapter_support import as_rank
 
 WORLD = 4
 OPTIONS = {"world_size": WORLD, "container": "torch_save", "part_bytes": 1 << 20}

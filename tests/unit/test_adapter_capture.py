@@ -38,9 +38,8 @@ from ray_dcp.errors import StateDictError, UnsupportedValueError
 from ray_dcp.options import SaveOptions
 from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import load_object
-from ray_dcp.torch_adapter.targets import plan_targets
 
-from .seam_support import as_rank, box, fill, frozen, on_ranks, stored
+from .adapter_support import as_rank, box, frozen, load, on_ranks, stored
 
 WORLD = 4
 
@@ -130,8 +129,7 @@ def test_parallel_models_are_described_as_torch_describes_them(layout: str) -> N
     captures = on_ranks(WORLD, on_rank)
     full = whole().state_dict()
     target = {"model": {k: torch.zeros_like(v) for k, v in full.items()}, "groups": [{"lr": 0.0}]}
-    table, payloads = stored(*captures)
-    fill(table, payloads, plan_targets(target, table))
+    load(stored(*captures), target)
     assert target["groups"] == [{"lr": 0.1}]
     for key, value in full.items():
         assert torch.equal(target["model"][key], value), key
@@ -187,8 +185,7 @@ def test_rows_of_a_truly_strided_shard_come_from_where_they_belong(
 
 def check_restores(full: dict[str, torch.Tensor], captures: list[Capture]) -> None:
     target = {key: torch.full_like(value, -1) for key, value in full.items()}
-    table, payloads = stored(*captures)
-    fill(table, payloads, plan_targets(target, table))
+    load(stored(*captures), target)
     for key, value in full.items():
         assert torch.equal(target[key], value), key
 
@@ -488,16 +485,16 @@ def test_fsdp_with_tp_leaves_ranks_without_elements(style, mesh, length):
     def on_rank(rank: int) -> Capture:
         return frozen(capture({"m": sharded(linear())}, rank=rank, world_size=world))
 
-    table, payloads = stored(*on_ranks(world, on_rank))
+    checkpoint = stored(*on_ranks(world, on_rank))
     whole = {"m": {"weight": torch.zeros(features, columns)}}
-    fill(table, payloads, plan_targets(whole, table))
+    load(checkpoint, whole)
     assert torch.equal(whole["m"]["weight"], linear().weight)
 
     def loads(rank: int) -> bool:
         model = sharded(linear())
         with torch.no_grad():
             model.weight.zero_()
-        fill(table, payloads, plan_targets({"m": model}, table, rank=rank, world_size=world))
+        load(checkpoint, {"m": model}, rank, world)
         local = sharded(linear()).weight.to_local()
         return torch.equal(model.weight.to_local(), local)
 

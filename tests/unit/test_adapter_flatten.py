@@ -73,14 +73,6 @@ def test_unflattening_gives_what_dcp_gives(state_dict: dict) -> None:
     assert repr(mine) == repr(theirs)
 
 
-def test_integer_keys_are_kept_beside_their_dotted_name() -> None:
-    inner = {3: 5}
-    flat = flatten({"steps": inner})
-    assert (flat.names, flat.paths) == (["steps.3"], [("steps", "3")])
-    assert flat.parents[0] is inner
-    assert flat.keys == [3]
-
-
 def test_all_colliding_names_are_told_at_once() -> None:
     with pytest.raises(StateDictError, match=r"'a\.b', 'c\.d' would name two values"):
         flatten({"a": {"b": 1}, "a.b": 2, "c": {"d": 1}, "c.d": 3})

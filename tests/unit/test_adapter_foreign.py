@@ -34,7 +34,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.torch_adapter.foreign import foreign_load, foreign_save
 from ray_dcp.torch_adapter.state import Stored, stateful_to_load_targets
-from tests.unit.seam_ranks import keys, run
+from tests.unit.adapter_ranks import group, run
 
 SINGLE_PROCESS = "ignore:torch.distributed is disabled"
 
@@ -240,18 +240,16 @@ def _noting(hook: Any, name: str, recorder: Recorder) -> Any:
 
 
 def save_all(
-    world_size: int, make_writer: Any, *, make_planner: Any = None, **options: Any
+    world_size: int, make_writer: Any, *, use_collectives: bool = True, **who: Any
 ) -> list[Any]:
     return run(
         [
             foreign_save(
-                keys(),
+                group(rank, world_size, **who),
                 {**state(), "shard": rows(rank, world_size)},
                 make_writer(rank),
-                ShardPlanner(rank, world_size) if make_planner is None else make_planner(rank),
-                rank=rank,
-                world_size=world_size,
-                **{"timeout_s": 60.0, **options},
+                ShardPlanner(rank, world_size),
+                use_collectives=use_collectives,
             )
             for rank in range(world_size)
         ]
@@ -274,16 +272,9 @@ def test_save_makes_the_calls_of_stock_dcp_in_its_order(writer_class, checkpoint
         no_dist=True,
     )
     planner = recording(dcp.DefaultSavePlanner(), ours)
-    run(
-        [
-            foreign_save(
-                keys(), state(), writer_class(ours, {}), planner,
-                rank=0, world_size=1, checkpoint_id=checkpoint_id, timeout_s=60.0,
-            )
-        ]
-    )[0].get()  # fmt: skip
+    save_one(writer_class(ours, {}), planner, checkpoint_id=checkpoint_id)
     assert len(ours.calls) > 8
-    assert [_portable(c) for c in ours.calls] == [_portable(c) for c in stock.calls]
+    assert list(map(repr, ours.calls)) == list(map(repr, stock.calls))
 
 
 @pytest.mark.filterwarnings(SINGLE_PROCESS)
@@ -307,44 +298,20 @@ def test_load_makes_the_calls_of_stock_dcp_in_its_order(checkpoint_id):
         checkpoint_id=checkpoint_id,
     )
     assert len(ours.calls) > 8
-    assert [_portable(c) for c in ours.calls] == [_portable(c) for c in stock.calls]
+    assert list(map(repr, ours.calls)) == list(map(repr, stock.calls))
     assert by_us["counter"].n == by_stock["counter"].n == 1
     assert torch.equal(by_us["w"], torch.full((4, 3), 1.0))
 
 
-def _portable(call: Any) -> str:
-    return repr(call)
-
-
 def save_one(writer: Any, planner: Any = None, **options: Any) -> Metadata:
-    return run(
-        [
-            foreign_save(
-                keys(), state(), writer, planner,
-                rank=0, world_size=1, **{"timeout_s": 60.0, **options},
-            )
-        ]
-    )[0].get()  # fmt: skip
+    seen: list[Any] = []
+    saved = run([foreign_save(group(), state(), writer, planner, **options)], seen=seen)[0].get()
+    assert seen == []  # one rank exchanges nothing
+    return saved
 
 
 def load_one(target: Any, reader: Any, planner: Any = None, **options: Any) -> None:
-    run(
-        [
-            foreign_load(
-                keys(), target, reader, planner,
-                rank=0, world_size=1, **{"timeout_s": 60.0, **options},
-            )
-        ]
-    )[0].get()  # fmt: skip
-
-
-def test_one_rank_exchanges_nothing():
-    seen: list[Any] = []
-    ranks = [foreign_save(
-        keys(), state(), MemoryWriter(Recorder(), {}), rank=0, world_size=1, timeout_s=1.0
-    )]  # fmt: skip
-    run(ranks, seen=seen)[0].get()
-    assert seen == []
+    run([foreign_load(group(), target, reader, planner, **options)])[0].get()
 
 
 @pytest.mark.parametrize("coordinator_rank", [0, 2])
@@ -420,15 +387,7 @@ def test_what_a_subclass_of_the_file_writer_saved_loads_in_stock_dcp(world_size,
 def test_what_stock_dcp_saved_loads_on_three_ranks(tmp_path):
     dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
     targets = [state(9.0) for _ in range(3)]
-    ends = run(
-        [
-            foreign_load(
-                keys(), targets[rank], dcp.FileSystemReader(tmp_path),
-                rank=rank, world_size=3, timeout_s=60.0,
-            )
-            for rank in range(3)
-        ]
-    )  # fmt: skip
+    ends = load_all(3, lambda rank: dcp.FileSystemReader(tmp_path), targets.__getitem__)
     for end, target in zip(ends, targets, strict=True):
         end.get()
         assert torch.equal(target["w"], state()["w"])
@@ -647,22 +606,12 @@ def test_an_interrupted_rank_stops_and_tells_the_others():
         assert "KeyboardInterrupt" in str(end.error)
 
 
-def dying(rank: int, tag: str) -> Any:
-    return lambda request: request.rank == rank and request.tag == tag
-
-
 def save_dying(rank: int, tag: str) -> tuple[list[Any], dict[str, Any]]:
     store: dict[str, Any] = {}
     ends = run(
-        [
-            foreign_save(
-                keys(), state(), MemoryWriter(Recorder(), store),
-                rank=r, world_size=3, timeout_s=60.0,
-            )
-            for r in range(3)
-        ],
-        dies=dying(rank, tag),
-    )  # fmt: skip
+        [foreign_save(group(r, 3), state(), MemoryWriter(Recorder(), store)) for r in range(3)],
+        dies=lambda request: request.rank == rank and request.tag == tag,
+    )
     return [end for r, end in enumerate(ends) if r != rank], store
 
 
@@ -694,13 +643,10 @@ def test_the_coordinator_rank_knows_of_its_commit_even_if_another_rank_is_gone()
 def load_all(world_size: int, make_reader: Any, make_state: Any) -> list[Any]:
     return run(
         [
-            foreign_load(
-                keys(), make_state(rank), make_reader(rank),
-                rank=rank, world_size=world_size, timeout_s=60.0,
-            )
+            foreign_load(group(rank, world_size), make_state(rank), make_reader(rank))
             for rank in range(world_size)
         ]
-    )  # fmt: skip
+    )
 
 
 def test_a_missing_key_is_a_missing_key_error_on_every_rank():

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 from ray_dcp.torch_adapter.capture import Capture, capture
-from ray_dcp.torch_adapter.targets import plan_targets
 
-from .seam_support import fill, frozen, stored
+from .adapter_support import frozen, load, stored
 from .test_adapter_capture import LAYOUTS, WORLD, rows, torch_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,11 +58,11 @@ def main() -> None:
         captured = capture(given, rank=rank, world_size=WORLD)
         assert rows(captured.columns) == torch_rows(state)
         assert captured.warnings == ()
-        table, payloads = stored(*gathered(captured))
+        checkpoint = stored(*gathered(captured))
 
         other = LAYOUTS["hsdp"]()
         other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.2)
-        fill(table, payloads, plan_targets({"model": other, "optimizer": other_optimizer}, table))
+        load(checkpoint, {"model": other, "optimizer": other_optimizer})
         expected, found = full(state), full(state_of(other, other_optimizer))
         assert expected.keys() == found.keys()
         for key, value in expected.items():

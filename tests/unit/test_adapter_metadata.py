@@ -7,34 +7,36 @@ import pickle
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
 )
 
+import ray_dcp
+from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import StorageError
-from ray_dcp.format.metadata import encode_metadata
 from ray_dcp.torch_adapter.capture import capture
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata, metadata_of_table
 from ray_dcp.torch_adapter.load_report import LoadReport
 
-from .seam_support import stored
+from .adapter_support import stored, table_of
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def table() -> Any:
-    state = {"m": {"w": torch.ones(2, 3).bfloat16(), "s": torch.tensor(1)}, "x": [1, 2]}
-    return stored(capture(state, rank=0, world_size=1))[0]
+STATE = {"m": {"w": torch.ones(2, 3).bfloat16(), "s": torch.tensor(1)}, "x": [1, 2]}
+
+
+@cache
+def table() -> ChunkTable:
+    return table_of(stored(capture(STATE, rank=0, world_size=1)))
 
 
 class Loads:
@@ -48,34 +50,19 @@ class Loads:
         return metadata_of_table(table(), checkpoint_id="/c")
 
 
-def test_the_fields_are_those_that_torch_would_have_written() -> None:
-    metadata = metadata_of_table(table(), checkpoint_id="/c")
-    assert list(metadata.state_dict_metadata) == ["m.w", "m.s", "x"]
-    tensor = metadata.state_dict_metadata["m.w"]
-    assert isinstance(tensor, TensorStorageMetadata)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_save_returns_what_torch_reads(tmp_path: Path, flatten: bool) -> None:
+    planner = ray_dcp.DefaultSavePlanner(flatten_state_dict=flatten)
+    made = ray_dcp.save(STATE, checkpoint_id=tmp_path / "c", planner=planner, no_dist=True)
+    assert made == pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    if not flatten:
+        assert made.planner_data is None
+        return
+    tensor = made.state_dict_metadata["m.w"]
     assert tensor.properties.dtype == torch.bfloat16
-    assert tensor.size == torch.Size([2, 3])
     assert tensor.chunks == [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))]
-    scalar = metadata.state_dict_metadata["m.s"]
-    assert scalar.chunks == [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
-    assert metadata.state_dict_metadata["x"] == BytesStorageMetadata()
-    assert metadata.planner_data == {"m.w": ("m", "w"), "m.s": ("m", "s"), "x": ("x",)}
-    place = metadata.storage_data[MetadataIndex("m.w", torch.Size([0, 0]))]
-    assert (place.relative_path, place.offset, place.length) == ("__0_0.distcp", 0, 12)
-    assert MetadataIndex("x") in metadata.storage_data
-    assert metadata.storage_meta.checkpoint_id == "/c"
-
-
-def test_it_is_what_the_stored_metadata_unpickles_to() -> None:
-    written = pickle.loads(encode_metadata(table(), checkpoint_id="/c", attempt="a1"))
-    built = metadata_of_table(table(), checkpoint_id="/c")
-    for field in ("state_dict_metadata", "planner_data", "storage_data", "version"):
-        assert getattr(written, field) == getattr(built, field), field
-
-
-def test_an_unflattened_checkpoint_has_no_planner_data() -> None:
-    captured = capture({"w": torch.ones(1)}, rank=0, world_size=1, flatten_state_dict=False)
-    assert metadata_of_table(stored(captured)[0]).planner_data is None
+    assert made.state_dict_metadata["x"] == BytesStorageMetadata()
+    assert made.planner_data == {"m.w": ("m", "w"), "m.s": ("m", "s"), "x": ("x",)}
 
 
 def test_nothing_is_read_before_a_field_is_looked_at_and_then_once() -> None:
@@ -151,16 +138,3 @@ def test_the_report_has_the_names_of_load_state_dict_too() -> None:
     assert (report.missing_keys, report.unexpected_keys) == (["a"], ["b"])
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.loaded = ()  # type: ignore[misc]
-
-
-def test_chunks_of_a_table_become_chunks_of_their_tensor_in_order() -> None:
-    one = table()
-    twice = dataclasses.replace(
-        one,
-        **{
-            name: np.concatenate([getattr(one, name), getattr(one, name)[:1]])
-            for name in ("tensor", "offset", "size", "file", "item_offset", "item_bytes")
-        },
-    )
-    metadata = metadata_of_table(twice)
-    assert len(metadata.state_dict_metadata["m.w"].chunks) == 2

@@ -6,7 +6,8 @@ import dataclasses
 import io
 import json
 import pickle
-from collections.abc import Callable
+import sys
+import time
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 import ray_dcp
-from ray_dcp.core.values import ChunkTable, Kind
+from ray_dcp.core.values import Kind
 from ray_dcp.errors import (
     CheckpointError,
     CoverageError,
     DamagedCheckpointError,
-    InternalError,
     InvalidRequestError,
     MissingKeyError,
     ShapeMismatchError,
@@ -44,19 +44,19 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.options import LoadOptions, SaveOptions
-from ray_dcp.planning.reads import plan_reads
-from ray_dcp.protocol.messages import OpKey, Target
+from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.inline import run_ranks
+from ray_dcp.runtime.rank_load import load_rank
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.torch_adapter import planner_save
 from ray_dcp.torch_adapter.capture import Capture
+from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.foreign import foreign_save
+from ray_dcp.torch_adapter.lazy_metadata import metadata_of
 from ray_dcp.torch_adapter.planner_load import targets_with_planner
 from ray_dcp.torch_adapter.planner_save import capture_with_planner, plans_globally
 from ray_dcp.torch_adapter.replica_digests import content_digest
-from ray_dcp.torch_adapter.targets import Targets
-from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
-from tests.unit.seam_ranks import Ended, keys, run
+from tests.unit.adapter_ranks import Ended, OneOf, group, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -163,17 +163,20 @@ def capture(planner: Any, state_dict: Any = None, *, options: SaveOptions | None
 
 
 def captures(
-    planners: list[Any], states: list[Any], options: SaveOptions | None = None
+    planners: list[Any],
+    states: list[Any],
+    options: SaveOptions | None = None,
+    seen: list[Any] | None = None,
 ) -> list[Ended]:
     return run(
         [
             capture_with_planner(
-                keys(), states[rank], planner,
-                rank=rank, world_size=len(planners), options=options or SaveOptions(),
+                group(rank, len(planners)), states[rank], planner, options=options or SaveOptions()
             )
             for rank, planner in enumerate(planners)
-        ]
-    )  # fmt: skip
+        ],
+        seen=seen,
+    )
 
 
 def captured_values(captured: Capture) -> dict[Any, Any]:
@@ -188,30 +191,6 @@ def captured_values(captured: Capture) -> dict[Any, Any]:
         dtype = columns.dtypes[columns.dtype[row]]
         found[name, offset] = (dtype, size, bytes(captured.source(row)))
     return found
-
-
-def stored_values(path: Path) -> dict[Any, Any]:
-    """Returns the same of what stock DCP stored."""
-    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
-    found = {}
-    for index, info in metadata.storage_data.items():
-        with (path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            value = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-            found[index.fqn, None] = value
-        else:
-            facts = dtype_name(value.dtype), tuple(value.shape), bytes(host_bytes(value))
-            found[index.fqn, tuple(index.offset)] = facts
-    return found
-
-
-@pytest.mark.parametrize("planner_class", SAVE_PLANNERS)
-def test_a_planner_captures_what_it_makes_stock_dcp_store(planner_class, tmp_path):
-    dcp.save(state(), checkpoint_id=tmp_path, planner=planner_class(), no_dist=True)
-    captured = capture(planner_class())
-    assert captured_values(captured) == stored_values(tmp_path)
-    assert captured.warnings == ()
 
 
 def test_paths_in_the_nested_state_come_along():
@@ -252,10 +231,13 @@ def test_other_content_on_another_rank_has_another_value():
     assert not np.any(first.value == second.value)
 
 
-def test_lowest_rank_wins_where_the_planner_wants_it():
+def test_lowest_rank_wins_where_the_planner_wants_it(tmp_path):
     planners = [Transform(dedup_save_to_lowest_rank=True) for _ in range(3)]
     sizes = [len(end.get().columns) for end in captures(planners, [state()] * 3)]
     assert sizes == [6, 0, 0]
+    save(tmp_path / "c", planners, [state()] * 3)
+    save(tmp_path / "alone", [Transform()], [state()])
+    assert everything(tmp_path / "c") == everything(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
@@ -272,18 +254,7 @@ def test_lowest_rank_wins_where_the_planner_wants_it():
 def test_plans_are_exchanged_only_for_planners_that_decide_between_ranks(planner, globally):
     assert plans_globally(planner) == globally
     seen: list[Any] = []
-    run(
-        [
-            capture_with_planner(
-                keys(), state(), type(planner)(
-                    dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank
-                ),
-                rank=rank, world_size=2, options=SaveOptions(),
-            )
-            for rank in range(2)
-        ],
-        seen=seen,
-    )  # fmt: skip
+    captures([planner, planner], [state(), state()], seen=seen)
     assert len(seen) == (4 if globally else 0)
 
 
@@ -330,12 +301,6 @@ def test_boxes_of_sharded_items_are_those_of_the_plan():
         assert np.frombuffer(end.get().source(0), np.float32).tolist() == [float(rank)] * 6
 
 
-def test_a_planner_with_nothing_to_save_gives_no_rows():
-    columns = capture(Transform(), {}).columns
-    assert len(columns) == 0
-    assert columns.shape.shape == (0, 1)
-
-
 @pytest.mark.parametrize("given", [{"step": 5}, {}, {"scalar": torch.tensor(2.0)}])
 def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path):
     class Own(dcp.DefaultSavePlanner):
@@ -344,23 +309,6 @@ def test_a_planner_saves_a_state_without_tensors_of_a_dimension(given, tmp_path)
 
     ray_dcp.save(dict(given), checkpoint_id=tmp_path / "c", planner=Own(), no_dist=True)
     assert ray_dcp.read_state_dict(tmp_path / "c") == given
-
-
-def test_ranks_that_a_planner_leaves_without_items_save_too(tmp_path):
-    planners = [Transform(dedup_save_to_lowest_rank=True) for _ in range(3)]
-    ends = captures(planners, [state()] * 3)
-    ranks = [
-        save_rank(
-            OpKey("save", 0), rank=rank, world_size=3, target=Target(str(tmp_path / "c")),
-            options=SaveOptions(), capture=end.get,
-        )
-        for rank, end in enumerate(ends)
-    ]  # fmt: skip
-    for result in run_ranks(ranks):
-        result.get()
-    found = ray_dcp.read_state_dict(tmp_path / "c")
-    ray_dcp.save(state(), checkpoint_id=tmp_path / "alone", planner=Transform(), no_dist=True)
-    assert repr(found) == repr(ray_dcp.read_state_dict(tmp_path / "alone"))
 
 
 def test_hooks_run_in_every_save_whatever_a_planner_says_of_itself(tmp_path):
@@ -381,11 +329,6 @@ def test_hooks_run_in_every_save_whatever_a_planner_says_of_itself(tmp_path):
         path = tmp_path / f"step-{number}"
         ray_dcp.save(both, checkpoint_id=path, planner=Choosing(), no_dist=True)
         assert list(ray_dcp.read_state_dict(path)) == [name]
-
-
-def test_stateful_values_are_saved_by_their_state():
-    captured = capture(Lookup(), {"m": torch.nn.Linear(2, 1)})
-    assert set(captured.columns.names) == {"m.weight", "m.bias"}
 
 
 def test_what_is_not_kept_is_resolved_again(monkeypatch):
@@ -435,6 +378,9 @@ def test_plan_caching_of_a_planner_that_decides_between_ranks_goes_on_working():
 # --- planners that do not say the truth ---------------------------------------------------------
 
 
+WEIGHT = torch.ones(4, 3)
+
+
 class OtherShape(dcp.DefaultSavePlanner):
     def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
         found = super().transform_object(write_item, object)
@@ -468,26 +414,24 @@ class OtherRank(dcp.DefaultSavePlanner):
 
 
 @pytest.mark.parametrize(
-    ("planner_class", "message"),
+    ("planner_class", "value", "message"),
     [
-        (OtherShape, r"OtherShape.resolve_data gave torch.float32 of shape \(12,\) for 'w'.*"
-                     r"float32 of shape \(4, 3\)"),
-        (OtherDtype, r"OtherDtype.resolve_data gave torch.float64 .* for 'w'"),
-        (OtherKind, r"OtherKind.resolve_data gave bytes for 'w'"),
-        (NoTensorData, r"NoTensorData planned 'w' as TENSOR without tensor_data"),
-        (OtherRank, r"OtherRank planned 'w' with a chunk at \(0,\).* 2 dimensions"),
+        (OtherShape, WEIGHT, r"OtherShape.resolve_data gave torch.float32 of shape \(12,\) for 'w'"
+                             r".*float32 of shape \(4, 3\)"),
+        (OtherDtype, WEIGHT, r"OtherDtype.resolve_data gave torch.float64 .* for 'w'"),
+        (OtherKind, WEIGHT, r"OtherKind.resolve_data gave bytes for 'w'"),
+        (OtherKind, 3, r"gave bytes for 'w'.*io.BytesIO"),
+        (NoTensorData, WEIGHT, r"NoTensorData planned 'w' as TENSOR without tensor_data"),
+        (OtherRank, WEIGHT, r"OtherRank planned 'w' with a chunk at \(0,\).* 2 dimensions"),
     ],
 )  # fmt: skip
-def test_a_planner_that_resolves_something_else_is_named_with_the_fqn(planner_class, message):
+def test_a_planner_that_resolves_something_else_is_named_with_the_fqn(
+    planner_class, value, message
+):
     with pytest.raises(StateDictError, match=message) as raised:
-        capture(planner_class(), {"w": torch.ones(4, 3)})
+        capture(planner_class(), {"w": value})
     assert raised.value.key == "w"
     assert raised.value.rank == 0
-
-
-def test_an_object_that_is_no_bytes_io_is_refused():
-    with pytest.raises(StateDictError, match=r"gave bytes for 'o'.*io.BytesIO"):
-        capture(OtherKind(), {"o": 3})
 
 
 def test_a_wrong_size_hint_is_a_warning():
@@ -673,111 +617,57 @@ class LoadGlobal(dcp.DefaultLoadPlanner):
 LOAD_PLANNERS = [LoadLookup, LoadTransform, LoadBytes, LoadGlobal]
 
 
-def table_of(path: Path) -> tuple[Metadata, ChunkTable, list[bytes], list[bytes]]:
-    """Returns a stock checkpoint as metadata, chunk table, raw bytes and item bytes by chunk."""
-    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
-    stored = metadata.state_dict_metadata
-    names = list(stored)
-    shapes = [tuple(getattr(stored[n], "size", ())) for n in names]
-    width = max(map(len, shapes), default=0)
-    dtypes = sorted({dtype_name(m.properties.dtype) for m in stored.values() if hasattr(m, "size")})
-    chunks, payloads, items = [], [], []
-    for index, info in metadata.storage_data.items():
-        with (path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            items.append(file.read(info.length))
-        value = torch.load(io.BytesIO(items[-1]), weights_only=False)
-        raw = bytes(host_bytes(value)) if isinstance(value, torch.Tensor) else items[-1]
-        payloads.append(raw)
-        size = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-        chunks.append((names.index(index.fqn), tuple(index.offset or ()), size))
+def save(path: Path, planners: list[Any], states: list[Any]) -> None:
+    """Saves with a planner on each rank, from capture to commit."""
 
-    def pad(rows: Any, fill: int) -> Any:
-        padded = [(*row, *[fill] * (width - len(row))) for row in rows]
-        return np.array(padded, dtype=np.int64).reshape(len(padded), width)
+    def part(rank: int) -> Any:
+        me, options = OneOf(rank, len(planners)), SaveOptions(sync_files=False)
+        captured = yield from capture_with_planner(
+            Group(me, 60.0, "save"), states[rank], planners[rank], options=options
+        )
+        return (
+            yield from save_rank(
+                me.next_key(), rank=rank, world_size=len(planners), target=Target(str(path)),
+                options=options, capture=lambda: captured,
+            )
+        )  # fmt: skip
 
-    n = len(chunks)
-    is_tensor = [hasattr(stored[name], "size") for name in names]
-    return (
-        metadata,
-        ChunkTable(
-            names=tuple(names),
-            paths=(None,) * len(names),
-            dtypes=tuple(dtypes),
-            files=("f",),
-            kind=np.array([Kind.TENSOR if t else Kind.OBJECT for t in is_tensor], np.int8),
-            dtype=np.array(
-                [
-                    dtypes.index(dtype_name(stored[name].properties.dtype)) if tensor else -1
-                    for name, tensor in zip(names, is_tensor, strict=True)
-                ],
-                np.int8,
-            ),
-            ndim=np.array([len(shape) for shape in shapes], np.int8),
-            shape=pad(shapes, 1),
-            requires_grad=np.zeros(len(names), bool),
-            tensor=np.array([c[0] for c in chunks], np.int32),
-            offset=pad([c[1] for c in chunks], 0),
-            size=pad([c[2] for c in chunks], 1),
-            file=np.zeros(n, np.int32),
-            item_offset=np.arange(n, dtype=np.int64) * 1_000_000,
-            item_bytes=np.array([len(item) for item in items], np.int64),
-            payload_offset=np.arange(n, dtype=np.int64) * 1_000_000,
-            payload_bytes=np.array([len(raw) for raw in payloads], np.int64),
-            block_bytes=np.zeros(n, np.int64),
-            check_start=np.zeros(n + 1, np.int64),
-            checks=np.zeros(0, np.uint64),
-        ),
-        payloads,
-        items,
-    )
-
-
-def fill(targets: Targets, table: ChunkTable, payloads: list[bytes], items: list[bytes]) -> None:
-    """Reads as the runtime does: boxes, then objects, then `finish`."""
-    wanted = targets.wanted
-    plan = plan_reads(table, wanted)
-    targets.check_coverage(plan)
-    arrays = {}
-    for row in range(len(wanted)):
-        buffer = targets.sink.buffer(row)
-        kind = np.dtype((np.void, int(wanted.itemsize[row])))
-        arrays[row] = np.frombuffer(buffer, kind).reshape(wanted.size[row])
-    for pair in range(len(plan)):
-        chunk, row = plan.chunk[pair], plan.wanted[pair]
-        source = np.frombuffer(payloads[chunk], arrays[row].dtype).reshape(table.size[chunk])
-        low, size = plan.offset[pair], plan.size[pair]
-
-        def part(origin: Any, low: Any = low, size: Any = size) -> Any:
-            return tuple(slice(a - o, a - o + n) for a, o, n in zip(low, origin, size, strict=True))
-
-        arrays[row][part(wanted.offset[row])] = source[part(table.offset[chunk])]
-    for row in range(len(wanted)):
-        targets.sink.done(row)
-    for chunk, take in targets.objects:
-        take(items[chunk])
-    targets.finish()
+    for result in run_ranks([part(rank) for rank in range(len(planners))]):
+        result.get()
 
 
 def load(
     path: Path,
-    state_dict: Any,
-    planner: Any,
+    state_dict: dict[str, Any],
+    *planners: Any,
     options: LoadOptions | None = None,
-    change: Callable[[ChunkTable], ChunkTable] = lambda table: table,
-) -> Targets:
-    metadata, table, payloads, items = table_of(path)
-    table = change(table)
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), state_dict, planner, metadata, table,
-                rank=0, world_size=1, options=options or LoadOptions(),
+    other_states: list[Any] | None = None,
+) -> Any:
+    """Loads with a planner on each rank; returns the targets of rank 0."""
+    options, states = options or LoadOptions(), [state_dict, *(other_states or [])]
+    planned: dict[int, Any] = {}
+
+    def part(rank: int) -> Any:
+        me = OneOf(rank, len(planners))
+        ranks = Group(me, 60.0, "load")
+
+        def plan(checkpoint: Any) -> Any:
+            planned[rank] = yield from targets_with_planner(
+                ranks, states[rank], planners[rank], metadata_of(checkpoint), checkpoint.table,
+                options=options,
+            )  # fmt: skip
+            return planned[rank]
+
+        return (
+            yield from load_rank(
+                me.next_key(), rank=rank, world_size=len(planners), target=Target(str(path)),
+                options=options, plan=plan,
             )
-        ]
-    )[0].get()  # fmt: skip
-    fill(targets, table, payloads, items)
-    return targets
+        )  # fmt: skip
+
+    for result in run_ranks([part(rank) for rank in range(len(planners))]):
+        result.get()
+    return planned[0]
 
 
 @pytest.fixture
@@ -791,40 +681,58 @@ def flat(state_dict: Any) -> dict[str, Any]:
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
 
 
-@pytest.mark.parametrize("planner_class", LOAD_PLANNERS)
-def test_a_load_planner_loads_what_it_makes_stock_dcp_load(planner_class, checkpoint):
-    by_stock, by_us = zeros(), zeros()
-    dcp.load(by_stock, checkpoint_id=checkpoint, planner=planner_class(), no_dist=True)
-    home = by_us["w"]
-    options = LoadOptions(dtype="cast") if planner_class is LoadTransform else None
-    targets = load(checkpoint, by_us, planner_class(), options)
-    assert flat(by_us) == flat(by_stock)
-    assert flat(by_us) != flat(zeros())
-    assert by_us["w"] is home
-    assert targets.unexpected == targets.missing == ()
-    assert set(targets.loaded) == set(flat(by_us))
+def everything(path: Path) -> dict[str, Any]:
+    """Returns all that stock DCP finds in a checkpoint."""
+    found: dict[str, Any] = {}
+    dcp.state_dict_loader._load_state_dict(
+        found, dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return flat(found)
 
 
-def test_renamed_items_load_from_what_a_renaming_planner_saved(tmp_path):
-    dcp.save(state(3.0), checkpoint_id=tmp_path, planner=RenamedItems(), no_dist=True)
-    by_stock, by_us = zeros(), zeros()
-    dcp.load(by_stock, checkpoint_id=tmp_path, planner=LoadRenamed(), no_dist=True)
-    load(tmp_path, by_us, LoadRenamed())
-    assert flat(by_us) == flat(by_stock) == flat(state(3.0))
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("planner_class", SAVE_PLANNERS)
+def test_stock_dcp_loads_what_a_planner_made_of_a_save(planner_class, world_size, tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path / "stock", planner=planner_class(), no_dist=True)
+    planners = [planner_class() for _ in range(world_size)]
+    save(tmp_path / "ours", planners, [state()] * world_size)
+    assert everything(tmp_path / "ours") == everything(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("saved_by", ["stock", "ours"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("planner_class", [*LOAD_PLANNERS, LoadRenamed])
+def test_a_load_planner_loads_what_it_makes_stock_dcp_load(
+    planner_class, world_size, saved_by, tmp_path
+):
+    saver = RenamedItems if planner_class is LoadRenamed else Lookup
+    if saved_by == "stock":
+        dcp.save(state(3.0), checkpoint_id=tmp_path, planner=saver(), no_dist=True)
+    else:
+        save(tmp_path, [saver(), saver()], [state(3.0), state(3.0)])
+    by_stock, by_us = zeros(), [zeros() for _ in range(world_size)]
+    dcp.load(by_stock, checkpoint_id=tmp_path, planner=planner_class(), no_dist=True)
+    home = by_us[0]["w"]
+    options = LoadOptions(dtype="cast" if planner_class is LoadTransform else "widen")
+    planners = [planner_class() for _ in range(world_size)]
+    targets = load(tmp_path, by_us[0], *planners, options=options, other_states=by_us[1:])
+    assert flat(by_us[0]) == flat(by_stock)
+    assert flat(by_us[0]) != flat(zeros())
+    assert by_us[0]["w"] is home
+    assert set(targets.loaded) == set(flat(by_us[0]))
+    assert targets.missing == targets.unexpected == ()
+    if world_size == 2:
+        assert by_us[1]["lr"] == (0.0 if planner_class is LoadGlobal else by_stock["lr"])
+        assert torch.equal(by_us[1]["w"], by_stock["w"])
 
 
 def test_the_planner_that_makes_the_state_dict_from_metadata_works(checkpoint):
     made: dict[str, Any] = {}
-    metadata, table, payloads, items = table_of(checkpoint)
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), made, _EmptyStateDictLoadPlanner(), metadata, table,
-                rank=0, world_size=1, options=LoadOptions(), stateful=False,
-            )
-        ]
-    )[0].get()  # fmt: skip
-    fill(targets, table, payloads, items)
+    with pytest.warns(FutureWarning):
+        ray_dcp.load_state_dict(
+            made, dcp.FileSystemReader(checkpoint), no_dist=True,
+            planner=_EmptyStateDictLoadPlanner(),
+        )  # fmt: skip
     assert flat(made) == flat(state(3.0))
 
 
@@ -856,60 +764,94 @@ def test_hooks_are_called_as_often_as_by_stock_dcp(checkpoint):
     assert counts[1]["commit_tensor"] == 4
 
 
-def test_a_global_load_plan_reaches_the_ranks(checkpoint):
-    metadata, table, payloads, items = table_of(checkpoint)
-    states = [zeros(), zeros()]
-    seen: list[Any] = []
-    ends = run(
-        [
-            targets_with_planner(
-                keys(), states[rank], LoadGlobal(), metadata, table,
-                rank=rank, world_size=2, options=LoadOptions(),
+def test_no_two_hooks_of_a_load_planner_run_at_a_time(tmp_path):
+    many = {f"w{i}": torch.full((1 << 12,), float(i)) for i in range(40)}
+    dcp.save(many, checkpoint_id=tmp_path, no_dist=True)
+    inside: list[int] = []
+
+    class Careful(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return self._alone(super().resolve_tensor, read_item)
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            self._alone(super().commit_tensor, read_item, tensor)
+
+        def _alone(self, hook: Any, *args: Any) -> Any:
+            assert inside == []
+            inside.append(1)
+            time.sleep(0.001)
+            inside.clear()
+            return hook(*args)
+
+    into = {name: torch.zeros_like(value) for name, value in many.items()}
+    load(tmp_path, into, Careful(), options=LoadOptions(num_threads=8))
+    assert all(torch.equal(into[name], value) for name, value in many.items())
+
+
+class Middle(dcp.DefaultLoadPlanner):
+    """Wants rows 1 to 5 of the six, as one destination."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        box = ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((4, 3)))
+        return dcp.LoadPlan(
+            dcp.planner_helpers.create_read_items_for_chunk_list(
+                "s", self.metadata.state_dict_metadata["s"], [box]
             )
-            for rank in range(2)
-        ],
-        seen=seen,
-    )  # fmt: skip
-    for end in ends:
-        fill(end.get(), table, payloads, items)
-    assert len(seen) == 4
-    assert states[0]["lr"] == 3.0
-    assert states[1]["lr"] == 0.0
-    assert torch.equal(states[1]["w"], state(3.0)["w"])
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict["s"]
 
 
-def test_a_shard_is_read_from_the_chunks_that_meet_it(tmp_path):
-    class Subclass(dcp.FileSystemWriter):
-        pass
+class Subclassed(torch.Tensor):
+    pass
 
-    ends = run(
-        [
+
+class TwoBoxes:
+    """A target of two boxes of another dtype, by DCP's protocol."""
+
+    dtype = torch.float64
+
+    def __init__(self) -> None:
+        self.halves = [torch.zeros(3, 3, dtype=torch.float64) for _ in range(2)]
+
+    def size(self) -> torch.Size:
+        return torch.Size((6, 3))
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size((o, 0)), torch.Size((3, 3))) for o in (0, 3)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.halves[index.index or 0]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "subclassed"),
+    [("stock", ()), ("stock", (0,)), ("stock", (0, 1, 2)), ("ours", ()), ("ours", (0, 1, 2))],
+)
+def test_shards_load_as_one_tensor_plain_ones_and_those_that_pickle(saved_by, subclassed, tmp_path):
+    shards = [torch.full((2, 3), float(rank)) for rank in range(3)]
+    parts = [s.as_subclass(Subclassed) if i in subclassed else s for i, s in enumerate(shards)]
+    states = [{"s": part} for part in parts]
+    if saved_by == "ours":
+        save(tmp_path, [Shards(rank, 3) for rank in range(3)], states)
+    else:
+        steps = [
             foreign_save(
-                keys(), {"s": torch.full((2, 3), float(rank))}, Subclass(tmp_path),
-                Shards(rank, 3), rank=rank, world_size=3, timeout_s=60.0,
+                group(rank, 3), states[rank], dcp.FileSystemWriter(tmp_path), Shards(rank, 3)
             )
             for rank in range(3)
         ]
-    )  # fmt: skip
-    assert all(end.error is None for end in ends)
-
-    class Middle(dcp.DefaultLoadPlanner):
-        """Wants rows 1 to 5 of the six, as one destination."""
-
-        def create_local_plan(self) -> dcp.LoadPlan:
-            box = ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((4, 3)))
-            return dcp.LoadPlan(
-                dcp.planner_helpers.create_read_items_for_chunk_list(
-                    "s", self.metadata.state_dict_metadata["s"], [box]
-                )
-            )
-
-        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-            return self.state_dict["s"]
-
-    target = {"s": torch.zeros(4, 3)}
-    load(tmp_path, target, Middle())
-    assert target["s"][:, 0].tolist() == [0.0, 1.0, 1.0, 2.0]
+        assert all(end.error is None for end in run(steps))
+    with torch.serialization.safe_globals([Subclassed]):
+        whole, middle, native = torch.zeros(6, 3), torch.zeros(4, 3), torch.zeros(6, 3)
+        load(tmp_path, {"s": whole}, LoadLookup())
+        load(tmp_path, {"s": middle}, Middle())
+        ray_dcp.load({"s": native}, checkpoint_id=tmp_path, no_dist=True)
+        ray_dcp.load({"s": (two := TwoBoxes())}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(torch.cat(two.halves), native.double())
+    assert whole[:, 0].tolist() == native[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert middle[:, 0].tolist() == [0.0, 1.0, 1.0, 2.0]
 
 
 # --- what a load planner may not do -------------------------------------------------------------
@@ -936,7 +878,7 @@ def test_unexpected_keys_are_reported_and_refused_when_strict(checkpoint):
         "t", "nested.b", "nested.name", "scalar", "lr",
     }  # fmt: skip
     with pytest.raises(StateDictError, match="does not ask for"):
-        load(checkpoint, target, LoadBytes(), LoadOptions(strict=True))
+        load(checkpoint, target, LoadBytes(), options=LoadOptions(strict=True))
 
 
 @pytest.mark.parametrize("planner_class", [LoadBytes, LoadLookup])
@@ -944,10 +886,10 @@ def test_a_dtype_that_would_lose_values_is_refused_unless_cast(planner_class, ch
     def target() -> Any:
         return {"w": torch.zeros(4, 3, dtype=torch.float16)}
 
-    with pytest.raises(ShapeMismatchError, match=r"'w' is stored as torch.float32"):
+    with pytest.raises(ShapeMismatchError, match=r"'w' is saved as float32 and wanted as float16"):
         load(checkpoint, target(), planner_class())
     loaded = target()
-    load(checkpoint, loaded, planner_class(), LoadOptions(dtype="cast"))
+    load(checkpoint, loaded, planner_class(), options=LoadOptions(dtype="cast"))
     assert loaded["w"].tolist() == state(3.0)["w"].tolist()
 
 
@@ -957,7 +899,7 @@ def test_a_dtype_that_widens_is_cast_and_reported(checkpoint):
     assert targets.cast == (("nested.b", "bfloat16", "float32"),)
     assert target["nested"]["b"].tolist() == [3.0, 3.0]
     with pytest.raises(ShapeMismatchError):
-        load(checkpoint, target, LoadBytes(), LoadOptions(dtype="error"))
+        load(checkpoint, target, LoadBytes(), options=LoadOptions(dtype="error"))
 
 
 def test_a_target_of_another_shape_than_planned_is_refused(checkpoint):
@@ -996,18 +938,12 @@ def test_a_read_item_outside_of_the_checkpoint_names_planner_and_fqn(change, mes
 
 
 def test_a_checkpoint_with_a_chunk_lost_is_not_loaded_in_part(checkpoint):
-    def without_w(table: ChunkTable) -> ChunkTable:
-        keep = table.tensor != table.names.index("w")
-        per_chunk = (
-            "tensor", "offset", "size", "file", "item_offset", "item_bytes",
-            "payload_offset", "payload_bytes", "block_bytes",
-        )  # fmt: skip
-        return dataclasses.replace(
-            table, **{name: getattr(table, name)[keep] for name in per_chunk}
-        )
-
+    metadata: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].chunks.clear()
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != "w"}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CoverageError, match="lacks parts of 'w'"):
-        load(checkpoint, zeros(), LoadBytes(), change=without_w)
+        load(checkpoint, zeros(), LoadBytes())
 
 
 class Evil:
@@ -1017,31 +953,11 @@ class Evil:
 
 def test_an_object_that_runs_code_is_refused_before_the_planner_gets_it(tmp_path):
     dcp.save({"o": Evil()}, checkpoint_id=tmp_path, no_dist=True)
-
     planner = LoadBytes()
-    metadata, table, payloads, items = _table_unread(tmp_path)
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), {"o": 0}, planner, metadata, table,
-                rank=0, world_size=1, options=LoadOptions(),
-            )
-        ]
-    )[0].get()  # fmt: skip
     with pytest.raises(UnsafeCheckpointError, match="exec"):
-        fill(targets, table, payloads, items)
+        load(tmp_path, {"o": 0}, planner)
     assert not hasattr(planner, "loaded")
-
-
-def _table_unread(path: Path) -> Any:
-    """Returns `table_of` of a checkpoint with one object that must not be loaded."""
-    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
-    (info,) = metadata.storage_data.values()
-    item = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-    (path / "safe").mkdir()
-    dcp.save({"o": 1}, checkpoint_id=path / "safe", no_dist=True)
-    _, table, _, _ = table_of(path / "safe")
-    return metadata, table, [item], [item]
+    assert not hasattr(sys, "evil_ran")
 
 
 class JsonLoad(dcp.DefaultLoadPlanner):
@@ -1049,104 +965,19 @@ class JsonLoad(dcp.DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = json.loads(value.getvalue())
 
 
-def test_bytes_of_a_planners_own_format_need_the_users_trust(checkpoint):
-    metadata, table, payloads, _ = table_of(checkpoint)
-    target = {"lr": 0.0}
-
-    def targets(options: LoadOptions) -> Targets:
-        return run(
-            [
-                targets_with_planner(
-                    keys(), target, JsonLoad(), metadata, table,
-                    rank=0, world_size=1, options=options,
-                )
-            ]
-        )[0].get()  # fmt: skip
-
-    own = [b"[1, 2]"] * table.num_chunks
+def test_bytes_of_a_planners_own_format_need_the_users_trust(tmp_path):
+    save(tmp_path, [JsonSave()], [{"o": [1, 2]}])
+    target = {"o": 0}
     with pytest.raises(UnsafeCheckpointError, match=r"JsonLoad\.load_bytes"):
-        fill(targets(LoadOptions()), table, payloads, own)
-    fill(targets(LoadOptions(weights_only=False)), table, payloads, own)
-    assert target["lr"] == [1, 2]
-
-
-def test_damaged_object_bytes_are_damage_for_the_default_format(checkpoint):
-    metadata, table, payloads, items = table_of(checkpoint)
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), {"lr": 0.0}, LoadLookup(), metadata, table,
-                rank=0, world_size=1, options=LoadOptions(),
-            )
-        ]
-    )[0].get()  # fmt: skip
+        load(tmp_path, target, JsonLoad())
     with pytest.raises(DamagedCheckpointError) as raised:
-        fill(targets, table, payloads, [item[: len(item) // 2] for item in items])
+        load(tmp_path, target, LoadLookup())
     assert not isinstance(raised.value, UnsafeCheckpointError)
-
-
-def test_a_box_that_was_never_read_is_an_internal_error(checkpoint):
-    metadata, table, _, _ = table_of(checkpoint)
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), {"w": torch.zeros(4, 3)}, LoadBytes(), metadata, table,
-                rank=0, world_size=1, options=LoadOptions(),
-            )
-        ]
-    )[0].get()  # fmt: skip
-    with pytest.raises(InternalError, match="'w' was never read"):
-        targets.finish()
-
-
-# --- chunks that only torch.load understands ----------------------------------------------------
-
-
-def opaque(table: ChunkTable) -> ChunkTable:
-    kind = np.where(table.kind == Kind.TENSOR, Kind.OPAQUE, table.kind).astype(np.int8)
-    return dataclasses.replace(table, kind=kind)
-
-
-@pytest.mark.parametrize("planner_class", [LoadBytes, LoadLookup])
-def test_opaque_tensors_are_loaded_and_committed(planner_class, checkpoint):
-    target = zeros()
-    targets = load(checkpoint, target, planner_class(), change=opaque)
-    assert len(targets.wanted) == 0
-    assert flat(target) == flat(state(3.0))
-
-
-def test_an_opaque_item_of_another_shape_is_damage(checkpoint):
-    metadata, table, payloads, items = table_of(checkpoint)
-    table = opaque(table)
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), zeros(), LoadBytes(), metadata, table,
-                rank=0, world_size=1, options=LoadOptions(),
-            )
-        ]
-    )[0].get()  # fmt: skip
-    wrong = io.BytesIO()
-    torch.save(torch.zeros(99), wrong)
-    with pytest.raises(DamagedCheckpointError, match=r"should be a tensor of shape"):
-        fill(targets, table, payloads, [wrong.getvalue()] * len(items))
-
-
-def test_a_raw_box_can_be_brought_by_whole_items_too(checkpoint):
-    metadata, table, _, items = table_of(checkpoint)
-    target = {"w": torch.zeros(4, 3)}
-    targets = run(
-        [
-            targets_with_planner(
-                keys(), target, LoadBytes(), metadata, table,
-                rank=0, world_size=1, options=LoadOptions(),
-            )
-        ]
-    )[0].get()  # fmt: skip
-    chunk = int(np.flatnonzero(table.tensor == table.names.index("w"))[0])
-    targets.place_item(chunk, items[chunk])
-    targets.finish()
-    assert torch.equal(target["w"], state(3.0)["w"])
+    ray_dcp.load(
+        target, checkpoint_id=tmp_path, no_dist=True, planner=JsonLoad(),
+        options=LoadOptions(weights_only=False),
+    )  # fmt: skip
+    assert target["o"] == [1, 2]
 
 
 def test_a_tensor_subclass_is_captured_as_a_deferred_item():
@@ -1163,7 +994,3 @@ def test_a_tensor_subclass_is_captured_as_a_deferred_item():
     with torch.serialization.safe_globals([Subclassed]):
         loaded = torch.load(io.BytesIO(captured.deferred(0)), weights_only=True)
     assert loaded.tolist() == [1.0, 1.0]
-
-
-class Subclassed(torch.Tensor):
-    pass

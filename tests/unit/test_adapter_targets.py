@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ray_dcp.core.values import ChunkTable
 from ray_dcp.errors import (
     CoverageError,
     DamagedCheckpointError,
@@ -29,24 +27,17 @@ from ray_dcp.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
-from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import plan_reads
-from ray_dcp.torch_adapter.capture import capture
+from ray_dcp.protocol.messages import Target
+from ray_dcp.torch_adapter.capture import Capture, capture
 from ray_dcp.torch_adapter.objects import dump_object
-from ray_dcp.torch_adapter.targets import Targets, plan_targets
+from ray_dcp.torch_adapter.targets import plan_targets
 
-from .seam_support import as_rank, fill, on_ranks, stored
+from .adapter_support import as_rank, frozen, load, on_ranks, stored, table_of
 
 
-def saved(state_dict: dict[str, Any], **flags: bool) -> tuple[ChunkTable, list[bytes]]:
+def saved(state_dict: dict[str, Any], **flags: bool) -> Target:
     return stored(capture(state_dict, rank=0, world_size=1, **flags))
-
-
-def load(checkpoint: tuple[ChunkTable, list[bytes]], target: Any, **options: Any) -> Targets:
-    table, payloads = checkpoint
-    targets = plan_targets(target, table, options=LoadOptions(**options))
-    fill(table, payloads, targets)
-    return targets
 
 
 def test_everything_comes_back_in_place_and_tensors_keep_their_identity() -> None:
@@ -87,15 +78,6 @@ def test_everything_comes_back_in_place_and_tensors_keep_their_identity() -> Non
     assert (targets.missing, targets.unexpected, targets.cast) == ((), (), ())
 
 
-def test_values_under_integer_keys_go_back_to_them() -> None:
-    target = {"state": {3: {"step": 0}}, "list": [0, {1: 0}]}
-    load(saved({"state": {3: {"step": 7}}, "list": [1, {1: 9}]}), target)
-    assert target == {"state": {3: {"step": 7}}, "list": [1, {1: 9}]}
-    numbered = {2: 0, 10: 0}
-    load(saved({2: "two", 10: "ten"}), numbered)
-    assert numbered == {2: "two", 10: "ten"}
-
-
 class Holder:
     """A Stateful that remembers what it was given."""
 
@@ -113,12 +95,9 @@ class Holder:
 
 
 def test_a_stateful_at_the_top_is_loaded_in_place_and_given_its_state() -> None:
-    table, payloads = saved({"a": Holder(3.0), "x": 1})
     holder = Holder(0.0)
     target = {"a": holder, "x": 0}
-    targets = plan_targets(target, table)
-    assert holder.given is None
-    fill(table, payloads, targets)
+    load(saved({"a": Holder(3.0), "x": 1}), target)
     assert target["a"] is holder
     assert holder.given is not None
     assert holder.given["tensor"] is holder.tensor
@@ -126,47 +105,13 @@ def test_a_stateful_at_the_top_is_loaded_in_place_and_given_its_state() -> None:
     assert (holder.step, target["x"]) == (3, 1)
 
 
-def test_a_module_and_its_optimizer_come_back() -> None:
-    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randn(5, 3)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = made(0)
-    other, other_optimizer = made(1)
-    parameters = list(other.parameters())
-    checkpoint = saved({"model": model, "optimizer": optimizer})
-    load(checkpoint, {"model": other, "optimizer": other_optimizer})
-    assert all(a is b for a, b in zip(other.parameters(), parameters, strict=True))
-    for key, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[key], value)
-    state = optimizer.state_dict()["state"]
-    for number, entry in other_optimizer.state_dict()["state"].items():
-        assert all(torch.equal(entry[key], state[number][key]) for key in entry)
-
-
 def test_without_stateful_nothing_is_asked_and_objects_go_straight_in() -> None:
     holder = Holder(1.0)
-    table, payloads = saved({"a": 5, "w": torch.ones(2)})
     target = {"a": holder, "w": torch.zeros(2)}
-    targets = plan_targets(target, table, stateful=False)
-    fill(table, payloads, targets)
+    load(saved({"a": 5, "w": torch.ones(2)}), target, flags={"stateful": False})
     assert target["a"] == 5
     assert target["w"].tolist() == [1, 1]
     assert holder.given is None
-
-
-def test_without_flattening_the_top_level_is_replaced() -> None:
-    table, payloads = saved({"m": {"w": torch.ones(2)}, "x": torch.ones(3)},
-                            flatten_state_dict=False)  # fmt: skip
-    target = {"m": None, "x": torch.zeros(3)}
-    tensor = target["x"]
-    fill(table, payloads, plan_targets(target, table, flatten_state_dict=False))
-    assert target["m"]["w"].tolist() == [1, 1]
-    assert target["x"] is tensor
 
 
 def test_all_missing_keys_are_told_with_the_similar_ones() -> None:
@@ -186,13 +131,6 @@ def test_all_missing_keys_are_told_with_the_similar_ones() -> None:
     assert (targets.loaded, target["z"]) == (("z",), 1)
 
 
-def test_unexpected_keys_are_reported_and_refused_when_strict() -> None:
-    checkpoint = saved({"a": 1, "b": {"c": 2, "d": 3}})
-    assert load(checkpoint, {"a": 0}).unexpected == ("b.c", "b.d")
-    with pytest.raises(StateDictError, match=r"2 key\(s\).*'b.c', 'b.d'"):
-        load(checkpoint, {"a": 0}, strict=True)
-
-
 def test_all_mismatches_of_shape_and_dtype_are_told_and_nothing_is_touched() -> None:
     checkpoint = saved({
         "shape": torch.ones(2, 3), "narrow": torch.ones(2), "int": torch.ones(2).long(),
@@ -209,23 +147,6 @@ def test_all_mismatches_of_shape_and_dtype_are_told_and_nothing_is_touched() -> 
         assert words in str(e.value)
     for key, value in before.items():
         assert torch.equal(torch.as_tensor(target[key]), torch.as_tensor(value))
-
-
-def test_casts_follow_the_policy() -> None:
-    checkpoint = saved({"w": torch.tensor([1.5, 70000.0]).bfloat16(), "n": torch.tensor([1, 2])})
-    wider = {"w": torch.zeros(2), "n": torch.zeros(2).long()}
-    targets = load(checkpoint, wider)
-    assert wider["w"].tolist() == [1.5, 70144.0]
-    assert targets.cast == (("w", "bfloat16", "float32"),)
-    with pytest.raises(ShapeMismatchError, match="forbids"):
-        load(checkpoint, {"w": torch.zeros(2), "n": torch.zeros(2).long()}, dtype="error")
-    narrow = {"w": torch.zeros(2).half(), "n": torch.zeros(2)}
-    with pytest.raises(ShapeMismatchError, match="may lose values"):
-        load(checkpoint, narrow)
-    targets = load(checkpoint, narrow, dtype="cast")
-    assert narrow["w"].tolist() == [1.5, float("inf")]
-    assert narrow["n"].tolist() == [1, 2]
-    assert len(targets.cast) == 2
 
 
 def test_a_tensor_for_a_value_that_is_none_is_an_error_and_an_object_for_a_tensor_replaces() -> (
@@ -304,33 +225,17 @@ def test_a_tensor_saved_in_one_layout_loads_in_any_other(of: Any, to: Any) -> No
         mesh = init_device_mesh("cpu", layout[0])
         return distribute_tensor(value, mesh, layout[1], src_data_rank=None)
 
-    def save(rank: int) -> Any:
-        captured = capture({"w": distributed(full, of)}, rank=rank, world_size=4)
-        return stored(captured) if len(captured.columns) else None
+    def captured(rank: int) -> Capture:
+        return frozen(capture({"w": distributed(full, of)}, rank=rank, world_size=4))
 
-    def captured_payloads() -> tuple[ChunkTable, list[bytes]]:
-        parts = [part for part in on_ranks(4, save) if part is not None]
-        table = parts[0][0]
-        for other, _ in parts[1:]:
-            table = joined(table, other)
-        return table, [payload for _, payloads in parts for payload in payloads]
-
-    table, payloads = captured_payloads()
+    checkpoint = stored(*on_ranks(4, captured))
 
     def check(rank: int) -> None:
         target = {"w": distributed(torch.full_like(full, -1), to)}
-        fill(table, payloads, plan_targets(target, table))
+        load(checkpoint, target)
         assert torch.equal(target["w"].to_local(), distributed(full, to).to_local())
 
     on_ranks(4, check)
-
-
-def joined(table: ChunkTable, other: ChunkTable) -> ChunkTable:
-    """The chunks of two tables of the same tensors; replicated boxes stay twice."""
-    columns = ("tensor", "offset", "size", "file", "item_offset", "item_bytes", "payload_offset",
-               "payload_bytes", "block_bytes")  # fmt: skip
-    both = {name: np.concatenate([getattr(table, name), getattr(other, name)]) for name in columns}
-    return replace(table, **both)
 
 
 def test_a_rank_outside_the_mesh_loads_nothing_and_misses_nothing() -> None:
@@ -358,32 +263,8 @@ def test_several_local_shards_are_filled_each() -> None:
             assert torch.equal(torch.cat(locals_, 1), full[:, 2 * rank : 2 * rank + 2])
 
 
-def test_checkpoints_flattened_before_torch_2_4_load() -> None:
-    def state(value: float) -> dict[str, Any]:
-        return {
-            "w": torch.full((2,), value),
-            "cfg": {"lr": value, "b": {"c": value}},
-            "groups": [{"lr": value}, {"t": torch.full((1,), value)}],
-        }
-
-    try:
-        _version._derived_version = "2_3"
-        old, _ = flatten_state_dict(state(3.0))
-    finally:
-        _version._derived_version = None
-    assert "cfg" in old
-    checkpoint = saved(old, flatten_state_dict=False)
-    target = state(0.0)
-    tensor = target["w"]
-    load(checkpoint, target)
-    assert target == {**state(3.0), "w": tensor, "groups": target["groups"]}
-    assert tensor.tolist() == [3, 3]
-    assert target["groups"][0] == {"lr": 3.0}
-    assert target["groups"][1]["t"].tolist() == [3]
-
-
 def test_holes_are_found_before_anything_is_touched() -> None:
-    table, _ = saved({"w": torch.ones(4), "v": torch.ones(2), "x": 5})
+    table = table_of(saved({"w": torch.ones(4), "v": torch.ones(2), "x": 5}))
     keep = np.array([table.names[t] != "x" for t in table.tensor])
     size = table.size.copy()
     size[table.tensor == table.names.index("w")] = [3]
@@ -434,7 +315,7 @@ def test_a_plain_tensor_loads_into_a_subclass() -> None:
 
 def test_whole_items_without_raw_bytes_go_into_the_buffers_of_all_rows_they_meet() -> None:
     full = torch.arange(12.0).reshape(4, 3)
-    table, _ = saved({"w": full, "v": full.T.contiguous()})
+    table = table_of(saved({"w": full, "v": full.T.contiguous()}))
     target = {"w": torch.zeros(4, 3), "v": torch.zeros(3, 4, dtype=torch.float64)}
     targets = plan_targets(target, table)
     for chunk, tensor in enumerate((full, full.T)):
@@ -449,22 +330,13 @@ def test_whole_items_without_raw_bytes_go_into_the_buffers_of_all_rows_they_meet
 
 
 def test_an_object_that_was_never_read_is_an_internal_error() -> None:
-    table, _ = saved({"a": 1})
+    table = table_of(saved({"a": 1}))
     with pytest.raises(InternalError, match="a"):
         plan_targets({"a": 0}, table).finish()
 
 
-def test_objects_with_code_are_refused_unless_asked_for() -> None:
-    checkpoint = saved({"h": Holder(2.0)}, stateful=False)
-    with pytest.raises(UnsafeCheckpointError, match="'h'"):
-        load(checkpoint, {"h": None})
-    target = {"h": None}
-    load(checkpoint, target, weights_only=False)
-    assert target["h"].step == 2
-
-
 def test_a_buffer_is_the_same_memory_in_every_thread_until_done() -> None:
-    table, _ = saved({"w": torch.ones(1000)})
+    table = table_of(saved({"w": torch.ones(1000)}))
     target = {"w": torch.empty(1000, device="meta", dtype=torch.float64)}
     sink = plan_targets(target, table).sink
     buffers: list[memoryview] = []

@@ -77,23 +77,6 @@ def test_what_either_saves_the_other_loads(
 # --- what goes wrong ----------------------------------------------------------------------------
 
 
-class Failing(stock.DefaultSavePlanner):
-    """Can't resolve one value."""
-
-    def resolve_data(self, write_item: Any) -> Any:
-        if write_item.index.fqn == "w5":
-            raise OSError("no space left")
-        return super().resolve_data(write_item)
-
-
-def test_an_error_while_it_is_written_fails_the_save(tmp_path: Path):
-    many = {f"w{i}": torch.ones(3) for i in range(8)}
-    writer = ray_dcp.FileSystemWriter(tmp_path / "c", thread_count=4)
-    with pytest.raises(ray_dcp.CheckpointError, match="no space left"):
-        ray_dcp.save(many, storage_writer=writer, planner=Failing())
-    assert not (tmp_path / "c" / ".metadata").exists()
-
-
 def test_a_url_that_is_no_directory_goes_both_ways(tmp_path: Path):
     url = "memory://both-ways"
     for saves in SAVES.values():

@@ -26,7 +26,7 @@ KIB = 1 << 10
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Late:
+class Late(Cuda):
     """Copies nothing before it is waited for; some tensors of host memory are its device's."""
 
     def __init__(self, *own: torch.Tensor) -> None:

@@ -33,10 +33,6 @@ def test_an_item_comes_back(stored, layers, kind):
     assert bytes(unpacked_item(kind(stored), [ZSTD] * layers)) == ITEM
 
 
-def test_a_plain_item_is_not_copied():
-    assert unpacked_item(ITEM, (), max_bytes=1) is ITEM
-
-
 def test_what_metadata_does_not_call_compressed_is_not_unpacked():
     stored = streamed(ITEM)
     assert unpacked_item(stored, ()) is stored

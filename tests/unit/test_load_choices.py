@@ -177,9 +177,13 @@ def test_dtypes_follow_the_policy(saved: Path):
     def state() -> dict[str, Any]:
         return {"model": {"b": torch.zeros(4)}}
 
-    for policy in ("error", "widen"):
-        with pytest.raises(ShapeMismatchError, match="float64"):
-            load(saved, state(), dtype=policy)
+    wider = {"model": {"a": torch.zeros(3, 2, dtype=torch.float64)}}
+    assert load(saved, wider).cast == (("model.a", "float32", "float64"),)
+    assert wider["model"]["a"][2, 1] == 5
+    with pytest.raises(ShapeMismatchError, match="may lose values"):
+        load(saved, state())
+    with pytest.raises(ShapeMismatchError, match="forbids"):
+        load(saved, wider, dtype="error")
     cast = state()
     assert load(saved, cast, dtype="cast").cast == (("model.b", "float64", "float32"),)
     assert cast["model"]["b"].all()

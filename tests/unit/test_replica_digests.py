@@ -19,7 +19,7 @@ from ray_dcp.torch_adapter.replica_digests import (
 )
 from tests.warm_ranks import Warm
 
-from .seam_support import as_rank
+from .adapter_support import as_rank
 
 MIB = 1 << 20
 

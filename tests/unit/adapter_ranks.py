@@ -5,18 +5,35 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray_dcp.protocol.commands import Answer
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Exchange, OpKey, Refused
+from ray_dcp.torch_adapter.collective import Group
 
 
 def keys(session: str = "test") -> Callable[[], OpKey]:
     """Returns what names the operations of one rank."""
     seq = itertools.count()
     return lambda: OpKey(session, next(seq))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A session of one of several ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    next_key: Callable[[], OpKey] = field(default_factory=keys)
+
+
+def group(
+    rank: int = 0, world_size: int = 1, *, timeout_s: float = 60.0, coordinator_rank: int = 0
+) -> Group:
+    """Returns a rank's view of all."""
+    return Group(OneOf(rank, world_size), timeout_s, "test", None, coordinator_rank)
 
 
 @dataclass(frozen=True)
