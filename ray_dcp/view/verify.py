@@ -224,7 +224,7 @@ def record_notes(storage: Storage, decides: int) -> list[str]:
 def index_problem(storage: Storage, key: str, table: ChunkTable) -> tuple[str, int] | None:
     """Returns what is wrong with the index of a Hugging Face folder, and its length.
 
-    Only other readers go by it: ours takes what the files themselves say.
+    Ours goes by it only for a tensor that several files hold.
     """
     data = storage.read(key, 0, _MAX_INDEX_BYTES + 1)
     try:
