@@ -405,3 +405,20 @@ def test_safetensors_made_again_hold_only_the_last(tmp_path: Path):
     found = {"a": torch.zeros(4), "b": torch.zeros(4)}
     ray_dcp.load(found, checkpoint_id=tmp_path / "out")
     assert all(value[0] == 2 for value in found.values())
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda state, path: ray_dcp.save(
+            state, checkpoint_id=path, options=ray_dcp.SaveOptions(container="safetensors")
+        ),
+        lambda state, path: ray_dcp.save(
+            state, storage_writer=ray_dcp.HuggingFaceStorageWriter(str(path))
+        ),
+    ],
+)
+def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path, save: Callable[..., Any]):
+    with pytest.raises(ray_dcp.CheckpointError, match=r"'__metadata__'.*rename it") as caught:
+        save({"__metadata__": torch.ones(2)}, tmp_path / "a")
+    assert isinstance(caught.value, InvalidRequestError)
