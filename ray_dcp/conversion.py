@@ -40,7 +40,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.safetensors import ALL_CODES, header, packed
 from ray_dcp.io.checkpoint import find_checkpoint, read_checkpoint
-from ray_dcp.io.consolidation import file_name, write_index
+from ray_dcp.io.consolidation import file_name, remove_replaced, write_index
 from ray_dcp.operations import CheckpointId
 from ray_dcp.options import KeyMap, LoadOptions, SaveOptions
 from ray_dcp.store.opening import Told, open_storage
@@ -494,6 +494,7 @@ def dcp_to_safetensors(
         _write_safetensors(Path(output_dir, name), entries, dcp_checkpoint_dir, options, progress)
     check_stands(dcp_checkpoint_dir, stands)
     write_index(output_dir, file_of, sum(map(bytes_of, stored)))
+    remove_replaced(output_dir, set(file_of.values()))
 
 
 def torch_save_to_dcp(

@@ -24,8 +24,9 @@ from ray_dcp.errors import (
     StorageError,
     UnsupportedValueError,
 )
-from ray_dcp.io.copying import check_free, copy_checkpoint, plan_copy
 from ray_dcp.options import SaveOptions
+from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
+from ray_dcp.runtime.records import target_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import Told, open_storage, watched
@@ -242,15 +243,20 @@ def copy(
 ) -> CheckpointView:
     """Copies a checkpoint to another place, as it is, and returns a view of the copy.
 
-    It appears there when all of it is durable; what is interrupted is taken away again.
+    It appears there when all of it is durable; what is interrupted is taken away again. The copy
+    is an attempt with an id of its own, as a save is: of those who write to a place at once, one
+    wins, and the others are told.
 
     Args:
         source: Path, URL or view of any checkpoint.
-        target: Path or URL; nothing of a checkpoint may be there.
+        target: Path or URL; nothing of a checkpoint may be there. One that `delete` emptied is
+            fine.
         told: Called with bytes copied and in all, from any thread.
 
     Raises:
-        CheckpointExistsError: Something of a checkpoint is at the target.
+        CheckpointExistsError: Something of a checkpoint is at the target, or somebody else wrote
+            one there meanwhile.
+        CommitUnknownError: The storage did not say whether the copy appeared.
         DamagedCheckpointError: A file is missing or has another length.
         StorageError: There is not enough space, or a storage failed.
 
@@ -264,7 +270,7 @@ def copy(
     view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
     plan = plan_copy(view.storage, view.checkpoint)
     check_space(target, plan.num_bytes)
-    copy_checkpoint(view.storage, plan, open_storage(target), told=told)
+    copy_checkpoint(view.storage, plan, target_of(target, None), told=told)
     return open_checkpoint(target)
 
 

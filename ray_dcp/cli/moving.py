@@ -13,7 +13,6 @@ from ray_dcp.errors import UnsafeCheckpointError
 from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
-from ray_dcp.io.copying import check_free, plan_copy
 from ray_dcp.store.opening import open_storage
 from ray_dcp.view.wording import count_text, size_text
 
@@ -90,6 +89,8 @@ def import_(
 
     A folder holds safetensors files or a checkpoint of stock DCP.
     """
+    from ray_dcp.runtime.copying import check_free
+
     check_source(source)
     check_free(open_storage(target))
     if dry_run:
@@ -121,11 +122,13 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
 
     The copy appears when all of it is durable; an interrupted one leaves nothing.
     """
+    from ray_dcp.runtime.copying import check_free, plan_copy
+
     view = checkpoint_at(source)
     if dry_run:
         plan = plan_copy(view.storage, view.checkpoint)
         check_free(open_storage(target))
-        count = len(plan.files) + len(plan.last)
+        count = plan.num_files
         click.echo(
             f"would copy {count_text(count, 'file')}, {size_text(plan.num_bytes)}, to {target}"
         )

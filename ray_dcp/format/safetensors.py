@@ -120,8 +120,8 @@ def header(
         codes: How dtypes are spelled, `DTYPE_CODE` or `ALL_CODES`.
 
     Raises:
-        UnsupportedValueError: A dtype is not in `codes`, or the header would be longer than
-            other readers accept.
+        UnsupportedValueError: A dtype is not in `codes`, a name is reserved, or the header would
+            be longer than other readers accept.
         InternalError: The entries leave gaps, overlap, or one name comes twice.
 
     Example:
@@ -132,6 +132,12 @@ def header(
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, size, begin, end in entries:
+        if name == "__metadata__":
+            raise UnsupportedValueError(
+                "safetensors files hold no tensor named '__metadata__': the format uses that name "
+                "for itself; rename it, leave it out, or save with container='torch_save'",
+                key=name,
+            )
         code = codes.get(dtype)
         if code is None:
             raise UnsupportedValueError(

@@ -6,7 +6,8 @@ Each thread holds one tensor at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -16,13 +17,14 @@ from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.core.values import ChunkTable, volume
 from ray_dcp.errors import CoverageError, InvalidRequestError
 from ray_dcp.format.safetensors import ALL_CODES, Entry, header, packed
-from ray_dcp.io.plain_files import plain_table
+from ray_dcp.io.plain_files import INDEX_NAME, plain_files, plain_table
 from ray_dcp.store.local import LocalWriter
 from ray_dcp.store.location import AnyPlace
 from ray_dcp.store.opening import open_storage
 from ray_dcp.store.storage import Storage
 
-INDEX_NAME = "model.safetensors.index.json"
+_OURS = re.compile(r"(shard-\d{5,}-)?model-\d{5,}-of-\d{5,}(\.\d+)?\.safetensors")
+"""Names of `file_name`, and of further files of a rank."""
 
 
 def file_name(index: int, largest: int, shard: int | None = None) -> str:
@@ -47,6 +49,7 @@ def consolidate(
     file_of: Mapping[str, str],
     *,
     num_threads: int = 1,
+    only: Collection[str] | None = None,
 ) -> int:
     """Writes whole tensors of sharded files into new files.
 
@@ -55,6 +58,7 @@ def consolidate(
         output_dir: Where the new files go; those of the same name there are replaced.
         file_of: FQN to the name of its file. Other tensors of `input_dir` are left out.
         num_threads: Files that are written at a time.
+        only: Names of the sharded files, without what others left beside them; all if None.
 
     Returns:
         Bytes of all tensors that were written.
@@ -69,7 +73,7 @@ def consolidate(
         O(bytes). A file appears under its name when it is complete and durable.
     """
     source, target = open_storage(input_dir), open_storage(output_dir)
-    table = plain_table(source)
+    table = plain_table(source, only)
     number_of = {name: number for number, name in enumerate(table.names)}
     unknown = [name for name in file_of if name not in number_of]
     if unknown:
@@ -130,6 +134,23 @@ def write_index(output_dir: AnyPlace, file_of: Mapping[str, str], total_bytes: i
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(file_of)}
     open_storage(output_dir).write(INDEX_NAME, json.dumps(index, indent=2).encode())
+
+
+def remove_replaced(place: AnyPlace, written: Collection[str]) -> None:
+    """Deletes what an earlier save to a place left under names of `file_name`.
+
+    Why: whoever reads the folder would read it as well.
+
+    Args:
+        place: Where the files of this save are, all of them complete.
+        written: Their names, of files of whole tensors or of ranks.
+
+    Raises:
+        StorageError: They can't be deleted.
+    """
+    storage = open_storage(place)
+    found = [entry.key for entry in plain_files(storage) if _OURS.fullmatch(entry.key)]
+    storage.delete([key for key in found if key not in written])
 
 
 def _check_complete(table: ChunkTable, numbers: list[int]) -> None:

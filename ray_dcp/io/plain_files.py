@@ -6,19 +6,25 @@ Such a folder has no manifest and no `.metadata`: a model of the Hugging Face hu
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ray_dcp.core.values import ChunkTable, Int64Array, Kind
+from ray_dcp.core.values import ChunkTable, Int64Array, Kind, box_text, pad, widen
 from ray_dcp.errors import DamagedCheckpointError, UnsupportedValueError
 from ray_dcp.format.safetensors import Entry as Tensor
 from ray_dcp.format.safetensors import SafetensorsHeader, global_shapes, parse_header, saved_offsets
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.torch_items import NeedMoreBytes
-from ray_dcp.store.storage import Entry, Storage
+from ray_dcp.planning.coverage import check_coverage
+from ray_dcp.store.storage import Entry, KeyMissingError, Storage
 
 _HEAD_BYTES = 64 << 10
+INDEX_NAME = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,19 +48,24 @@ def plain_files(storage: Storage) -> list[Entry]:
     return [e for e in storage.list() if e.key.endswith(".safetensors") and "/" not in e.key]
 
 
-def plain_table(storage: Storage) -> ChunkTable:
+def plain_table(storage: Storage, only: Collection[str] | None = None) -> ChunkTable:
     """Returns the chunk table of the safetensors files in a storage's root.
 
     A tensor's global shape is what its chunks reach to, as for DCP's reader, unless the file says
-    it: those that `ray_dcp.save` wrote do.
+    it: those that `ray_dcp.save` wrote do. Where several files hold a tensor whole or in part, the
+    index decides if there is one: a tensor that it names is taken from the file that it names.
+
+    Args:
+        storage: Where the files are.
+        only: Names of the files that count, without an index; all that are there if None.
 
     Raises:
-        DamagedCheckpointError: A header is damaged, a file cut off, or one tensor has two dtypes
-            or numbers of dimensions.
+        DamagedCheckpointError: A header is damaged, a file cut off, one tensor has two dtypes
+            or numbers of dimensions, or two files hold the same part of it and no index decides.
         UnsupportedValueError: A tensor has a dtype that is not read here.
         StorageError: A file can't be read.
     """
-    files = plain_files(storage)
+    files = [file for file in plain_files(storage) if only is None or file.key in only]
     found: list[_Found] = []
     for index, file in enumerate(files):
         try:
@@ -65,9 +76,60 @@ def plain_table(storage: Storage) -> ChunkTable:
         except DamagedCheckpointError as exc:
             exc.key = exc.key or file.key
             raise
-    table = _table([file.key for file in files], found)
+    keys = [file.key for file in files]
+    by_name: dict[str, list[_Found]] = {}
+    for chunk in found:
+        by_name.setdefault(chunk.tensor.name, []).append(chunk)
+    shared = [name for name, own in by_name.items() if len(own) > 1]
+    if shared and only is None:
+        named = _named_by_index(storage)
+        for name in shared:
+            if (file_name := named.get(name)) is not None:
+                own = [chunk for chunk in by_name[name] if keys[chunk.file] == file_name]
+                by_name[name] = own or by_name[name]
+    kept = {id(chunk) for own in by_name.values() for chunk in own}
+    table = _table(keys, [chunk for chunk in found if id(chunk) in kept])
     check_table(table, files=False)
+    _check_apart(table)
     return table
+
+
+def _named_by_index(storage: Storage) -> dict[str, str]:
+    """Returns the file of each tensor by the index; nothing if there is none that can be read."""
+    try:
+        data = storage.read(INDEX_NAME, 0, MAX_INDEX_BYTES + 1)
+        found: Any = json.loads(data)["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError, KeyMissingError):
+        return {}
+
+
+def _check_apart(table: ChunkTable) -> None:
+    """Checks that no two chunks have an element in common.
+
+    Raises:
+        DamagedCheckpointError: Two have.
+
+    Complexity:
+        As for `check_coverage`, of the tensors that several files hold.
+    """
+    several = np.bincount(table.tensor, minlength=table.num_tensors)[table.tensor] > 1
+    rows = np.flatnonzero(several & (table.payload_bytes > 0))
+    tensors, region = np.unique(table.tensor[rows], return_inverse=True)
+    shape = pad(table.shape[tensors], max(1, table.shape.shape[1]), 1)
+    offset, size = widen(table.offset[rows], table.size[rows], shape.shape[1])
+    for first, second in check_coverage(region, offset, size, shape).overlaps:
+        one, other = int(rows[first]), int(rows[second])
+        number = int(table.tensor[one])
+        ndim = int(table.ndim[number])
+        files = [table.files[int(table.file[row])] for row in (one, other)]
+        held = box_text(table.offset[other], table.size[other], ndim)
+        raise DamagedCheckpointError(
+            f"expected each part of {table.names[number]!r} in one file, but {files[0]} and "
+            f"{files[1]} overlap at {held}, and no {INDEX_NAME} says which one counts; move the "
+            f"file away that is none of the checkpoint's",
+            key=files[1],
+        )
 
 
 def _read_header(storage: Storage, file: Entry) -> SafetensorsHeader:

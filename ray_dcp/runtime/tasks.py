@@ -357,7 +357,12 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             with collector_paused():
                 return plan_of(task)
         case BuildCommit():
-            _check_complete(opener(task.target), task)
+            files = [(told.key, told.num_bytes) for told in task.receipts
+                     if isinstance(told, FileReceipt)]  # fmt: skip
+            files += [file for told in task.receipts
+                      if isinstance(told, FileReceipts) for file in told.lengths]  # fmt: skip
+            storage = opener(task.target)
+            check_complete(storage, files, task.attempt, task.previous_slot, task.target.url)
             with collector_paused():
                 return build_commit(task)
         case WriteTable():
@@ -397,26 +402,35 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             return CheckpointRead(found.kind, found.slot, found.record, table)
 
 
-def _check_complete(storage: Storage, task: BuildCommit) -> None:
+def check_complete(
+    storage: Storage, files: list[tuple[str, int]], attempt: str, previous_slot: int, url: str
+) -> None:
     """Checks that all files are here, and if not, whether somebody may have removed them.
+
+    Args:
+        storage: Of the target.
+        files: Their keys and lengths.
+        attempt: That is to be committed.
+        previous_slot: Highest slot in use when it was planned.
+        url: Of the target.
 
     Raises:
         CheckpointExistsError: Another save or a delete came since this one was planned.
         StorageError: Some are missing or have another length.
     """
     try:
-        _check_visible(storage, task.receipts)
+        _check_visible(storage, files)
     except StorageError as error:
         standing = standing_records(storage)
-        if standing.record is None or standing.slot <= task.previous_slot:
+        if standing.record is None or standing.slot <= previous_slot:
             raise
         what = "committed" if standing.manifest is not None else "deleted"
         raise CheckpointExistsError(
-            f"Expected attempt {task.attempt} to be the only one of this checkpoint id, but "
+            f"Expected attempt {attempt} to be the only one of this checkpoint id, but "
             f"attempt {standing.record.attempt} {what} it in slot {standing.slot} meanwhile, which "
             f"removes the files of all others ({error.message}). Only one save at a time can have "
             f"an id",
-            checkpoint_id=task.target.url,
+            checkpoint_id=url,
         ) from error
 
 
@@ -432,7 +446,7 @@ def _share_reads(task: ShareReads) -> ReadsShared:
     return ReadsShared(shares)
 
 
-def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts, ...]) -> None:
+def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
     """Checks that the files of the ranks are here as well, where the commit is made.
 
     Why: with a path that is not shared between the nodes every rank writes without an error, and
@@ -455,8 +469,6 @@ def _check_visible(storage: Storage, receipts: tuple[FileReceipt | FileReceipts,
         if len(tail) != num_bytes - start:
             wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    files = [(told.key, told.num_bytes) for told in receipts if isinstance(told, FileReceipt)]
-    files += [file for told in receipts if isinstance(told, FileReceipts) for file in told.lengths]
     run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""

@@ -22,7 +22,14 @@ from torch.futures import Future
 
 from ray_dcp.errors import InvalidRequestError, UnsupportedValueError
 from ray_dcp.format.safetensors import ALL_CODES, header, packed, sharding_metadata
-from ray_dcp.io.consolidation import consolidate, file_name, write_file, write_index
+from ray_dcp.io.consolidation import (
+    consolidate,
+    file_name,
+    remove_replaced,
+    write_file,
+    write_index,
+)
+from ray_dcp.io.plain_files import INDEX_NAME
 from ray_dcp.protocol.messages import Target
 from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.tensors import dtype_name, host_bytes
@@ -141,12 +148,16 @@ class HuggingFaceFiles(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of whole tensors, after it has consolidated if asked to.
 
+        Only files of this save are consolidated; then those of an earlier one, which would be read
+        with them, are deleted.
+
         Raises:
             CoverageError: The sharded files lack a part of a tensor.
         """
         stored = {result.index: result.storage_data for some in results for result in some}
         metadata.storage_data = stored
         metadata.storage_meta = self.storage_meta()
+        written = {info.relative_path for info in stored.values()}
         if not self._is_sharded:
             file_of = {index.fqn: info.relative_path for index, info in stored.items()}
             write_index(self._files, file_of, sum(it.length for it in stored.values()))
@@ -157,9 +168,18 @@ class HuggingFaceFiles(StorageWriter):
                 name: file_name(mapping[name], largest) for name in metadata.state_dict_metadata
             }
             total = consolidate(
-                self._files, self._place, file_of, num_threads=self._num_consolidating
+                self._files,
+                self._place,
+                file_of,
+                num_threads=self._num_consolidating,
+                only=written,
             )
             write_index(self._place, file_of, total)
+            remove_replaced(self._place, set(file_of.values()))
+        else:
+            # Why: it is of an earlier save of whole tensors, and would decide.
+            open_storage(self._files).delete([INDEX_NAME])
+        remove_replaced(self._files, written)
 
 
 def _check_holdable(items: Sequence[WriteItem]) -> None:

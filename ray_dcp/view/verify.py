@@ -231,7 +231,7 @@ def record_notes(storage: Storage, decides: int) -> list[str]:
 def index_problem(storage: Storage, key: str, table: ChunkTable) -> Problem | None:
     """Returns what is wrong with the index of a Hugging Face folder.
 
-    Only other readers go by it: ours takes what the files themselves say.
+    Ours goes by it only for a tensor that several files hold.
     """
     data = storage.read(key, 0, _MAX_INDEX_BYTES + 1)
     try:

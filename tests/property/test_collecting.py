@@ -10,6 +10,7 @@ import re
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ from ray_dcp.io.records import read_slots
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.protocol.vote import Fenced, Lost, Open, Won
+from ray_dcp.runtime import copying
+from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.runtime.garbage_collection import collect, delete
 from ray_dcp.runtime.tasks import outcome, perform, settle
 from ray_dcp.store.local import LocalStorage
@@ -77,6 +80,17 @@ def collecting(url, abort_unfinished):
 
 def looking(actor):
     return read_checkpoint(actor.opener(None))
+
+
+def copying_from(source, url):
+    """A whole copy, of a checkpoint that nobody else uses."""
+    storage = LocalStorage(source)
+    plan = plan_copy(storage, read_checkpoint(storage))
+
+    def program(actor):
+        copy_checkpoint(storage, plan, Target(url), opener=actor.opener)
+
+    return program
 
 
 def attempts_at(root):
@@ -229,3 +243,62 @@ def test_whatever_happens_at_once_what_is_told_stands_and_the_rest_is_collected(
         event(f"{len(actions)} actors, {sum(actor.crashed for actor in world.actors)} crashed")
         tidy(url, root, order)
         check_told(url, world.actors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from(["copy", "save", "delete", "collect"]), min_size=1, max_size=3),
+    st.sampled_from(CONTAINERS),
+    st.integers(0, 2),
+    st.sampled_from([0.0, 0.02]),
+)
+def test_a_copy_beside_others_is_whole_or_not_there_and_harms_none(
+    seed, others, container, before, crashes
+):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(copying, "_NUM_THREADS", 1):
+        root, sources = Path(folder, "target"), Path(folder, "sources")
+        root.mkdir()
+        url = str(root)
+        for step in (0, 1):
+            for _ in range(step + 1):  # its slot is not always the one of the copy
+                save(STATES[step], 1, str(sources / str(step)), session="source",
+                     options=SaveOptions(container=container))  # fmt: skip
+        for _ in range(before):
+            save(STATES[7], 1, url, session="before")
+            delete(url)
+        world = World(root, random.Random(seed))
+        programs = [copying_from(sources / "0", url)]
+        for number, kind in enumerate(others):
+            programs.append({
+                "copy": copying_from(sources / "1", url),
+                "save": saving(url, 2 + number, 1, container),
+                "delete": deleting(url),
+                "collect": collecting(url, abort_unfinished=True),
+            }[kind])  # fmt: skip
+        actors = [world.begin(kind, one) for kind, one in zip(["copy", *others], programs,
+                                                              strict=True)]  # fmt: skip
+        world.run(crashes=crashes)
+        told = set()
+        for number, actor in enumerate(actors):
+            event(f"{actor.name}: {'crash' if actor.crashed else type(actor.error).__name__}")
+            step = 0 if number == 0 else 1 if actor.name == "copy" else 1 + number
+            failed = actor.error or getattr(actor.result, "error", None)
+            if actor.name in ("copy", "save") and not actor.crashed and failed is None:
+                told.add(step)
+            assert failed is None or isinstance(
+                failed, CheckpointExistsError | SaveCancelledError | StorageError
+                | CheckpointNotFoundError
+            ), failed  # fmt: skip
+        stands = standing(url)
+        deletes = [actor for actor in actors if actor.name == "delete" and actor.error is None]
+        crashed = any(actor.crashed for actor in actors)
+        if told and not deletes and not crashed:
+            assert stands in told
+        if not told and not crashed:
+            assert stands is None
+        if not crashed and not deletes:
+            files = {str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()}
+            known = {one for file in files for one in ATTEMPT.findall(file)}
+            decides = read_slots(LocalStorage(root)).decides
+            assert known <= ({decides.record.attempt} if decides else set()), files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import ray_dcp
-from ray_dcp.errors import CoverageError, InvalidRequestError
+from ray_dcp.errors import CoverageError, DamagedCheckpointError, InvalidRequestError
 from ray_dcp.format.safetensors import ALL_CODES
 from ray_dcp.io.consolidation import consolidate
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.tensors import dtype_of
+from tests.thread_ranks import run_as_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -319,3 +321,104 @@ def test_quantised_tensors_are_read_by_torchs_reader(tmp_path: Path):
     reader = ray_dcp.QuantizedHuggingFaceStorageReader(str(tmp_path), block_size=4)
     ray_dcp.load(found, storage_reader=reader)
     assert torch.equal(found["w.weight"], weight.float() * 3)
+
+
+HOW = [
+    {},
+    {"fqn_to_index_mapping": {"a": 1, "b": 2}},
+    {"save_distributed": True},
+    {"save_distributed": True, "fqn_to_index_mapping": {"a": 1, "b": 2}},
+    {"save_distributed": True, "enable_consolidation": True},
+    {
+        "save_distributed": True,
+        "enable_consolidation": True,
+        "fqn_to_index_mapping": {"a": 2, "b": 1},
+    },
+]
+
+
+@pytest.mark.parametrize("second", HOW)
+@pytest.mark.parametrize("first", HOW)
+def test_a_hugging_face_save_over_another_one_holds_no_value_of_it(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+):
+    save_file({"mine": torch.ones(1)}, tmp_path / "adapter.safetensors")
+    for value, how in ((1.0, first), (2.0, second)):
+        ray_dcp.save(
+            {name: torch.full((4,), value) for name in "ab"},
+            storage_writer=ray_dcp.HuggingFaceStorageWriter(str(tmp_path), **how),
+        )
+    files = [tmp_path / "adapter.safetensors", *tmp_path.rglob("*model-*.safetensors")]
+    if second.get("enable_consolidation"):
+        found = {"a": torch.zeros(4), "b": torch.zeros(4)}
+        ray_dcp.load(found, checkpoint_id=tmp_path)
+        assert {value.tolist()[0] for value in found.values()} == {2.0}
+        files = [file for file in files if file.parent == tmp_path]
+    elif tmp_path.joinpath("sharded").exists():
+        return  # the other one wrote elsewhere
+    held = [value for file in files for value in load_file(file).items()]
+    assert sorted(name for name, _ in held) == ["a", "b", "mine"]
+    assert all(value[0] == (1 if name == "mine" else 2) for name, value in held)
+
+
+def test_shards_of_ranks_that_are_gone_are_not_consolidated(tmp_path: Path):
+    def save(rank: int, value: float, world_size: int) -> None:
+        names = "ab"[rank::world_size]
+        writer = ray_dcp.HuggingFaceStorageWriter(
+            str(tmp_path), save_distributed=True, enable_consolidation=True
+        )
+        ray_dcp.save({name: torch.full((4,), value) for name in names}, storage_writer=writer)
+
+    for value, world_size in ((1.0, 2), (2.0, 1)):
+        results = run_as_ranks(partial(save, value=value, world_size=world_size), world_size)
+        assert results == [None] * world_size
+    found = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    assert {name: value[0].item() for name, value in found.items()} == {"a": 2.0, "b": 2.0}
+
+
+@pytest.mark.parametrize("value", [torch.ones(()), torch.ones(4), torch.ones(3, 4)])
+def test_of_two_files_that_hold_one_tensor_the_index_decides_or_nobody(
+    tmp_path: Path, value: torch.Tensor
+):
+    save_file({"w": value}, tmp_path / "model.safetensors")
+    save_file({"w": value + 1}, tmp_path / "old.safetensors")
+    told = r"(?s)'w'.*model\.safetensors.*old\.safetensors.*move the file away"
+    with pytest.raises(DamagedCheckpointError, match=told):
+        ray_dcp.load({"w": torch.zeros_like(value)}, checkpoint_id=tmp_path)
+    assert not ray_dcp.verify(tmp_path).ok
+    for file, expected in (("model", value), ("old", value + 1)):
+        index = {"weight_map": {"w": f"{file}.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        found = {"w": torch.zeros_like(value)}
+        ray_dcp.load(found, checkpoint_id=tmp_path)
+        assert torch.equal(found["w"], expected)
+        assert ray_dcp.verify(tmp_path).ok
+
+
+def test_safetensors_made_again_hold_only_the_last(tmp_path: Path):
+    for value, file_bytes in ((1.0, 16), (2.0, 1 << 30)):
+        ray_dcp.save(
+            {name: torch.full((4,), value) for name in "ab"}, checkpoint_id=tmp_path / "source"
+        )
+        ray_dcp.dcp_to_safetensors(tmp_path / "source", tmp_path / "out", file_bytes=file_bytes)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    found = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    ray_dcp.load(found, checkpoint_id=tmp_path / "out")
+    assert all(value[0] == 2 for value in found.values())
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda state, path: ray_dcp.save(
+            state, checkpoint_id=path, options=ray_dcp.SaveOptions(container="safetensors")
+        ),
+        lambda state, path: ray_dcp.save(
+            state, storage_writer=ray_dcp.HuggingFaceStorageWriter(str(path))
+        ),
+    ],
+)
+def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path, save: Callable[..., Any]):
+    with pytest.raises(ray_dcp.CheckpointError, match=r"'__metadata__'.*rename it") as caught:
+        save({"__metadata__": torch.ones(2)}, tmp_path / "a")
+    assert isinstance(caught.value, InvalidRequestError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from ray_dcp.errors import (
     UnsupportedValueError,
 )
 from ray_dcp.exporting import plan_export
-from ray_dcp.io.copying import copy_checkpoint, plan_copy
+from ray_dcp.format.manifest import AbortRecord, decode_record
+from ray_dcp.protocol.messages import Target
+from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
 from tests import checkpoints
@@ -262,13 +265,21 @@ def test_a_copy_is_the_same_checkpoint_elsewhere(tmp_path: Path, container: str)
     source = checkpoints.save(tmp_path / "source", container=container, stats=True)
     told: list[tuple[int, int]] = []
     view = ray_dcp.copy(source, tmp_path / "copy", told=lambda *one: told.append(one))
-    assert view.attempt == ray_dcp.open(source).attempt
+    before, own = ray_dcp.open(source).attempt, view.attempt
+    assert own != before
     assert view.verify() == ray_dcp.open(source).verify()
     assert view.stats == ray_dcp.open(source).stats
-    assert view.trace == ray_dcp.open(source).trace
+    assert view.trace == replace(ray_dcp.open(source).trace, attempt=own)
+    files = [ray_dcp.open(path).checkpoint.manifest.files for path in (source, tmp_path / "copy")]
+    assert files[0].digests == files[1].digests
     assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
     names = [sorted(p.name for p in path.rglob("*")) for path in (source, tmp_path / "copy")]
-    assert names[0] == names[1]
+    slots = [name for name in names[0] if name.startswith("manifest-")]
+    assert slots == ["manifest-00000002.json"]
+    there = sorted(
+        name.replace(before, own).replace(slots[0], "manifest-00000001.json") for name in names[0]
+    )
+    assert there == names[1]
     ray_dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "copy")  # it can be saved over
     with pytest.raises(CheckpointExistsError, match="choose another place"):
         ray_dcp.copy(source, tmp_path / "copy")
@@ -293,12 +304,13 @@ def test_copies_of_others_are_complete_too(tmp_path: Path):
 class Failing(LocalStorage):
     """Fails at a write, or when a file is published."""
 
-    def __init__(self, root: Path, error: BaseException, at: str) -> None:
+    def __init__(self, root: Path, error: BaseException, at: str, times: int = 1) -> None:
         super().__init__(root)
-        self._error, self._at = error, at
+        self._error, self._at, self._times = error, at, times
 
     def write(self, key, data, *, create=False):
-        if self._at in key:
+        if self._at in key and self._times:
+            self._times -= 1
             raise self._error
         super().write(key, data, create=create)
 
@@ -308,16 +320,71 @@ class Failing(LocalStorage):
         return super().open_writer(key, sync=sync)
 
 
-@pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", ".metadata", "stats."])
+@pytest.mark.parametrize("at", [".distcp", "chunks.", "manifest-", "stats."])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StorageError("disk full")])
 def test_a_copy_that_fails_or_is_interrupted_anywhere_is_taken_back(
     tmp_path: Path, at: str, error: BaseException
 ):
     view = ray_dcp.open(checkpoints.save(tmp_path / "source", stats=True))
     plan = plan_copy(view.storage, view.checkpoint)
+    is_retried = at == "manifest-" and isinstance(error, StorageError)
+    failing = Failing(tmp_path / "copy", error, at, 1 + is_retried)
+    target = Target(str(tmp_path / "copy"))
     with pytest.raises(type(error)):
-        copy_checkpoint(view.storage, plan, Failing(tmp_path / "copy", error, at))
-    assert not [p for p in tmp_path.rglob("copy/**/*") if p.is_file()]
+        copy_checkpoint(view.storage, plan, target, opener=lambda _: failing)
+    left = [p.name for p in tmp_path.rglob("copy/**/*") if p.is_file()]
+    assert left in ([], ["manifest-00000001.json"])
+    if left:
+        assert isinstance(decode_record((tmp_path / "copy" / left[0]).read_bytes()), AbortRecord)
+    assert ray_dcp.copy(view, tmp_path / "copy").verify().ok
+
+
+def test_a_copy_whose_metadata_can_not_be_written_stands(tmp_path: Path):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
+    failing = Failing(tmp_path / "copy", StorageError("disk full"), ".metadata")
+    target = Target(str(tmp_path / "copy"))
+    with pytest.warns(UserWarning, match=r"stands, but what follows.*disk full"):
+        copy_checkpoint(
+            view.storage, plan_copy(view.storage, view.checkpoint), target, opener=lambda _: failing
+        )
+    assert ray_dcp.verify(tmp_path / "copy").ok
+
+
+def test_a_place_that_was_deleted_can_be_copied_to(tmp_path: Path):
+    sources = [checkpoints.save(tmp_path / "source"), checkpoints.save_stock(tmp_path / "stock")]
+    target = checkpoints.save(tmp_path / "copy")
+    for source in sources:
+        with pytest.raises(CheckpointExistsError, match="delete it first"):
+            ray_dcp.copy(source, target)
+        ray_dcp.delete(target)
+        view = ray_dcp.copy(source, target)
+        assert view.verify().ok
+        assert len(list(target.glob("manifest-*"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["stock", "hub"])
+def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
+    from safetensors.torch import save_file
+
+    source = checkpoints.save_stock(tmp_path / "stock")
+    if kind == "hub":
+        (source := tmp_path / "hub").mkdir()
+        for name in "ab":
+            save_file({name: torch.ones(3)}, source / f"{name}.safetensors")
+    view = ray_dcp.open(source)
+    plan = plan_copy(view.storage, view.checkpoint)
+    target = Target(str(tmp_path / "copy"))
+    began = []
+
+    def told(done: int, total: int) -> None:
+        if not began:
+            began.append(done)
+            copy_checkpoint(view.storage, plan, target)
+
+    with pytest.raises(CheckpointExistsError, match="somebody else created"):
+        copy_checkpoint(view.storage, plan, target, told=told)
+    assert ray_dcp.verify(tmp_path / "copy").ok
+    assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
 
 
 def test_a_copy_of_a_checkpoint_with_a_short_file_is_refused(tmp_path: Path):

@@ -113,7 +113,6 @@ def test_dtypes_that_other_readers_mistake_are_refused():
         [("a", "int8", (3,), 0, 3), ("b", "int8", (3,), 4, 7)],
         [("a", "int8", (3,), 0, 3), ("b", "int8", (3,), 2, 5)],
         [("a", "int8", (3,), 0, 3), ("a", "int8", (3,), 3, 6)],
-        [("__metadata__", "int8", (3,), 0, 3)],
     ],
 )
 def test_gaps_overlaps_and_names_used_twice_are_bugs_of_ours(entries):
