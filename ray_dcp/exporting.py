@@ -20,18 +20,22 @@ from typing import Any, Literal, get_args
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
     CheckpointNotFoundError,
+    CommitUnknownError,
     InvalidRequestError,
     StorageError,
     UnsupportedValueError,
 )
 from ray_dcp.options import SaveOptions
+from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import check_free, copy_checkpoint, plan_copy
+from ray_dcp.runtime.garbage_collection import delete
 from ray_dcp.runtime.records import target_of
 from ray_dcp.store.local import LocalStorage
 from ray_dcp.store.location import AnyPlace
-from ray_dcp.store.opening import Told, open_storage, watched
+from ray_dcp.store.opening import Told, open_storage, place_below, watched
 from ray_dcp.view.checkpoint_view import CheckpointView
 from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import size_text
 
 __all__ = ["ExportFormat", "ExportPlan", "copy", "export", "import_checkpoint", "plan_export"]
@@ -241,7 +245,7 @@ def import_checkpoint(
 def copy(
     source: AnyPlace | CheckpointView, target: AnyPlace, *, told: Told | None = None
 ) -> CheckpointView:
-    """Copies a checkpoint to another place, as it is, and returns a view of the copy.
+    """Copies a checkpoint, or a step with its items, to another place; returns a view of the copy.
 
     It appears there when all of it is durable; what is interrupted is taken away again. The copy
     is an attempt with an id of its own, as a save is: of those who write to a place at once, one
@@ -270,8 +274,35 @@ def copy(
     view = source if isinstance(source, CheckpointView) else open_checkpoint(source)
     plan = plan_copy(view.storage, view.checkpoint)
     check_space(target, plan.num_bytes)
-    copy_checkpoint(view.storage, plan, target_of(target, None), told=told)
+    place = target_of(target, None)
+    with _items_copied(view, place, told):
+        copy_checkpoint(view.storage, plan, place, told=told)
     return open_checkpoint(target)
+
+
+@contextmanager
+def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> Iterator[None]:
+    """Copies the items of a step before what makes them one; takes them away if that fails."""
+    items = items_of(view.storage, view.checkpoint)
+    if items and view.place is None:
+        raise InvalidRequestError(
+            f"{view.url} is a step of {len(items)} items, and this view does not know where they "
+            "lie; give copy the path of the step"
+        )
+    if items:
+        check_free(open_storage(target))
+    copied: list[CheckpointView] = []
+    try:
+        for folder in items:
+            below = place_below(target, folder)
+            copied.append(copy(place_below(view.place or "", folder), below, told=told))
+        yield
+    except CommitUnknownError:
+        raise  # the step may be there by now, or appear
+    except BaseException:
+        for one in copied:
+            delete(one.place or one.url, expected=one.attempt)
+        raise
 
 
 def check_space(target: AnyPlace, num_bytes: int) -> None:

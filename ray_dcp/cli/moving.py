@@ -13,7 +13,9 @@ from ray_dcp.errors import UnsafeCheckpointError
 from ray_dcp.exporting import ExportFormat, check_source, import_checkpoint, plan_export
 from ray_dcp.exporting import copy as copy_checkpoint
 from ray_dcp.exporting import export as export_checkpoint
-from ray_dcp.store.opening import open_storage
+from ray_dcp.store.opening import open_storage, place_below
+from ray_dcp.view.checkpoint_view import open as open_checkpoint
+from ray_dcp.view.verify import items_of
 from ray_dcp.view.wording import count_text, size_text
 
 _include = click.option(
@@ -126,12 +128,13 @@ def cp(source: str, target: str, verify: bool, dry_run: bool) -> None:
 
     view = checkpoint_at(source)
     if dry_run:
-        plan = plan_copy(view.storage, view.checkpoint)
         check_free(open_storage(target))
-        count = plan.num_files
-        click.echo(
-            f"would copy {count_text(count, 'file')}, {size_text(plan.num_bytes)}, to {target}"
-        )
+        folders = items_of(view.storage, view.checkpoint)
+        items = [open_checkpoint(place_below(view.place or view.url, one)) for one in folders]
+        plans = [plan_copy(one.storage, one.checkpoint) for one in (view, *items)]
+        count = count_text(sum(plan.num_files for plan in plans), "file")
+        size = size_text(sum(plan.num_bytes for plan in plans))
+        click.echo(f"would copy {count}, {size}, to {target}")
         return
     with progress("copying") as told:
         made = copy_checkpoint(view, target, told=told)

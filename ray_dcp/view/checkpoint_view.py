@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from ray_dcp.view.pictures.tree import tensor_tree
 from ray_dcp.view.resharding import Layout, ReshardPreview, preview_reshard
 from ray_dcp.view.tensor_handle import TensorHandle, TensorInfo
 from ray_dcp.view.trace import Trace, read_trace
-from ray_dcp.view.verify import VerifyReport, verify_checkpoint
+from ray_dcp.view.verify import VerifyReport, verify_opened
 from ray_dcp.view.wording import count_text, size_text
 
 
@@ -157,6 +157,7 @@ class CheckpointView:
     Attributes:
         storage: Where the checkpoint lies.
         checkpoint: What was read when it was opened.
+        place: What was opened; None for a view that was made of a storage.
 
     Example:
         >>> import numpy as np, ray_dcp, torch
@@ -168,6 +169,7 @@ class CheckpointView:
 
     storage: Storage
     checkpoint: Checkpoint
+    place: AnyPlace | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
@@ -384,12 +386,12 @@ class CheckpointView:
         )
 
     def verify(self) -> VerifyReport:
-        """Reads every data file and compares it with its checksums.
+        """Reads every data file, also of a step's items, and compares it with its checksums.
 
         Returns:
             What was checked and every problem; damage is reported, not raised.
         """
-        return verify_checkpoint(self.storage, self.checkpoint)
+        return verify_opened(self.storage, self.checkpoint, self.place)
 
     def diff(
         self,
@@ -464,7 +466,7 @@ def open(path: AnyPlace) -> CheckpointView:  # noqa: A001 - the public name
     """
     storage = _one_file(path) or open_storage(path)
     return CheckpointView(
-        storage, read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
+        storage, read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True), path
     )
 
 

@@ -364,8 +364,29 @@ def verify(path: AnyPlace, *, told: Callable[[int, int], None] | None = None) ->
         checkpoint = read_checkpoint(storage, checkpoint_id=storage.url, checks_later=True)
     except DamagedCheckpointError as error:
         return VerifyReport(0, (_unopenable(storage, error),))
+    return verify_opened(storage, checkpoint, path, told=told)
+
+
+def verify_opened(
+    storage: Storage,
+    checkpoint: Checkpoint,
+    path: AnyPlace | None,
+    *,
+    told: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Returns which bytes of an opened checkpoint, and of the items of a step, are damaged.
+
+    Args:
+        storage: Where it lies.
+        checkpoint: What was read when it was opened.
+        path: The same as the user named it; None where that is not known: items are left out.
+        told: As for `verify`.
+
+    Raises:
+        StorageError: The storage refused to tell what is there.
+    """
     reports = [verify_checkpoint(storage, checkpoint, told=told)]
-    for folder in items_of(storage, checkpoint):
+    for folder in () if path is None else items_of(storage, checkpoint):
         reports.append(_verify_item(place_below(path, folder), folder, told))
     return VerifyReport(
         sum(report.checked_bytes for report in reports),

@@ -11,7 +11,11 @@ import torch
 
 import ray_dcp
 from ray_dcp import CheckpointManager
-from ray_dcp.errors import CheckpointExistsError
+from ray_dcp.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
 from tests.checkpoints import flip
@@ -86,3 +90,41 @@ def test_verify_looks_at_the_items_of_a_step(tmp_path: Path) -> None:
     shutil.rmtree(data.parent)
     (problem,) = ray_dcp.verify(step(tmp_path, 5)).problems
     assert problem.file == "model"
+
+
+def test_a_step_is_copied_with_its_items(tmp_path: Path) -> None:
+    with manager(tmp_path / "run") as made:
+        made.save(5, state(1), metrics={"loss": 1.0})
+        made.save(5, state(2), replace=True, metrics={"loss": 2.0})
+    other = step(tmp_path / "other", 5)
+    copied = ray_dcp.copy(step(tmp_path / "run", 5), other)
+    assert copied.verify().ok
+    with manager(tmp_path / "other") as reader:
+        found = state(0)
+        reader.restore(5, found)
+        assert reader.step_info(5).metrics == {"loss": 2.0}
+    assert found["model"]["w"].tolist() == [2.0] * 300
+    (data,) = other.glob("model*/*.distcp")
+    flip(data, 600)
+    assert not ray_dcp.open(other).verify().ok
+
+
+def test_a_copy_of_a_step_that_fails_leaves_none_of_its_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager(tmp_path / "run") as made:
+        made.save(5, state(1))
+    other = step(tmp_path / "other", 5)
+    opens = LocalStorage.open_writer
+
+    def open_writer(storage: LocalStorage, key: str, **how: Any) -> Any:
+        if storage.url == str(other):
+            raise StorageError("the disk is full")
+        return opens(storage, key, **how)
+
+    monkeypatch.setattr(LocalStorage, "open_writer", open_writer)
+    with pytest.raises(StorageError, match="full"):
+        ray_dcp.copy(step(tmp_path / "run", 5), other)
+    assert not list(other.rglob("*.distcp"))
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.open(other / "model")
