@@ -366,13 +366,12 @@ def test_a_tensor_that_would_have_more_elements_than_can_be_counted_is_damage(tm
         ray_dcp.open(hub(tmp_path / "c", fields, bytes(4)))
 
 
-def test_a_tensor_in_two_files_that_overlap_is_filled_and_takes_no_more_than_its_room(
-    tmp_path: Path,
-):
+def test_a_tensor_in_two_files_that_overlap_is_refused_with_both_names(tmp_path: Path):
     path = tmp_path / "c"
     path.mkdir()
     save_file({"w": torch.zeros(5)}, path / "a.safetensors")
     save_file({"w": torch.ones(5)}, path / "b.safetensors")
     into = {"w": torch.full((5,), 7.0)}
-    ray_dcp.load(into, checkpoint_id=path, no_dist=True)
-    assert set(into["w"].tolist()) <= {0.0, 1.0}
+    with pytest.raises(DamagedCheckpointError, match=r"a\.safetensors and b\.safetensors overlap"):
+        ray_dcp.load(into, checkpoint_id=path, no_dist=True)
+    assert set(into["w"].tolist()) == {7.0}
