@@ -22,13 +22,22 @@ __all__ = [
     "fresh_place",
     "server_on_memory_disk",
     "server_without_conditions",
+    "shared_memory",
     "unfinished_uploads",
 ]
 
 
+_SERVER = "ray_dcp-s3-"
+
+
+def shared_memory() -> set[str]:
+    """Returns what lies in shared memory, without the servers of tests in other processes."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(_SERVER)}
+
+
 def server_on_memory_disk() -> Iterator[DevStore]:
     """Yields a server that keeps its data in memory, so that no test waits for a disk."""
-    directory = f"/dev/shm/ray_dcp-s3-{uuid.uuid4().hex}"
+    directory = f"/dev/shm/{_SERVER}{uuid.uuid4().hex}"
     try:
         with DevStore(directory, volume_mb=64) as server:
             yield server

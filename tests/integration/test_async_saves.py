@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from ray_dcp.runtime.worker_group import WorkerGroup
 from tests import async_programs as programs
 from tests.attempts import one_error
 from tests.polling import eventually, lives
+from tests.s3_server import shared_memory
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ def test_warming_up_touches_the_memory_of_the_first_save(ranks):
 
 
 def test_all_staging_memory_comes_back_and_nothing_stays_in_shared_memory(ranks, tmp_path):
-    shm = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     came = ranks.run(programs.save_and_change, str(tmp_path / "c"), 1)
     assert [one.error for one in came] == [None, None]
     assert eventually(lambda: ranks.run(programs.stager_facts)[0]["used_bytes"] == 0)
-    assert eventually(lambda: set(os.listdir("/dev/shm")) <= shm)
+    assert eventually(lambda: shared_memory() <= before)

@@ -24,6 +24,7 @@ from ray_dcp.runtime.staging import RankStaging
 from ray_dcp.stage.memory import free_memory_bytes
 from ray_dcp.stage.values import StageKey, StagerOptions
 from tests.polling import eventually, lives
+from tests.s3_server import shared_memory
 from tests.staged import MIB, Share, same_files, scribbled, share
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -315,7 +316,7 @@ def test_a_stager_killed_while_a_rank_stages_is_replaced(namespace, places):
 
 
 def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_book, places):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     victim = Victim.remote(namespace)
     pid = ray.get(victim.stage.remote([8 * MIB] * 3, places[0], stuck_book), timeout=400)
     watcher = opened(namespace, name="watcher")
@@ -327,7 +328,7 @@ def test_when_everybody_is_killed_the_memory_is_gone_at_once(namespace, stuck_bo
         os.kill(one, signal.SIGKILL)
     assert eventually(lambda: not lives(pid) and not lives(stager))
     assert not [path for path in arenas() if f"/proc/{pid}/" in path or f"/{stager}/" in path]
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if "dcp" in name]
+    assert not [name for name in shared_memory() - before if "dcp" in name]
 
 
 def test_a_capture_that_fails_gives_everything_back(namespace, places):
