@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from ray_dcp.core.dtypes import ITEMSIZE
 from ray_dcp.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CommitUnknownError,
     InvalidRequestError,
@@ -301,7 +302,9 @@ def _items_copied(view: CheckpointView, target: Target, told: Told | None) -> It
         raise  # the step may be there by now, or appear
     except BaseException:
         for one in copied:
-            delete(one.place or one.url, expected=one.attempt)
+            # Why suppressed: what failed first is what the caller has to know.
+            with suppress(CheckpointError):
+                delete(one.place or one.url, expected=one.attempt)
         raise
 
 

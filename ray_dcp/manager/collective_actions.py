@@ -433,7 +433,7 @@ class CollectiveActions:
         details: Mapping[str, Any],
         left: threading.Event,
         preempted: Sequence[bool],
-    ) -> tuple[str, int, str] | None:
+    ) -> tuple[str, int, int, str] | None:
         if not self.writer.due(step, any(preempted), force=force):
             return None
         place = self.writer.begin(
@@ -442,7 +442,7 @@ class CollectiveActions:
             wanted=lambda: not left.is_set(),
             **details,
         )
-        return place.name, place.last_slot, place.attempt
+        return place.name, place.last_slot, place.number, place.attempt
 
     def _parts(self) -> list[tuple[str, Item]]:
         return list(self.settings.named.items()) or [("", self.settings.unnamed)]

@@ -11,7 +11,7 @@ whole or not at all, and the next writer finds what else it leaves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,12 +54,14 @@ class StepTarget:
     """Of its folder."""
     last_slot: int
     """Highest slot in use there."""
+    number: int
+    """In the names of its items' folders; that of no item that is committed."""
     attempt: str = field(default_factory=new_attempt)
     """That makes the step, where it consists of items."""
 
     def folder_of(self, item: str) -> str:
         """Returns the folder of an item, below the step's; never one that a commit refers to."""
-        return f"{item}.{self.last_slot}" if self.last_slot else item
+        return f"{item}.{self.number}" if self.number else item
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,9 @@ class Steps:
             StorageError: The storage can't be listed.
         """
         name = self.names.name_of(step)
-        slots = used_slots(self.opener(self.root.below(name)))
-        return StepTarget(step, name, slots[-1] if slots else 0)
+        storage = self.opener(self.root.below(name))
+        last = max(used_slots(storage), default=0)
+        return StepTarget(step, name, last, _free_number(storage, last))
 
     def prepare(
         self, place: StepTarget, info: StepInfo, tags: Collection[str] = ()
@@ -307,7 +310,7 @@ class Steps:
         keys = [entry.key for entry in storage.list()]
         for item in sorted(_items_in(storage, keys) - {*found.info.items.values()}):
             # Why older ones alone: a later one belongs to a save that came after this one.
-            if _begun_at(item) < place.last_slot:
+            if _begun_at(item) < place.number:
                 remove_folder(self.root.target, f"{place.name}/{item}", None, self.opener)
 
 
@@ -508,8 +511,29 @@ def _standing_attempt(storage: Storage) -> str:
     return decides.record.attempt if decides is not None and is_commit else ""
 
 
+def _free_number(storage: Storage, last_slot: int) -> int:
+    """Returns a number for the folders of the next items: the first from `last_slot` on.
+
+    Those of a committed step have a lower one, unless the step was copied: its items keep the
+    names of their folders, and its records begin anew.
+
+    Args:
+        storage: Of the step's folder.
+        last_slot: Highest slot in use there.
+    """
+    # Why not later infos: they are of saves that no record committed.
+    slots = [info_slot(entry.key) for entry in storage.list("step-info-")] if last_slot else []
+    earlier = (info_key(slot) for slot in slots if slot is not None and slot < last_slot)
+    infos = _infos(storage, earlier)
+    taken = {_begun_at(folder) for info in infos for folder in info.items.values()}
+    number = last_slot
+    while number in taken:
+        number += 1
+    return number
+
+
 def _begun_at(item: str) -> int:
-    """Returns the highest slot that was in use when the save of an item began."""
+    """Returns the number in the name of an item's folder (`StepTarget.number`)."""
     return int(item.partition(".")[2] or 0)
 
 
@@ -543,14 +567,18 @@ def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
         keys: All that is there.
     """
     keys = list(keys)
-    names: set[str] = set()
-    for key in keys:
-        # Suppressed: an item too many stays then, and `ray_dcp.collect` finds what a crash left.
-        with suppress(KeyMissingError, DamagedCheckpointError):
-            if info_slot(key) is not None:
-                names |= decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key).items.keys()
+    names = {name for info in _infos(storage, keys) for name in info.items}
     return {
         folder
         for folder, slash, _ in (key.partition("/") for key in keys)
         if slash and (found := _ITEM_FOLDER.fullmatch(folder)) and found["item"] in names
     }
+
+
+def _infos(storage: Storage, keys: Iterable[str]) -> Iterator[StepInfo]:
+    """Yields the infos among the keys of a step's folder."""
+    for key in keys:
+        # Suppressed: an item too many stays then, and `ray_dcp.collect` finds what a crash left.
+        with suppress(KeyMissingError, DamagedCheckpointError):
+            if info_slot(key) is not None:
+                yield decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)

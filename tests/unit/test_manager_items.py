@@ -109,6 +109,36 @@ def test_a_step_is_copied_with_its_items(tmp_path: Path) -> None:
     assert not ray_dcp.open(other).verify().ok
 
 
+def test_a_copied_step_that_is_replaced_is_never_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its items lie in folders that were named for records which did not come along."""
+    with manager(tmp_path / "run") as made:
+        made.save(5, state(1))
+        made.save(5, state(2), replace=True)
+    other = step(tmp_path / "other", 5)
+    ray_dcp.copy(step(tmp_path / "run", 5), other)
+    writes = LocalStorage.write
+
+    def write(storage: LocalStorage, key: str, *args: Any, **how: Any) -> Any:
+        if storage.url == str(other) and key.startswith("chunks."):
+            raise StorageError("the disk is full")
+        return writes(storage, key, *args, **how)
+
+    with manager(tmp_path / "other") as made:
+        monkeypatch.setattr(LocalStorage, "write", write)
+        with pytest.raises(StorageError, match="full"):
+            made.save(5, state(3), replace=True)
+        monkeypatch.undo()
+        found = state(0)
+        made.restore(5, found)
+        assert found["model"]["w"].tolist() == [2.0] * 300
+        made.save(5, state(4), replace=True)
+        made.restore(5, found)
+        assert found["model"]["w"].tolist() == [4.0] * 300
+    assert len([folder for folder in other.iterdir() if folder.is_dir()]) == 1
+
+
 def test_a_copy_of_a_step_that_fails_leaves_none_of_its_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
