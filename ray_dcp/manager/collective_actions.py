@@ -32,6 +32,7 @@ from ray_dcp.errors import (
     StorageError,
 )
 from ray_dcp.handle import SaveHandle
+from ray_dcp.io.records import read_slots
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption
 from ray_dcp.manager.save_policy import SaveFacts, asks_only_the_step
@@ -40,14 +41,14 @@ from ray_dcp.manager.steps import StepTarget
 from ray_dcp.manager.writer import Writer
 from ray_dcp.operations import RankSession, run_save, session_for
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.commands import Failed, RecordsRead, Result, Task
+from ray_dcp.protocol.commands import Failed, ReadRecords, RecordsRead, Result, Task
 from ray_dcp.protocol.messages import Exchange, Exchanged, OpKey, Reply, Request
 from ray_dcp.protocol.vote import Decision, Fenced, Lost, Open, Won
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import attempt, refusal
 from ray_dcp.runtime.tasks import perform, settle
-from ray_dcp.store.opening import place_below
+from ray_dcp.store.opening import open_storage, place_below
 from ray_dcp.torch_adapter.dispatch import decide_save
 
 T = TypeVar("T")
@@ -560,8 +561,15 @@ def _perform_after(place: StepTarget, task: Task) -> Result:
     takes the slot that this save aims at.
     """
     found = perform(task)
-    if not isinstance(found, RecordsRead) or found.last_slot == place.last_slot:
+    is_as_before = isinstance(found, RecordsRead) and found.last_slot == place.last_slot
+    if is_as_before or not isinstance(task, ReadRecords) or isinstance(found, Failed):
         return found
+    try:
+        decides = read_slots(open_storage(task.target)).decides
+    except CheckpointError as error:
+        return Failed(error)
+    if decides is None or decides.slot <= place.last_slot:
+        return found  # no more than a deletion that somebody ended
     return Failed(
         CheckpointExistsError(
             f"Expected nothing to be committed or deleted in the folder of step {place.step} while "

@@ -16,6 +16,7 @@ from ray_dcp.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from ray_dcp.io.records import Announced, fence
 from ray_dcp.manager import Item
 from ray_dcp.store.local import LocalStorage
 from tests.checkpoints import flip
@@ -77,6 +78,30 @@ def test_a_writer_that_is_taken_over_before_its_step_is_committed_does_not_commi
     with CheckpointManager(tmp_path, items={"model": Item()}, read_only=True) as reader:
         assert reader.all_steps() == [6]
     assert not list(step(tmp_path, 5).rglob("*.distcp"))
+
+
+def test_a_deletion_that_was_ended_meanwhile_does_not_fail_the_save_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who protects a step from a deletion that is announced leaves an abort record there."""
+    writes = LocalStorage.write
+    shared = LocalStorage(str(tmp_path / ".manager"))
+
+    def write(storage: LocalStorage, key: str, *args: Any, **how: Any) -> Any:
+        if storage.url == str(step(tmp_path, 5) / "model.1") and key.startswith("manifest-"):
+            monkeypatch.undo()
+            mark = Announced(5, "0123456789abcdef", "step-00000005")
+            shared.write(mark.key, b"")
+            fence(shared, lambda name: LocalStorage(str(tmp_path / name)), "it is read", 5)
+        return writes(storage, key, *args, **how)
+
+    with manager(tmp_path) as made:
+        made.save(5, state(1))
+        monkeypatch.setattr(LocalStorage, "write", write)
+        made.save(5, state(2), replace=True)
+        found = state(0)
+        made.restore(5, found)
+    assert found["model"]["w"].tolist() == [2.0] * 300
 
 
 def test_verify_looks_at_the_items_of_a_step(tmp_path: Path) -> None:
