@@ -210,7 +210,7 @@ class StagedWorld:
 
     def lag(self, number: int) -> None:
         """The coordinator sees that a rank's stager is slow."""
-        self._take(self.coordination.lags(KEY, number, "it is slow"))
+        self._take(self.coordination.reassign(KEY, number, "it is slow"))
 
     # Ranks
 

@@ -107,16 +107,16 @@ class _Marks:
             self._look()
 
     def delete(self, *, force: bool, dry_run: bool) -> CollectReport:
-        """Deletes the step that was looked at, unless it was protected or replaced since."""
+        """Deletes the step that was looked at, unless it was protected or replaced since then."""
         from ray_dcp.runtime.garbage_collection import delete
         from ray_dcp.runtime.tasks import new_attempt
 
-        # Careful: before the delete. Its number may come again, with an info of its own.
+        # Careful: before the delete. The same step may be saved again, with an info of its own.
         infos = self._infos()
         if dry_run or self._shared is None or self._step is None:
             report = delete(self._view.path, expected=self._expected, dry_run=dry_run)
             return report if dry_run else self._forget(infos, report)
-        # Why: who tags or reads it from here on ends the deletion, or is told that it is too late.
+        # Why: a tag or a reader lease from now on aborts the deletion, or fails because of it.
         mark = Announced(self._step, new_attempt(), self._name)
         self._shared.write(mark.key, b"")
         try:
@@ -126,7 +126,7 @@ class _Marks:
                 report = delete(self._view.path, expected=self._expected, attempt=mark.attempt)
             return self._forget(infos, report)
         finally:
-            # Why all: a manager may have decided to remove another step because this one stood.
+            # Why all: a manager may have decided to remove another step because this one existed.
             fence(
                 self._shared,
                 lambda name: open_storage(place_below(self._run, name)),
@@ -135,7 +135,7 @@ class _Marks:
 
     @property
     def _expected(self) -> str | None:
-        """The attempt that was looked at: "" where nothing was committed, None if none can tell."""
+        """The attempt that was looked at; "" where nothing is committed, None if that is unknown."""
         if self._view.manifest is not None:
             return self._view.manifest.attempt
         return None if self._view.state == "damaged" else ""
@@ -145,16 +145,16 @@ class _Marks:
         return [e.key for e in storage.list("step-info-") if info_slot(e.key) is not None]
 
     def _forget(self, infos: Sequence[str], report: CollectReport) -> CollectReport:
-        """Takes away what was told about a step that is gone."""
+        """Deletes the infos of a step that was deleted."""
         if not report.warnings:
             open_storage(self._view.path).delete(infos)
         return report
 
     @contextmanager
     def _taken_away(self, shared: Storage, step: int) -> Iterator[None]:
-        """Takes tags and note away before the step goes, and gives them back if it stays.
+        """Removes tags and note before the step is deleted, and restores them if that fails.
 
-        Why before: the step may be saved again as soon as it is gone, with tags of its own.
+        Why before: the step may be saved again right after the delete, with tags of its own.
         """
         marks = {tag_key(step, tag): b"" for tag in self.tags}
         with suppress(KeyMissingError):

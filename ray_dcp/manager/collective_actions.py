@@ -554,11 +554,11 @@ class CollectiveActions:
 
 
 def _perform_after(place: StepTarget, task: Task) -> Result:
-    """Performs a task of the save that makes a step of its items, if nobody removed these since.
+    """Performs a task of the save that commits a step, unless another writer removed its items.
 
-    Why the records: another writer that took over may have found items without a step, as a crash
-    leaves them. It commits its removal before it deletes them, so either it is seen here, or it
-    takes the slot that this save aims at.
+    Why by the records: a writer that took over the lease removes items without a step, as a crash
+    leaves them. It commits a delete record before it deletes them: either that record is read
+    here, or it takes the slot that this save was to take.
     """
     found = perform(task)
     is_as_before = isinstance(found, RecordsRead) and found.last_slot == place.last_slot
@@ -569,7 +569,7 @@ def _perform_after(place: StepTarget, task: Task) -> Result:
     except CheckpointError as error:
         return Failed(error)
     if decides is None or decides.slot <= place.last_slot:
-        return found  # no more than a deletion that somebody ended
+        return found  # abort records alone: of deletions that were fenced off
     return Failed(
         CheckpointExistsError(
             f"Expected nothing to be committed or deleted in the folder of step {place.step} while "

@@ -558,9 +558,9 @@ def check_item_name(name: object) -> str:
 
 
 def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
-    """Returns the folders of a step's items: of those that an info of the step names.
+    """Returns the folders of a step's items: those of the names in the step's infos.
 
-    Others are the user's, whatever lies in them.
+    Any other folder belongs to the user, whatever it contains.
 
     Args:
         storage: Of the step's folder.
@@ -578,7 +578,7 @@ def _items_in(storage: Storage, keys: Iterable[str]) -> set[str]:
 def _infos(storage: Storage, keys: Iterable[str]) -> Iterator[StepInfo]:
     """Yields the infos among the keys of a step's folder."""
     for key in keys:
-        # Suppressed: an item too many stays then, and `ray_dcp.collect` finds what a crash left.
+        # Suppressed: then an item is not removed, and `ray_dcp.collect` finds what a crash left.
         with suppress(KeyMissingError, DamagedCheckpointError):
             if info_slot(key) is not None:
                 yield decode_info(storage.read(key, 0, MAX_RECORD_BYTES), key=key)

@@ -91,8 +91,9 @@ class MakePlan:
     to_lowest_rank: bool = False
     """`SaveOptions.dedup_save_to_lowest_rank`."""
     contents: tuple[bytes, ...] = ()
-    """`SaveJoin.contents`, which `columns` then lack, and `fingerprint`, to be checked."""
+    """`SaveJoin.contents` by rank, which `columns` lack."""
     fingerprints: tuple[bytes, ...] = ()
+    """`SaveJoin.fingerprint` by rank: what its columns must have."""
     nodes: tuple[int, ...] = ()
     """Number of each rank's node."""
 

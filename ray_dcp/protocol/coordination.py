@@ -607,7 +607,7 @@ class Coordination:
                 commands += self._after(machine, machine.heard(by_rank, now_s))
         return commands
 
-    def lags(self, key: OpKey, rank: int, reason: str) -> Commands:
+    def reassign(self, key: OpKey, rank: int, reason: str) -> Commands:
         """Takes that a rank's stager is much slower than the others: another is to help.
 
         Args:
@@ -618,4 +618,4 @@ class Coordination:
         machine = self._active.get(key)
         if not isinstance(machine, SaveMachine):
             return ()
-        return self._after(machine, machine.lags(rank, reason))
+        return self._after(machine, machine.reassign(rank, reason))

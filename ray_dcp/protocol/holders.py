@@ -91,7 +91,7 @@ class Pace:
     """After how many seconds all of it was written; None while it is not."""
 
 
-def laggards(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
+def find_stragglers(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
     """Returns the ranks whose bytes another stager should write, each with what was seen.
 
     Only when at least half of the ranks are done is it known how long it should take.
@@ -102,9 +102,9 @@ def laggards(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
 
     Example:
         >>> done = Pace(100, 100, done_s=4.0)
-        >>> laggards({0: done, 1: Pace(10, 100), 2: done}, 5.0)
+        >>> find_stragglers({0: done, 1: Pace(10, 100), 2: done}, 5.0)
         {1: 'after 5.0 s 10 of 100 bytes were written, where others took 4.0 s for theirs'}
-        >>> laggards({0: done, 1: Pace(90, 100), 2: done}, 5.0)
+        >>> find_stragglers({0: done, 1: Pace(90, 100), 2: done}, 5.0)
         {}
     """
     done = [pace.done_s for pace in paces.values() if pace.done_s is not None]
@@ -140,7 +140,7 @@ class WriteProgress:
     def stragglers(
         self, paces: Mapping[int, tuple[int, int]], left: Mapping[int, Sized], now_s: float
     ) -> dict[int, str]:
-        """Takes how far stagers are; returns what `laggards` does.
+        """Takes how far stagers are; returns what `find_stragglers` does.
 
         Args:
             paces: Bytes written and bytes in all, by rank.
@@ -155,4 +155,4 @@ class WriteProgress:
         known = {
             rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank)) for rank in left
         }
-        return laggards(known, now_s - began_s)
+        return find_stragglers(known, now_s - began_s)

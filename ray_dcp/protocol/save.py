@@ -27,7 +27,7 @@ rank's part is done when each of its files has a receipt, whoever wrote it:
 | `PartsWritten` | receipts; the last one of the last rank ends the phase |
 | `SaveStaged` | the rank waits for the outcome, or to be asked for its bytes once more |
 | a rank is lost | nothing, if a living stager holds its bytes |
-| a stager is lost or lags | the rank hands its unwritten files to another: `TakeOver` |
+| a stager is lost or a straggler | the rank hands its unwritten files to another: `TakeOver` |
 
 A coordinator that is made after this one died resumes an asynchronous save from its `StagedPlan`,
 and accepts messages of the epoch in which it was planned. It reads the storage first: where a
@@ -637,12 +637,12 @@ class SaveMachine(Operation):
         commands: Commands = ()
         if self.phase == "writing":
             for rank, reason in self._progress.stragglers(paces, self._left, now_s).items():
-                helped = () if rank in self._helped else self.lags(rank, reason)
+                helped = () if rank in self._helped else self.reassign(rank, reason)
                 self._helped |= {rank} if helped else set()
                 commands += helped
         return commands
 
-    def lags(self, rank: int, reason: str) -> Commands:
+    def reassign(self, rank: int, reason: str) -> Commands:
         """Takes that a rank's stager is much slower than the others.
 
         Args:

@@ -198,7 +198,7 @@ def delete(
     storage = opener(target)
     for _ in range(MOST_TRIES):
         place = look_at(storage)
-        # Why not then: a save of which nothing lies here yet must meet the record of this deletion.
+        # Why also of an empty folder: a save that writes here later must find the delete record.
         if attempt is None or expected != "" or place.foreign is not None:
             _check_deletable(place)
         if isinstance(place.standing.record, DeleteRecord) and not (

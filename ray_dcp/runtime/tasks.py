@@ -115,17 +115,14 @@ def plan_of(task: MakePlan) -> Planned | RowsMissing:
         CheckpointError: The ranks' items make no checkpoint, or are not what they were said to be.
     """
     held = _sent(task)
-    if task.fingerprints:
-        held.update(_following(task, held))
+    held.update(_following(task, held))
     missing = tuple(rank for rank in range(len(task.columns)) if rank not in held)
     if missing:
         return RowsMissing(missing)
-    columns = [held[rank] for rank in range(len(task.columns))]
-    if task.fingerprints:
-        columns = [
-            with_contents(own, told, rank)
-            for rank, (own, told) in enumerate(zip(columns, task.contents, strict=True))
-        ]
+    columns = [
+        with_contents(held[rank], contents, rank)
+        for rank, contents in zip(range(len(task.columns)), task.contents, strict=True)
+    ]
     plan = make_plan(
         columns,
         container=task.container,
@@ -143,14 +140,13 @@ def _sent(task: MakePlan) -> dict[int, Columns]:
     """Returns what the ranks hold whose rows are known; those that hold the same share it."""
     known: dict[bytes, Columns] = {}
     found = {}
-    for rank, encoded in enumerate(task.columns):
-        name = task.fingerprints[rank] if task.fingerprints else b""
-        if name and not encoded:
+    for rank, (name, encoded) in enumerate(zip(task.fingerprints, task.columns, strict=True)):
+        if not encoded:
             continue
-        columns = known.get(name) if name else None
+        columns = known.get(name)
         if columns is None:
             columns = known[name] = decode(encoded)
-            if name and fingerprint(columns, **_options(task)) != name:
+            if fingerprint(columns, **_options(task)) != name:
                 raise RankDisagreementError(
                     f"expected the items of rank {rank} to have the fingerprint that it sent, but "
                     f"they have another one: run the same version of ray_dcp on all ranks",

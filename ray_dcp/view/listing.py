@@ -341,7 +341,7 @@ def list_checkpoints(
         found: list[ListedCheckpoint] = []
 
         def look(item: tuple[str, dict[str, int]]) -> None:
-            # Why: it is an item of the step that it lies in, whatever number its name ends with.
+            # Why: a folder inside a checkpoint is an item, whatever number its name ends with.
             is_item = any(above in checkpoints for above in _above(item[0]))
             found.append(_look(storage, root, *item, shared, is_item=is_item))
             if told is not None:

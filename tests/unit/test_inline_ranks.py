@@ -366,9 +366,10 @@ def test_a_session_of_one_process_waits_for_nobody_else(url):
 
 
 def test_a_task_never_raises_but_returns_its_failure():
-    failed = perform(MakePlan((b"rubbish",), "torch_save", 1))
+    told = {"contents": (b"",), "fingerprints": (bytes(32),)}
+    failed = perform(MakePlan((b"rubbish",), "torch_save", 1, **told))
     assert isinstance(failed, Failed)
-    broken = perform(MakePlan((3,), "torch_save", 1))
+    broken = perform(MakePlan((3,), "torch_save", 1, **told))
     assert isinstance(broken.error, InternalError)
 
 

@@ -92,7 +92,7 @@ class StagedPlay(Play):
         return self._take(self.coordination.stager_lost(stager, "it died"))
 
     def lag(self, rank, key=KEY):
-        commands = self.coordination.lags(key, rank, "it is slow")
+        commands = self.coordination.reassign(key, rank, "it is slow")
         self._take(commands)
         return commands
 
