@@ -198,7 +198,7 @@ def delete(
     storage = opener(target)
     for _ in range(MOST_TRIES):
         place = look_at(storage)
-        # Why also of an empty folder: a save that writes here later must find the delete record.
+        # Why also of an empty folder: a save that writes here later must find the record.
         if attempt is None or expected != "" or place.foreign is not None:
             _check_deletable(place)
         if isinstance(place.standing.record, DeleteRecord) and not (
