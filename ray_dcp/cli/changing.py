@@ -135,7 +135,7 @@ class _Marks:
 
     @property
     def _expected(self) -> str | None:
-        """The attempt that was looked at; "" where nothing is committed, None if that is unknown."""
+        """The attempt that was looked at; "" where nothing is committed, None if unknown."""
         if self._view.manifest is not None:
             return self._view.manifest.attempt
         return None if self._view.state == "damaged" else ""
