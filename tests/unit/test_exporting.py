@@ -17,6 +17,7 @@ from ray_dcp import conversion
 from ray_dcp.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CommitUnknownError,
     DamagedCheckpointError,
     InvalidRequestError,
     StorageError,
@@ -385,6 +386,32 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
         copy_checkpoint(view.storage, plan, target, told=told)
     assert ray_dcp.verify(tmp_path / "copy").ok
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
+
+
+def test_a_copy_of_which_nobody_knows_whether_it_stands_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = {"w": torch.arange(40.0)}
+    ray_dcp.save(state, checkpoint_id=tmp_path / "a")
+    writes, lists = LocalStorage.write, LocalStorage.list
+
+    def write(storage: LocalStorage, key: str, data: bytes, **how: bool) -> None:
+        writes(storage, key, data, **how)
+        if key.startswith("manifest-"):
+            monkeypatch.setattr(LocalStorage, "list", silent)
+            raise StorageError("the answer was lost")
+
+    def silent(storage: LocalStorage, prefix: str = "") -> list[object]:
+        if storage.url == str(tmp_path / "b"):
+            raise StorageError("no answer")
+        return list(lists(storage, prefix))
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    with pytest.raises(CommitUnknownError):
+        ray_dcp.copy(tmp_path / "a", tmp_path / "b")
+    monkeypatch.undo()
+    assert ray_dcp.verify(tmp_path / "b").ok
+    assert torch.equal(ray_dcp.read_state_dict(tmp_path / "b")["w"], state["w"])
 
 
 def test_a_copy_of_a_checkpoint_with_a_short_file_is_refused(tmp_path: Path):

@@ -608,6 +608,21 @@ def test_the_catalogue_file_saves_reading_and_nothing_depends_on_it(storage):
     assert look(root, names, opener).steps == third.steps
 
 
+def test_a_step_that_was_deleted_halfway_is_not_there_whatever_the_catalogue_says(storage):
+    opener, root, names = opener_of(storage), root_of(storage), settings().names
+    writer = writer_of(storage)
+    for step in (1, 2):
+        save_step(writer, storage, step, OLD)
+    publish(root, look(root, names, opener), opener)
+    place = root.below(names.name_of(1))
+    stands = Fault(operation="delete", error=5)
+    with Script([stands]) as script:
+        report = delete(place, opener=lambda target: script.wrap(opener(target)))
+    assert report.warnings  # its files are there, and the record that it was deleted
+    assert [*opener(place).list("chunks.")]
+    assert list(look(root, names, opener).steps) == [2]
+
+
 def test_a_long_run_is_opened_by_one_listing_and_one_file(tmp_path):
     manager = manager_of(tmp_path)
     for step in range(70):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import ray_dcp
 from ray_dcp.errors import StorageError, UncommittedCheckpointError
+from ray_dcp.format.metadata import decode_metadata
 from ray_dcp.io.checkpoint import read_checkpoint
 from ray_dcp.store.fault_injection import Fault, FaultyStorage
 from ray_dcp.store.opening import open_storage
@@ -85,6 +86,17 @@ def test_any_flipped_bit_of_any_file_is_found(
     if file.suffix == ".distcp":
         (problem,) = report.problems
         assert problem.start <= offset < problem.stop
+
+
+def test_a_metadata_that_names_another_place_is_a_note(copied: Path):
+    file = copied / ".metadata"
+    data = file.read_bytes()
+    place = (decode_metadata(data).checkpoint_id or "").encode()
+    file.write_bytes(data.replace(place, place[:-1] + b"?"))
+    report = ray_dcp.verify(copied)
+    assert report.ok
+    (note,) = report.notes
+    assert note.startswith(".metadata was made at another place, ")
 
 
 def test_damage_is_told_by_file_tensor_and_block(copied: Path):
