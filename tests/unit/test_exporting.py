@@ -29,6 +29,7 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.runtime.copying import copy_checkpoint, plan_copy
 from ray_dcp.store import opening
 from ray_dcp.store.local import LocalStorage
+from ray_dcp.store.storage import PartWriter
 from tests import checkpoints
 
 
@@ -386,6 +387,23 @@ def test_of_two_copies_of_what_others_wrote_one_wins(tmp_path: Path, kind: str):
         copy_checkpoint(view.storage, plan, target, told=told)
     assert ray_dcp.verify(tmp_path / "copy").ok
     assert len(ray_dcp.open(tmp_path / "copy")) == len(view)
+
+
+class Losing(LocalStorage):
+    """Says that data files were written, and has them under other names."""
+
+    def open_writer(self, key: str, *, sync: bool = True) -> PartWriter:
+        return super().open_writer(key.replace(".distcp", ".lost"), sync=sync)
+
+
+def test_a_copy_whose_files_can_not_be_seen_is_not_committed(tmp_path: Path):
+    view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
+    plan = plan_copy(view.storage, view.checkpoint)
+    losing = Losing(str(tmp_path / "copy"))
+    with pytest.raises(StorageError, match=r"\.distcp"):
+        copy_checkpoint(view.storage, plan, Target(losing.url), opener=lambda _: losing)
+    with pytest.raises(CheckpointNotFoundError):
+        ray_dcp.open(tmp_path / "copy")
 
 
 def test_a_copy_of_which_nobody_knows_whether_it_stands_keeps_its_files(
