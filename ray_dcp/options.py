@@ -172,7 +172,7 @@ class LoadOptions:
     """Read what several ranks need once, and hand it on through Ray's object store. `auto`: where
     that is sooner there, judged by the kind of storage: from object stores it is, from a disk
     behind one page cache it is not. True: whatever saves bytes. False: every rank reads for
-    itself. Objects are always read by each."""
+    itself, as with a Ray that the job started for itself. Objects are always read by each."""
     plan_timeout_s: float = 600.0
     """Deadline for all ranks to come and to plan their reads, in seconds."""
     read_timeout_s: float = 3600.0

@@ -119,13 +119,17 @@ def _init(address: str, token_path: str | None) -> None:
     if token_path is not None:
         _check_own(address, token_path)
     try:
+        own = None if token_path is None else PrivateRay.of_token(token_path)
+        if own is not None:
+            # Why: Ray ends a process that connects while there is no raylet.
+            own.check()
         _probe(address)
         with ray_private.signal_handlers_kept():
-            if token_path is None:
+            if own is None:
                 _connect(address)
             else:
-                _connect_own(address, token_path)
-                private_ray.set_joined(PrivateRay.of_token(token_path))
+                _connect_own(address, own.token_path)
+                private_ray.set_joined(own)
                 ray_private.uncaught_errors_untold()
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ParticipantError(

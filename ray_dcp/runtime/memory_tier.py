@@ -278,7 +278,7 @@ def _stager(node_id: str, namespace: str) -> Any:
 
     try:
         return ray_calls.get_actor(stager_name(node_id), namespace=namespace)
-    except (ValueError, ray.exceptions.RayError):
+    except (ValueError, CheckpointError, ray.exceptions.RayError):
         return None
 
 

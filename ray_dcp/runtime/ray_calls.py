@@ -14,14 +14,16 @@ this package is (`ray_private.survive_shutdown`), and none stays longer than `SL
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -137,7 +139,9 @@ def wait_until_left(timeout_s: float) -> bool:
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:
-    """Returns what `ray.get` does."""
+    """Returns what `ray.get` does, also of what `put` returned."""
+    if isinstance(refs, Carried):
+        return refs.value
     end_s = _end_s(timeout)
     several = [refs] if isinstance(refs, ray.ObjectRef) else list(dict.fromkeys(refs))
     if several:
@@ -168,9 +172,25 @@ def _end_s(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-@unless_lost
+@dataclass(frozen=True)
+class Carried:
+    """Stands for a reference to a value, and has the value in it."""
+
+    value: Any
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield from ()
+        return self.value
+
+
 def put(value: Any) -> Any:
-    """Returns what `ray.put` does."""
+    """Returns what `ray.put` does; with a private Ray a `Carried` copy of the value.
+
+    *Why*: Ray ends a process that is at the object store of a raylet when that dies, and a rank is
+    not to end with a Ray that it never asked for.
+    """
+    if private_ray.joined() is not None:
+        return Carried(copy.deepcopy(value))
     with inside():
         return _put(value)
 

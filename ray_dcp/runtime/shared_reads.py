@@ -93,7 +93,12 @@ def peers_of(session: object) -> Peers:
         # Why first: what is asked of Ray in a process without it starts another one.
         connection.check()
     coordinator = getattr(session, "coordinator", None)
-    return Peers() if coordinator is None else RayPeers(coordinator)
+    if coordinator is None:
+        return Peers()
+    from ray_dcp.runtime import private_ray
+
+    # Why not there: Ray ends a rank that is at the object store of a raylet when that dies.
+    return Peers() if private_ray.joined() is not None else RayPeers(coordinator)
 
 
 class RayTransport:

@@ -5,7 +5,8 @@ Usage: torchrun … -m tests.integration.lost_ray_script <victim> <then> <folder
 Args:
     victim: What is killed in the middle of a save: gcs_server, raylet or supervisor.
     then: What comes after Ray's own limit: again (two more saves and a load), leave (the
-        end), or raise (an uncaught exception).
+        end), or raise (an uncaught exception). Or busy: nobody waits for anything after the kill,
+        ranks and stager share no memory, and the next Ray is lost in a load.
     folder: Where it saves, and tells what became of it.
     lease_s: Of the Ray, in seconds.
     limit_s: After which Ray ends a driver without a control store, in seconds.
@@ -17,16 +18,20 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import ray_dcp
-from ray_dcp.errors import CheckpointError
+from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.options import LoadOptions
 from ray_dcp.runtime.private_ray import joined
 from ray_dcp.runtime.session import current_session
+from ray_dcp.stage.memory import MemoryAddress, StagingMemory
 from tests.polling import eventually, session_members
 
 
@@ -36,21 +41,24 @@ class Killer:
     So the save can't end before: rank 0 waits for rank 1 in it.
     """
 
-    def __init__(self, pid: int, error: Path) -> None:
-        self._pid = pid
-        self._error = error
+    def __init__(self) -> None:
+        self.victim = 0
+        self.error: Path | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        os.kill(self._pid, signal.SIGKILL)
-        if not eventually(self._error.exists):
-            raise SystemExit("rank 0 still waits")
-        return {}
+        victim, self.victim = self.victim, 0
+        if victim:
+            os.kill(victim, signal.SIGKILL)
+            if self.error is not None and not eventually(self.error.exists):
+                raise SystemExit("rank 0 still waits")
+        return {"n": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
-def pid_of(victim: str, supervisor_pid: int) -> int:
+def pid_of(victim: str) -> int:
+    supervisor_pid = joined().supervisor_pid
     if victim == "supervisor":
         return supervisor_pid
     tree = session_members(supervisor_pid)
@@ -58,9 +66,15 @@ def pid_of(victim: str, supervisor_pid: int) -> int:
     return found
 
 
+def unmappable(address: MemoryAddress) -> NoReturn:
+    raise LimitError("this process may not map it")
+
+
 def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    if then == "busy":
+        StagingMemory.open = unmappable
     current_session(lease_s=float(lease_s))
     first = joined()
     facts = {"supervisors": [first.supervisor_pid], "directories": [first.directory]}
@@ -70,28 +84,40 @@ def main(victim: str, then: str, folder: str, lease_s: str, limit_s: str) -> Non
         told.with_suffix(".new").write_text(json.dumps(facts))
         told.with_suffix(".new").rename(told)
 
-    state = {"w": torch.arange(7), f"of {rank}": torch.tensor(rank)}
+    def attempt(what: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except CheckpointError as error:
+            facts[what] = f"{type(error).__name__}: {error}"
+
+    # With so many names that Ray would send no message with a plan without its object store.
+    names = {f"a long name of rank {rank}, number {n}": torch.tensor(n) for n in range(3000)}
+    killer = Killer()
+    state = {"w": torch.arange(1 << 20), **names, f"killer of {rank}": killer}
     ray_dcp.save(state, checkpoint_id=f"{folder}/before")
-    whole = dict(state)
     if rank == 1:
-        whole["killer"] = Killer(
-            pid_of(victim, first.supervisor_pid), told.with_name("rank-0.json")
-        )
-    try:
-        ray_dcp.save(whole, checkpoint_id=f"{folder}/lost")
-    except CheckpointError as error:
-        facts["error"] = f"{type(error).__name__}: {error}"
+        killer.victim = pid_of(victim)
+        killer.error = None if then == "busy" else told.with_name("rank-0.json")
+    lost = {**state, "new": torch.zeros(1)}  # a plan that nobody knows
+    attempt("error", lambda: ray_dcp.save(lost, checkpoint_id=f"{folder}/lost"))
     tell()
     # Nothing happens meanwhile, as in a long stretch of training.
     eventually(lambda: False, within_s=3 * float(limit_s))
-    if then == "again":
-        for name in ("next", "after"):
-            ray_dcp.save(state, checkpoint_id=f"{folder}/{name}")
-        found = {"w": torch.zeros(7, dtype=torch.int64)}
-        ray_dcp.load(found, checkpoint_id=f"{folder}/after")
-        facts["found"] = found["w"].tolist()
+    if then in ("again", "busy"):
+        saved = ray_dcp.async_save(state, checkpoint_id=f"{folder}/next")
+        saved.result()
+        facts["staging"] = saved.report().staging
+        ray_dcp.save(state, checkpoint_id=f"{folder}/after")
         facts["supervisors"].append(joined().supervisor_pid)
         facts["directories"].append(joined().directory)
+        found = {"w": torch.zeros(1 << 20, dtype=torch.int64), f"killer of {rank}": killer}
+        killer.victim = pid_of(victim) if then == "busy" and rank == 1 else 0
+        options = LoadOptions(share_reads=True)
+        load = partial(ray_dcp.load, found, checkpoint_id=f"{folder}/after")
+        attempt("load error", partial(load, options=options))
+        if then == "busy":
+            load(no_dist=True)
+        facts["found"] = found["w"][::100_000].tolist()
     facts["lived"] = True
     tell()
     dist.barrier()
