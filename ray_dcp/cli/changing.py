@@ -6,9 +6,10 @@ They load neither torch nor ray.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import click
@@ -213,14 +214,24 @@ def gc(root: str, abort_unfinished: bool, quiet: bool, yes: bool, dry_run: bool)
         )
         reports = _collect(ours, abort_unfinished=abort_unfinished, dry_run=False)
     open_saves = 0
+    folders = {step.name for step in run}
     for name, report in reports:
-        open_saves += any(info_slot(k.key) is None for k in report.kept)
-        if report.deleted or report.warnings or any(info_slot(k.key) is None for k in report.kept):
-            _tell(report, name, quiet=quiet)
+        # Why not all: what a step's manager notes, and the step's items, it takes away itself.
+        kept = [one for one in report.kept if not _is_known(name, one.key, folders)]
+        open_saves += bool(kept)
+        if report.deleted or report.warnings or kept:
+            _tell(replace(report, kept=tuple(kept)), name, quiet=quiet)
     freed = sum(report.num_bytes for _, report in reports)
     click.echo(f"{'would free' if dry_run else 'freed'} {size_text(freed)}")
     if open_saves and not abort_unfinished:
         click.echo("if no job saves there any more: --abort-unfinished ends and deletes those, too")
+
+
+def _is_known(name: str, key: str, folders: Collection[str]) -> bool:
+    """Whether a file in a checkpoint's folder is a manager's note, or in another checkpoint."""
+    path = key if name == "." else f"{name}/{key}"
+    above = accumulate(path.split("/")[:-1], "{}/{}".format)
+    return info_slot(key) is not None or any(one != name for one in above if one in folders)
 
 
 def _collect(
@@ -251,9 +262,7 @@ def _tell(report: CollectReport, name: str, *, quiet: bool) -> None:
             click.echo(f"  {key}")
         if len(report.deleted) > _MOST_SHOWN:
             click.echo(f"  ... and {len(report.deleted) - _MOST_SHOWN} more")
-        # Why not those: they are told about a step by its manager, which takes them away itself.
-        others = [kept for kept in report.kept if info_slot(kept.key) is None]
-        for kept in others[:_MOST_SHOWN]:
+        for kept in report.kept[:_MOST_SHOWN]:
             click.echo(f"  kept {kept.key}: {kept.reason}")
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -272,6 +272,17 @@ def test_gc_removes_what_crashes_left_and_no_checkpoint(run: Path):
     assert invoke("verify", f"{run}@10").exit_code == 0
 
 
+def test_gc_tells_of_what_the_user_keeps_in_a_step_and_not_of_its_items(tmp_path: Path):
+    with ray_dcp.CheckpointManager(tmp_path, 1, items={"model": Item()}) as manager:
+        manager.save(1, {"model": {"w": torch.ones(2)}}, metrics={"loss": 0.5})
+    assert invoke("gc", tmp_path).stdout == "freed 0 B\n"
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    lines = invoke("gc", tmp_path).stdout.splitlines()
+    assert [line for line in lines if "kept" in line] == [
+        "  kept notes.txt: ray_dcp did not write it"
+    ]
+
+
 def test_du_counts_every_byte_once_by_whose_it_is(run: Path):
     (run / "step-10" / "__0_0.00000000000000bb.distcp").write_bytes(b"left")
     (run / "step-20" / "notes.txt").write_text("mine!")
