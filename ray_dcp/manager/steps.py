@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ray_dcp.errors import (
@@ -190,6 +190,16 @@ class Steps:
         for tag in sorted({*tags} - had):
             self.tag(place.step, tag)
         return frozenset(tags) - had
+
+    def tell_again(self, found: StepFound, info: StepInfo) -> StepFound:
+        """Writes what is told about a step beside its commit; returns the step with that.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        key = info_key(found.slot - 1)
+        self.opener(self.root.below(found.name)).write(key, encode_info(info))
+        return replace(found, created_s=info.created_s, info=info)
 
     def tags_of(self, step: int) -> frozenset[str]:
         """Returns the tags of a step, by a look at the storage.

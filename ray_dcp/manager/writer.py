@@ -213,7 +213,8 @@ class Writer:
             self._right.check,
             self._removed,
         )
-        self._added_tags: dict[int, frozenset[str]] = {}
+        self._begun: dict[int, tuple[StepInfo, frozenset[str]]] = {}
+        """What is told of the steps that are being saved, and the tags that they got."""
         self.remover = Remover(root.url, self.remove_superfluous, threaded=threaded)
         self._last_begun_s = clock()
         self._preemption_saved = False
@@ -320,7 +321,7 @@ class Writer:
             self.give_up(step)
             raise
         with self.lock:
-            self._added_tags[step] = added
+            self._begun[step] = info, added
             self._last_begun_s = self._clock()
             self._preemption_saved = self._preemption_saved or preempted
             return place
@@ -339,7 +340,7 @@ class Writer:
         """
         self.give_up(place.step)
         with self.lock:
-            added = self._added_tags.pop(place.step, frozenset())
+            info, added = self._begun.pop(place.step, (None, frozenset()))
             # Why: if it was due for a preemption, the next step is.
             self._preemption_saved = self._preemption_saved and committed is not False
         try:
@@ -353,6 +354,9 @@ class Writer:
             found = look_at_step(self.root, place.name, place.step, self._opener)
             if found is None:
                 return
+            if found.slot and found.info is None and info is not None:
+                # Why: who takes over a run removes what is told of a step before its commit.
+                found = self.steps.tell_again(found, info)
             with self.lock:
                 self.steps.note(found)
                 self._unpublished += 1

@@ -210,6 +210,19 @@ def test_who_lost_the_right_deletes_nothing_any_more(storage):
     assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [2, 3]
 
 
+def test_a_step_that_is_committed_after_its_writer_was_overtaken_keeps_what_was_told_of_it(storage):
+    first = writer_of(storage)
+    place = first.begin(1, metrics={"loss": 1}, metadata={"who": "first"})
+    second = writer_of(storage, max_to_keep=1)
+    save_step(second, storage, 2, NEW)
+    save_step(second, storage, 3, NEXT)
+    assert not list(storage.list("step-00000001/step-info-"))  # as a crash would have left it
+    Place(opener_of(storage)(first.root.below(place.name))).save(OLD, 2)
+    first.finish(place, True)
+    found = look(root_of(storage), settings().names, opener_of(storage)).steps[1]
+    assert (found.info.metrics, found.info.metadata) == ({"loss": 1.0}, {"who": "first"})
+
+
 def test_a_read_only_manager_writes_nothing(tmp_path):
     writer = manager_of(tmp_path)
     writer.save(1, state(1))
@@ -335,6 +348,27 @@ def test_follow_gives_each_new_newest_step_and_keeps_it_meanwhile(tmp_path):
 
 
 # --- deletion -----------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_saved_again_while_its_deletion_is_decided_is_not_deleted(
+    storage, monkeypatch
+):
+    writer = writer_of(storage, max_to_keep=1)
+    save_step(writer, storage, 1, OLD)
+    writes, begun = MemoryStorage.write, []
+
+    def write(self, key, data, **how):
+        # The deletion of step 1 was announced, nothing protected it, and now it is committed.
+        if key == "step-00000001/manifest-00000002.json" and not begun:
+            begun.append(1)
+            begun.append(writer.begin(1, replace=True))
+        return writes(self, key, data, **how)
+
+    monkeypatch.setattr(MemoryStorage, "write", write)
+    save_step(writer, storage, 2, NEW)
+    assert len(begun) == 2
+    writer.finish(begun[1], False)  # what was to replace it was never saved
+    assert list(look(root_of(storage), settings().names, opener_of(storage)).steps) == [1, 2]
 
 
 def test_a_deletion_that_fails_is_tried_again_and_disturbs_no_save(storage, caplog):
