@@ -43,7 +43,7 @@ from tests.format_cases import Stored, forged, manifest, mixed_table
 
 LIMIT_S = 60
 FREE_BYTES = 256 << 20
-BYTES_A_BYTE = 120
+BYTES_A_BYTE = 150
 
 
 def text(value: str) -> bytes:
@@ -309,6 +309,17 @@ PICKLES: dict[str, bytes] = {
         b"}h\nNs",
     ),
     "deques in each other": nested(200_000, b"N", ops(name("collections.deque"), b"]"), b"a\x85R"),
+    "a deque that is filled when others are in each other around it": ops(
+        nested(
+            600,
+            ops(name("collections.deque"), b")Rq\x00"),
+            ops(name("collections.deque"), b"]"),
+            b"a\x85R",
+        ),
+        b"h\x00(",
+        nested(600, b"N", ops(name("collections.deque"), b"]"), b"a\x85R"),
+        b"e0",
+    ),
     "deques and arrays of objects in each other": nested(
         5000,
         b"N",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import datetime
 import decimal
 import fractions
@@ -105,6 +106,18 @@ def test_values_of_state_dicts_come_back_equal_and_of_the_same_class(name: str) 
         assert str(back) == str(value)
     else:
         assert np.all(back == value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [collections.deque(), collections.deque([1]), collections.deque(maxlen=3), set()],
+    ids=repr,
+)
+def test_many_containers_that_take_more_memory_than_their_pickle_come_back(value: Any) -> None:
+    many = [copy.copy(value) for _ in range(20_000)]
+    data = dump_object(many, fqn="a")
+    assert load_problem(many, data, fqn="a") is None
+    assert load_object(data, fqn="a") == many
 
 
 @pytest.mark.parametrize("name", VALUES)
