@@ -109,3 +109,17 @@ def test_the_outcome_of_a_save_is_told_by_its_attempt(tmp_path: Path):
     assert ray_dcp.outcome(tmp_path / "c", "0123456789abcdef") == "open"
     with pytest.raises(ray_dcp.InvalidRequestError, match="attempt"):
         ray_dcp.outcome(tmp_path / "c", "")
+
+
+def test_keys_of_several_types_are_saved_and_loaded(tmp_path: Path):
+    def state(value: float) -> dict[Any, Any]:
+        return {7: torch.full((3,), value), "w": torch.full((2,), value), None: {"at": value}}
+
+    ray_dcp.save(state(1.0), checkpoint_id=tmp_path / "ours", no_dist=True)
+    with pytest.warns(UserWarning, match="single process"):
+        stock.save(state(1.0), checkpoint_id=tmp_path / "stock", no_dist=True)
+    for place in (tmp_path / "ours", tmp_path / "stock"):
+        found = state(0.0)
+        ray_dcp.load(found, checkpoint_id=place, no_dist=True)
+        assert (found[7].tolist(), found["w"].tolist()) == ([1.0] * 3, [1.0] * 2)
+        assert found[None] == {"at": 1.0}
