@@ -341,6 +341,23 @@ def test_a_copy_that_fails_or_is_interrupted_anywhere_is_taken_back(
     assert ray_dcp.copy(view, tmp_path / "copy").verify().ok
 
 
+def test_a_copy_of_what_others_wrote_replaces_no_metadata_that_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source, theirs = checkpoints.save_stock(tmp_path / "stock"), tmp_path / "copy" / ".metadata"
+    writes = LocalStorage.write
+
+    def write(storage: LocalStorage, key: str, data: bytes, **how: bool) -> None:
+        if key == ".metadata" and storage.url == str(tmp_path / "copy"):
+            theirs.write_bytes(b"of another program")
+        writes(storage, key, data, **how)
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    with pytest.raises(CheckpointExistsError, match=r"somebody else created \.metadata"):
+        ray_dcp.copy(source, tmp_path / "copy")
+    assert theirs.read_bytes() == b"of another program"
+
+
 def test_a_copy_whose_metadata_can_not_be_written_stands(tmp_path: Path):
     view = ray_dcp.open(checkpoints.save(tmp_path / "source"))
     failing = Failing(tmp_path / "copy", StorageError("disk full"), ".metadata")

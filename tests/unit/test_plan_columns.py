@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import numpy as np
+import pyarrow
 import pytest
 
 from ray_dcp.core.columns import ColumnsBuilder, check, decode, encode
@@ -122,3 +126,13 @@ def test_one_rank_may_hold_several_boxes_without_elements_at_one_place() -> None
     builder.tensor("w", "float32", (3,), offset=(3,), size=(0,))
     builder.tensor("w", "float32", (3,), offset=(3,), size=(0,))
     assert len(builder.build()) == 2
+
+
+def test_a_text_that_unpacks_to_far_more_than_its_length_is_refused() -> None:
+    text = json.dumps([{"a": 1}, []]).encode()
+    for num_blanks, is_refused in ((0, False), (1 << 20, True)):
+        long = text + b" " * num_blanks
+        packed = pyarrow.Codec("zstd").compress(long, asbytes=True)
+        tail = struct.pack("<QQQ", len(packed), len(long), len(packed) + 24)
+        with pytest.raises(ValueError, match="can't hold") if is_refused else nullcontext():
+            assert unpack_record(packed + tail) == ({"a": 1}, [])
