@@ -325,6 +325,20 @@ def test_who_is_much_slower_than_the_others_is_helped(play):
     assert "2 of 100 bytes" in asked.reason
 
 
+def test_who_was_helped_once_and_is_still_slow_is_not_asked_again(play):
+    play.to_staged()
+    play.write_all(ranks=[1])
+    for now_s in (0.0, 9.0):
+        play._take(play.coordination.stager_heard({KEY: {0: (2, 100)}}, now_s))
+    asked = play.reply(0, "SaveStaged 0")
+    play.held(0, incarnation=asked.incarnation, stager="s1")
+    assert play.staged(0, incarnation=asked.incarnation) is None
+    play._take(play.coordination.stager_heard({KEY: {0: (3, 100)}}, 30.0))
+    assert play.reply(0, f"SaveStaged {asked.incarnation}") is None
+    play.write_all()
+    commit(play)
+
+
 def test_a_rank_whose_helper_failed_is_asked_again_when_its_stager_died_meanwhile(play):
     play.to_staged()
     play.lag(0)
