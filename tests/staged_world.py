@@ -53,8 +53,6 @@ class Stager:
     is_dead: bool = False
     shares: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """By rank and incarnation: the files that are to be written of it."""
-    helped: set[tuple[int, int]] = field(default_factory=set)
-    """Of these the ones in which it helps another."""
     written: dict[int, PartsWritten] = field(default_factory=dict)
     plan: bytes | None = None
 
@@ -197,8 +195,7 @@ class StagedWorld:
             return
         # Of the epoch in which it was planned: that is in the names of shares.
         for number, incarnation in stager.shares:
-            helps = (number, incarnation) in stager.helped
-            self.send(PartsHeld(KEY, number, "a1", 1, stager.name, incarnation, helps))
+            self.send(PartsHeld(KEY, number, "a1", 1, stager.name, incarnation))
         for report in stager.written.values():
             self.send(report)
 
@@ -257,16 +254,13 @@ class StagedWorld:
         found = [self.stager(name) for name in asked.helpers]
         found = [found[(rank.number + turn) % len(found)] for turn in range(len(found))]
         if helps and found and not found[0].is_dead:
-            self._hand(rank, found[0], asked.incarnation, files, helps=True)
+            self._hand(rank, found[0], asked.incarnation, files)
 
-    def _hand(
-        self, rank: Rank, stager: Stager, incarnation: int, files: set[int], *, helps: bool = False
-    ) -> None:
+    def _hand(self, rank: Rank, stager: Stager, incarnation: int, files: set[int]) -> None:
         assert (rank.number, incarnation) not in stager.shares, "handed over twice"
         stager.shares[rank.number, incarnation] = set(files)
-        stager.helped |= {(rank.number, incarnation)} if helps else set()
         rank.holder = stager
-        rank.told = PartsHeld(KEY, rank.number, "a1", 1, stager.name, incarnation, helps)
+        rank.told = PartsHeld(KEY, rank.number, "a1", 1, stager.name, incarnation)
         self._call(rank, rank.told)
 
     def _call(self, rank: Rank, request: Request) -> None:

@@ -190,8 +190,6 @@ class PartsHeld:
     """Name of this stager, different for each process that ever was one."""
     incarnation: int = 0
     """How many stagers held these bytes before."""
-    helps: bool = False
-    """It helps one that lags: another stager than that of the rank's node."""
 
 
 @dataclass(frozen=True)

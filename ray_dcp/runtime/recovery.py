@@ -427,8 +427,7 @@ def _told(
     told: list[Request] = []
     for share in shares:
         if share.is_sealed:
-            incarnation = share.key.incarnation
-            rank = share.key.rank
-            told.append(PartsHeld(key, rank, attempt, epoch, stager, incarnation, share.helps))
+            name = share.key
+            told.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
         told += [parts_written(report, stager) for report in share.reports]
     return told

@@ -30,7 +30,6 @@ from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.ray_private import Caller, store_bytes
-from ray_dcp.stage.jobs import arena_channel, channel_of
 from ray_dcp.stage.memory import StagingMemory, free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
 from ray_dcp.stage.values import (
@@ -45,7 +44,7 @@ from ray_dcp.stage.values import (
     StagerOptions,
     Unknown,
 )
-from ray_dcp.stage.write_queue import WriteQueue, step_behind
+from ray_dcp.stage.write_queue import WriteQueue, arena_channel, channel_of, step_behind
 
 
 @dataclass(frozen=True)

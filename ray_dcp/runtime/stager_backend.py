@@ -155,14 +155,7 @@ class StagerBackend:
         self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
         self.takeovers += 1
         last = self._finish
-        return self._tell(
-            self._staged,
-            last.key,
-            last.attempt,
-            last.epoch,
-            asked.incarnation,
-            helps=helper is not None,
-        )
+        return self._tell(self._staged, last.key, last.attempt, last.epoch, asked.incarnation)
 
     def _helper(self, names: tuple[str, ...]) -> Any:
         """Returns the handle of one of the stagers that are done, another one for each rank."""
@@ -179,13 +172,11 @@ class StagerBackend:
         attempt_id: str,
         epoch: int,
         incarnation: int,
-        *,
-        helps: bool = False,
     ) -> PartsHeld:
         """Tells the coordinator who holds the bytes; only then may the rank die."""
         session = self._session
         stager = staged.stager_name
-        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation, helps)
+        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)
         reply = session.call(held)
         if not isinstance(reply, Ack):
             raise refusal(reply, session.rank)
