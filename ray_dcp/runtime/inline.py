@@ -44,9 +44,8 @@ from ray_dcp.protocol.commands import (
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, Refused, Reply, Request, SaveJoin, Target
 from ray_dcp.protocol.save_recorder import SaveRecorder
-from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.rank_load import drive
-from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
 from ray_dcp.runtime.rank_save import Captured, PlanMemory, save_rank
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.store.memory import MemoryStorage
