@@ -454,7 +454,7 @@ class _NativeSave(_Save):
         go, captured = drive(join, call)
         self._key = vitals.key or self._key
         account.planned(go)
-        error = keeping.stage(self._key, go, captured, target, options, vitals)
+        error, rest = keeping.stage(self._key, go, captured, target, options, vitals)
         account.done("stage", keeping.num_bytes)
         self._handle._is_staged(error)
         noted = (*captured.warnings, *go.warnings)
@@ -464,7 +464,7 @@ class _NativeSave(_Save):
             try:
                 connection = getattr(self._session, "connection", None)
                 connected = until_disconnected(call, connection)
-                outcome: SaveOutcome = drive(keeping.finish(), connected)
+                outcome: SaveOutcome = drive(rest, connected)
                 committed = vitals.over = True
             except Disconnected as error:
                 failed = shut_down_meanwhile(target.url, go.attempt, session.rank)

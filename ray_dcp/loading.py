@@ -277,11 +277,7 @@ def _load_steps(
         unexpected=work.unexpected,
         cast=work.cast,
         resized=work.resized,
-        bytes_needed=result.outcome.bytes_needed,
-        bytes_read=result.outcome.bytes_read,
-        bytes_from_memory=result.outcome.bytes_from_memory,
-        bytes_from_peers=result.outcome.bytes_from_peers,
-        bytes_read_instead=result.outcome.bytes_read_instead,
+        **vars(result.together),
         path=decision.path,
         checkpoint_id=target.url,
     )

@@ -7,8 +7,7 @@ hang for ever runs in a thread of its own, so that the event loop never blocks.
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
 those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
-progress. `BatchedCalls` holds the pending calls of gatherers, and answers each as soon as there is
-an answer for any of its ranks. `Rendezvous` and `RendezvousCalls` let ranks that only know a name
+progress. `Rendezvous` and `RendezvousCalls` let ranks that only know a name
 agree on a session, without any group. `coordinator_of` returns the handle of a session's
 coordinator, and creates it if there is none.
 """
@@ -53,7 +52,8 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
-from ray_dcp.runtime.inline import Tracing, begin_rehearsal
+from ray_dcp.runtime.inline import begin_rehearsal
+from ray_dcp.runtime.metrics import Tracing
 from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
 from ray_dcp.runtime.tasks import new_attempt, perform
@@ -187,62 +187,6 @@ class SharedReadDispatch:
         told = self._told.pop(key, None)
         if told is not None:
             told.set()
-
-
-class BatchedCalls:
-    """The gatherers' part of a coordinator; in the event loop's thread.
-
-    Args:
-        coordination: Decides.
-        carry_out: Carries out commands, and hands back the answers among them.
-    """
-
-    def __init__(
-        self, coordination: Coordination, carry_out: Callable[[Sequence[Command]], None]
-    ) -> None:
-        self._coordination = coordination
-        self._carry_out = carry_out
-        self._batches = Batches()
-        self._futures: dict[Batch, asyncio.Future[BatchedReplies]] = {}
-
-    def __len__(self) -> int:
-        return len(self._futures)
-
-    async def call(self, message: MessageBatch, beats_s: float | None) -> BatchedReplies:
-        """Returns what ranks are told, when that is known of any.
-
-        Args:
-            message: May come again, for those of its ranks that were not told.
-            beats_s: See `Coordination.receive`.
-        """
-        batch = self._batches.add(message)
-        future = self._futures[batch] = asyncio.get_running_loop().create_future()
-        try:
-            commands, refused = self._coordination.receive_together(message, beats_s=beats_s)
-            for rank, reply in refused.items():
-                batch.put((rank,), reply)
-            self._carry_out(commands)
-            told: BatchedReplies = await future
-            return told
-        finally:
-            if self._futures.pop(batch, None) is not None:
-                self._batches.remove(batch)
-
-    def answer(self, command: Answer) -> None:
-        """Takes an answer."""
-        self._batches.answer(command)
-
-    def refuse(self, key: OpKey, reply: Reply) -> None:
-        """Takes that all who wait in an operation are told the same."""
-        self._batches.refuse(key, reply)
-        self.tell()
-
-    def tell(self) -> None:
-        """Ends the calls that have something to tell."""
-        for batch in self._batches.ready():
-            future = self._futures.pop(batch, None)
-            if future is not None and not future.done():
-                future.set_result(BatchedReplies(tuple(batch.told)))
 
 
 class Rendezvous:
@@ -439,7 +383,8 @@ class Coordinator:
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
-        self._together = BatchedCalls(self._coordination, self._carry_out)
+        self._batches = Batches()
+        self._gatherers: dict[Batch, asyncio.Future[BatchedReplies]] = {}
         self._switchboard = SharedReadDispatch(lambda key: key not in self._coordination.active)
         self._meeting = RendezvousCalls(Rendezvous(lambda: secrets.token_hex(6)))
         self._tracing = Tracing()
@@ -541,7 +486,13 @@ class Coordinator:
     async def call_together(
         self, message: MessageBatch, callers: Sequence[Caller], beats_s: float | None = None
     ) -> BatchedReplies:
-        """Returns what some of a gatherer's ranks are told, when that is known; as `call`."""
+        """Returns what a gatherer's ranks are told, as soon as that is known of any; as `call`.
+
+        Args:
+            message: May come again, for those of its ranks that were not told.
+            callers: Who they are for Ray; empty when that was told before.
+            beats_s: See `Coordination.receive`.
+        """
         self._last_call_s = self._loop.time()
         self._called.set()
         for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
@@ -549,7 +500,18 @@ class Coordinator:
         self._tracing.hears_together(message, callers)
         await self._resumed.wait()
         self._note_holders(message.said if isinstance(message.said, tuple) else ())
-        return await self._together.call(message, beats_s)
+        batch = self._batches.add(message)
+        future = self._gatherers[batch] = self._loop.create_future()
+        try:
+            commands, refused = self._coordination.receive_together(message, beats_s=beats_s)
+            for rank, reply in refused.items():
+                batch.put((rank,), reply)
+            self._carry_out(commands)
+            told: BatchedReplies = await future
+            return told
+        finally:
+            if self._gatherers.pop(batch, None) is not None:
+                self._batches.remove(batch)
 
     async def greet(self, session: str, rank: int, caller: Caller) -> None:
         """Takes that a rank is there: from now on its death is seen, also before it calls.
@@ -641,7 +603,7 @@ class Coordinator:
         for command in commands:
             match command:
                 case Answer(key, ranks, step, reply):
-                    self._together.answer(command)
+                    self._batches.answer(command)
                     self._tracing.tells(command)
                     for rank in ranks if self._waiting else ():
                         self._resolve((key, rank, step), reply)
@@ -655,7 +617,7 @@ class Coordinator:
                     )
                 case Disarm():
                     self._disarm(command.key)
-        self._together.tell()
+        self._tell_gatherers()
         for key in [*self._watching]:
             outcome = self._coordination.outcome(key)
             if outcome is not None:
@@ -666,6 +628,13 @@ class Coordinator:
         for future in self._waiting.pop(at, []):
             if not future.done():
                 future.set_result(reply)
+
+    def _tell_gatherers(self) -> None:
+        """Ends the calls of gatherers that have something to tell."""
+        for batch in self._batches.ready():
+            future = self._gatherers.pop(batch, None)
+            if future is not None and not future.done():
+                future.set_result(BatchedReplies(tuple(batch.told)))
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -693,7 +662,8 @@ class Coordinator:
         )
         for at in [at for at in self._waiting if at[0] == key]:
             self._resolve(at, Refused(told))
-        self._together.refuse(key, Refused(told))
+        self._batches.refuse(key, Refused(told))
+        self._tell_gatherers()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
@@ -758,7 +728,7 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._meeting.num_waiting or self._waiting or self._together
+        busy = self._performing or self._meeting.num_waiting or self._waiting or self._gatherers
         return not (busy or self._coordination.active)
 
 
