@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader as StorageReader
     from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
 
+    from ray_dcp.asynchronous import SaveHandle as SaveHandle
+    from ray_dcp.asynchronous import SaveProgress as SaveProgress
+    from ray_dcp.asynchronous import SaveReport as SaveReport
     from ray_dcp.conversion import dcp_to_safetensors as dcp_to_safetensors
     from ray_dcp.conversion import dcp_to_torch_save as dcp_to_torch_save
     from ray_dcp.conversion import read_state_dict as read_state_dict
@@ -71,9 +74,6 @@ if TYPE_CHECKING:
     from ray_dcp.exporting import copy as copy
     from ray_dcp.exporting import export as export
     from ray_dcp.exporting import import_checkpoint as import_checkpoint
-    from ray_dcp.handle import SaveHandle as SaveHandle
-    from ray_dcp.handle import SaveProgress as SaveProgress
-    from ray_dcp.handle import SaveReport as SaveReport
     from ray_dcp.manager.manager import CheckpointManager as CheckpointManager
     from ray_dcp.options import LoadOptions as LoadOptions
     from ray_dcp.options import SaveOptions as SaveOptions
@@ -101,9 +101,9 @@ _TORCH = "torch.distributed.checkpoint"
 _HOMES: dict[str, str] = {
     "save": "ray_dcp.entrypoints",
     "async_save": "ray_dcp.entrypoints",
-    "SaveHandle": "ray_dcp.handle",
-    "SaveProgress": "ray_dcp.handle",
-    "SaveReport": "ray_dcp.handle",
+    "SaveHandle": "ray_dcp.asynchronous",
+    "SaveProgress": "ray_dcp.asynchronous",
+    "SaveReport": "ray_dcp.asynchronous",
     "CheckpointManager": "ray_dcp.manager.manager",
     "load": "ray_dcp.entrypoints",
     "save_state_dict": "ray_dcp.entrypoints",

@@ -1,5 +1,7 @@
 """Carries out `async_save`: stages in the caller's thread, and goes on in one of its own.
 
+`SaveHandle` is what it returns, a future of the committed checkpoint's metadata.
+
 What the caller waits for is the capture, one exchange with the coordinator and one copy of the
 bytes. Everything after that belongs to a thread of this process, and to the stager that holds the
 bytes: when there is one, the save goes on without this process too.
@@ -15,14 +17,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from ray_dcp.errors import CheckpointError
-from ray_dcp.handle import SaveHandle, SaveReport
+from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
 from ray_dcp.operations import (
     CheckpointId,
     RankSession,
@@ -33,8 +36,8 @@ from ray_dcp.operations import (
 )
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, SaveOutcome
-from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import StagingBackend, keeping_of
@@ -43,6 +46,218 @@ from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """How far this rank's share of a save is."""
+
+    phase: str
+    """`"staging"`, `"writing"`, `"committed"` or `"failed"`."""
+    bytes_written: int
+    """Bytes of this rank's part files that are written, at most `bytes_total`."""
+    bytes_total: int
+    """Bytes that this rank writes; 0 until that is planned."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one save did on this rank."""
+
+    path: str
+    """`"native"`, `"planner hooks"` or `"foreign storage"`: which promises hold."""
+    staging: str
+    """Where the bytes were kept while training went on: `"stager"` (they survive this process),
+    `"process"` (they do not), or the class of the stager that was given."""
+    attempt: str | None
+    """Id of the attempt, for `ray_dcp.outcome`; None before planning."""
+    plan: str | None = None
+    """Where the plan is from: `"cold"`, made for this save; `"warm"`, that of an earlier save of
+    this job. None before planning, and where a plug-in plans."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each phase took that has ended: `capture`, `plan` (until all ranks had joined and
+    the plan was there), `stage` (the copy), `write` and `commit`. Where a stager writes, `write`
+    lasts until the commit, and there is no `commit`."""
+    bytes_staged: int = 0
+    """Bytes that this rank copied."""
+    bytes_written: int = 0
+    """Bytes of this rank's part files, once they are known to be durable."""
+    rank: int = 0
+    """This rank."""
+    takeovers: int = 0
+    """How often another stager had to take this rank's bytes over."""
+
+    @property
+    def stall_s(self) -> float:
+        """How long training waited: `capture`, `plan` and `stage` together, in seconds."""
+        return sum(self.seconds.get(phase, 0.0) for phase in ("capture", "plan", "stage"))
+
+
+class SaveHandle(Future[Metadata], AsyncSaveResponse):
+    """A save that goes on in the background.
+
+    It is a `concurrent.futures.Future` of DCP's `Metadata`, done when every rank's bytes are
+    durable and the checkpoint is committed, or when the save failed: with the same outcome on all
+    ranks. It also has the two futures of DCP's `AsyncSaveResponse`. Made by
+    `ray_dcp.async_save`, not by users.
+
+    Args:
+        checkpoint_id: Path or URL, for messages.
+
+    Attributes:
+        checkpoint_id: As given.
+        staging_completion: Done when the state dict may change again.
+        upload_completion: Done when this future is, with the same result.
+
+    Example:
+        >>> import tempfile, torch, ray_dcp
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     handle = ray_dcp.async_save({"w": torch.ones(2)}, checkpoint_id=f"{root}/step-1")
+        ...     handle.staged()  # from here on training may go on
+        ...     sorted(handle.committed().state_dict_metadata)
+        ['w']
+    """
+
+    def __init__(self, checkpoint_id: str) -> None:
+        Future.__init__(self)
+        self.checkpoint_id = checkpoint_id
+        self.staging_completion: Future[None] = Future()
+        self.upload_completion: Future[Any] = Future()
+        self._source: _Save | None = None
+        self._looked_at = False
+        self._cancelled = threading.Event()
+        self.set_running_or_notify_cancel()
+
+    def staged(self, timeout_s: float | None = None) -> None:
+        """Returns when the state dict may change again: its bytes are copied.
+
+        Args:
+            timeout_s: How long to wait, in seconds; for ever if None.
+
+        Raises:
+            DeadlineError: It took longer.
+            CheckpointError: Staging failed on this rank.
+        """
+        self._wait_for(self.staging_completion, timeout_s, "be staged")
+
+    def committed(self, timeout_s: float | None = None) -> Metadata:
+        """Returns the metadata when the checkpoint is committed; like `result` with our errors.
+
+        Args:
+            timeout_s: How long to wait, in seconds; for ever if None.
+
+        Raises:
+            DeadlineError: It took longer; the save goes on.
+            CheckpointError: The save failed, on this rank or another.
+        """
+        self._looked_at = True
+        metadata: Metadata = self._wait_for(self, timeout_s, "be committed")
+        return metadata
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        """See `concurrent.futures.Future.result`; raises what the save raised."""
+        self._looked_at = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `concurrent.futures.Future.exception`."""
+        self._looked_at = True
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[Future[Metadata]], Any]) -> None:
+        """See `concurrent.futures.Future.add_done_callback`."""
+        self._looked_at = True
+        super().add_done_callback(fn)
+
+    def cancel(self) -> bool:
+        """Asks to fail the save on all ranks with `SaveCancelledError`.
+
+        Returns:
+            Whether it was still possible: False once its commit has begun. Either way this
+            future tells how it ended.
+        """
+        if self.done() or self._source is None:
+            return False
+        return self._source.cancel()
+
+    def cancelled(self) -> bool:
+        """Returns whether the save ended because it was cancelled."""
+        return self.done() and isinstance(super().exception(), SaveCancelledError)
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far this rank's share is."""
+        written, total = self._source.progress() if self._source else (0, 0)
+        if self.done():
+            failed = super().exception() is not None
+            return SaveProgress(*(("failed", written) if failed else ("committed", total)), total)
+        phase = "writing" if self.staging_completion.done() else "staging"
+        return SaveProgress(phase, written, total)
+
+    def report(self) -> SaveReport:
+        """Returns what this rank did so far: phases, seconds and bytes."""
+        if self._source is None:
+            return SaveReport(path="", staging="", attempt=None)
+        return self._source.report()
+
+    # AsyncSaveResponse is a dataclass, equal by its fields; a future is only equal to itself.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    __repr__ = Future.__repr__
+
+    # For `asynchronous`, which carries it out.
+
+    def _run_by(self, source: _Save) -> None:
+        self._source = source
+
+    def _is_staged(self, error: BaseException | None = None) -> None:
+        if self.staging_completion.done():
+            return
+        if error is None:
+            self.staging_completion.set_result(None)
+        else:
+            self.staging_completion.set_exception(error)
+
+    def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
+        if error is None and metadata is not None:
+            self._is_staged()
+            # Why in this order: who has waited for the handle finds the other one done as well.
+            self.upload_completion.set_result(metadata)
+            self.set_result(metadata)
+            return
+        error = error or CheckpointError("the save ended without a result. Please report this")
+        self._is_staged(error)
+        self.upload_completion.set_exception(error)
+        self.set_exception(error)
+
+    def _wait_for(self, future: Future[Any], timeout_s: float | None, what: str) -> Any:
+        try:
+            return Future.result(future, timeout_s)
+        except TimeoutError as exc:
+            if future.done():
+                raise
+            raise DeadlineError(
+                f"Expected the save to {what} within {timeout_s:g} s, but it was not. It goes "
+                f"on: wait longer, or look at SaveHandle.progress",
+                checkpoint_id=self.checkpoint_id,
+            ) from exc
+
+    def _tell_if_unseen(self) -> None:
+        """Logs a failure that nobody has asked for."""
+        if not self.done() or self._looked_at or self.upload_completion is None:
+            return
+        error = super().exception()
+        if error is not None:
+            self._looked_at = True
+            logger.error(
+                "The asynchronous save to %s failed, and nobody asked its handle: %s: %s",
+                self.checkpoint_id,
+                type(error).__name__,
+                error,
+            )
+
+    def __del__(self) -> None:
+        self._tell_if_unseen()
 
 
 def run_async_save(
@@ -239,7 +454,7 @@ class _NativeSave(_Save):
         go, captured = drive(join, call)
         self._key = vitals.key or self._key
         account.planned(go)
-        error = keeping.stage(self._key, go, captured, target, options, vitals)
+        error, rest = keeping.stage(self._key, go, captured, target, options, vitals)
         account.done("stage", keeping.num_bytes)
         self._handle._is_staged(error)
         noted = (*captured.warnings, *go.warnings)
@@ -249,7 +464,7 @@ class _NativeSave(_Save):
             try:
                 connection = getattr(self._session, "connection", None)
                 connected = until_disconnected(call, connection)
-                outcome: SaveOutcome = drive(keeping.finish(), connected)
+                outcome: SaveOutcome = drive(rest, connected)
                 committed = vitals.over = True
             except Disconnected as error:
                 failed = shut_down_meanwhile(target.url, go.attempt, session.rank)

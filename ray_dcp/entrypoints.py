@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ray_dcp.asynchronous import run_async_save
+from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.errors import InvalidRequestError
-from ray_dcp.handle import SaveHandle
 from ray_dcp.loading import run_load, run_load_newest
 from ray_dcp.operations import CheckpointId, StateDict, run_save, session_for
 from ray_dcp.options import LoadOptions, SaveOptions

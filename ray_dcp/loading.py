@@ -24,7 +24,6 @@ from ray_dcp.operations import (
 )
 from ray_dcp.options import LoadOptions
 from ray_dcp.protocol.messages import Reply, Request, Target
-from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.memory_tier import NodeMemory, memory_of
 from ray_dcp.runtime.rank_load import (
     LoadResult,
@@ -35,6 +34,7 @@ from ray_dcp.runtime.rank_load import (
     load_rank,
     with_time_to_join,
 )
+from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.shared_reads import Peers, peers_of
 from ray_dcp.torch_adapter.collective import Group
 from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, NATIVE, Route, decide_load
@@ -277,11 +277,7 @@ def _load_steps(
         unexpected=work.unexpected,
         cast=work.cast,
         resized=work.resized,
-        bytes_needed=result.outcome.bytes_needed,
-        bytes_read=result.outcome.bytes_read,
-        bytes_from_memory=result.outcome.bytes_from_memory,
-        bytes_from_peers=result.outcome.bytes_from_peers,
-        bytes_read_instead=result.outcome.bytes_read_instead,
+        **vars(result.together),
         path=decision.path,
         checkpoint_id=target.url,
     )

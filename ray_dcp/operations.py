@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from ray_dcp.errors import CheckpointError, InvalidRequestError
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import OpKey, Target
-from ray_dcp.runtime.activity import Activity
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.metrics import Account
 from ray_dcp.runtime.rank_load import drive
+from ray_dcp.runtime.rank_progress import Activity
 from ray_dcp.runtime.rank_save import save_rank
 from ray_dcp.runtime.session import current_session
 from ray_dcp.store.location import AnyPlace

@@ -15,10 +15,9 @@ from ray_dcp.options import SaveOptions
 from ray_dcp.planning.global_plan import make_plan, rank_plan
 from ray_dcp.protocol.messages import FileReceipt, Target
 from ray_dcp.stage.copying import HostFiller, fill_window
-from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.values import StageKey, StageOrder
 from ray_dcp.stage.windows import plan_digest
-from ray_dcp.stage.write_queue import WriteQueue
+from ray_dcp.stage.write_queue import Channel, WriteQueue
 from ray_dcp.store.opening import open_storage
 
 MIB = 1 << 20

@@ -1,6 +1,6 @@
 """Ranks, stagers and coordinators of one asynchronous save, in any order of events, without bytes.
 
-Rank and stager behave as in `stager_backend` and `stage`: a rank is in one call at a time, and
+Rank and stager behave as in `StagerBackend` and `stage`: a rank is in one call at a time, and
 repeats it to another coordinator; a stager writes a file when it has all ranks' parts. Only the
 coordination is real.
 """
@@ -53,10 +53,7 @@ class Stager:
     is_dead: bool = False
     shares: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """By rank and incarnation: the files that are to be written of it."""
-    helped: set[tuple[int, int]] = field(default_factory=set)
-    """Of these the ones in which it helps another."""
     written: dict[int, PartsWritten] = field(default_factory=dict)
-    plan: bytes | None = None
 
 
 @dataclass(eq=False)
@@ -93,7 +90,8 @@ class StagedWorld:
         self.epoch = 0
         self.record: OutcomeRead = OutcomeRead()
         """What the storage says of the attempt."""
-        self.kept: tuple[list[Stager], list[Stager]] = ([], [])
+        self.kept: tuple[bytes, list[Stager]] = (b"", [])
+        """The plan and who holds bytes, as Ray's control store has them."""
         self.holders: list[Stager] = []
         self.asked: list[Stager] | None = None
         self._begin_coordinator()
@@ -162,28 +160,22 @@ class StagedWorld:
             self._take(self.coordination.performed(todo.key, todo.task, result))
 
     def keep(self) -> None:
-        """Puts the plan where the next coordinator finds it, with two of those that hold bytes."""
+        """Puts the plan where the next coordinator finds it."""
         planned_save = self.coordination.staged_plan(KEY)
-        if planned_save is None or not self.holders:
-            return
-        copies = [one for one in self.kept[0] if one in self.holders]
-        copies += [one for one in self.holders if one not in copies and not one.is_dead]
-        for stager in copies[:2]:
-            stager.plan = pickle.dumps(planned_save)
-        self.kept = (copies[:2], list(self.holders))
+        if planned_save is not None and self.holders:
+            self.kept = (pickle.dumps(planned_save), list(self.holders))
 
     def restart(self) -> bool:
         """Another coordinator comes; returns whether it could take the save up, if need be.
 
         Also where the one before had ended it, and could not forget its plan any more.
         """
-        copies, holders = self.kept
-        plans = [one.plan for one in copies if not one.is_dead and one.plan is not None]
-        if not plans:
+        plan, holders = self.kept
+        if not plan:
             return self.is_over
         self._begin_coordinator()
         self.holders, self.asked = [], holders
-        self._take(self.coordination.resume(pickle.loads(plans[0])))
+        self._take(self.coordination.resume(pickle.loads(plan)))
         for stager in holders:
             self._ask(stager)
         for rank in self.ranks:
@@ -197,8 +189,7 @@ class StagedWorld:
             return
         # Of the epoch in which it was planned: that is in the names of shares.
         for number, incarnation in stager.shares:
-            helps = (number, incarnation) in stager.helped
-            self.send(PartsHeld(KEY, number, "a1", 1, stager.name, incarnation, helps))
+            self.send(PartsHeld(KEY, number, "a1", 1, stager.name, incarnation))
         for report in stager.written.values():
             self.send(report)
 
@@ -257,16 +248,13 @@ class StagedWorld:
         found = [self.stager(name) for name in asked.helpers]
         found = [found[(rank.number + turn) % len(found)] for turn in range(len(found))]
         if helps and found and not found[0].is_dead:
-            self._hand(rank, found[0], asked.incarnation, files, helps=True)
+            self._hand(rank, found[0], asked.incarnation, files)
 
-    def _hand(
-        self, rank: Rank, stager: Stager, incarnation: int, files: set[int], *, helps: bool = False
-    ) -> None:
+    def _hand(self, rank: Rank, stager: Stager, incarnation: int, files: set[int]) -> None:
         assert (rank.number, incarnation) not in stager.shares, "handed over twice"
         stager.shares[rank.number, incarnation] = set(files)
-        stager.helped |= {(rank.number, incarnation)} if helps else set()
         rank.holder = stager
-        rank.told = PartsHeld(KEY, rank.number, "a1", 1, stager.name, incarnation, helps)
+        rank.told = PartsHeld(KEY, rank.number, "a1", 1, stager.name, incarnation)
         self._call(rank, rank.told)
 
     def _call(self, rank: Rank, request: Request) -> None:
@@ -327,9 +315,8 @@ class StagedWorld:
 
     @property
     def is_unprotected(self) -> bool:
-        """Nobody was told that it holds bytes, or each stager that had the plan has died."""
-        copies, _ = self.kept
-        return all(stager.is_dead for stager in copies)
+        """No rank was told that its bytes are held."""
+        return not self.kept[0]
 
     @property
     def committed(self) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
+from ray_dcp.asynchronous import SaveHandle
 from ray_dcp.entrypoints import async_save, load, save
 from ray_dcp.errors import CheckpointError, InvalidRequestError
-from ray_dcp.handle import SaveHandle
 from ray_dcp.manager.steps import remove_folder
 from ray_dcp.options import LoadOptions, SaveOptions
 from ray_dcp.protocol.messages import Target

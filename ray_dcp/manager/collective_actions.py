@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ray_dcp.asynchronous import SaveHandle
 from ray_dcp.entrypoints import async_save, save
 from ray_dcp.errors import (
     CheckpointError,
@@ -31,7 +32,6 @@ from ray_dcp.errors import (
     InvalidRequestError,
     StorageError,
 )
-from ray_dcp.handle import SaveHandle
 from ray_dcp.io.records import read_slots
 from ray_dcp.manager.catalogue import Root
 from ray_dcp.manager.preemption import Preemption

@@ -32,7 +32,6 @@ from ray_dcp.protocol.error_aggregation import (
     unknown_operation,
     went_ahead,
 )
-from ray_dcp.protocol.exchange import ExchangeMachine
 from ray_dcp.protocol.liveness import LONG_WAIT_S, Heartbeat, Liveness
 from ray_dcp.protocol.load import LoadMachine
 from ray_dcp.protocol.messages import (
@@ -47,7 +46,7 @@ from ray_dcp.protocol.messages import (
     Request,
     SaveJoin,
 )
-from ray_dcp.protocol.operation import Commands
+from ray_dcp.protocol.operation import Commands, ExchangeMachine
 from ray_dcp.protocol.planning import PlanCache
 from ray_dcp.protocol.save import SaveMachine, StagedPlan
 

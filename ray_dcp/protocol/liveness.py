@@ -1,4 +1,4 @@
-"""Heartbeats and liveness: what a coordinator knows of each rank, and which ranks are frozen.
+"""Heartbeats and liveness: what a coordinator knows of each rank; who is frozen, and who lags.
 
 A rank sends heartbeats while it takes part in an operation, so that slow, frozen and absent ranks
 can be told apart. A heartbeat is no step of an operation: it is answered at once, changes no
@@ -6,14 +6,17 @@ machine, and may be lost.
 
 `Liveness` knows of each rank when its last message came, what it is doing and what it called last.
 It decides which ranks are frozen and describes missing ranks in messages; the machines decide what
-follows from that. Pure, over a clock that is passed in.
+follows from that. `WriteProgress` knows how far the stagers of a save are: which are stragglers.
+Pure, over a clock that is passed in.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from math import inf
+from statistics import median
 
 from ray_dcp.errors import DeadlineError
 from ray_dcp.protocol.error_aggregation import Call, Opening, call_of, describe_call
@@ -323,3 +326,91 @@ def _amount(done: int, total: int) -> str:
 
 def _age(seconds: float) -> str:
     return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"
+
+
+LEAST_WAIT_S = 0.5
+"""Nobody is helped before so many seconds of writing: a pace is not known earlier."""
+
+HELP_COSTS_S = 1.0
+"""Whoever would be done by itself in less than this is not helped: to hand a few hundred megabytes
+to another node takes about as long."""
+
+TIMES_SLOWER = 2.0
+"""Whoever would take more than so many times as long as the others took is helped."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far the writing of one rank's bytes is."""
+
+    written_bytes: int
+    total_bytes: int
+    done_s: float | None = None
+    """After how many seconds all of it was written; None while it is not."""
+
+
+def find_stragglers(paces: Mapping[int, Pace], elapsed_s: float) -> dict[int, str]:
+    """Returns the ranks whose bytes another stager should write, each with what was seen.
+
+    Only when at least half of the ranks are done is it known how long it should take.
+
+    Args:
+        paces: By rank.
+        elapsed_s: Since writing began, in seconds.
+
+    Example:
+        >>> done = Pace(100, 100, done_s=4.0)
+        >>> find_stragglers({0: done, 1: Pace(10, 100), 2: done}, 5.0)
+        {1: 'after 5.0 s 10 of 100 bytes were written, where others took 4.0 s for theirs'}
+        >>> find_stragglers({0: done, 1: Pace(90, 100), 2: done}, 5.0)
+        {}
+    """
+    done = [pace.done_s for pace in paces.values() if pace.done_s is not None]
+    if not done or 2 * len(done) < len(paces):
+        return {}
+    usual_s = median(done)
+    if elapsed_s < max(LEAST_WAIT_S, usual_s):
+        return {}
+    found: dict[int, str] = {}
+    for rank, pace in paces.items():
+        if pace.done_s is not None or not pace.total_bytes:
+            continue
+        # At this pace it would end after elapsed * total / written.
+        left_s = inf
+        if pace.written_bytes:
+            left_s = elapsed_s * (pace.total_bytes / pace.written_bytes - 1)
+        if left_s > HELP_COSTS_S and elapsed_s + left_s > TIMES_SLOWER * usual_s:
+            found[rank] = (
+                f"after {elapsed_s:.1f} s {pace.written_bytes} of {pace.total_bytes} bytes were "
+                f"written, where others took {usual_s:.1f} s for theirs"
+            )
+    return found
+
+
+class WriteProgress:
+    """How far the stagers of one save are."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._paces: dict[int, tuple[int, int]] = {}
+        self._done_s: dict[int, float] = {}
+
+    def stragglers(
+        self, paces: Mapping[int, tuple[int, int]], left: Mapping[int, Sized], now_s: float
+    ) -> dict[int, str]:
+        """Takes how far stagers are; returns what `find_stragglers` does.
+
+        Args:
+            paces: Bytes written and bytes in all, by rank.
+            left: Of each rank the files that are not written.
+            now_s: Seconds that never go back. Writing began when this was called first.
+        """
+        began_s = self._began_s = now_s if self._began_s is None else self._began_s
+        self._paces.update(paces)
+        for rank, files in left.items():
+            if not files:
+                self._done_s.setdefault(rank, now_s - began_s)
+        known = {
+            rank: Pace(*self._paces.get(rank, (0, 0)), self._done_s.get(rank)) for rank in left
+        }
+        return find_stragglers(known, now_s - began_s)

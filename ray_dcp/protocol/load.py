@@ -19,7 +19,7 @@ time does not start them in the order in which they were sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from ray_dcp.errors import DeadlineError
@@ -41,6 +41,7 @@ from ray_dcp.protocol.messages import (
     LoadProceed,
     LoadReady,
     OpKey,
+    ReadCounts,
     Request,
 )
 from ray_dcp.protocol.operation import Commands, Operation
@@ -68,7 +69,7 @@ class LoadMachine(Operation):
         super().__init__(first)
         self._target = first.target
         self._options = first.options
-        self._done: list[LoadDone] = []
+        self._done: list[ReadCounts] = []
         self._needs: dict[int, ReadNeeds] = {}
 
     def _on_request(self, request: Request) -> Commands:
@@ -81,7 +82,7 @@ class LoadMachine(Operation):
                     self._needs[request.rank] = request.needs
             case "reading", LoadDone() if 0 <= request.rank < self.world_size:
                 self._note(request, request.error)
-                self._done.append(request)
+                self._done.append(request.counts)
             case _:
                 raise self._contradiction(f"{type(request).__name__} of rank {request.rank}")
         return self._came()
@@ -125,9 +126,8 @@ class LoadMachine(Operation):
                 options = self._options
                 within_s = min(SHARE_S, options.plan_timeout_s, options.read_timeout_s)
                 return self._step("sharing", sharing, within_s)
-        names = [field.name for field in fields(LoadOutcome)]
-        sums = [sum(getattr(done, name) for done in self._done) for name in names]
-        return (*self._conclude(LoadOutcome(*sums)), *self._end("done"))
+        sums = map(sum, zip(*(astuple(counts) for counts in self._done), strict=True))
+        return (*self._conclude(LoadOutcome(ReadCounts(*sums))), *self._end("done"))
 
     def _proceed(self, shares: ReadShares | None) -> Commands:
         self._needs.clear()

@@ -190,8 +190,6 @@ class PartsHeld:
     """Name of this stager, different for each process that ever was one."""
     incarnation: int = 0
     """How many stagers held these bytes before."""
-    helps: bool = False
-    """It helps one that lags: another stager than that of the rank's node."""
 
 
 @dataclass(frozen=True)
@@ -308,31 +306,37 @@ class LoadProceed:
 
 
 @dataclass(frozen=True)
+class ReadCounts:
+    """What one rank or all of them read; named as in `ray_dcp.LoadReport`."""
+
+    bytes_needed: int = 0
+    """Bytes that the targets hold."""
+    bytes_read: int = 0
+    """Bytes read from storage or memory."""
+    bytes_from_memory: int = 0
+    """Of those that were read."""
+    bytes_from_peers: int = 0
+    """Got from another rank, and not among those that were read."""
+    bytes_read_instead: int = 0
+    """Of those that were read, what should have come from another rank."""
+
+
+@dataclass(frozen=True)
 class LoadDone:
     """Rank → coordinator: I have read everything, or failed. Reply: `LoadOutcome`."""
 
     key: OpKey
     rank: int
-    bytes_needed: int = 0
-    bytes_read: int = 0
+    counts: ReadCounts = ReadCounts()
     error: CheckpointError | None = None
-    bytes_from_memory: int = 0
-    bytes_from_peers: int = 0
-    bytes_read_instead: int = 0
 
 
 @dataclass(frozen=True)
 class LoadOutcome:
     """Coordinator → rank: every rank has loaded."""
 
-    bytes_needed: int
-    """Bytes that the ranks' targets hold, summed over the ranks."""
-    bytes_read: int
-    """Bytes read from storage or memory, summed over the ranks."""
-    bytes_from_memory: int = 0
-    """Those that came from the memory of the nodes; for the next two see `ray_dcp.LoadReport`."""
-    bytes_from_peers: int = 0
-    bytes_read_instead: int = 0
+    counts: ReadCounts
+    """Summed over the ranks."""
 
 
 @dataclass(frozen=True)

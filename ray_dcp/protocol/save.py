@@ -88,7 +88,7 @@ from ray_dcp.protocol.commands import (
     step_of,
 )
 from ray_dcp.protocol.error_aggregation import identity, located, name_ranks, went_ahead
-from ray_dcp.protocol.holders import Holders, WriteProgress
+from ray_dcp.protocol.liveness import WriteProgress
 from ray_dcp.protocol.messages import (
     Ack,
     Fenceable,
@@ -217,7 +217,7 @@ class SaveMachine(Operation):
         self._files: tuple[frozenset[int], ...] = ()
         self._left: dict[int, set[int]] = {}
         self._digests: dict[int, bytes] = {}
-        self._holders = Holders()
+        self._holders: dict[int, PartsHeld] = {}
         self._unheld: dict[int, tuple[str, bool]] = {}
         self._staged: dict[int, SaveStaged] = {}
         self._dead: dict[int, CheckpointError] = {}
@@ -257,11 +257,15 @@ class SaveMachine(Operation):
         """The stagers that hold bytes which nobody has written yet."""
         if self.phase != "writing":
             return frozenset()
-        return frozenset(held.stager for rank, held in self._holders.all() if self._left[rank])
+        return frozenset(held.stager for rank, held in self._holders.items() if self._left[rank])
 
     def held_by(self, stager: str) -> list[int]:
         """Returns the ranks of which a stager holds bytes that nobody has written yet."""
-        return [rank for rank in self._holders.by(stager) if self._left[rank]]
+        return [
+            rank
+            for rank, held in self._holders.items()
+            if held.stager == stager and self._left[rank]
+        ]
 
     def staged_plan(self) -> StagedPlan | None:
         """Returns what another coordinator needs to end this save.
@@ -436,7 +440,7 @@ class SaveMachine(Operation):
         for rank, error in errors.items():
             self._dead[rank] = error
             lost = self._has_lost(rank) and self._left[rank]
-            if lost or self._holders.of(rank) is None:
+            if lost or rank not in self._holders:
                 needed[rank] = error
             else:
                 # Its stager has all its bytes, however slow it is.
@@ -549,16 +553,17 @@ class SaveMachine(Operation):
         self._left = {rank: set(own) for rank, own in enumerate(files)}
 
     def _note_holder(self, held: PartsHeld) -> None:
-        rank = held.rank
-        if not self._holders.note(held):
-            return
-        if self._holders.is_helped(rank) or not (held.helps and self._has_lost(rank)):
-            self._unheld.pop(rank, None)
+        known = self._holders.get(held.rank)
+        # What is told may come twice and late: who holds the bytes last is to write them.
+        if known is None or known.incarnation < held.incarnation:
+            self._holders[held.rank] = held
+            self._unheld.pop(held.rank, None)
 
     def _take_written(self, written: PartsWritten) -> Commands:
         rank = written.rank
         if written.error is not None:
-            if self._holders.is_overtaken(rank, written.incarnation):
+            held = self._holders.get(rank)
+            if held is not None and held.incarnation > written.incarnation:
                 return self._acknowledge(written)  # another stager has taken over
             self._roll.note(rank, written.error)
             return (*self._acknowledge(written), *self._came())
@@ -596,7 +601,7 @@ class SaveMachine(Operation):
 
     def _check_done(self, rank: int) -> Commands:
         """Goes on when nothing of a rank is missing any more."""
-        known = rank in self._staged or self._holders.of(rank) is not None
+        known = rank in self._staged or rank in self._holders
         done = not self._left[rank] and known and rank not in self._roll.came
         if done:
             self._tell(f"part of rank {rank} is written")
@@ -666,9 +671,12 @@ class SaveMachine(Operation):
         reason, lost = self._unheld[rank]
         files = tuple(sorted(self._left[rank]))
         del self._waiting[rank, step_of(staged)]
-        helpers = () if lost else self._holders.free(self.holders)
+        stagers = dict.fromkeys(held.stager for held in self._holders.values())
+        busy = self.holders
+        helpers = () if lost else tuple(one for one in stagers if one not in busy)
         # Why of both: a rank that found no helper tells the number that a helper was to have.
-        number = max(self._holders.newest(rank), staged.incarnation) + 1
+        held = self._holders.get(rank)
+        number = max(-1 if held is None else held.incarnation, staged.incarnation) + 1
         return self._reply(staged, TakeOver(number, files, reason, lost, helpers))
 
     def _is_waiting(self, rank: int) -> bool:
@@ -863,7 +871,7 @@ class SaveMachine(Operation):
         self._stats.clear()
         self._left.clear()
         self._digests.clear()
-        self._holders = Holders()
+        self._holders.clear()
         self._unheld.clear()
         self._staged.clear()
         return super()._end(phase)

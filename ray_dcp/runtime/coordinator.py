@@ -7,9 +7,9 @@ hang for ever runs in a thread of its own, so that the event loop never blocks.
 `Membership` keeps the living ranks where a restarted coordinator finds them. *Why*: when a machine
 with the coordinator and some ranks is lost, the next coordinator must know which ranks are missing;
 those ranks will never call it. `SharedReadDispatch` holds the `SharedReads` of each load that is in
-progress. `BatchedCalls` holds the pending calls of gatherers, and answers each as soon as there is
-an answer for any of its ranks. `coordinator_of` returns the handle of a session's coordinator, and
-creates it if there is none.
+progress. `Rendezvous` and `RendezvousCalls` let ranks that only know a name
+agree on a session, without any group. `coordinator_of` returns the handle of a session's
+coordinator, and creates it if there is none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from ray_dcp.errors import CheckpointError, InternalError
+from ray_dcp.errors import (
+    CheckpointError,
+    InternalError,
+    InvalidRequestError,
+    RankDisagreementError,
+)
 from ray_dcp.protocol.aggregation import Batch, BatchedReplies, Batches, MessageBatch
 from ray_dcp.protocol.commands import Answer, Arm, Command, Disarm, Perform, step_of
 from ray_dcp.protocol.coordination import Coordination
@@ -47,10 +52,10 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.actor_names import MOST_CALLS, NAMESPACE, check_lease, coordinator_name
-from ray_dcp.runtime.inline import Tracing, begin_rehearsal
+from ray_dcp.runtime.inline import begin_rehearsal
+from ray_dcp.runtime.metrics import Tracing
 from ray_dcp.runtime.ray_private import Caller
 from ray_dcp.runtime.recovery import StagedPlans, StagerWatch, parts_written
-from ray_dcp.runtime.rendezvous import Rendezvous, RendezvousCalls
 from ray_dcp.runtime.tasks import new_attempt, perform
 from ray_dcp.stage.values import StageReport
 
@@ -184,60 +189,140 @@ class SharedReadDispatch:
             told.set()
 
 
-class BatchedCalls:
-    """The gatherers' part of a coordinator; in the event loop's thread.
+class Rendezvous:
+    """Ranks that enter under one name, and get a generation once all have; pure.
+
+    Each rank enters with a token of its own that it never used before. A rank that enters with
+    another token is a new process: the ranks that met before belong to a session of the past, and a
+    new rendezvous begins. So a job that is restarted under its old name never gets an answer that
+    was meant for the job before.
 
     Args:
-        coordination: Decides.
-        carry_out: Carries out commands, and hands back the answers among them.
+        new_generation: Makes a token that no rendezvous had before.
+
+    Example:
+        >>> rendezvous = Rendezvous(lambda: "g1")
+        >>> rendezvous.enter(0, 2, "a")
+        >>> rendezvous.missing
+        [1]
+        >>> rendezvous.enter(1, 2, "b"), rendezvous.enter(0, 2, "a")
+        ('g1', 'g1')
     """
 
-    def __init__(
-        self, coordination: Coordination, carry_out: Callable[[Sequence[Command]], None]
-    ) -> None:
-        self._coordination = coordination
-        self._carry_out = carry_out
-        self._batches = Batches()
-        self._futures: dict[Batch, asyncio.Future[BatchedReplies]] = {}
+    def __init__(self, new_generation: Callable[[], str]) -> None:
+        self._new_generation = new_generation
+        self._world_size = 0
+        self._words: dict[int, str] = {}
+        self._generation: str | None = None
+        self._dispute: RankDisagreementError | None = None
+        self._told: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._futures)
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not entered the current rendezvous."""
+        return [rank for rank in range(self._world_size) if rank not in self._words]
 
-    async def call(self, message: MessageBatch, beats_s: float | None) -> BatchedReplies:
-        """Returns what ranks are told, when that is known of any.
+    def enter(self, rank: int, world_size: int, word: str) -> str | None:
+        """Lets a rank in; returns the generation once all have come, None before.
 
         Args:
-            message: May come again, for those of its ranks that were not told.
-            beats_s: See `Coordination.receive`.
+            rank: Who.
+            world_size: How many it expects.
+            word: What tells this process from an earlier one of the same rank.
+
+        Raises:
+            InvalidRequestError: The rank is not one of the world.
+            RankDisagreementError: Another rank of this rendezvous expects another number of ranks.
+                Every rank that entered it or does later gets the same error, once.
         """
-        batch = self._batches.add(message)
-        future = self._futures[batch] = asyncio.get_running_loop().create_future()
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise InvalidRequestError(
+                f"Expected a rank from 0 to world_size - 1, but found rank {rank} of "
+                f"{world_size}. Give each process its own number",
+                rank=rank,
+            )
+        if self._dispute is not None and rank not in self._told:
+            self._told.add(rank)
+            raise self._dispute
+        if self.generation_for(rank, word) is not None:
+            return self._generation
+        self.forget_dispute()
+        if self._generation is not None:
+            self._words, self._generation = {}, None
+        if self._words and world_size != self._world_size:
+            self._dispute = RankDisagreementError(
+                f"Expected every rank to give one world_size, but rank {rank} gives "
+                f"{world_size} and ranks {sorted(self._words)} gave {self._world_size}",
+                rank=rank,
+            )
+            self._told = {*self._words, rank}
+            self._words = {}
+            raise self._dispute
+        self._world_size = world_size
+        self._words[rank] = word
+        if not self.missing:
+            self._generation = self._new_generation()
+        return self._generation
+
+    def forget_dispute(self) -> None:
+        """Lets ranks that were not told of a disagreement begin anew."""
+        self._dispute, self._told = None, set()
+
+    def generation_for(self, rank: int, word: str) -> str | None:
+        """Returns the generation of the rendezvous that this process entered, if it is complete."""
+        return self._generation if self._words.get(rank) == word else None
+
+
+class RendezvousCalls:
+    """Who waits in a `Rendezvous`. Used in one event loop's thread.
+
+    Args:
+        meeting: What decides.
+
+    Attributes:
+        num_waiting: How many ranks wait.
+    """
+
+    def __init__(self, meeting: Rendezvous) -> None:
+        self._meeting = meeting
+        self._loop = asyncio.get_running_loop()
+        self._all_met: asyncio.Future[RankDisagreementError | None] = self._loop.create_future()
+        self.num_waiting = 0
+
+    async def enter(
+        self, rank: int, world_size: int, word: str, timeout_s: float
+    ) -> str | list[int]:
+        """Returns the generation on which all ranks agree; see `Coordinator.enter`.
+
+        Raises:
+            RankDisagreementError: The ranks differ about their number; all are told.
+        """
+        self.num_waiting += 1
         try:
-            commands, refused = self._coordination.receive_together(message, beats_s=beats_s)
-            for rank, reply in refused.items():
-                batch.put((rank,), reply)
-            self._carry_out(commands)
-            told: BatchedReplies = await future
-            return told
+            met = self._all_met
+            try:
+                generation = self._meeting.enter(rank, world_size, word)
+            except RankDisagreementError as error:
+                self._end(error)
+                self._loop.call_later(timeout_s, self._meeting.forget_dispute)
+                raise
+            if generation is not None:
+                self._end(None)
+                return generation
+            try:
+                dispute = await asyncio.wait_for(asyncio.shield(met), timeout_s)
+            except asyncio.TimeoutError:
+                return self._meeting.missing
+            if dispute is not None:
+                raise dispute
+            return self._meeting.generation_for(rank, word) or self._meeting.missing
         finally:
-            if self._futures.pop(batch, None) is not None:
-                self._batches.remove(batch)
+            self.num_waiting -= 1
 
-    def answer(self, command: Answer) -> None:
-        """Takes an answer."""
-        self._batches.answer(command)
-
-    def refuse(self, key: OpKey, reply: Reply) -> None:
-        """Takes that all who wait in an operation are told the same."""
-        self._batches.refuse(key, reply)
-        self.tell()
-
-    def tell(self) -> None:
-        """Ends the calls that have something to tell."""
-        for batch in self._batches.ready():
-            future = self._futures.pop(batch, None)
-            if future is not None and not future.done():
-                future.set_result(BatchedReplies(tuple(batch.told)))
+    def _end(self, dispute: RankDisagreementError | None) -> None:
+        """Answers all that wait, and begins the next rendezvous."""
+        self._all_met.set_result(dispute)
+        self._all_met = self._loop.create_future()
 
 
 T = TypeVar("T")
@@ -298,7 +383,8 @@ class Coordinator:
         self._coordination = Coordination(
             epoch=self.epoch, new_attempt=new_attempt, clock=self._awake
         )
-        self._together = BatchedCalls(self._coordination, self._carry_out)
+        self._batches = Batches()
+        self._gatherers: dict[Batch, asyncio.Future[BatchedReplies]] = {}
         self._switchboard = SharedReadDispatch(lambda key: key not in self._coordination.active)
         self._meeting = RendezvousCalls(Rendezvous(lambda: secrets.token_hex(6)))
         self._tracing = Tracing()
@@ -400,7 +486,13 @@ class Coordinator:
     async def call_together(
         self, message: MessageBatch, callers: Sequence[Caller], beats_s: float | None = None
     ) -> BatchedReplies:
-        """Returns what some of a gatherer's ranks are told, when that is known; as `call`."""
+        """Returns what a gatherer's ranks are told, as soon as that is known of any; as `call`.
+
+        Args:
+            message: May come again, for those of its ranks that were not told.
+            callers: Who they are for Ray; empty when that was told before.
+            beats_s: See `Coordination.receive`.
+        """
         self._last_call_s = self._loop.time()
         self._called.set()
         for rank, caller in zip(message.ranks, callers, strict=bool(callers)):
@@ -408,7 +500,18 @@ class Coordinator:
         self._tracing.hears_together(message, callers)
         await self._resumed.wait()
         self._note_holders(message.said if isinstance(message.said, tuple) else ())
-        return await self._together.call(message, beats_s)
+        batch = self._batches.add(message)
+        future = self._gatherers[batch] = self._loop.create_future()
+        try:
+            commands, refused = self._coordination.receive_together(message, beats_s=beats_s)
+            for rank, reply in refused.items():
+                batch.put((rank,), reply)
+            self._carry_out(commands)
+            told: BatchedReplies = await future
+            return told
+        finally:
+            if self._gatherers.pop(batch, None) is not None:
+                self._batches.remove(batch)
 
     async def greet(self, session: str, rank: int, caller: Caller) -> None:
         """Takes that a rank is there: from now on its death is seen, also before it calls.
@@ -500,7 +603,7 @@ class Coordinator:
         for command in commands:
             match command:
                 case Answer(key, ranks, step, reply):
-                    self._together.answer(command)
+                    self._batches.answer(command)
                     self._tracing.tells(command)
                     for rank in ranks if self._waiting else ():
                         self._resolve((key, rank, step), reply)
@@ -514,7 +617,7 @@ class Coordinator:
                     )
                 case Disarm():
                     self._disarm(command.key)
-        self._together.tell()
+        self._tell_gatherers()
         for key in [*self._watching]:
             outcome = self._coordination.outcome(key)
             if outcome is not None:
@@ -525,6 +628,13 @@ class Coordinator:
         for future in self._waiting.pop(at, []):
             if not future.done():
                 future.set_result(reply)
+
+    def _tell_gatherers(self) -> None:
+        """Ends the calls of gatherers that have something to tell."""
+        for batch in self._batches.ready():
+            future = self._gatherers.pop(batch, None)
+            if future is not None and not future.done():
+                future.set_result(BatchedReplies(tuple(batch.told)))
 
     def _disarm(self, key: OpKey) -> None:
         timer = self._timers.pop(key, None)
@@ -552,7 +662,8 @@ class Coordinator:
         )
         for at in [at for at in self._waiting if at[0] == key]:
             self._resolve(at, Refused(told))
-        self._together.refuse(key, Refused(told))
+        self._batches.refuse(key, Refused(told))
+        self._tell_gatherers()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         # Why kept: the event loop itself holds tasks weakly.
@@ -617,7 +728,7 @@ class Coordinator:
             return
 
     def _is_idle(self) -> bool:
-        busy = self._performing or self._meeting.num_waiting or self._waiting or self._together
+        busy = self._performing or self._meeting.num_waiting or self._waiting or self._gatherers
         return not (busy or self._coordination.active)
 
 

@@ -7,6 +7,10 @@ starts one for the job.
 If that Ray is lost, each rank attaches to the next one with its next call. That is no collective,
 as ranks notice the loss at different times: the job's store says where the next one is, and the
 ranks' calls keep their numbers, so that its coordinator knows which ranks a call waits for.
+
+The ranks of a job find their session in one way: all by their process group, or all by `connect`. A
+rank that uses `connect` never takes part in the group's broadcast, and the others would wait there
+until the group's own timeout. The job's store, which torch has anyway, tells them apart (`meet`).
 """
 
 from __future__ import annotations
@@ -14,20 +18,29 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_dcp.errors import CheckpointError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import private_ray, ray_private, registry
+from ray_dcp.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    ParticipantError,
+    RankDisagreementError,
+)
+from ray_dcp.protocol.error_aggregation import name_ranks
+from ray_dcp.protocol.liveness import LONG_WAIT_S
+from ray_dcp.runtime import private_ray, ray_private
 from ray_dcp.runtime.actor_names import group_name
 from ray_dcp.runtime.attach import Invitation, attach, attach_named, attached_address, leave_lost
 from ray_dcp.runtime.private_ray import PrivateRay, start_private_ray
-from ray_dcp.runtime.registry import meet
 
 if TYPE_CHECKING:
-    from ray_dcp.runtime.session import Session
+    from ray_dcp.runtime.session import GroupSessions, Session
 
 
 _STORE_KEY = "ray_dcp/own_ray"
@@ -52,12 +65,15 @@ class _Call:
     name: str
 
 
-def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Session | None:
+def session_of(
+    process_group: Any, make: type[Session], sessions: GroupSessions, *, lease_s: float
+) -> Session | None:
     """Returns the session for a group, after making it; None where the process is alone.
 
     Args:
         process_group: A torch process group; None for the whole job.
         make: What a rank makes once it knows the name, its rank and the number of ranks.
+        sessions: Those that this process has; the new one is added.
         lease_s: How long what is started for the session stays unused, in seconds.
 
     Raises:
@@ -74,24 +90,24 @@ def session_of(process_group: Any, make: type[Session], *, lease_s: float) -> Se
                 "it is not. Call torch.distributed.init_process_group first, or leave it out",
                 key="process_group",
             )
-        return _train_session(make, lease_s)
+        return _train_session(make, sessions, lease_s)
     group = dist.group.WORLD if process_group is None else process_group
-    known, session = registry.of_group(group)
+    known, session = sessions.of(group)
     if session is not None and session.connection.is_lost:
-        return _continued(group, session)
+        return _continued(group, session, sessions)
     if not known:
         if process_group is None:
             ranks = dist.get_process_group_ranks(group)
             meet(ray_private.job_store(), ranks, dist.get_rank())
         session = _make(dist, group, make, lease_s)
-        registry.set_group(group, session)
+        sessions.set(group, session)
     return session
 
 
-def _continued(group: Any, lost: Session) -> Session:
+def _continued(group: Any, lost: Session, sessions: GroupSessions) -> Session:
     """Returns the session after one whose private Ray was lost: not collective."""
     with _continuing:
-        _, session = registry.of_group(group)
+        _, session = sessions.of(group)
         if session is not None and session is not lost:
             return session
         if ray_private.job_store() is None:
@@ -110,7 +126,7 @@ def _continued(group: Any, lost: Session) -> Session:
                 f"{type(error).__name__}: {error}. Call again",
                 rank=lost.rank,
             ) from error
-        registry.set_group(group, session)
+        sessions.set(group, session)
         logger.warning(
             "The Ray that this job had started for itself was lost; rank %d goes on with another "
             "one at %s. If that happens again, look at the memory of this machine, or set "
@@ -260,14 +276,14 @@ def _told(failed: dict[int, CheckpointError], world_size: int) -> CheckpointErro
     )
 
 
-def _train_session(make: type[Session], lease_s: float) -> Session | None:
+def _train_session(make: type[Session], sessions: GroupSessions, lease_s: float) -> Session | None:
     """Returns the session of a Ray Train worker that has no torch process group."""
     if attached_address() is None:
         return None
     ranks = ray_private.train_ranks()
     if ranks is None or ranks[1] == 1:
         return None
-    known, session = registry.of_group(_TRAIN)
+    known, session = sessions.of(_TRAIN)
     if not known:
         from ray.train.collective import broadcast_from_rank_zero
 
@@ -275,7 +291,7 @@ def _train_session(make: type[Session], lease_s: float) -> Session | None:
         word = broadcast_from_rank_zero(secrets.token_hex(8))
         session = make(f"train-{experiment}-{word}", rank, world_size, lease_s=lease_s)
         session.greet()
-        registry.set_group(_TRAIN, session)
+        sessions.set(_TRAIN, session)
     return session
 
 
@@ -284,3 +300,100 @@ class _TrainGroup:
 
 
 _TRAIN = _TrainGroup()
+
+
+LOOK_S = 10.0
+"""How long to wait for the others before it is asked whether they will ever come, in seconds."""
+
+LONGEST_S = 1800.0
+"""After this the group's own collective tells who is missing, in seconds: torch's default."""
+
+_KEY = "ray_dcp/company"
+
+
+def connects(store: Any = None, rank: int | None = None) -> None:
+    """Tells the job that this rank comes by `connect`, if there is a process group already.
+
+    Args:
+        store: The job's store; that of the default process group by default.
+        rank: In the default group.
+    """
+    _tell(store, rank, lambda store, key: store.set(key, "connect"))
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """Tells that this rank comes by `connect`; takes it back when that fails."""
+    connects()
+    try:
+        yield
+    except BaseException:
+        leaves_connect()
+        raise
+
+
+def leaves_connect(store: Any = None, rank: int | None = None) -> None:
+    """Takes that back: this rank closed its session, and comes by the group from now on.
+
+    Args:
+        store: As for `connects`.
+        rank: As for `connects`.
+    """
+    _tell(store, rank, lambda store, key: store.delete_key(key))
+
+
+def meet(store: Any, ranks: Sequence[int], rank: int, look_s: float = LOOK_S) -> None:
+    """Returns when all ranks of a group have come to make their session, or could still.
+
+    Args:
+        store: The job's store; None: nobody can be asked.
+        ranks: Of the group, in the default group.
+        rank: This one, in the default group.
+        look_s: How often to look, in seconds.
+
+    Raises:
+        RankDisagreementError: A rank that is awaited uses `connect`.
+    """
+    if store is None:
+        return
+    group = f"{_KEY}/{len(ranks)}-{min(ranks)}-{max(ranks)}"
+    store.set(f"{group}/{rank}", "group")
+    missing = [other for other in ranks if other != rank]
+    begin_s, is_told = time.monotonic(), False
+    while missing and (waited_s := time.monotonic() - begin_s) < LONGEST_S:
+        if waited_s >= LONG_WAIT_S and not is_told:
+            logger.warning(
+                "Rank %d has waited %.0f s to make a session: %s of the process group called "
+                "neither save nor load. All ranks of a group have to",
+                rank,
+                waited_s,
+                name_ranks(missing),
+            )
+            is_told = True
+        if _all_came(store, [f"{group}/{other}" for other in missing], look_s):
+            return
+        missing = [other for other in missing if not store.check([f"{group}/{other}"])]
+        connected = [other for other in missing if store.check([f"{_KEY}/connect/{other}"])]
+        if connected:
+            store.delete_key(f"{group}/{rank}")
+            raise RankDisagreementError(
+                f"Expected all ranks to come to one session, but {name_ranks(connected)} called "
+                f"ray_dcp.connect, and rank {rank} relies on the torch process group. Call "
+                f"connect on every rank, or on none",
+                rank=rank,
+            )
+
+
+def _all_came(store: Any, keys: list[str], look_s: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=look_s))
+    except RuntimeError:  # torch's own timeout error is one, in every version
+        return False
+    return True
+
+
+def _tell(store: Any, rank: int | None, say: Callable[[Any, str], object]) -> None:
+    if store is None:
+        store, rank = ray_private.job_place()
+    if store is not None:
+        say(store, f"{_KEY}/connect/{rank}")

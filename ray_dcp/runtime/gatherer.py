@@ -1,15 +1,18 @@
-"""The gatherer: an actor that sends the requests of a group of ranks in few messages.
+"""The gatherer: an actor that sends the requests of a group of ranks in few messages; who calls it.
 
 One for each group of ranks of a large job, created on the node of the rank that calls first. It
 holds nothing that is not held elsewhere: if it dies or can't reach the coordinator, its ranks call
-the coordinator themselves (`gathered_calls`). `protocol.aggregation` decides what is sent when.
+the coordinator themselves, which recognises a request that arrives twice: a gatherer that is dead,
+frozen or slow costs time and nothing else. `protocol.aggregation` decides what is sent when.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_dcp.errors import CheckpointError
+from ray_dcp.protocol import aggregation
 from ray_dcp.protocol.aggregation import BatchWindow, MessageBatch
 from ray_dcp.protocol.commands import step_of
 from ray_dcp.protocol.error_aggregation import Opening
@@ -29,6 +33,8 @@ from ray_dcp.runtime.ray_private import Caller
 
 LOOK_S = 5.0
 """How often it looks whether anybody needs it, in seconds."""
+
+logger = logging.getLogger(__name__)
 
 Waiting = tuple[OpKey, int, str]
 
@@ -168,3 +174,83 @@ def gatherer_of(coordinator: str, ranks: range, *, namespace: str, lease_s: floa
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True),
     )
     return actor.remote(coordinator, ranks, namespace, check_lease(lease_s))
+
+
+PATIENCE_S = 60.0
+"""How long a rank that sends no heartbeats waits for an answer before it calls the coordinator
+itself, in seconds; one that sends them waits for its `heartbeat_timeout_s`."""
+
+ALIVE_S = 5.0
+"""How long a gatherer may take to say that it lives, in seconds."""
+
+
+class GatheredCalls:
+    """The calls of one rank of one session that go by way of a gatherer. Thread-safe.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        coordinator: What the coordinator is called after.
+        namespace: Ray namespace of the actors.
+        lease_s: How long an unused gatherer stays, in seconds.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, coordinator: str, namespace: str, lease_s: float
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._coordinator = coordinator
+        self._namespace = namespace
+        self._lease_s = lease_s
+        self._handle: Any = None
+        self._is_frozen = False
+
+    def call(self, request: Request, caller: Caller, beats_s: float | None) -> Reply | None:
+        """Returns the reply to a request; None where the rank has to ask the coordinator itself.
+
+        Args:
+            request: Of this rank.
+            caller: Who this rank is for Ray.
+            beats_s: See `Session.call`.
+        """
+        if not 0 <= self._rank < self._world_size or not aggregation.is_gathered(request):
+            return None
+        ranks = aggregation.group_of(self._rank, self._world_size, aggregation.MOST_GATHERERS)
+        if ranks is None or self._is_frozen:
+            return None
+        if not ray.is_initialized():
+            return None
+        try:
+            if self._handle is None:
+                self._handle = gatherer_of(
+                    self._coordinator, ranks, namespace=self._namespace, lease_s=self._lease_s
+                )
+            with ray_private.starting_no_ray(), ray_calls.inside():
+                answer = self._handle.call.remote(request, caller, beats_s)
+            # What shuts Ray down meanwhile ends the wait with a `RayError`.
+            done, _ = ray_calls.wait([answer], timeout=PATIENCE_S if beats_s is None else beats_s)
+            if done:
+                reply: Reply | None = ray_calls.get(answer)
+                return reply
+            self._doubt()
+        except (RayError, ConnectionError, ValueError) as error:
+            logger.info("Rank %d calls its coordinator itself: %s", self._rank, error)
+            self._handle = None
+        return None
+
+    def close(self) -> None:
+        """Tells the gatherer that this rank will not call again. Never raises."""
+        handle, self._handle = self._handle, None
+        if handle is not None and ray.is_initialized():
+            with suppress(Exception):
+                handle.leave.remote(self._rank)
+
+    def _doubt(self) -> None:
+        """Looks whether the gatherer lives: one that is frozen is not asked again."""
+        with ray_calls.inside():
+            asked = self._handle.pid.remote()
+        done, _ = ray_calls.wait([asked], timeout=ALIVE_S)
+        self._is_frozen = not done
+        if not done:
+            logger.warning("The gatherer of rank %d is frozen; it is not used again", self._rank)

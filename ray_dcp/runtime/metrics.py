@@ -7,6 +7,11 @@ The metrics, of staging memory too, go through `ray.util.metrics`. Ray exports t
 metrics port, with the prefix `ray_` and, for counters, the suffix `_total`; the exporter comes with
 `pip install "ray[default]"`. Only processes that are connected to Ray record anything. No error of
 events or metrics reaches a save.
+
+`Tracing` keeps the notes of the saves of a coordinator (`SaveRecorder`), and writes the trace of
+each beside the checkpoint once its record exists, while `.metadata` is published and what the save
+replaced is deleted. One clock for all ranks: a phase ends when the message that ends it arrives. A
+rank reports as durations what it did before its first message, and what it copied between messages.
 """
 
 from __future__ import annotations
@@ -15,18 +20,44 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 from ray_dcp import events
 from ray_dcp.events import Event, outcome_of
+from ray_dcp.format.save_trace import (
+    PHASES,
+    RankTimes,
+    SaveTrace,
+    Span,
+    encode_trace,
+    make_trace,
+    trace_key,
+)
+from ray_dcp.protocol.aggregation import MessageBatch
+from ray_dcp.protocol.commands import (
+    Answer,
+    BuildCommit,
+    CreateRecord,
+    MakePlan,
+    Perform,
+    PublishMetadata,
+    ReadRecords,
+    Result,
+    Task,
+    WriteTable,
+)
 from ray_dcp.protocol.messages import (
     LoadDone,
     LoadOutcome,
     LoadProceed,
     LoadReady,
+    OpKey,
+    PartsHeld,
+    PartsWritten,
+    Refused,
     Reply,
     Request,
     SaveAgain,
@@ -34,8 +65,12 @@ from ray_dcp.protocol.messages import (
     SaveJoin,
     SaveOutcome,
     SaveReceipt,
+    SaveStaged,
+    Target,
 )
 from ray_dcp.runtime import metrics
+from ray_dcp.store.opening import open_storage
+from ray_dcp.store.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -275,8 +310,8 @@ class Account:
             case LoadReady():
                 self.done("plan")
             case LoadDone():
-                self._memory_bytes += request.bytes_from_memory
-                self.done("read", request.bytes_read)
+                self._memory_bytes += request.counts.bytes_from_memory
+                self.done("read", request.counts.bytes_read)
 
     def _hears(self, reply: Reply) -> None:
         match reply:
@@ -313,3 +348,268 @@ class Account:
             metrics.count(event)
         except Exception as failed:  # noqa: BLE001 - a user's log handler must not fail a save
             logger.debug("An event was not told: %s", failed)
+
+
+TASKS: dict[type, str] = {
+    ReadRecords: "look",
+    MakePlan: "plan",
+    BuildCommit: "build",
+    WriteTable: "table",
+    CreateRecord: "record",
+}
+
+
+class SaveRecorder:
+    """The notes of one save.
+
+    Args:
+        first: The first join; hand it to `hears` as well.
+        unix_s: When it came, in seconds since 1970.
+        now_s: The same on the clock of all other notes, which never goes back.
+
+    Attributes:
+        attempt: Id of the attempt, once there is one.
+
+    Complexity:
+        A microsecond for each message.
+    """
+
+    def __init__(self, first: SaveJoin, unix_s: float, now_s: float) -> None:
+        self.attempt = ""
+        self._world_size = first.world_size
+        self._staged = first.staged
+        self._unix_s = unix_s - now_s
+        self._begun: dict[int, float] = {}
+        self._joined: dict[int, float] = {}
+        self._told: dict[int, float] = {}
+        self._held: dict[int, float] = {}
+        self._written: dict[int, float] = {}
+        self._bytes: dict[int, dict[int, int]] = {}
+        self._where: dict[int, str] = {}
+        self._takeovers: list[tuple[int, float]] = []
+        self._tasks: list[tuple[str, float, float]] = []
+
+    def hears(self, request: Request, now_s: float, where: str = "") -> None:
+        """Notes a request.
+
+        Args:
+            request: Of this save; it may come twice, and only its first counts.
+            now_s: When.
+            where: Process and node of the rank.
+        """
+        if isinstance(request, SaveJoin):
+            self._begun.setdefault(request.rank, now_s - request.capture_s)
+            self._joined.setdefault(request.rank, now_s)
+            if where:
+                self._where[request.rank] = where
+            return
+        if not isinstance(request, SaveReceipt | SaveStaged | PartsHeld | PartsWritten):
+            return
+        failed = not isinstance(request, PartsHeld) and request.error is not None
+        if request.attempt != self.attempt or failed:
+            return
+        rank = request.rank
+        match request:
+            case SaveReceipt():
+                if request.staged_s and rank in self._told:
+                    self._held.setdefault(rank, self._told[rank] + request.staged_s)
+                self._wrote(request, now_s)
+            case PartsHeld(incarnation=0) | SaveStaged(incarnation=0):
+                self._held.setdefault(rank, now_s)
+            case PartsHeld():
+                self._takeovers.append((rank, now_s))
+            case PartsWritten():
+                self._wrote(request, now_s)
+
+    def tells(self, answer: Answer, now_s: float) -> None:
+        """Notes an answer that tells ranks what to write."""
+        if isinstance(answer.reply, SaveGo | SaveAgain):
+            self.attempt = answer.reply.attempt
+            for rank in answer.ranks:
+                self._told.setdefault(rank, now_s)
+
+    def performed(self, task: Task, start_s: float, stop_s: float) -> None:
+        """Notes a task of the coordinator."""
+        name = TASKS.get(type(task))
+        if name is not None:
+            self._tasks.append((name, start_s, stop_s))
+
+    def trace(self, committed_s: float) -> SaveTrace | None:
+        """Returns the trace of a save that was committed just now; None when too little is known.
+
+        Args:
+            committed_s: When, on the clock of the notes.
+        """
+        # Copies: a message that comes late may still be noted, in another thread.
+        begun, joined, told = dict(self._begun), dict(self._joined), dict(self._told)
+        held, written = dict(self._held), dict(self._written)
+        if not self.attempt or not begun:
+            return None
+        zero_s = min(begun.values())
+        steps = {
+            "capture": (begun, joined),
+            "plan": (joined, told),
+            "stage": (told, held),
+            "write": ({**told, **held} if not self._staged else told, written),
+        }
+        return make_trace(
+            self.attempt,
+            "async_save" if held else "save",
+            self._world_size,
+            self._unix_s + zero_s,
+            committed_s - zero_s,
+            [
+                Span(name, None, round(start - zero_s, 5), round(stop - zero_s, 5))
+                for name, start, stop in list(self._tasks)
+            ],
+            {phase: self._times(phase, *steps[phase], zero_s) for phase in PHASES},
+            takeovers=[(rank, at_s - zero_s) for rank, at_s in list(self._takeovers)],
+            where=self._where,
+        )
+
+    def _wrote(self, request: SaveReceipt | PartsWritten, now_s: float) -> None:
+        files = self._bytes.setdefault(request.rank, {})
+        before = len(files)
+        for receipt in request.files:
+            files.setdefault(receipt.file, receipt.num_bytes)
+        # Why: a file that two stagers wrote was durable with the first.
+        if len(files) > before or request.rank not in self._written:
+            self._written[request.rank] = now_s
+
+    def _times(
+        self, phase: str, starts: dict[int, float], stops: dict[int, float], zero_s: float
+    ) -> RankTimes:
+        ranks = sorted(starts.keys() & stops.keys())
+        moved = [sum(self._bytes.get(rank, {}).values()) for rank in ranks]
+        return RankTimes.of(
+            ranks,
+            [starts[rank] - zero_s for rank in ranks],
+            [stops[rank] - zero_s for rank in ranks],
+            moved if phase in ("stage", "write") else None,
+        )
+
+
+Performer = Callable[[Task], Result]
+"""What carries out a task."""
+
+MOST_SAVES = 64
+"""Saves whose notes are kept: of older ones nobody told how they ended."""
+
+WAIT_S = 0.2
+"""How long the outcome may wait for a trace that takes longer than publishing `.metadata`. Whoever
+lists the place after a save then finds the trace there, unless the storage is slow."""
+
+
+class Tracing:
+    """The notes of one coordinator.
+
+    Args:
+        clock: Seconds that never go back.
+        opener: What opens the storage that takes the traces.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        opener: Callable[[Target], Storage] = open_storage,
+    ) -> None:
+        self._clock = clock
+        self._opener = opener
+        self._saves: dict[OpKey, SaveRecorder] = {}
+
+    def hears(self, request: Request, where: object = None) -> None:
+        """Notes a request that came.
+
+        Args:
+            request: Any.
+            where: Process and node of the rank, in words when it is printed.
+        """
+        # Why no context manager here and below: each of 10,000 ranks sends a few of these.
+        try:
+            is_join = isinstance(request, SaveJoin)
+            save = self._saves.get(request.key)
+            if save is None:
+                if not isinstance(request, SaveJoin) or not request.options.trace:
+                    return
+                save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
+                if len(self._saves) > MOST_SAVES:
+                    del self._saves[next(iter(self._saves))]
+            save.hears(request, self._clock(), str(where) if where is not None and is_join else "")
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(request.key)
+
+    def hears_together(self, message: MessageBatch, where: Sequence[object]) -> None:
+        """Notes what several ranks said in one message, as `hears`; costs little if not wanted."""
+        first = message.said[0] if isinstance(message.said, tuple) else message.said.first
+        wanted = isinstance(first, SaveJoin) and first.options.trace
+        if wanted or message.key in self._saves:
+            places = [*where] or [None] * len(message.ranks)
+            for request, place in zip(message.requests(), places, strict=True):
+                self.hears(request, place)
+
+    def tells(self, answer: Answer) -> None:
+        """Notes an answer that is given."""
+        save = self._saves.get(answer.key)
+        if save is None:
+            return
+        try:
+            save.tells(answer, self._clock())
+            if isinstance(answer.reply, Refused):
+                self._saves.pop(answer.key, None)
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(answer.key)
+
+    def perform(self, command: Perform, performer: Performer) -> Result:
+        """Returns what came of a task; notes how long it took, and writes the trace with the last.
+
+        Args:
+            command: What is to be done.
+            performer: Does it.
+        """
+        save = self._saves.get(command.key)
+        if save is None:
+            return performer(command.task)
+        if isinstance(command.task, PublishMetadata):
+            self._saves.pop(command.key, None)
+            writing = self._start(save, command.task.target)
+            result = performer(command.task)
+            writing.join(WAIT_S)
+            return result
+        start_s = self._clock()
+        result = performer(command.task)
+        try:
+            save.performed(command.task, start_s, self._clock())
+        except Exception:  # noqa: BLE001 - no save fails because of its notes
+            self._give_up(command.key)
+        return result
+
+    def _give_up(self, key: OpKey) -> None:
+        """Drops notes that went wrong, which is no reason for a save to fail."""
+        self._saves.pop(key, None)
+        logger.debug("The notes of save %d are given up", key.seq, exc_info=True)
+
+    def _start(self, save: SaveRecorder, target: Target) -> threading.Thread:
+        committed_s = self._clock()
+
+        def run() -> None:
+            try:
+                self._write(save, target, committed_s)
+            except Exception as error:  # noqa: BLE001 - no save fails because of its trace
+                logger.debug("The trace of a save to %s was not written: %s", target.url, error)
+
+        thread = threading.Thread(target=run, name="trace", daemon=True)
+        thread.start()
+        return thread
+
+    def _write(self, save: SaveRecorder, target: Target, committed_s: float) -> None:
+        trace = save.trace(committed_s)
+        if trace is None:
+            return
+        # Why not durable: a crash may take it, and an fsync would cost more than all else.
+        writer = self._opener(target).open_writer(trace_key(trace.attempt), sync=False)
+        try:
+            writer.write(encode_trace(trace))
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise

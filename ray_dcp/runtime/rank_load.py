@@ -67,6 +67,7 @@ from ray_dcp.protocol.messages import (
     LoadProceed,
     LoadReady,
     OpKey,
+    ReadCounts,
     Reply,
     Request,
     Target,
@@ -160,20 +161,6 @@ _hung: set[object] = set()
 """Reads that were given up and may still write into targets when their storage answers."""
 _ended = threading.Condition()
 """Told when one of them has ended."""
-
-
-@dataclass(frozen=True)
-class ReadCounts:
-    """What one rank read, in bytes."""
-
-    needed: int = 0
-    read: int = 0
-    from_memory: int = 0
-    """Of those that were read."""
-    from_peers: int = 0
-    """Got from another rank, and not among those that were read."""
-    instead: int = 0
-    """Of those that were read, what should have come from another rank."""
 
 
 class LoadWork(Protocol):
@@ -367,8 +354,8 @@ class Reading:
                 error,
             )
             counts = self._fill(storage, checkpoint, work, prepared)
-            return replace(counts, instead=from_peers)
-        return replace(counts, from_memory=0 if memory is None else memory.bytes_from_memory)
+            return replace(counts, bytes_read_instead=from_peers)
+        return replace(counts, bytes_from_memory=0 if memory is None else memory.bytes_from_memory)
 
     def _relay(
         self,
@@ -445,7 +432,10 @@ class Reading:
         if relay is None:
             return ReadCounts(needed, read)
         return ReadCounts(
-            needed, read, from_peers=relay.bytes_from_peers, instead=relay.bytes_instead
+            needed,
+            read,
+            bytes_from_peers=relay.bytes_from_peers,
+            bytes_read_instead=relay.bytes_instead,
         )
 
     def _in_time(self, work: Callable[[], T], what: str) -> T:
@@ -511,13 +501,10 @@ LoadPlanning = Generator[Request, Reply, LoadWork]
 class LoadResult:
     """What came of a load on one rank."""
 
-    outcome: LoadOutcome
+    together: ReadCounts
+    """Of all ranks."""
     checkpoint: Checkpoint
-    bytes_needed: int
-    """Of this rank."""
-    bytes_read: int
-    """By this rank."""
-    bytes_from_peers: int = 0
+    own: ReadCounts
     """Of this rank."""
 
 
@@ -592,21 +579,11 @@ def load_rank(
         if vitals.abandoned is not None:
             raise located(vitals.abandoned, target.url)
         counts = counts or ReadCounts()
-        done = LoadDone(
-            key,
-            rank,
-            counts.needed,
-            counts.read,
-            error,
-            counts.from_memory,
-            counts.from_peers,
-            counts.instead,
-        )
-        outcome = yield done
+        outcome = yield LoadDone(key, rank, counts, error)
         vitals.over = True
         if not isinstance(outcome, LoadOutcome):
             raise refusal(outcome, rank)
-        return LoadResult(outcome, checkpoint, counts.needed, counts.read, counts.from_peers)
+        return LoadResult(outcome.counts, checkpoint, counts)
 
 
 def drive(generator: Generator[Request, Reply, T], call: Callable[[Request], Reply]) -> T:

@@ -1,10 +1,9 @@
 """Recovery of asynchronous saves from lost coordinators, and from lost or lagging stagers.
 
-`StagedPlans`: stagers keep the plans of a coordinator's asynchronous saves, and the next
-coordinator goes on with them. Two stagers that hold bytes of the save have its plan, and Ray's
-control store has their names. A rank gets its `Ack`, and its handle is staged, only when one stager
-has the plan and the control store names the rank's own. Storage overrules a plan: the commit is
-the same vote as ever.
+`StagedPlans`: Ray's control store keeps the plans of a coordinator's asynchronous saves, of many
+rows about a byte each, and the next coordinator goes on with them. A rank gets its `Ack`, and its
+handle is staged, only when the control store has the plan and names the rank's stager. Storage
+overrules a plan: the commit is the same vote as ever.
 
 `StagerWatch` asks the stagers that hold bytes of a save how far they are: which died, froze or lag.
 """
@@ -15,6 +14,7 @@ import asyncio
 import json
 import logging
 import pickle
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from ray_dcp.protocol.commands import Command
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import OpKey, PartsHeld, PartsWritten, Request
 from ray_dcp.runtime import ray_calls, ray_private
-from ray_dcp.runtime.stager_backend import key_of
+from ray_dcp.runtime.staging_backend import key_of
 from ray_dcp.stage.values import StageKey, StageProgress, StageReport
 
 logger = logging.getLogger(__name__)
@@ -160,41 +160,31 @@ def _by_operation(paces: Mapping[StageKey, tuple[int, int]]) -> dict[Any, dict[i
     return found
 
 
-COPIES = 2
-"""Stagers that keep a plan."""
-
-ANSWER_S = 60.0
-"""How long a stager may take to answer where the save does not say after which silence it is lost,
-in seconds."""
-
-_GONE = (RayError, ValueError, asyncio.TimeoutError)
-"""What asking a stager raises that is dead or does not answer."""
-
-
 @dataclass
 class _Saved:
-    """Where one save's plan is, and who holds its bytes."""
+    """One save: its plan, and who holds its bytes."""
 
-    plan: bytes
+    plan: str
+    """As the control store has it."""
     silent_s: float
     """Silence after which a stager counts as lost, in seconds."""
-    copies: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
-    """Stagers that died, or did not take the plan: none of them is asked again."""
     registered: str = ""
-    """What the control store says of it."""
+    """What the control store says of them."""
+    is_kept: bool = False
+    """The control store has the plan."""
     taken_up: tuple[int, str] | None = None
     """Epoch and attempt, where an earlier coordinator had planned it."""
-    asked: set[str] = field(default_factory=set)
-    """Who was asked, or is to be asked, what it had told the earlier one."""
     unasked: list[str] = field(default_factory=list)
-    """Of these the ones that are still to be asked."""
+    """Who is to be asked what it had told the earlier one."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class StagedPlans:
     """The plans of a coordinator's asynchronous saves. Used in the event loop's thread.
+
+    *Invariant*: where the control store has a plan it has the holders of the save as well, so that
+    who looks for these finds it, to take it up or to remove it.
 
     Args:
         actor: Name of the coordinator.
@@ -224,23 +214,21 @@ class StagedPlans:
             planned = self._coordination.staged_plan(held.key)
             if planned is None:
                 return False
+            data = pickle.dumps(planned, pickle.HIGHEST_PROTOCOL)
             saved = self._saved[held.key] = _Saved(
-                pickle.dumps(planned, pickle.HIGHEST_PROTOCOL),
-                planned.first.options.heartbeat_timeout_s,
+                b64encode(data).decode(), planned.first.options.heartbeat_timeout_s
             )
         if held.stager in saved.holders:
             return False
         saved.holders.append(held.stager)
-        if saved.taken_up is not None and held.stager not in saved.asked:
-            saved.asked.add(held.stager)
+        if saved.taken_up is not None:
             saved.unasked.append(held.stager)
         return True
 
     async def hold(self, held: PartsHeld) -> None:
-        """Returns when a stager has the plan, and another coordinator would ask this one's stager.
+        """Returns when another coordinator would find the plan, and would ask this one's stager.
 
-        Where no stager takes the plan that is a warning: each of them is dead, or silent for as
-        long as one that is lost.
+        Where the control store takes neither that is a warning.
         """
         self.note(held)
         saved = self._saved.get(held.key)
@@ -249,10 +237,9 @@ class StagedPlans:
                 await self._register(held.key, saved)
 
     def lost(self, stager: str) -> None:
-        """Takes that a stager is lost, and with it the plans that it kept."""
+        """Takes that a stager is lost: it is not asked any more."""
         for saved in self._saved.values():
-            saved.lost.add(stager)
-            saved.copies = [one for one in saved.copies if one != stager]
+            saved.unasked = [one for one in saved.unasked if one != stager]
 
     @property
     def is_busy(self) -> bool:
@@ -265,12 +252,10 @@ class StagedPlans:
             for key, saved in list(self._saved.items()):
                 async with saved.turn:
                     if key not in self._coordination.active:
-                        await self._forget(key, saved)
+                        await self._forget(key)
                         continue
                     await self._hear(key, saved)
                     await self._register(key, saved)
-                # Why out of turn: nobody's call waits for a second copy.
-                await self._copy(key, saved, COPIES)
 
     async def resume(self) -> None:
         """Takes up what an earlier coordinator of this name had planned and not ended."""
@@ -279,90 +264,55 @@ class StagedPlans:
                 continue  # of a coordinator whose name begins with this one's
             try:
                 await self._resume(name)
-            except (CheckpointError, *_GONE) as error:
+            except (CheckpointError, RayError) as error:
                 logger.warning("A staged save was not taken up after a restart: %r", error)
 
     async def _register(self, key: OpKey, saved: _Saved) -> None:
-        """Makes sure that one stager has the plan, and that the control store says all there is."""
-        if key not in self._coordination.active:
+        """Makes sure that the control store has the plan, and knows all who hold bytes."""
+        text = json.dumps(saved.holders)
+        if key not in self._coordination.active or (saved.is_kept and text == saved.registered):
             return
-        await self._copy(key, saved, 1)
-        holders = dict.fromkeys([*saved.holders, *saved.unasked])
-        text = json.dumps([saved.copies, [*holders]])
-        if text == saved.registered:
-            return
+        name = self._name(key)
         try:
-            await asyncio.to_thread(ray_private.remember, self._name(key), text)
+            await asyncio.to_thread(ray_private.remember, name, text)
+            saved.registered = text
+            if not saved.is_kept:
+                await asyncio.to_thread(ray_private.remember, _plan_of(name), saved.plan)
+                saved.is_kept = True
         except (CheckpointError, RayError) as error:
             logger.warning(
                 "Operation %d of session %s is lost if its coordinator dies: Ray's control store "
-                "did not take where its plan is (%r); it is asked again",
+                "did not take its plan (%r); it is asked again",
                 key.seq,
                 key.session,
                 error,
             )
-        else:
-            saved.registered = text
 
-    async def _copy(self, key: OpKey, saved: _Saved, wanted: int) -> None:
-        """Has stagers that hold bytes of a save keep its plan, until so many do."""
-        for stager in list(saved.holders):
-            if len(saved.copies) >= wanted or stager in saved.lost or stager in saved.copies:
-                continue
-            try:
-                await self._ask(
-                    stager, "keep_plan", self._name(key), saved.plan, timeout_s=saved.silent_s
-                )
-            except _GONE as error:
-                saved.lost.add(stager)
-                logger.warning(
-                    "Stager %s did not take the plan of operation %d of session %s: %r. %s",
-                    stager,
-                    key.seq,
-                    key.session,
-                    error,
-                    f"{', '.join(saved.copies)} has it"
-                    if saved.copies
-                    else "Nobody has it: the save is lost if its coordinator dies",
-                )
-            else:
-                saved.copies.append(stager)
-
-    async def _forget(self, key: OpKey, saved: _Saved) -> None:
+    async def _forget(self, key: OpKey) -> None:
         del self._saved[key]
         with suppress(CheckpointError, RayError):
-            await asyncio.to_thread(ray_private.remember, self._name(key), "")
-        for stager in saved.copies:
-            with suppress(*_GONE):
-                await self._ask(stager, "drop_plan", self._name(key))
+            await self._remove(self._name(key))
+
+    async def _remove(self, name: str) -> None:
+        for one in (_plan_of(name), name):
+            await asyncio.to_thread(ray_private.remember, one, "")
 
     async def _resume(self, name: str) -> None:
         text = await asyncio.to_thread(ray_private.recall, name)
-        copies, holders = json.loads(text or "[[], []]")
-        data: bytes | None = None
-        for asked in asyncio.as_completed([self._ask(each, "plan_of", name) for each in copies]):
-            with suppress(*_GONE):
-                data = await asked
-            if data is not None:
-                break
-        if data is None:
-            logger.warning(
-                "An asynchronous save of a coordinator that died can't be taken up: none of the "
-                "stagers %s has its plan any more. It ends with what its storage says (%s)",
-                copies,
-                name,
-            )
-            await asyncio.to_thread(ray_private.remember, name, "")
+        plan = await asyncio.to_thread(ray_private.recall, _plan_of(name))
+        if not plan:  # no rank was told that its bytes are held, or the save was over
+            await self._remove(name)
             return
-        planned = pickle.loads(data)
+        holders: list[str] = json.loads(text)
+        planned = pickle.loads(b64decode(plan))
         first, key = planned.first, planned.first.key
         saved = self._saved[key] = _Saved(
-            data,
+            plan,
             first.options.heartbeat_timeout_s,
-            copies,
+            holders,
             registered=text,
+            is_kept=True,
             taken_up=(planned.epoch, planned.attempt),
-            asked=set(holders),
             unasked=[*holders],
         )
         logger.warning(
@@ -389,17 +339,18 @@ class StagedPlans:
     async def _shares(
         self, key: OpKey, epoch: int, attempt: str, saved: _Saved, stager: str
     ) -> None:
+        actor, _, _ = stager.partition("#")
         try:
+            handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
             # Why its name: another process may have taken the place of the one that is meant.
-            who, found = await self._ask(stager, "shares", attempt, timeout_s=saved.silent_s)
+            who, found = await asyncio.wait_for(handle.shares.remote(attempt), saved.silent_s)
         except asyncio.TimeoutError:
-            if stager not in saved.lost:
-                return  # asked again by the next `keep`
+            return  # asked again by the next `keep`, unless it is lost by then
         except (RayError, ValueError):
             pass  # it is dead: the coordinator's watch sees it, if it matters
         else:
             self._receive(_told(key, epoch, attempt, who, found))
-        saved.unasked.remove(stager)
+        saved.unasked = [one for one in saved.unasked if one != stager]
 
     def _receive(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -408,16 +359,12 @@ class StagedPlans:
             with suppress(CheckpointError):
                 self._carry_out(self._coordination.receive(request))
 
-    async def _ask(
-        self, stager: str, method: str, *arguments: Any, timeout_s: float = ANSWER_S
-    ) -> Any:
-        actor, _, _ = stager.partition("#")
-        handle = await asyncio.to_thread(ray_calls.get_actor, actor, namespace=self._namespace)
-        asked: Any = getattr(handle, method).remote(*arguments)
-        return await asyncio.wait_for(asked, timeout_s)
-
     def _name(self, key: OpKey) -> str:
         return f"{self._prefix}{key.seq}:{key.session}"
+
+
+def _plan_of(name: str) -> str:
+    return f"plan:{name}"
 
 
 def _told(
@@ -427,8 +374,7 @@ def _told(
     told: list[Request] = []
     for share in shares:
         if share.is_sealed:
-            incarnation = share.key.incarnation
-            rank = share.key.rank
-            told.append(PartsHeld(key, rank, attempt, epoch, stager, incarnation, share.helps))
+            name = share.key
+            told.append(PartsHeld(key, name.rank, attempt, epoch, stager, name.incarnation))
         told += [parts_written(report, stager) for report in share.reports]
     return told

@@ -20,9 +20,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray_dcp.errors import (
@@ -49,13 +52,9 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     SaveStaged,
 )
-from ray_dcp.runtime import registry
-from ray_dcp.runtime.activity import LEAVING_S, Activity
 from ray_dcp.runtime.actor_names import LEASE_S, NAMESPACE, check_lease, memory_owner
-from ray_dcp.runtime.gathered_calls import GatheredCalls
-from ray_dcp.runtime.rank_progress import RankProgress
+from ray_dcp.runtime.rank_progress import LEAVING_S, Activity, RankProgress
 from ray_dcp.runtime.rank_save import PlanMemory
-from ray_dcp.runtime.registry import may_have_company
 
 if TYPE_CHECKING:
     from ray_dcp.runtime.staging import RankStaging
@@ -89,10 +88,9 @@ def check_connect(rank: Any, world_size: Any, name: Any, timeout_s: Any) -> None
             f"Expected timeout_s to be a number of seconds above 0, but found {timeout_s!r}",
             key="timeout_s",
         )
-    open_session = registry.explicit()
-    if open_session is not None:
+    if sessions.explicit is not None:
         raise InvalidRequestError(
-            f"Expected one connect at a time, but {open_session!r} is open. Close it first",
+            f"Expected one connect at a time, but {sessions.explicit!r} is open. Close it first",
             rank=rank,
         )
 
@@ -196,6 +194,7 @@ class Session:
 
         self._caller = ray_private.this_caller(os.getpid())
         self.node, _ = ray_private.this_connection() or ("", "")
+        from ray_dcp.runtime.gatherer import GatheredCalls
         from ray_dcp.runtime.heartbeat import HeartbeatSender
 
         self.connection = Connection(repr(self), rank)
@@ -423,7 +422,11 @@ class Session:
         if self.closed:
             return
         self.closed = True
-        registry.forget(self)
+        if sessions.explicit is self:
+            from ray_dcp.runtime.discovery import leaves_connect
+
+            leaves_connect()
+            sessions.explicit = None
         self._gathered.close()
         if self._staging is not None:
             self._staging.close()
@@ -505,7 +508,7 @@ def connect(
     check_connect(rank, world_size, name, timeout_s)
     check_lease(lease_s)
     from ray_dcp.runtime.attach import attach_named
-    from ray_dcp.runtime.registry import announced
+    from ray_dcp.runtime.discovery import announced
 
     if attach_named(address) is None:
         raise InvalidRequestError(
@@ -526,7 +529,7 @@ def connect(
         lease_s=lease_s,
     )
     session.greet()
-    registry.set_explicit(session)
+    sessions.explicit = session
     return session
 
 
@@ -552,14 +555,72 @@ def current_session(
     """
     if no_dist:
         return None
-    explicit = registry.explicit()
-    if process_group is None and explicit is not None:
-        return explicit
+    if process_group is None and sessions.explicit is not None:
+        return sessions.explicit
     if process_group is None and not may_have_company():
         return None
     from ray_dcp.runtime import discovery
 
-    return discovery.session_of(process_group, Session, lease_s=check_lease(lease_s))
+    return discovery.session_of(process_group, Session, sessions, lease_s=check_lease(lease_s))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    group: weakref.ref[Any]
+    session: Session | None
+
+
+class GroupSessions:
+    """The sessions of the living process groups of this process, and that of `connect`."""
+
+    def __init__(self) -> None:
+        self.explicit: Session | None = None
+        self._lock = threading.Lock()
+        self._groups: dict[int, _Entry] = {}
+
+    def of(self, group: Any) -> tuple[bool, Session | None]:
+        """Returns whether this very group object has been here, and its session.
+
+        A group that was destroyed and made again is another object, and has no session yet.
+        """
+        with self._lock:
+            entry = self._groups.get(id(group))
+            if entry is None or entry.group() is not group:
+                return False, None
+            if entry.session is not None and entry.session.closed:
+                return False, None
+            return True, entry.session
+
+    def set(self, group: Any, session: Session | None) -> None:
+        """Notes the session of a group (None: a group of one) and closes those of dead groups."""
+        with self._lock:
+            dead = [key for key, entry in self._groups.items() if entry.group() is None]
+            entries = [self._groups.pop(key) for key in dead]
+            self._groups[id(group)] = _Entry(weakref.ref(group), session)
+        for entry in entries:
+            if entry.session is not None:
+                entry.session.close()
+
+    def close_all(self) -> None:
+        """Closes every session of this process."""
+        with self._lock:
+            sessions = [self.explicit, *(entry.session for entry in self._groups.values())]
+            self._groups.clear()
+        for session in sessions:
+            if session is not None:
+                session.close()
+
+
+sessions = GroupSessions()
+"""Those of this process."""
+
+
+def may_have_company() -> bool:
+    """Returns whether this process could be a rank: it uses Ray, or a process group of several."""
+    distributed = sys.modules.get("torch.distributed")
+    if "ray" in sys.modules or distributed is None or not distributed.is_available():
+        return "ray" in sys.modules
+    return bool(distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
 class Connection:

@@ -30,7 +30,6 @@ from ray_dcp.runtime import metrics, ray_calls, ray_private
 from ray_dcp.runtime.actor_names import NAMESPACE, check_lease, stager_name
 from ray_dcp.runtime.inline import begin_rehearsal
 from ray_dcp.runtime.ray_private import Caller, store_bytes
-from ray_dcp.stage.jobs import arena_channel, channel_of
 from ray_dcp.stage.memory import StagingMemory, free_memory_bytes
 from ray_dcp.stage.memory_tier import Part, TierEntry, registered_name
 from ray_dcp.stage.values import (
@@ -45,7 +44,7 @@ from ray_dcp.stage.values import (
     StagerOptions,
     Unknown,
 )
-from ray_dcp.stage.write_queue import WriteQueue, step_behind
+from ray_dcp.stage.write_queue import WriteQueue, arena_channel, channel_of, step_behind
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,6 @@ SHARE_OF_STORE = 0.35
 """Part of a node's object store that staged bytes may take. Ray begins to spill at 80 %, and gives
 memory back up to half a second late."""
 
-PLANS_KEPT = 64
-"""Planned saves that are kept; the coordinator drops those that have ended."""
-
 KEPT_S = 900.0
 """It stays at least so long after its last rank while it keeps a checkpoint, in seconds: for
 ranks that are started anew."""
@@ -199,9 +195,8 @@ class Stager:
             store.slot_bytes,
         )
         # Why that module: the class of what ranks hand in besides bytes is found there.
-        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.stager_backend",))
+        self._rehearsal = begin_rehearsal(modules=("ray_dcp.runtime.staging_backend",))
         self._registered: set[str] = set()
-        self._plans: dict[str, bytes] = {}
         self._tasks = {self._loop.create_task(self._watch())}
 
     async def ping(self) -> bool:
@@ -334,28 +329,6 @@ class Stager:
         """Returns how far it is; None when it does not know the key."""
         self._touch()
         return self._spool.progress(key)
-
-    async def keep_plan(self, name: str, data: bytes) -> None:
-        """Keeps a planned save for the coordinator that comes after the one that planned it.
-
-        Args:
-            name: Of the save.
-            data: Whatever that one understands.
-        """
-        self._touch()
-        self._plans[name] = data
-        while len(self._plans) > PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-
-    async def plan_of(self, name: str) -> bytes | None:
-        """Returns what `keep_plan` was given; None when it is not there."""
-        self._touch()
-        return self._plans.get(name)
-
-    async def drop_plan(self, name: str) -> None:
-        """Forgets a planned save."""
-        self._touch()
-        self._plans.pop(name, None)
 
     async def shares(self, attempt: str) -> tuple[str, list[StageProgress]]:
         """Returns its name, and how far it is with each rank's share of an attempt."""

@@ -37,7 +37,6 @@ from ray_dcp.runtime.coordinator_call import call_actor, check_ray
 from ray_dcp.runtime.rank_save import Captured
 from ray_dcp.runtime.stager import Reporter, StagingAddress, stager_of
 from ray_dcp.stage.copying import Pin, fill_window, filler_of
-from ray_dcp.stage.jobs import lost_memory
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import (
     Grant,
@@ -49,7 +48,7 @@ from ray_dcp.stage.values import (
     Unknown,
 )
 from ray_dcp.stage.windows import StagingLayout, lay_out_windows, plan_digest
-from ray_dcp.stage.write_queue import step_behind
+from ray_dcp.stage.write_queue import lost_memory, step_behind
 
 ENTER_S = 60.0
 """How long a stager may take to start and to answer a first call, in seconds."""
@@ -704,7 +703,7 @@ class Staged:
             index for index, f in enumerate(self._plan.files) if files is None or f.file in files
         )
         key = replace(self.key, incarnation=number)
-        order = replace(self._order, key=key, files=wanted, helps=stager is not None)
+        order = replace(self._order, key=key, files=wanted)
         for _ in range(MOST_STAGERS):
             if stager is None:
                 link = self._staging.replace(dead, timeout_s)

@@ -1,8 +1,8 @@
 """Staging backends: where the bytes of an asynchronous save are while training goes on.
 
-In a job with Ray the stager of the node holds them (`stager_backend`), and writes them while the
-rank waits for the outcome. A process that is alone holds them itself (`InProcessBackend`), in
-memory that it does not train with.
+In a job with Ray the stager of the node holds them (`StagerBackend`), and writes them while the
+rank waits for the outcome, also if the rank died. A process that is alone holds them itself
+(`InProcessBackend`), in memory that it does not train with.
 """
 
 from __future__ import annotations
@@ -12,39 +12,47 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ray_dcp.core.values import FilePlan
 from ray_dcp.errors import CheckpointError, LimitError
+from ray_dcp.io.threads import Stop
 from ray_dcp.io.writer import ManySource, Source
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import (
+    Ack,
     OpKey,
+    PartsHeld,
     Reply,
     Request,
     SaveGo,
     SaveOutcome,
     SaveReceipt,
+    SaveStaged,
+    TakeOver,
     Target,
 )
 from ray_dcp.runtime.inline import InlineSession
 from ray_dcp.runtime.rank_progress import RankProgress
 from ray_dcp.runtime.rank_save import (
     Captured,
-    PlanMemory,
     attempt,
     await_outcome,
     check_unchanged,
-    join_save,
+    refusal,
     write_share,
 )
 from ray_dcp.stage.copying import copy_all, device_filler_of, fill_rows
 from ray_dcp.stage.memory import Lease, PrivateMemory
+from ray_dcp.stage.values import StageKey
 from ray_dcp.store.opening import open_storage
+
+if TYPE_CHECKING:
+    from ray_dcp.runtime.session import Session
+    from ray_dcp.runtime.staging import Staged
 
 Finish = Generator[Request, Reply, SaveOutcome]
 
@@ -69,16 +77,13 @@ class StagingBackend(Protocol):
         target: Target,
         options: SaveOptions,
         vitals: RankProgress,
-    ) -> CheckpointError | None:
+    ) -> tuple[CheckpointError | None, Finish]:
         """Copies what this rank writes; when it returns, the state may change.
 
         Returns:
-            Why it failed: `finish` tells the other ranks, which fail as well.
+            Why it failed, and what this rank still has to say and to do until the save has ended:
+            that tells an error to the other ranks, which fail as well.
         """
-        ...
-
-    def finish(self) -> Finish:
-        """Returns what this rank still has to say and to do, until the save has ended."""
         ...
 
     def progress(self) -> tuple[int, int]:
@@ -102,9 +107,6 @@ def keeping_of(session: Any) -> StagingBackend:
     """
     if isinstance(session, InlineSession):
         return InProcessBackend(session.rank)
-    # Why here: a process that is alone has no need of Ray.
-    from ray_dcp.runtime.stager_backend import StagerBackend
-
     return StagerBackend(session)
 
 
@@ -145,7 +147,6 @@ class InProcessBackend:
         self._ended = False
         self._vitals: RankProgress | None = None
         self._total = 0
-        self._finish: Callable[[], Finish] | None = None
 
     def stage(
         self,
@@ -155,12 +156,13 @@ class InProcessBackend:
         target: Target,
         options: SaveOptions,
         vitals: RankProgress,
-    ) -> CheckpointError | None:
+    ) -> tuple[CheckpointError | None, Finish]:
         """See `StagingBackend.stage`."""
         rank = self._rank
         began_s = time.perf_counter()
         copy, error = attempt(partial(self._copy, go, captured), "staging", rank)
         staged_s = time.perf_counter() - began_s
+        self._vitals = vitals
 
         def finish() -> Finish:
             if copy is None:
@@ -193,15 +195,7 @@ class InProcessBackend:
                 )
             )
 
-        self._finish = finish
-        self._vitals = vitals
-        return error
-
-    def finish(self) -> Finish:
-        """See `StagingBackend.finish`."""
-        if self._finish is None:
-            raise CheckpointError("finish comes after stage. Please report this")
-        return self._finish()
+        return error, finish()
 
     def progress(self) -> tuple[int, int]:
         """See `StagingBackend.progress`."""
@@ -269,56 +263,151 @@ def _views(source: Source, rows: Sequence[int]) -> list[memoryview]:
     return [source(row) for row in rows]
 
 
-def save_staged_rank(
-    key: OpKey,
-    *,
-    rank: int,
-    world_size: int,
-    target: Target,
-    options: SaveOptions,
-    capture: Callable[[], Captured],
-    keeping: StagingBackend,
-    vitals: RankProgress,
-    memory: PlanMemory | None = None,
-    node: str = "",
-) -> Generator[Request, Reply, SaveOutcome]:
-    """Returns the part of one rank in a save whose bytes somebody else writes.
+REPORT_METHOD = "take_report"
+"""Method of the coordinator that takes `StageReport`s."""
+
+
+def name_of(key: OpKey, epoch: int) -> str:
+    """Returns what a stager calls a save: enough to tell a coordinator which it is.
 
     Args:
-        key: As for `save_rank`, and so the following.
-        rank: This rank.
-        world_size: Number of ranks.
-        target: Where to save.
-        options: How.
-        capture: Makes the local plan; called once, at the start.
-        keeping: Holds the bytes, and writes them.
-        vitals: Where it notes how far it is.
-        memory: Plans of earlier saves of this rank's session.
-        node: Names the node of this rank.
+        key: The operation.
+        epoch: Of the coordinator that planned it.
 
-    Raises:
-        CheckpointError: As `save_rank` does.
+    Example:
+        >>> key_of(name_of(OpKey("run/1", 7), 2))
+        (OpKey(session='run/1', seq=7, step=0), 2)
     """
-    go, captured = yield from join_save(
-        key,
-        rank=rank,
-        world_size=world_size,
-        target=target,
-        options=options,
-        capture=capture,
-        staged=keeping.survives,
-        vitals=vitals,
-        memory=memory,
-        node=node,
-    )
-    committed = False
-    try:
-        vitals.enter("staging")
-        # What goes wrong here is told to all by `finish`.
-        keeping.stage(vitals.key or key, go, captured, target, options, vitals)
-        outcome = yield from keeping.finish()
-        committed = vitals.over = True
-    finally:
-        keeping.release(committed=committed)
-    warnings = dict.fromkeys([*captured.warnings, *go.warnings, *outcome.warnings])
-    return replace(outcome, warnings=tuple(warnings))
+    return f"{epoch}:{key.seq}.{key.step}:{key.session}"
+
+
+def key_of(name: str) -> tuple[OpKey, int]:
+    """Returns the operation and the epoch that `name_of` made a name of."""
+    epoch, at, session = name.split(":", 2)
+    seq, step = at.split(".")
+    return OpKey(session, int(seq), int(step)), int(epoch)
+
+
+class StagerBackend:
+    """Keeps the bytes with the stager of this rank's node.
+
+    Args:
+        session: Of this rank.
+    """
+
+    kind = "stager"
+    survives = True
+
+    def __init__(self, session: Session) -> None:
+        self.num_bytes = 0
+        self.takeovers = 0
+        self._incarnation = 0
+        self._session = session
+        self._staged: Staged | None = None
+        self._last: tuple[int, int] = (0, 0)
+
+    def stage(
+        self,
+        key: OpKey,
+        go: SaveGo,
+        captured: Captured,
+        target: Target,
+        options: SaveOptions,
+        vitals: RankProgress,
+    ) -> tuple[CheckpointError | None, Finish]:
+        """See `StagingBackend.stage`."""
+        rank = self._session.rank
+        held: PartsHeld | None = None
+        error: CheckpointError | None = None
+        if go.plan.files:
+            hand_in = partial(self._hand_in, key, go, captured, target, options, vitals.stop)
+            held, error = attempt(hand_in, "staging", rank)
+        said = SaveStaged(key, rank, go.attempt, go.epoch, self._incarnation, error, held)
+        finish = await_outcome(
+            said,
+            target,
+            hand_over=partial(self._hand_over, said, vitals.stop),
+            timeout_s=options.commit_timeout_s,
+            vitals=vitals,
+            create_if_absent=go.create_if_absent,
+        )
+        return error, finish
+
+    def progress(self) -> tuple[int, int]:
+        """See `StagingBackend.progress`."""
+        found = None if self._staged is None else self._staged.progress()
+        if found is not None:
+            self._last = (found.written_bytes, found.num_bytes)
+        return self._last
+
+    def release(self, *, committed: bool) -> None:
+        """See `StagingBackend.release`."""
+        if self._staged is not None:
+            self._staged.release(committed=committed)
+
+    def _hand_in(
+        self,
+        key: OpKey,
+        go: SaveGo,
+        captured: Captured,
+        target: Target,
+        options: SaveOptions,
+        stop: Stop,
+    ) -> PartsHeld:
+        # Why here: a process that is alone has no need of Ray.
+        from ray_dcp.runtime.stager import Reporter
+
+        session = self._session
+        staged = self._staged = session.staging().stage(
+            StageKey(name_of(key, go.epoch), session.rank, go.attempt),
+            go.plan,
+            captured,
+            target=target,
+            options=options,
+            reporter=Reporter(session.coordinator(), REPORT_METHOD),
+            stop=stop,
+        )
+        try:
+            check_unchanged(captured)
+        except CheckpointError:
+            staged.cancel()
+            raise
+        self.num_bytes = staged.num_bytes
+        self._last = (0, staged.num_bytes)
+        self._incarnation = staged.key.incarnation
+        return self._tell(staged, key, go.attempt, go.epoch, self._incarnation)
+
+    def _hand_over(self, said: SaveStaged, stop: Stop, asked: TakeOver) -> PartsHeld:
+        if self._staged is None:
+            raise CheckpointError("nothing is staged that could be handed over")
+        helper = None if asked.lost else self._helper(asked.helpers)
+        self._staged.hand_over(helper, files=asked.files, incarnation=asked.incarnation, stop=stop)
+        self.takeovers += 1
+        return self._tell(self._staged, said.key, said.attempt, said.epoch, asked.incarnation)
+
+    def _helper(self, names: tuple[str, ...]) -> Any:
+        """Returns the handle of one of the stagers that are done, another one for each rank."""
+        from ray_dcp.runtime import ray_calls
+
+        for turn in range(len(names)):
+            name, _, _ = names[(self._session.rank + turn) % len(names)].partition("#")
+            with suppress(ValueError):
+                return ray_calls.get_actor(name, namespace=self._session.namespace)
+        raise CheckpointError("no stager that has ended its own part is there any more")
+
+    def _tell(
+        self,
+        staged: Staged,
+        key: OpKey,
+        attempt_id: str,
+        epoch: int,
+        incarnation: int,
+    ) -> PartsHeld:
+        """Tells the coordinator who holds the bytes; only then may the rank die."""
+        session = self._session
+        stager = staged.stager_name
+        held = PartsHeld(key, session.rank, attempt_id, epoch, stager, incarnation)
+        reply = session.call(held)
+        if not isinstance(reply, Ack):
+            raise refusal(reply, session.rank)
+        return held

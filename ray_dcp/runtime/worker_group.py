@@ -24,8 +24,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ray_dcp.errors import CheckpointError, DeadlineError, InvalidRequestError, ParticipantError
-from ray_dcp.runtime import ray_calls, ray_private, registry
+from ray_dcp.runtime import ray_calls, ray_private
 from ray_dcp.runtime.attach import attach_named
+from ray_dcp.runtime.session import sessions
 from ray_dcp.store.location import AnyPlace
 
 _this: list[Rank] = []
@@ -98,7 +99,7 @@ class Rank:
         """Gives up its place: closes the sessions and destroys the process group."""
         import torch.distributed as dist
 
-        registry.close_all()
+        sessions.close_all()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None

@@ -144,8 +144,6 @@ class StageOrder:
     """Length of a window."""
     files: tuple[int, ...] | None = None
     """Positions in `plan.files` of those to write; None for all."""
-    helps: bool = False
-    """Another stager than that of the rank's node, which lags."""
 
 
 @dataclass(frozen=True)
@@ -181,5 +179,3 @@ class StageProgress:
     """The stager holds all bytes: the rank may go on."""
     reports: tuple[StageReport, ...]
     """All so far, whether or not they could be delivered."""
-    helps: bool = False
-    """As `StageOrder.helps`."""

@@ -15,7 +15,7 @@ import ray_dcp
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol import aggregation
 from ray_dcp.protocol.messages import Target
-from ray_dcp.runtime import gathered_calls
+from ray_dcp.runtime import gatherer
 from ray_dcp.runtime.actor_names import NAMESPACE, gatherer_name
 from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import save_rank
@@ -119,7 +119,7 @@ def test_ranks_save_by_way_of_gatherers_that_leave_with_them(job, threads, direc
 def test_a_gatherer_that_freezes_is_not_waited_for(job, threads, direct, monkeypatch):
     job.save(sample_state(0), threads)
     pid = ray.get(job.gatherer(2).pid.remote())
-    monkeypatch.setattr(gathered_calls, "ALIVE_S", 0.5)
+    monkeypatch.setattr(gatherer, "ALIVE_S", 0.5)
     for session in job.sessions:
         plain = session._gathered.call
         monkeypatch.setattr(

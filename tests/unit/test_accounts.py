@@ -23,7 +23,7 @@ from ray_dcp.errors import (
 )
 from ray_dcp.events import LOGGER_NAME, Event, outcome_of
 from ray_dcp.options import SaveOptions
-from ray_dcp.protocol.messages import LoadDone, LoadOutcome, OpKey
+from ray_dcp.protocol.messages import LoadDone, LoadOutcome, OpKey, ReadCounts
 from ray_dcp.runtime import metrics
 from ray_dcp.runtime.metrics import Account
 
@@ -263,8 +263,8 @@ def test_bytes_of_a_save_that_was_not_committed_are_not_counted_as_written(count
 
 def test_bytes_from_the_memory_of_the_nodes_are_told_apart(told, counted):
     with Account("load", "/c") as load:
-        done = LoadDone(OpKey("s", 1), 0, bytes_needed=9, bytes_read=12, bytes_from_memory=5)
-        load.watching(lambda _: LoadOutcome(9, 12))(done)
+        done = LoadDone(OpKey("s", 1), 0, ReadCounts(9, 12, bytes_from_memory=5))
+        load.watching(lambda _: LoadOutcome(ReadCounts(9, 12)))(done)
     assert counted("dcp_read_bytes") == {("storage",): 7, ("memory",): 5}
     assert (told.end["num_bytes"], told.end["memory_bytes"]) == (12, 5)
 

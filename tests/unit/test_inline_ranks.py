@@ -356,7 +356,7 @@ def test_a_session_of_one_process_saves_and_loads(url):
     )  # fmt: skip
     works[0].check(state)
     assert loaded.checkpoint.slot == saved.slot
-    assert loaded.outcome.bytes_needed == loaded.bytes_needed > 0
+    assert loaded.together.bytes_needed == loaded.own.bytes_needed > 0
 
 
 def test_a_session_of_one_process_waits_for_nobody_else(url):
@@ -377,5 +377,5 @@ def test_the_bytes_that_a_load_reports_are_those_of_all_ranks(url):
     state = {"a": np.arange(1000, dtype=np.int64), "step": 0}
     save(state, 2, url)
     results = load_and_check(state, 4, url)
-    assert {result.outcome for result in results} == {results[0].outcome}
-    assert sum(result.bytes_needed for result in results) == results[0].outcome.bytes_needed
+    assert {result.together for result in results} == {results[0].together}
+    assert sum(result.own.bytes_needed for result in results) == results[0].together.bytes_needed

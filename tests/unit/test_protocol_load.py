@@ -24,6 +24,7 @@ from ray_dcp.protocol.messages import (
     LoadProceed,
     LoadReady,
     OpKey,
+    ReadCounts,
     Refused,
     Target,
 )
@@ -73,10 +74,10 @@ def test_a_rank_that_can_not_plan_refuses_the_load_on_all():
 def test_the_outcome_sums_the_bytes_of_all_ranks_each_once():
     play = Play()
     to_reading(play)
-    first = LoadDone(KEY, 0, 10, 16, None, 1, 2, 3)
+    first = LoadDone(KEY, 0, ReadCounts(10, 16, 1, 2, 3))
     assert play.send(first) is play.send(first) is None
-    summed = LoadOutcome(15, 21, 2, 3, 4)
-    assert play.send(LoadDone(KEY, 1, 5, 5, None, 1, 1, 1)) == summed
+    summed = LoadOutcome(ReadCounts(15, 21, 2, 3, 4))
+    assert play.send(LoadDone(KEY, 1, ReadCounts(5, 5, 1, 1, 1))) == summed
     assert play.reply(0, "LoadDone") == play.send(first) == summed
     assert play.coordination.active == ()
 
@@ -86,7 +87,7 @@ def test_a_rank_that_fails_to_read_fails_the_load_on_all():
     to_reading(play)
     play.send(LoadDone(KEY, 0, error=StorageError("gone")))
     assert play.timer.after_s == GRACE_S
-    assert play.send(LoadDone(KEY, 1, 5, 5)).error.rank == 0
+    assert play.send(LoadDone(KEY, 1, ReadCounts(5, 5))).error.rank == 0
 
 
 def test_a_place_without_checkpoint_is_told_to_all():
@@ -148,7 +149,7 @@ def test_a_rank_that_has_read_may_go():
     to_reading(play)
     play.send(LoadDone(KEY, 1))
     play.lose(1)
-    assert play.send(LoadDone(KEY, 0)) == LoadOutcome(0, 0)
+    assert play.send(LoadDone(KEY, 0)) == LoadOutcome(ReadCounts())
 
 
 def test_steps_out_of_order_are_refused_and_change_nothing():

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ray_dcp.errors import RankDisagreementError
-from ray_dcp.runtime import ray_private, registry
-from ray_dcp.runtime.registry import announced, connects, leaves_connect, meet
+from ray_dcp.runtime import discovery, ray_private
+from ray_dcp.runtime.discovery import announced, connects, leaves_connect, meet
 from tests.polling import eventually
 
 QUICK_S = 0.05
@@ -92,7 +92,7 @@ def test_without_a_store_nobody_is_asked():
 
 
 def test_a_rank_that_waits_for_long_says_who_did_not_come(store, caplog, monkeypatch):
-    monkeypatch.setattr(registry, "LONG_WAIT_S", 4 * QUICK_S)
+    monkeypatch.setattr(discovery, "LONG_WAIT_S", 4 * QUICK_S)
     with ThreadPoolExecutor(3) as pool, caplog.at_level("WARNING"):
         waits = [pool.submit(meet, store, [0, 1, 2], 1, QUICK_S)]
         assert eventually(lambda: caplog.messages)

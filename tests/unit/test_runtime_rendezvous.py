@@ -7,7 +7,7 @@ from itertools import count, permutations
 import pytest
 
 from ray_dcp.errors import InvalidRequestError, RankDisagreementError
-from ray_dcp.runtime.rendezvous import Rendezvous
+from ray_dcp.runtime.coordinator import Rendezvous
 
 
 @pytest.fixture

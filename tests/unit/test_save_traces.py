@@ -38,8 +38,7 @@ from ray_dcp.protocol.messages import (
     SaveReceipt,
     Target,
 )
-from ray_dcp.protocol.save_recorder import SaveRecorder
-from ray_dcp.runtime.inline import Tracing
+from ray_dcp.runtime.metrics import SaveRecorder, Tracing
 from ray_dcp.store.memory import MemoryStorage
 from ray_dcp.store.opening import open_storage
 from tests import numpy_ranks
@@ -277,7 +276,7 @@ def test_a_storage_that_refuses_the_trace_changes_nothing(caplog: pytest.LogCapt
 
     tracing = Tracing(opener=refuses)
     command = noted(tracing)
-    with caplog.at_level(logging.DEBUG, logger="ray_dcp.runtime.inline"):
+    with caplog.at_level(logging.DEBUG, logger="ray_dcp.runtime.metrics"):
         assert tracing.perform(command, lambda task: task) is command.task
     assert "no space left" in caplog.text
 

@@ -15,7 +15,14 @@ from ray_dcp.io.shared_read import SharedReadStorage
 from ray_dcp.planning.reads import Ranges, RankShare, ReadNeeds, ShareCost, merged, share_reads
 from ray_dcp.protocol.commands import ShareReads
 from ray_dcp.protocol.load import Decline, Enter, Leave, Listen, Offer, SharedReads, Use
-from ray_dcp.protocol.messages import LoadDone, LoadOutcome, LoadProceed, LoadReady, OpKey
+from ray_dcp.protocol.messages import (
+    LoadDone,
+    LoadOutcome,
+    LoadProceed,
+    LoadReady,
+    OpKey,
+    ReadCounts,
+)
 from ray_dcp.runtime.coordinator import SharedReadDispatch
 from ray_dcp.runtime.tasks import perform
 from ray_dcp.store.memory import MemoryStorage
@@ -104,8 +111,8 @@ def test_a_load_goes_on_without_sharing_when_nobody_decides_in_time():
     play.expire()
     assert play.reply(0, "LoadReady") == play.reply(1, "LoadReady") == LoadProceed()
     shared(play)  # too late, and dropped
-    play.send(LoadDone(KEY, 0, 10, 16))
-    assert isinstance(play.send(LoadDone(KEY, 1, 5, 5)), LoadOutcome)
+    play.send(LoadDone(KEY, 0, ReadCounts(10, 16)))
+    assert isinstance(play.send(LoadDone(KEY, 1, ReadCounts(5, 5))), LoadOutcome)
 
 
 def test_a_load_goes_on_without_sharing_when_it_can_not_be_decided():
@@ -132,8 +139,9 @@ def test_the_outcome_tells_what_came_from_others_and_what_was_read_instead():
     to_planning(play)
     for rank in range(2):
         play.send(LoadReady(KEY, rank))
-    play.send(LoadDone(KEY, 0, 10, 16, None, 0, 7, 2))
-    assert play.send(LoadDone(KEY, 1, 5, 5, None, 0, 1, 1)) == LoadOutcome(15, 21, 0, 8, 3)
+    play.send(LoadDone(KEY, 0, ReadCounts(10, 16, 0, 7, 2)))
+    told = play.send(LoadDone(KEY, 1, ReadCounts(5, 5, 0, 1, 1)))
+    assert told == LoadOutcome(ReadCounts(15, 21, 0, 8, 3))
 
 
 # The words

@@ -19,11 +19,10 @@ from ray_dcp.protocol.messages import Target
 from ray_dcp.stage import copying
 from ray_dcp.stage.allocator import SlotAllocator
 from ray_dcp.stage.copying import HostFiller, copy_all, fill_window
-from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import StageKey, StagerOptions
 from ray_dcp.stage.windows import lay_out_windows
-from ray_dcp.stage.write_queue import WriteQueue
+from ray_dcp.stage.write_queue import Channel, WriteQueue
 from ray_dcp.store.opening import open_storage
 from ray_dcp.torch_adapter.capture import capture
 from tests.polling import eventually

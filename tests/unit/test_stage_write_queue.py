@@ -12,10 +12,9 @@ from ray_dcp.errors import LimitError, ParticipantError, SaveCancelledError, Sto
 from ray_dcp.options import SaveOptions
 from ray_dcp.protocol.messages import Target
 from ray_dcp.stage.allocator import SlotAllocator
-from ray_dcp.stage.jobs import Channel
 from ray_dcp.stage.memory import StagingMemory
 from ray_dcp.stage.values import StageKey, StagerOptions, Unknown
-from ray_dcp.stage.write_queue import WriteQueue
+from ray_dcp.stage.write_queue import Channel, WriteQueue
 from tests.polling import eventually
 from tests.staged import MIB, Rank, Share, same_files, scribbled, share
 

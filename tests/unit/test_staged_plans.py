@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 import ray_dcp
-from ray_dcp.protocol.aggregation import MessageBatch
+from ray_dcp.errors import InternalError
+from ray_dcp.protocol.aggregation import Batches, MessageBatch
 from ray_dcp.protocol.coordination import Coordination
 from ray_dcp.protocol.messages import Ack, PartsHeld, SaveStaged, Target
 from ray_dcp.runtime import ray_calls, ray_private
@@ -30,24 +33,11 @@ from tests.unit.test_protocol_staged import SECOND, StagedPlay
 class Stager:
     """What a coordinator calls of a stager."""
 
-    def __init__(self, name, gate=None):
-        self.name, self.gate = name, gate
-        self.plans = {}
+    def __init__(self, name):
+        self.name = name
         self.sealed = []
         self.asked = []
-        for method in ("keep_plan", "plan_of", "drop_plan", "shares"):
-            setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
-
-    async def _keep_plan(self, name, data):
-        if self.gate is not None:
-            await self.gate.wait()
-        self.plans[name] = data
-
-    async def _plan_of(self, name):
-        return self.plans.get(name)
-
-    async def _drop_plan(self, name):
-        self.plans.pop(name, None)
+        self.shares = SimpleNamespace(remote=self._shares)
 
     async def _shares(self, attempt):
         self.asked.append(attempt)
@@ -61,6 +51,9 @@ class Cluster:
     def __init__(self, monkeypatch):
         self.stagers = {}
         self.store = {}
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.is_down = False
         monkeypatch.setattr(ray_calls, "get_actor", self._get_actor)
         monkeypatch.setattr(ray_private, "remember", self._remember)
         monkeypatch.setattr(ray_private, "recall", lambda name: self.store.get(name, ""))
@@ -70,8 +63,8 @@ class Cluster:
             lambda prefix: [n for n in self.store if n.startswith(prefix)],
         )
 
-    def add(self, number, gate=None):
-        self.stagers[f"s{number}"] = Stager(f"s{number}#0", gate)
+    def add(self, number):
+        self.stagers[f"s{number}"] = Stager(f"s{number}#0")
         return self.stagers[f"s{number}"]
 
     def _get_actor(self, name, namespace):
@@ -80,6 +73,9 @@ class Cluster:
         return self.stagers[name]
 
     def _remember(self, name, text):
+        assert self.is_open.wait(60)
+        if self.is_down:
+            raise InternalError("the control store does not answer")
         if text:
             self.store[name] = text
         else:
@@ -103,15 +99,12 @@ class Actor(Coordinator):
         nothing = lambda *_: None  # noqa: E731
         self._tracing = SimpleNamespace(hears=nothing, hears_together=nothing, tells=nothing)
         self._switchboard = SimpleNamespace(tidy=lambda: None)
-        self._together = SimpleNamespace(answer=nothing, tell=nothing, call=self._told)
+        self._batches, self._gatherers = Batches(), {}
         self._coordination = play.coordination
         self._plans = StagedPlans("actor", play.coordination, self._carry_out, "namespace")
 
     async def _perform(self, command):
         """Leaves its tasks undone."""
-
-    async def _told(self, message, beats_s):
-        """Hears nothing from the machine."""
 
     async def settled(self):
         """Lets everything go on that can."""
@@ -138,22 +131,22 @@ def another_coordinator():
         await plans.resume()
         return coordination
 
-    return asyncio.run(story())
+    with ThreadPoolExecutor(1) as pool:  # a loop of its own
+        return pool.submit(asyncio.run, story()).result(60)
 
 
 def test_nobody_is_told_that_bytes_are_held_before_the_plan_is(cluster):
     play = planned()
 
     async def story():
-        gate = asyncio.Event()
-        cluster.add(0, gate)
+        cluster.is_open.clear()
         actor = Actor(play)
         call = asyncio.ensure_future(actor.call(held(0)))
         again = asyncio.ensure_future(actor.call(held(0)))
         await actor.settled()
         assert not call.done()
         assert not again.done()
-        gate.set()
+        cluster.is_open.set()
         assert await call == await again == Ack()
         return dict(cluster.store)
 
@@ -191,38 +184,42 @@ def test_the_plan_is_held_also_where_all_files_are_written_before_a_rank_says_so
     assert another_coordinator().active == (KEY,)
 
 
-def test_where_no_stager_takes_the_plan_the_rank_is_told_all_the_same_with_a_warning(
+def test_where_the_plan_is_not_taken_the_rank_is_told_with_a_warning_and_it_is_asked_again(
     cluster, caplog
 ):
     play = planned()
 
     async def story():
-        return await Actor(play).call(held(0))  # its stager has died since
+        actor = Actor(play)
+        cluster.is_down = True
+        told = await actor.call(held(0))
+        assert cluster.store == {}
+        cluster.is_down = False
+        await actor._plans.keep()
+        return told
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(story()) == Ack()
-    assert "s0#0 did not take the plan of operation 0" in caplog.text
+    assert "Ray's control store did not take its plan" in caplog.text
+    assert another_coordinator().active == (KEY,)
 
 
-def test_a_stager_that_is_lost_has_its_plan_kept_by_another(cluster):
+def test_the_plan_outlives_all_stagers_and_goes_with_its_save(cluster):
     play = planned()
 
     async def story():
         actor = Actor(play)
-        for number in range(3):
-            cluster.add(number)
         for rank in range(2):
+            cluster.add(rank)
             await actor.call(held(rank))
+        cluster.stagers.clear()
+        assert another_coordinator().active == (KEY,)
+        play.cancel()
+        play.end_abort()
         await actor._plans.keep()
-        for number in (0, 1):
-            del cluster.stagers[f"s{number}"]
-            actor._plans.lost(f"s{number}#0")
-        taken = PartsHeld(KEY, 0, "a1", 1, "s2#0", incarnation=1)
-        assert await actor.call(taken) == Ack()
-        return dict(cluster.store)
 
-    cluster.store = asyncio.run(story())
-    assert another_coordinator().active == (KEY,)
+    asyncio.run(story())
+    assert cluster.store == {}
 
 
 def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster):
@@ -237,7 +234,6 @@ def test_a_stager_in_the_place_of_one_that_died_is_known_by_its_own_name(cluster
     cluster.store = asyncio.run(story())
     new = cluster.add(0)
     new.name, new.sealed = "s0#1", [0]
-    new.plans = dict.fromkeys(cluster.store, pickle.dumps(play.coordination.staged_plan(KEY)))
     assert another_coordinator().held_by("s0#1") == {KEY: [0]}
 
 
@@ -273,11 +269,9 @@ def test_a_holder_of_which_the_earlier_coordinator_did_not_know_is_asked_too(clu
     assert cluster.stagers["s1"].asked == ["a1"]
 
 
-def test_a_plan_that_nobody_has_any_more_is_a_warning(cluster, caplog):
-    cluster.store["staged:actor:0:run"] = '[["s0#0"], ["s0#0"]]'
-    with caplog.at_level(logging.WARNING):
-        assert another_coordinator().active == ()
-    assert "none of the stagers ['s0#0'] has its plan any more" in caplog.text
+def test_a_save_whose_plan_was_not_kept_before_its_coordinator_died_is_forgotten(cluster):
+    cluster.store["staged:actor:0:run"] = '["s0#0"]'
+    assert another_coordinator().active == ()
     assert cluster.store == {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_dcp.protocol.holders import HELP_COSTS_S, LEAST_WAIT_S, Pace, find_stragglers
+from ray_dcp.protocol.liveness import HELP_COSTS_S, LEAST_WAIT_S, Pace, find_stragglers
 
 
 def others(done_s: float, count: int = 3) -> dict[int, Pace]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from ray_dcp.asynchronous import run_async_save
+from ray_dcp.asynchronous import SaveHandle, run_async_save
 from ray_dcp.core.checks import check_whole
 from ray_dcp.errors import (
     CheckpointError,
@@ -39,7 +39,6 @@ from ray_dcp.errors import (
 )
 from ray_dcp.format.names import StepNames
 from ray_dcp.format.step_info import info_key
-from ray_dcp.handle import SaveHandle
 from ray_dcp.integrations.train import reports
 from ray_dcp.integrations.train.joining import (
     Group,
