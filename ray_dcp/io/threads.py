@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -108,6 +108,25 @@ def run_tasks(
         thread.join()
     if stop.error is not None:
         raise stop.error
+
+
+def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
+    """Returns what calls return that wait for a storage at the same time.
+
+    Raises:
+        BaseException: The first error of a call; the others have ended by then.
+
+    Example:
+        >>> at_once(lambda: 1, lambda: "a")
+        (1, 'a')
+    """
+    found: list[Any] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        found[index] = calls[index]()
+
+    run_tasks(range(len(calls)), call, len(calls))
+    return tuple(found)
 
 
 def run_within(
