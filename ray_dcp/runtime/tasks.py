@@ -53,7 +53,7 @@ from ray_dcp.format.table_places import place_runs
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
 from ray_dcp.io.records import read_slots, used_slots
-from ray_dcp.io.threads import at_once, run_tasks
+from ray_dcp.io.threads import at_once, run_tasks, threads_for
 from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
@@ -311,10 +311,6 @@ def _entry(key: str, data: bytes) -> FileEntry:
 
 
 MOST_NAMED = 20
-CHECK_THREADS = 16
-MOST_SENT_BYTES = 64 << 10
-"""Longest chunk table that is sent to the ranks. Why: one that reads it pays a request, which takes
-as long as so many bytes; of a longer one most ranks need a part."""
 
 
 def new_attempt() -> str:
@@ -386,8 +382,7 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
                 # load needs no `.metadata`, and may have no right to write.
                 with suppress(CheckpointError):
                     republish(storage, task.target.url)
-            table = found.table if len(found.table) <= MOST_SENT_BYTES else b""
-            return CheckpointRead(found.kind, found.slot, found.record, table)
+            return CheckpointRead(found.kind, found.slot, found.record, found.table)
 
 
 def _write_table(task: WriteTable, storage: Storage) -> Finished:
@@ -469,7 +464,7 @@ def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
         if len(tail) != num_bytes - start:
             wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
+    run_tasks(files, check, threads_for(storage, len(files)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise StorageError(
