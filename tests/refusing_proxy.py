@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,6 +61,10 @@ class RefusingProxy:
         self.num_altered = 0
         self.seen: list[str] = []
         """Method and path of each request."""
+        self.delay_s = 0.0
+        """How far away the server seems: so long an answer takes at least."""
+        self.lasted: list[tuple[float, float]] = []
+        """When each request came and when its answer went, by a clock that never goes back."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,13 +80,16 @@ class RefusingProxy:
                 super().finish()
 
             def handle_any(self) -> None:
+                began_s = time.monotonic()
                 # Why: who was refused gives up its other requests in the midst of them.
                 try:
                     self._pass_on()
                 except OSError:
                     self.close_connection = True
+                proxy.lasted.append((began_s, time.monotonic()))
 
             def _pass_on(self) -> None:
+                threading.Event().wait(proxy.delay_s)
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 proxy.seen.append(f"{self.command} {self.path}")
                 if body and proxy.alters(self.command, self.path):
@@ -134,6 +142,20 @@ class RefusingProxy:
         self._listener.block_on_close = False
         self.port: int = self._listener.server_address[1]
         threading.Thread(target=self._listener.serve_forever, args=(0.01,), daemon=True).start()
+
+    def forget(self) -> None:
+        """Counts from here."""
+        self.seen.clear()
+        self.lasted.clear()
+
+    @property
+    def depth(self) -> int:
+        """Most requests of which each came when the answer of the one before had gone."""
+        count, last_s = 0, 0.0
+        for began_s, ended_s in sorted(self.lasted, key=lambda one: one[1]):
+            if began_s >= last_s:
+                count, last_s = count + 1, ended_s
+        return count
 
     def close(self) -> None:
         """Takes no more connections."""

@@ -28,6 +28,7 @@ from ray_dcp.errors import (
     UncommittedCheckpointError,
 )
 from ray_dcp.format.manifest import (
+    MAX_RECORD_BYTES,
     DeleteRecord,
     Manifest,
     decode_record,
@@ -45,8 +46,9 @@ from ray_dcp.format.table import decode_table
 from ray_dcp.format.table_places import with_places
 from ray_dcp.io.plain_files import plain_files, plain_table
 from ray_dcp.io.reader import Transforms
-from ray_dcp.io.records import Deciding, read_slots
+from ray_dcp.io.records import Deciding, read_slots, used_slots
 from ray_dcp.io.table_parts import CheckFile, TableParts, check_against, table_parts, verified_table
+from ray_dcp.io.threads import at_once
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage
 
@@ -410,14 +412,22 @@ def find_checkpoint(storage: Storage, *, checkpoint_id: str | None = None) -> Fo
     """
     name = storage.url if checkpoint_id is None else checkpoint_id
     try:
-        # Why `.metadata` first: a commit meanwhile then makes it look older, never newer.
-        metadata = _read_or_none(storage, METADATA_KEY)
-        decides = read_slots(storage).decides
+        # Why slot 1: most places are saved to once, and a request less is waited for then.
+        metadata, first, used = at_once(
+            lambda: _read_or_none(storage, METADATA_KEY),
+            lambda: _read_or_none(storage, record_key(1), MAX_RECORD_BYTES),
+            lambda: used_slots(storage),
+        )
+        known = {} if first is None else {1: first}
+        decides = read_slots(storage, used=used, known=known).decides
+        # Why again: one listing may show neither a record that goes nor the one that makes it go.
+        decides = read_slots(storage).decides if decides is None else decides
         while (committed := _committed(decides)) is not None:
             try:
                 return _newest_native(storage, committed, metadata)
             except DamagedCheckpointError:
-                # Why: after two commits meanwhile, a foreign one that both replaced looks new.
+                # Why: of another moment than the records, it may be that of a later commit, or a
+                # foreign one that two commits replaced.
                 before, metadata = metadata, _read_or_none(storage, METADATA_KEY)
                 decides = read_slots(storage).decides
                 if metadata == before and decides is not None and decides.slot <= committed.slot:

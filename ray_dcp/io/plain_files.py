@@ -19,6 +19,7 @@ from ray_dcp.format.safetensors import Entry as Tensor
 from ray_dcp.format.safetensors import SafetensorsHeader, global_shapes, parse_header, saved_offsets
 from ray_dcp.format.table_check import check_table
 from ray_dcp.format.torch_items import NeedMoreBytes
+from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.planning.coverage import check_coverage
 from ray_dcp.store.storage import Entry, KeyMissingError, Storage
 
@@ -66,16 +67,21 @@ def plain_table(storage: Storage, only: Collection[str] | None = None) -> ChunkT
         StorageError: A file can't be read.
     """
     files = [file for file in plain_files(storage) if only is None or file.key in only]
-    found: list[_Found] = []
-    for index, file in enumerate(files):
+    by_file: list[list[_Found]] = [[] for _ in files]
+
+    def read(index: int) -> None:
+        file = files[index]
         try:
-            found += _tensors_of(index, _read_header(storage, file))
+            by_file[index] = _tensors_of(index, _read_header(storage, file))
         except UnsupportedValueError as exc:
             exc.message = f"{file.key}: {exc.message}"
             raise
         except DamagedCheckpointError as exc:
             exc.key = exc.key or file.key
             raise
+
+    run_tasks(range(len(files)), read, threads_for(storage, len(files)))
+    found = [tensor for tensors in by_file for tensor in tensors]
     keys = [file.key for file in files]
     by_name: dict[str, list[_Found]] = {}
     for chunk in found:

@@ -7,7 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,10 +38,15 @@ GAP_SHARE = 0.05
 """Most bytes to read in vain in other gaps, as a share of the bytes that are needed."""
 DIRECT_BYTES = 256 << 10
 """Contiguous pairs from this length on are read straight into the target."""
-SLICE_BYTES = 1 << 20
-"""A direct read is cut into slices of about this length, for several threads. Why so short: threads
-then read side by side what a kernel reads ahead for one of them. With slices of 8 MiB each of four
-threads is somewhere else, and a disk gave half as much. It also is what a cache holds."""
+SLICE_BYTES = 4 << 20
+"""A direct read is cut into slices of about this length, for several threads. Why so long: what
+Python does for a slice takes as long as to copy 256 KiB. Why not longer: a slice is verified while
+it is in the cache, which the slices of all threads share. What a disk gives does not depend on it,
+as `READ_AHEAD_BYTES` are begun before they are asked for."""
+READ_AHEAD_BYTES = 64 << 20
+"""How far ahead of its threads a reader has the storage read."""
+AHEAD_BYTES = 8 << 20
+"""Longest piece of that which is begun at once."""
 SCRATCH_BYTES = 64 << 20
 """Most temporary memory of a job, for regions that are not contiguous; one that needs a longer
 block takes that."""
@@ -253,6 +258,37 @@ def job_reads(
             low.append(a)
             high.append(b)
     return np.array(file, np.int32), np.array(low, np.int64), np.array(high, np.int64)
+
+
+def read_ahead(
+    geo: Geometry, jobs: Sequence[Job], cost: ReadCost, begin: Callable[[int, int, int], object]
+) -> Iterator[Job]:
+    """Yields the jobs, and has what they will read begun before that.
+
+    What is read with gaps is left to the storage.
+
+    Args:
+        geo: Where the bytes are.
+        jobs: What `make_jobs` returned.
+        cost: As given there.
+        begin: Called with file, first byte and length of what is read soon, in that order.
+    """
+    plain = [job for job in jobs if not isinstance(job, Strided)]
+    file, low, high = job_reads(geo, plain, cost)
+    bounds = coalesce(file, low, high, max_gap_bytes=FREE_GAP_BYTES, max_bytes=AHEAD_BYTES)
+    first = bounds[:-1]
+    before = np.cumsum(high - low) - (high - low)
+    ends = np.maximum.reduceat(high, first) if len(first) else high
+    starts = (before[first], file[first], low[first], ends)
+    ahead = zip(*(column.tolist() for column in starts), strict=True)
+    places, upcoming = iter(before.tolist()), next(ahead, None)
+    for job in jobs:
+        place = 0 if isinstance(job, Strided) else next(places)
+        while upcoming is not None and upcoming[0] < place + READ_AHEAD_BYTES:
+            _, number, start, end = upcoming
+            begin(number, start, end - start)
+            upcoming = next(ahead, None)
+        yield job
 
 
 def slab_reads(geo: Geometry, job: Strided, cost: ReadCost) -> Int64Array:

@@ -12,7 +12,7 @@ So its head is read first, and what it says is compared with the chunk table.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,9 +44,10 @@ from ray_dcp.io.read_jobs import (
     geometry,
     job_reads,
     make_jobs,
+    read_ahead,
     slab_reads,
 )
-from ray_dcp.io.threads import run_tasks
+from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.options import LoadOptions, Verify
 from ray_dcp.planning.reads import ReadPlan, Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage, read_traits_of
@@ -271,8 +272,6 @@ def view_of_item(
         ) from exc
 
 
-_VERIFY_BYTES = 2 << 20
-"""Direct reads are verified in steps of about this length, while they are in the cache."""
 _SMALL_PAIR_BYTES = 32 << 10
 """Spans of pairs that are shorter than this on average are taken apart by one thread at a time."""
 
@@ -360,8 +359,6 @@ class Filler:
         self._parts = list(parts)
         self._single = [count == 1 for count in parts]
         self._verifier = BlockVerifier(table, verify, storage.url)
-        # Why: a read from a store that is far away costs a round trip, however short.
-        self._step_bytes = max(_VERIFY_BYTES, cost.request_bytes)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._local = threading.local()
@@ -483,7 +480,7 @@ class Filler:
             return len(target), 0
         num_bytes = blocks = 0
         end = numbers.payload_bytes[pair]
-        for low, high in _at_block_bounds(job.low, job.high, block, end, self._step_bytes):
+        for low, high in _at_block_bounds(job.low, job.high, block, end):
             part = target[low - job.low : high - job.low]
             read, checked = self._read_verified(pair, low, high, part, block)
             num_bytes += read
@@ -625,15 +622,11 @@ class Filler:
         return room.data[:num_bytes]
 
 
-def _at_block_bounds(
-    low: int, high: int, block: int, payload_bytes: int, step_bytes: int
-) -> list[tuple[int, int]]:
-    """Cuts a range into an edge, steps of whole blocks, and another edge."""
+def _at_block_bounds(low: int, high: int, block: int, payload_bytes: int) -> list[tuple[int, int]]:
+    """Cuts a range into an edge, whole blocks, and another edge."""
     inner = min(-(-low // block) * block, high)
     end = high if high == payload_bytes else max(high // block * block, inner)
-    step = max(step_bytes // block, 1) * block
-    cuts = [low, *range(inner, end, step), end, high]
-    return [(a, b) for a, b in pairwise(cuts) if a < b]
+    return [(a, b) for a, b in pairwise([low, inner, end, high]) if a < b]
 
 
 def _slices(low: Int64Array, size: Int64Array) -> tuple[slice, ...]:
@@ -794,7 +787,13 @@ def read_prepared(
     )
     for row in np.flatnonzero((parts == 0) & (lengths == 0)).tolist():
         sink.done(row)
-    run_tasks(prepared.jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
+    jobs: Iterable[Job] = prepared.jobs
+    if (begin := getattr(storage, "read_ahead", None)) is not None:
+        files = prepared.table.files
+        jobs = read_ahead(
+            prepared.geo, prepared.jobs, prepared.cost, lambda file, *at: begin(files[file], *at)
+        )
+    run_tasks(jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
     return ReadStats(
         bytes_read=filler.bytes_read,
         bytes_needed=prepared.read_plan.bytes_needed,
@@ -842,6 +841,30 @@ def read_item(
         return bytes(unpacked_item(view, found, max_bytes=item_bytes_at_most(table, chunk)))
 
 
+def read_items(
+    storage: Storage,
+    table: ChunkTable,
+    chunks: Sequence[int],
+    *,
+    verify: Verify,
+    transforms: Transforms,
+) -> list[bytes]:
+    """Returns what `read_item` does for each chunk; several are read at a time where that pays.
+
+    Raises:
+        CheckpointError: As `read_item`.
+    """
+    found = [b""] * len(chunks)
+
+    def read(index: int) -> None:
+        found[index] = read_item(
+            storage, table, chunks[index], verify=verify, transforms=transforms
+        )
+
+    run_tasks(range(len(chunks)), read, threads_for(storage, len(chunks)))
+    return found
+
+
 def _locate(
     storage: Storage, table: ChunkTable, chunks: Int32Array, num_threads: int
 ) -> tuple[Int64Array, set[int]]:
@@ -851,6 +874,10 @@ def _locate(
     opaque: set[int] = set(used[table.kind[table.tensor[used]] != Kind.TENSOR].tolist())
     large = used[(place[used] < 0) & (table.item_bytes[used] > _WHOLE_ITEM_BYTES)]
     todo = [chunk for chunk in large.tolist() if chunk not in opaque]
+
+    if (begin := getattr(storage, "read_ahead", None)) is not None:
+        for chunk in todo:
+            begin(table.files[table.file[chunk]], int(table.item_offset[chunk]), _HEAD_BYTES)
 
     def locate(chunk: int) -> None:
         item = locate_item(storage, table, chunk)

@@ -21,7 +21,7 @@ way, so nobody has to know whether its process lives.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -91,11 +91,26 @@ def used_slots(storage: Storage) -> tuple[int, ...]:
     Raises:
         StorageError: It can't be listed.
     """
-    found = (slot_of(entry.key) for entry in storage.list("manifest-"))
-    return tuple(sorted(slot for slot in found if slot is not None))
+    return slots_in(entry.key for entry in storage.list("manifest-"))
 
 
-def read_slots(storage: Storage, *, tolerant: bool = False, whole: bool = False) -> Slots:
+def slots_in(keys: Iterable[str]) -> tuple[int, ...]:
+    """Returns the slots that are in use, ascending.
+
+    Args:
+        keys: What a listing of the place shows.
+    """
+    return tuple(sorted(slot for key in keys if (slot := slot_of(key)) is not None))
+
+
+def read_slots(
+    storage: Storage,
+    *,
+    tolerant: bool = False,
+    whole: bool = False,
+    used: tuple[int, ...] | None = None,
+    known: Mapping[int, bytes] | None = None,
+) -> Slots:
     """Returns the records that decide what stands at a place.
 
     Reads downwards, and no further than the slot that the one which decides saw when it was
@@ -106,6 +121,9 @@ def read_slots(storage: Storage, *, tolerant: bool = False, whole: bool = False)
         storage: Of the place.
         tolerant: Pass records by that can't be read, instead of failing.
         whole: Read the older records as well.
+        used: The slots in use, by a listing that the caller made. It is believed where it shows no
+            decision: for callers that create a record by it, and look above that afterwards.
+        known: Records that were read already, by slot.
 
     Raises:
         DamagedCheckpointError: A record can't be read; nothing is decided past it.
@@ -117,21 +135,28 @@ def read_slots(storage: Storage, *, tolerant: bool = False, whole: bool = False)
     """
     before: Slots | None = None
     for _ in range(_MOST_TRIES):
-        found = _read(storage, tolerant, whole)
-        if found is not None and found.decides is not None:
+        slots = used_slots(storage) if used is None else used
+        found = _read(storage, slots, tolerant, whole, known or {})
+        if found is not None and (found.decides is not None or used is not None):
             return found
         if found is not None and before is not None and found.used == before.used:
             return found
-        before = found
+        before, used, known = found, None, None
     raise StorageError(
         f"The records in {storage.url} changed {_MOST_TRIES} times while they were read: who saves "
         f"or deletes there all the time? Try again when that is over"
     )
 
 
-def _read(storage: Storage, tolerant: bool, whole: bool) -> Slots | None:
+def _read(
+    storage: Storage,
+    used: tuple[int, ...],
+    tolerant: bool,
+    whole: bool,
+    known: Mapping[int, bytes],
+) -> Slots | None:
     """Returns what the slots hold; None when one that was listed is gone."""
-    found = Slots(used_slots(storage))
+    found = Slots(used)
     decides: Deciding | None = None
     for slot in reversed(found.used):
         is_older = decides is not None and slot <= decides.record.previous_slot
@@ -139,7 +164,7 @@ def _read(storage: Storage, tolerant: bool, whole: bool) -> Slots | None:
             break
         try:
             # Why so many: of a longer file, no more is taken into memory than is refused.
-            data = storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
+            data = known.get(slot) or storage.read(record_key(slot), 0, MAX_RECORD_BYTES + 1)
         except KeyMissingError:
             if not is_older:
                 return None

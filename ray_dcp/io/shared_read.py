@@ -85,6 +85,9 @@ class SharedReadStorage(StorageWrapper):
         bytes_instead: Of those from storage, what should have come from another rank.
     """
 
+    # Why: others read most of it.
+    read_ahead = None
+
     def __init__(
         self,
         inner: Storage,

@@ -27,7 +27,7 @@ from ray_dcp.format.table_places import (
     starts_of_files,
     with_places,
 )
-from ray_dcp.io.threads import run_tasks
+from ray_dcp.io.threads import run_tasks, threads_for
 from ray_dcp.planning.reads import Wanted
 from ray_dcp.store.storage import KeyMissingError, Storage
 
@@ -65,8 +65,13 @@ def verified_table(storage: Storage, manifest: Manifest) -> bytes:
     return data
 
 
-def verified_end(storage: Storage, manifest: Manifest) -> bytes:
+def verified_end(storage: Storage, manifest: Manifest, table: bytes = b"") -> bytes:
     """Returns the end of a chunk table in groups, which tells of them.
+
+    Args:
+        storage: Where it is.
+        manifest: That names it.
+        table: All of it, if it was read already.
 
     Raises:
         DamagedCheckpointError: It is missing, or another one.
@@ -79,7 +84,7 @@ def verified_end(storage: Storage, manifest: Manifest) -> bytes:
             key=entry.key,
         )
     start = entry.num_bytes - end.num_bytes
-    data = _read(storage, entry.key, start, end.num_bytes + 1)
+    data = table[start:] if table else _read(storage, entry.key, start, end.num_bytes + 1)
     _check(data, end.num_bytes, end.digest, entry.key, "last ")
     return data
 
@@ -121,8 +126,7 @@ def _check(data: bytes, num_bytes: int, digest: str, key: str, which: str) -> No
 
 
 _THREADS = 16
-"""Most that read the ends of data files at a time; a file each, as it is another request."""
-_FILES_A_THREAD = 16
+"""That look at the ends of all data files."""
 
 
 class CheckFile:
@@ -173,8 +177,7 @@ class CheckFile:
             StorageError: They can't be read.
         """
         todo = sorted((self._there & {*files}) - self._known)
-        threads = min(_THREADS, max(1, len(todo) // _FILES_A_THREAD))
-        run_tasks(todo, self._read_end, threads)
+        run_tasks(todo, self._read_end, threads_for(self._storage, len(todo)))
         self._known.update(todo)
 
     def ends(self, sizes: Mapping[str, int]) -> list[bytes | str]:
@@ -261,6 +264,7 @@ class TableParts:
     Args:
         storage: Where it is.
         manifest: Of the checkpoint.
+        table: All of it, verified, if it was read already.
 
     Attributes:
         tensors: The table without chunks.
@@ -270,10 +274,11 @@ class TableParts:
         StorageError: The end of the table can't be read.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest, table: bytes = b"") -> None:
         self._storage = storage
         self._manifest = manifest
-        end = verified_end(storage, manifest)
+        self._known = table
+        end = verified_end(storage, manifest, table)
         with collector_paused():
             self._table = GroupedTable(end, manifest.table.num_bytes)
         self.tensors = self._table.tensors
@@ -312,11 +317,15 @@ class TableParts:
         for _, run in groupby(enumerate(groups.tolist()), lambda pair: pair[1] - pair[0]):
             spans = [(number, *self._table.span(number)) for _, number in run]
             first, end = spans[0][1], spans[-1][2]
-            key = self._manifest.table.key
-            data = memoryview(verified_bytes(self._storage, key, first, end - first))
+            data = memoryview(self._bytes(first, end))
             found |= {number: data[low - first : high - first] for number, low, high in spans}
         with collector_paused():
             return self._table.chunks(found)
+
+    def _bytes(self, first: int, end: int) -> bytes:
+        if self._known:
+            return self._known[first:end]
+        return verified_bytes(self._storage, self._manifest.table.key, first, end - first)
 
 
 def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> TableParts | CheckFile:
@@ -332,7 +341,7 @@ def table_parts(storage: Storage, manifest: Manifest, table: bytes = b"") -> Tab
         StorageError: It can't be read.
     """
     if manifest.table_end is not None:
-        return TableParts(storage, manifest)
+        return TableParts(storage, manifest, table)
     data = same_as(manifest.table, table) if table else verified(storage, manifest.table)
     with collector_paused():
         rows = decode_table(data)

@@ -10,12 +10,18 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from ray_dcp.store.storage import read_traits_of
 
 T = TypeVar("T")
 
 UNWIND_S = 1.0
 """How long work that was asked to stop is waited for, in seconds: it removes what it had begun."""
+
+
+_THREAD_S = 1e-3
+"""A thread more pays where it spares so many seconds of waiting."""
 
 
 class Stop:
@@ -108,6 +114,41 @@ def run_tasks(
         thread.join()
     if stop.error is not None:
         raise stop.error
+
+
+def threads_for(storage: object, num_requests: int, most: int = 16) -> int:
+    """Returns how many threads pay for small requests that do not depend on each other.
+
+    Args:
+        storage: That is asked.
+        num_requests: How many requests there are.
+        most: Threads.
+
+    Example:
+        >>> threads_for(None, 40), threads_for(None, 400)
+        (1, 8)
+    """
+    paid = int(num_requests * read_traits_of(storage).request_s / _THREAD_S)
+    return max(1, min(paid, num_requests, most))
+
+
+def at_once(*calls: Callable[[], Any]) -> tuple[Any, ...]:
+    """Returns what calls return that wait for a storage at the same time.
+
+    Raises:
+        BaseException: The first error of a call; the others have ended by then.
+
+    Example:
+        >>> at_once(lambda: 1, lambda: "a")
+        (1, 'a')
+    """
+    found: list[Any] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        found[index] = calls[index]()
+
+    run_tasks(range(len(calls)), call, len(calls))
+    return tuple(found)
 
 
 def run_within(

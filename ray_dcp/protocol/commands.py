@@ -100,7 +100,7 @@ class MakePlan:
 
 @dataclass(frozen=True, eq=False)
 class BuildCommit:
-    """Check the receipts, and build all bytes of the commit. Long. Result: `CommitBuilt`."""
+    """Check the receipts, build all bytes of the commit. Pure, but long. Result: `CommitBuilt`."""
 
     target: Target
     attempt: str
@@ -119,13 +119,21 @@ class BuildCommit:
     """`SaveJoin.stats`, by rank; empty where none are wanted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WriteTable:
-    """Write the chunk table, durable when done. Result: `Finished`."""
+    """Write the chunk table, and look whether all data files are visible. Result: `Finished`.
+
+    The table is durable when it is done.
+    """
 
     target: Target
     files: tuple[tuple[str, bytes], ...]
     """Keys and bytes."""
+    receipts: tuple[FileReceipt | FileReceipts, ...] = ()
+    """Of the data files."""
+    attempt: str = ""
+    previous_slot: int = 0
+    """Highest slot in use at planning."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ class CreateAbort:
 class PublishMetadata:
     """Replace `.metadata` by that of the committed checkpoint. Result: `Published`.
 
-    Left as it is when a higher slot holds a commit.
+    Where a higher slot holds a commit or delete by then, the `.metadata` of that is put back.
     """
 
     target: Target
@@ -329,7 +337,7 @@ class Published:
     """`.metadata` was dealt with."""
 
     superseded: bool = False
-    """A higher commit or delete decides, and nothing was done."""
+    """A higher commit or delete decides, and `.metadata` is as that wants it."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ from ray_dcp.protocol.messages import (
 )
 from ray_dcp.protocol.operation import Commands, Operation
 
+MOST_SENT_BYTES = 64 << 20
+"""Most bytes of a chunk table that are sent, to all ranks together. Why: a rank that reads it pays
+a request; where there are many, most need a small part of a long one."""
+
 SHARE_S = 60.0
 """How long may be thought about who reads what for whom, in seconds; after that everybody reads
 for himself."""
@@ -90,7 +94,9 @@ class LoadMachine(Operation):
     def _on_result(self, result: Result) -> Commands:
         match self.phase, result:
             case "opening", CheckpointRead():
-                go = LoadGo(result.kind, result.slot, result.record, result.table)
+                is_sent = len(result.table) * self.world_size <= MOST_SENT_BYTES
+                table = result.table if is_sent else b""
+                go = LoadGo(result.kind, result.slot, result.record, table)
                 self._call("planning")
                 return (self._arm(self._options.plan_timeout_s), *self._give_all(go))
             case "opening", Failed():

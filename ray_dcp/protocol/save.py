@@ -8,7 +8,7 @@
 | reading | `RecordsRead` | refuse, or plan |
 | planning | `Planned` | `SaveGo` to every rank: *from here on the attempt may be committed* |
 | writing | receipts of every rank's files | build table, manifest and `.metadata` |
-| building | `CommitBuilt` | write the table |
+| building | `CommitBuilt` | write the table, look whether the data files are visible |
 | table | `Finished` | create the manifest |
 | record | the vote | *committed*: do what follows |
 | aborting | the vote | *failed*: `Refused` to every rank, do what follows |
@@ -396,7 +396,8 @@ class SaveMachine(Operation):
                 return ()  # nobody knows yet whether it was over: the vote will find out
             case "building", CommitBuilt():
                 self._built = result
-                task = WriteTable(self._target, result.files)
+                receipts, seen = tuple(self._receipts), self._seen.last_slot
+                task = WriteTable(self._target, result.files, receipts, self._attempt, seen)
                 return self._step("table", task, self.options.commit_timeout_s)
             case "table", Finished() if self._built is not None:
                 vote = self._vote.commit(self._built.record)

@@ -50,6 +50,9 @@ class MemoryTierStorage(StorageWrapper):
         bytes_from_memory: How many bytes were taken from there.
     """
 
+    # Why: what is in memory is not read.
+    read_ahead = None
+
     def __init__(
         self,
         inner: Storage,

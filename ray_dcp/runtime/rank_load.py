@@ -41,10 +41,11 @@ from ray_dcp.io.reader import (
     TargetSink,
     naming_tensor,
     prepare_reads,
-    read_item,
+    read_items,
     read_prepared,
 )
 from ray_dcp.io.shared_read import SharedReadStorage
+from ray_dcp.io.small_files import SmallFiles
 from ray_dcp.io.threads import run_within
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import (
@@ -225,7 +226,7 @@ class Reading:
         self._vitals = vitals
         self._rank = rank
         self._storage: Storage | None = None
-        self._opened: Storage | None = None
+        self._opened: SmallFiles | None = None
 
     def open(self) -> Storage:
         """Returns the storage.
@@ -247,8 +248,8 @@ class Reading:
                 rank=self._rank,
             )
         opened = self._in_time(partial(self._opener, self._target), "open the storage")
-        self._opened = opened
-        self._storage = WatchedStorage(opened, self._vitals)
+        self._opened = SmallFiles(opened)
+        self._storage = WatchedStorage(self._opened, self._vitals)
         return self._storage
 
     def checkpoint(self, go: LoadGo) -> Checkpoint:
@@ -268,6 +269,8 @@ class Reading:
         found = self._in_time(read, "read what is stored")
         found.in_time = partial(self._in_time, what="read which chunks are stored")
         if self._opened is not None:
+            if found.manifest is not None:
+                self._opened.expect(found.manifest.files)
             self._memory.ask(self._opened, found.attempt)
         return found
 
@@ -418,10 +421,10 @@ class Reading:
         for batch in _batches(table, [*opaque, *work.objects]):
 
             def items(batch: Sequence[_Item] = batch) -> list[bytes]:
-                return [
-                    read_item(storage, table, chunk, verify=options.verify, transforms=transforms)
-                    for chunk, _ in batch
-                ]
+                chunks = [chunk for chunk, _ in batch]
+                return read_items(
+                    storage, table, chunks, verify=options.verify, transforms=transforms
+                )
 
             for (chunk, take), data in zip(batch, self._read(items, end_s), strict=True):
                 read += int(table.item_bytes[chunk])

@@ -33,7 +33,7 @@ from ray_dcp.format.manifest import (
 )
 from ray_dcp.format.metadata import decode_metadata, encode_metadata
 from ray_dcp.io.checkpoint import METADATA_KEY, Found, find_checkpoint, is_ours, not_found
-from ray_dcp.io.records import Slots, read_slots, used_slots
+from ray_dcp.io.records import Slots, read_slots, slots_in, used_slots
 from ray_dcp.protocol.commands import Overtaken, Published, RecordsRead
 from ray_dcp.protocol.garbage import (
     GarbagePlan,
@@ -89,12 +89,15 @@ class Standing:
         return self.record if isinstance(self.record, Manifest) else None
 
 
-def standing_records(storage: Storage, *, whole: bool = False) -> Standing:
+def standing_records(
+    storage: Storage, *, whole: bool = False, used: tuple[int, ...] | None = None
+) -> Standing:
     """Returns the newest commit or delete of a target; passes by what can't be read.
 
     Args:
         storage: Of the target.
         whole: Read the older records as well.
+        used: As for `read_slots`.
 
     Raises:
         CheckpointError: A newer ray_dcp wrote here, or the storage fails.
@@ -102,7 +105,7 @@ def standing_records(storage: Storage, *, whole: bool = False) -> Standing:
     Complexity:
         As `read_slots`.
     """
-    slots = read_slots(storage, tolerant=True, whole=whole)
+    slots = read_slots(storage, tolerant=True, whole=whole, used=used)
     found = slots.decides
     if found is None:
         return Standing(slots, unreadable=slots.unreadable)
@@ -119,9 +122,11 @@ def read_standing(storage: Storage) -> RecordsRead:
     Raises:
         CheckpointError: A newer ray_dcp wrote here, or the storage fails.
     """
-    standing = standing_records(storage)
-    digest, foreign_files = foreign_metadata(storage, standing.manifest)
     keys = [entry.key for entry in everything(storage)]
+    standing = standing_records(storage, used=slots_in(keys))
+    digest, foreign_files = None, tuple[str, ...]()
+    if METADATA_KEY in keys:
+        digest, foreign_files = foreign_metadata(storage, standing.manifest)
     present = attempts_of(keys)
     if not storage.traits.create_if_absent:
         # Why: two saves may both believe to have won there; the files of neither may go.
@@ -162,13 +167,16 @@ def everything(storage: Storage) -> list[Entry]:
     return [*storage.list(), *hidden]
 
 
-def overtaken(storage: Storage, slot: int, record: bytes) -> Overtaken | None:
+def overtaken(
+    storage: Storage, slot: int, record: bytes, before: tuple[int, ...] | None = None
+) -> Overtaken | None:
     """Returns the commit or delete in a higher slot than a record that was just created or met.
 
     Args:
         storage: Of the target.
         slot: Of that record.
         record: As on storage.
+        before: The slots in use, by a listing that was made while the record was created.
 
     Returns:
         None when none decides above it: who commits or deletes later meets that record.
@@ -177,7 +185,8 @@ def overtaken(storage: Storage, slot: int, record: bytes) -> Overtaken | None:
         CheckpointError: The storage fails.
     """
     # Why twice: a listing may show neither a record that goes nor the one that makes it go.
-    if not any(used[-1] > slot for used in map(used_slots, (storage, storage)) if used):
+    looks = (used_slots(storage) if before is None else before, used_slots(storage))
+    if not any(used[-1] > slot for used in looks if used):
         return None
     found = read_slots(storage, tolerant=True).decides
     if found is None or found.slot <= slot:
@@ -323,7 +332,7 @@ def foreign_metadata(
 
 
 def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Published:
-    """Replaces `.metadata` by that of the commit in a slot, unless a later record decides.
+    """Replaces `.metadata` by that of the commit in a slot, or by that of a later one that decides.
 
     Args:
         storage: Of the target.
@@ -334,16 +343,19 @@ def publish(storage: Storage, slot: int, metadata: bytes | None, url: str) -> Pu
     Raises:
         CheckpointError: The storage fails.
     """
-    # Why: this save may have lain still since its commit, and a later one has published by now.
-    if standing_records(storage).slot > slot:
-        return Published(superseded=True)
     _put(storage, metadata)
-    if standing_records(storage).slot > slot:
-        # Why: it may have lain still since it looked, and has replaced what the later one
+    if _decides_above(storage, slot):
+        # Why: this save may have lain still since its commit, and has replaced what a later one
         # published, whose files are the only ones that are left.
         republish(storage, url)
         return Published(superseded=True)
     return Published()
+
+
+def _decides_above(storage: Storage, slot: int) -> bool:
+    """Tells whether a commit or delete stands above a slot that holds one."""
+    # Why first a listing: nearly always nothing is above it, and no record has to be read.
+    return used_slots(storage)[-1:] != (slot,) and standing_records(storage).slot > slot
 
 
 def republish(storage: Storage, url: str) -> bool:

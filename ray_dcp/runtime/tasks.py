@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,8 +52,8 @@ from ray_dcp.format.table import encode_table, end_of
 from ray_dcp.format.table_places import place_runs
 from ray_dcp.format.tensor_stats import combine, decode_parts, encode_stats, stats_key
 from ray_dcp.io.checkpoint import METADATA_KEY, find_checkpoint
-from ray_dcp.io.records import read_slots
-from ray_dcp.io.threads import run_tasks
+from ray_dcp.io.records import read_slots, used_slots
+from ray_dcp.io.threads import at_once, run_tasks, threads_for
 from ray_dcp.planning.fingerprint import Fingerprints, alike, fingerprint
 from ray_dcp.planning.finish import checked_receipts, finish_table
 from ray_dcp.planning.global_plan import MIN_WRITER_BYTES, encoded_table, make_plan, rank_plan
@@ -310,10 +311,6 @@ def _entry(key: str, data: bytes) -> FileEntry:
 
 
 MOST_NAMED = 20
-CHECK_THREADS = 16
-MOST_SENT_BYTES = 64 << 10
-"""Longest chunk table that is sent to the ranks. Why: one that reads it pays a request, which takes
-as long as so many bytes; of a longer one most ranks need a part."""
 
 
 def new_attempt() -> str:
@@ -353,19 +350,10 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
             with collector_paused():
                 return plan_of(task)
         case BuildCommit():
-            files = [(told.key, told.num_bytes) for told in task.receipts
-                     if isinstance(told, FileReceipt)]  # fmt: skip
-            files += [file for told in task.receipts
-                      if isinstance(told, FileReceipts) for file in told.lengths]  # fmt: skip
-            storage = opener(task.target)
-            check_complete(storage, files, task.attempt, task.previous_slot, task.target.url)
             with collector_paused():
                 return build_commit(task)
         case WriteTable():
-            storage = opener(task.target)
-            for key, data in task.files:
-                storage.write(key, data)
-            return Finished()
+            return _write_table(task, opener(task.target))
         case CreateRecord():
             storage = opener(task.target)
             return _create(storage, task.slot, task.record, task.create_if_absent)
@@ -394,8 +382,19 @@ def _perform(task: Task, opener: Callable[[Target], Storage]) -> Result:
                 # load needs no `.metadata`, and may have no right to write.
                 with suppress(CheckpointError):
                     republish(storage, task.target.url)
-            table = found.table if len(found.table) <= MOST_SENT_BYTES else b""
-            return CheckpointRead(found.kind, found.slot, found.record, table)
+            return CheckpointRead(found.kind, found.slot, found.record, found.table)
+
+
+def _write_table(task: WriteTable, storage: Storage) -> Finished:
+    files = [(told.key, told.num_bytes) for told in task.receipts if isinstance(told, FileReceipt)]
+    for told in task.receipts:
+        files += told.lengths if isinstance(told, FileReceipts) else ()
+    url = task.target.url
+    at_once(
+        lambda: check_complete(storage, files, task.attempt, task.previous_slot, url),
+        *(partial(storage.write, key, data) for key, data in task.files),
+    )
+    return Finished()
 
 
 def check_complete(
@@ -465,7 +464,7 @@ def _check_visible(storage: Storage, files: list[tuple[str, int]]) -> None:
         if len(tail) != num_bytes - start:
             wrong.append(f"{key} has another length than {num_bytes} bytes")
 
-    run_tasks(files, check, min(CHECK_THREADS, max(len(files) // CHECK_THREADS, 1)))
+    run_tasks(files, check, threads_for(storage, len(files)))
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise StorageError(
@@ -489,8 +488,13 @@ def _create(
         found = _read_record(storage, slot)
         if isinstance(found, SlotTaken):
             return found
+    before: tuple[int, ...] | None = None
     try:
-        storage.write(record_key(slot), record, create=can_create)
+        # Why looked meanwhile: see `overtaken`.
+        _, before = at_once(
+            lambda: storage.write(record_key(slot), record, create=can_create),
+            lambda: used_slots(storage),
+        )
     except KeyExistsError:
         found = _read_record(storage, slot)
         if isinstance(found, SlotTaken):
@@ -515,7 +519,7 @@ def _create(
             )
         if found.record != record:
             return found
-    return RecordCreated(slot, overtaken(storage, slot, record))
+    return RecordCreated(slot, overtaken(storage, slot, record, before))
 
 
 def _outcome(storage: Storage, task: ReadOutcome) -> OutcomeRead:

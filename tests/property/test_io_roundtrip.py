@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from ray_dcp.errors import DamagedCheckpointError
 from ray_dcp.io import read_jobs
-from ray_dcp.io import reader as filling
 from ray_dcp.io.reader import read_chunks
 from ray_dcp.options import LoadOptions
 from ray_dcp.planning.reads import Wanted, pair_bytes, plan_reads
@@ -83,7 +82,6 @@ def limits(draw):
         (read_jobs, "SCRATCH_BYTES"): draw(st.sampled_from([1, 64, 1 << 20])),
         (read_jobs, "FREE_GAP_BYTES"): 0,
         (read_jobs, "MOST_GAP_BYTES"): draw(st.sampled_from([0, 16, 1 << 16])),
-        (filling, "_VERIFY_BYTES"): draw(sizes),
     }
 
 

@@ -189,7 +189,7 @@ def test_a_checkpoint_whose_table_can_not_be_read_is_given_up_at_the_deadline(
     url, gate, monkeypatch
 ):
     # The ranks get a short table with the plan; longer ones they read.
-    monkeypatch.setattr("ray_dcp.runtime.tasks.MOST_SENT_BYTES", 0)
+    monkeypatch.setattr("ray_dcp.protocol.load.MOST_SENT_BYTES", 0)
     save(state_of(1), 1, url)
     with pytest.raises(DeadlineError, match=r"read what is stored within 2 s") as caught:
         one_load(url, InlineSession(), opener=gate("chunks.*").opener, plan_timeout_s=2)

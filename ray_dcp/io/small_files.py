@@ -1,0 +1,70 @@
+"""A storage that reads a small file once, whole, where every request is waited for.
+
+A load reads checksums, tensors and objects of one file by several short reads. From a store that is
+far away each of them takes as long as a few megabytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ray_dcp.format.manifest import FileEntry
+from ray_dcp.store.storage import Storage, StorageWrapper, read_traits_of
+
+KEPT_BYTES = 64 << 20
+"""Most that is kept of all small files together."""
+
+
+class SmallFiles(StorageWrapper):
+    """Implements the reads of `Storage`; knows no file before `expect`.
+
+    Args:
+        inner: Where the files are.
+
+    Example:
+        >>> from ray_dcp.store.memory import MemoryStorage
+        >>> inner = MemoryStorage("doc-small-files")
+        >>> inner.write("a", b"abc")
+        >>> storage = SmallFiles(inner)
+        >>> storage.expect([FileEntry("a", 3, "")])
+        >>> storage.read("a", 1), storage.read("a", 0, 1)
+        (b'bc', b'a')
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self._turns: dict[str, threading.Lock] = {}
+        self._files: dict[str, bytes] = {}
+
+    def expect(self, files: Iterable[FileEntry]) -> None:
+        """Tells which files will be read; small ones are kept from their first read on.
+
+        Args:
+            files: Keys and lengths.
+        """
+        traits, left = read_traits_of(self._inner), KEPT_BYTES
+        most_bytes = int(traits.request_s * traits.bytes_per_s)
+        for file in () if traits.cached else files:
+            if file.num_bytes <= min(most_bytes, left):
+                left -= file.num_bytes
+                self._turns[file.key] = threading.Lock()
+
+    def read(self, key: str, start: int = 0, num_bytes: int | None = None) -> bytes:
+        """See `Storage.read`."""
+        turn = self._turns.get(key)
+        if turn is None:
+            return super().read(key, start, num_bytes)
+        with turn:
+            if key not in self._files:
+                self._files[key] = super().read(key)
+        data = self._files[key]
+        return data[start:] if num_bytes is None else data[start : start + num_bytes]
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """See `Storage.read_into`."""
+        data = self.read(key, start, len(target)) if key in self._turns else b""
+        if len(data) == len(target) > 0:
+            target[:] = data
+        else:
+            super().read_into(key, start, target)

@@ -1,0 +1,79 @@
+"""How many requests a save, a load and a manager make, and how many of them one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ray_dcp
+from ray_dcp.manager import CheckpointManager
+from ray_dcp.store.location import Location
+from tests.refusing_proxy import RefusingProxy
+from tests.s3_server import fresh_place
+
+AWAY_S = 0.05
+
+
+@pytest.fixture
+def proxy(server):
+    proxy = RefusingProxy(int(server.endpoint.rpartition(":")[2]))
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def place(server, proxy):
+    place = fresh_place(server)
+    endpoint = f"http://127.0.0.1:{proxy.port}"
+    found = Location(place.url, {**place.storage_options, "endpoint": endpoint})
+    # The first save of a process tries what the store can do.
+    ray_dcp.save(state(0), checkpoint_id=found / "first", no_dist=True)
+    proxy.delay_s = AWAY_S
+    proxy.forget()
+    return found
+
+
+def state(step: int) -> dict[str, object]:
+    return {f"layers.{i}.weight": torch.full((16,), float(step)) for i in range(8)} | {"step": step}
+
+
+def test_a_small_save_waits_for_few_requests(place, proxy):
+    ray_dcp.save(state(1), checkpoint_id=place / "one", no_dist=True)
+    told = "\n".join(proxy.seen)
+    assert len(proxy.seen) <= 10, told
+    assert proxy.depth <= 7, told
+    assert proxy.seen[0].startswith("GET"), told
+
+
+def test_a_small_load_waits_for_few_requests(place, proxy):
+    ray_dcp.save(state(1), checkpoint_id=place / "one", no_dist=True)
+    proxy.forget()
+    found = state(0)
+    ray_dcp.load(found, checkpoint_id=place / "one", no_dist=True)
+    told = "\n".join(proxy.seen)
+    assert found["step"] == 1
+    assert len(proxy.seen) <= 7, told
+    assert proxy.depth <= 6, told
+
+
+def test_objects_are_read_at_the_same_time(place, proxy):
+    objects = {f"object-{i}": i for i in range(12)}
+    ray_dcp.save(objects, checkpoint_id=place / "objects", no_dist=True)
+    proxy.forget()
+    found = dict.fromkeys(objects, -1)
+    ray_dcp.load(found, checkpoint_id=place / "objects", no_dist=True)
+    assert found == objects
+    assert proxy.depth <= 7, "\n".join(proxy.seen)
+
+
+def test_a_manager_that_begins_again_does_not_read_every_step(place, proxy):
+    proxy.delay_s = 0.0
+    with CheckpointManager(place / "run", 1, chkpt_on_preemption=False) as manager:
+        for step in range(40):
+            manager.save(step, state(step))
+    proxy.delay_s = AWAY_S
+    proxy.forget()
+    again = CheckpointManager(place / "run", 1, chkpt_on_preemption=False)
+    again.save(40, state(40))
+    assert len(proxy.seen) <= 30, "\n".join(proxy.seen)
+    again.close()
