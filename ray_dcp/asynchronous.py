@@ -1,8 +1,9 @@
 """Carries out `async_save`: stages in the caller's thread, and goes on in one of its own.
 
-What the caller waits for is the capture, one exchange with the coordinator and one copy of the
-bytes. Everything after that belongs to a thread of this process, and to the stager that holds the
-bytes: when there is one, the save goes on without this process too.
+What the caller waits for is the capture, one exchange with the coordinator and, unless it asked for
+`SaveOptions(staging="background")`, one copy of the bytes. Everything after that belongs to a
+thread of this process, and to the stager that holds the bytes: when there is one, the save goes on
+without this process too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from ray_dcp.runtime.rank_load import drive
 from ray_dcp.runtime.rank_save import Captured, Unchanged, join_save
 from ray_dcp.runtime.session import Disconnected, shut_down_meanwhile, until_disconnected
 from ray_dcp.runtime.staging_backend import StagingBackend, keeping_of
-from ray_dcp.torch_adapter.dispatch import FOREIGN, Route
+from ray_dcp.torch_adapter.dispatch import FOREIGN, HOOKS, Route
 from ray_dcp.torch_adapter.lazy_metadata import CommittedMetadata
 from ray_dcp.torch_adapter.state import stateful_to_state_dict
 
@@ -128,7 +129,11 @@ class _Save:
             bytes_staged=self._account.bytes.get("stage", 0),
             bytes_written=self._account.bytes_written,
             takeovers=self._takeovers(),
+            waited_s=self._waited_s(),
         )
+
+    def _waited_s(self) -> float | None:
+        return None
 
     def _takeovers(self) -> int:
         return 0
@@ -136,6 +141,7 @@ class _Save:
     def _end(self, metadata: Metadata | None, error: BaseException | None) -> None:
         """Ends the handle; what is counted is counted before anybody hears of it."""
         self._account.takeovers = self._takeovers()
+        self._account.waited_s = self._waited_s()
         self._account.end(error)
         self._handle._end(metadata, error)
 
@@ -192,14 +198,24 @@ class _NativeSave(_Save):
     def _takeovers(self) -> int:
         return 0 if self._keeping is None else self._keeping.takeovers
 
+    @property
+    def _in_background(self) -> bool:
+        # Why not for hooks: a planner's own code would be asked in another thread.
+        return self._options.staging == "background" and self._decision.path != HOOKS
+
+    def _waited_s(self) -> float | None:
+        return self._handle._waited_s if self._in_background else None
+
     def begin(self, state_dict: Mapping[str, Any]) -> None:
-        """Stages the state, in the caller's thread."""
+        """Plans the save, and stages the state, in the caller's thread."""
         with ExitStack() as stack:
             activity = stack.enter_context(
                 self._session.activity(self._options.heartbeat_timeout_s)
             )
             try:
-                finish = self._stage(activity, state_dict)
+                stages = [self._plan(activity, state_dict)]
+                if not self._in_background:
+                    finish = stages.pop()()
             except CheckpointError as error:
                 self._end(None, error)
                 return
@@ -211,11 +227,15 @@ class _NativeSave(_Save):
 
         def finish_all() -> Metadata:
             with rest:
-                return finish()
+                # Why popped: it holds the state, which may go when it is staged.
+                return stages.pop()()() if stages else finish()
 
         self._go_on(finish_all)
 
-    def _stage(self, session: Activity, state_dict: Mapping[str, Any]) -> Callable[[], Metadata]:
+    def _plan(
+        self, session: Activity, state_dict: Mapping[str, Any]
+    ) -> Callable[[], Callable[[], Metadata]]:
+        """Returns what stages the state as it is now, and returns what ends the save."""
         target, options, vitals = target_of(self._decision), self._options, session.vitals
         account, call = self._account, self._account.watching(session.call)
         take: Callable[[], Captured] = capture_of(self._decision, session, state_dict, options)
@@ -239,10 +259,19 @@ class _NativeSave(_Save):
         go, captured = drive(join, call)
         self._key = vitals.key or self._key
         account.planned(go)
-        error = keeping.stage(self._key, go, captured, target, options, vitals)
-        account.done("stage", keeping.num_bytes)
-        self._handle._is_staged(error)
-        noted = (*captured.warnings, *go.warnings)
+        key, noted = self._key, (*captured.warnings, *go.warnings)
+        if self._in_background:
+            # Suppressed: staging raises it again, where the other ranks are told.
+            with suppress(Exception):
+                for file in go.plan.files:
+                    for row in file.deferred.tolist():
+                        captured.deferred(row)
+
+        def stage() -> Callable[[], Metadata]:
+            error = keeping.stage(key, go, captured, target, options, vitals)
+            account.done("stage", keeping.num_bytes)
+            self._handle._is_staged(error)
+            return finish
 
         def finish() -> Metadata:
             committed = False
@@ -262,7 +291,7 @@ class _NativeSave(_Save):
             self._decision.committed(outcome.attempt)
             return CommittedMetadata.of(target, outcome)
 
-        return finish
+        return stage
 
 
 def _noted(take: Callable[[], Captured], rank: int) -> Captured:

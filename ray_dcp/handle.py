@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from ray_dcp.errors import CheckpointError, DeadlineError, SaveCancelledError
+from ray_dcp.errors import (
+    CheckpointError,
+    DeadlineError,
+    InvalidRequestError,
+    SaveCancelledError,
+)
 
 if TYPE_CHECKING:
     from ray_dcp.asynchronous import _Save
@@ -60,11 +68,34 @@ class SaveReport:
     """This rank."""
     takeovers: int = 0
     """How often another stager had to take this rank's bytes over."""
+    waited_s: float | None = None
+    """With `SaveOptions(staging="background")`: how long `SaveHandle.staged` and `before_step` held
+    training up, in seconds. None where the call copied."""
 
     @property
     def stall_s(self) -> float:
-        """How long training waited: `capture`, `plan` and `stage` together, in seconds."""
-        return sum(self.seconds.get(phase, 0.0) for phase in ("capture", "plan", "stage"))
+        """How long training waited: `capture`, `plan`, and `stage` or `waited_s`, in seconds."""
+        stage_s = self.seconds.get("stage", 0.0) if self.waited_s is None else self.waited_s
+        return self.seconds.get("capture", 0.0) + self.seconds.get("plan", 0.0) + stage_s
+
+
+class _StepHook:
+    """Holds an optimizer's step up until the saves that were registered before it are staged.
+
+    Why it stays: torch iterates over the hooks while it calls them, so that none may remove one,
+    nor may the thread that stages.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[SaveHandle] = []
+
+    def __call__(self, *_: object) -> None:
+        while self.handles:
+            self.handles.pop()._hold_step()
+
+
+_step_hooks: WeakKeyDictionary[Any, _StepHook] = WeakKeyDictionary()
+"""Of each optimizer."""
 
 
 class SaveHandle(Future[Metadata], AsyncSaveResponse):
@@ -98,6 +129,7 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
         self.staging_completion: Future[None] = Future()
         self.upload_completion: Future[Any] = Future()
         self._source: _Save | None = None
+        self._waited_s = 0.0
         self._looked_at = False
         self._cancelled = threading.Event()
         self.set_running_or_notify_cancel()
@@ -112,7 +144,59 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
             DeadlineError: It took longer.
             CheckpointError: Staging failed on this rank.
         """
-        self._wait_for(self.staging_completion, timeout_s, "be staged")
+        began_s = time.perf_counter()
+        try:
+            self._wait_for(self.staging_completion, timeout_s, "be staged")
+        finally:
+            self._waited_s += time.perf_counter() - began_s
+
+    def before_step(self, *optimizers: Any) -> None:
+        """Lets the next step of each optimizer wait until the state is staged.
+
+        For `SaveOptions(staging="background")`: forward and backward go on beside the copies. A
+        save that fails holds no step up; its handle tells the error.
+
+        *Careful*: what changes before the step needs `staged()` before that: batch norm's running
+        statistics, which the forward changes, or weights that anything but a step changes.
+
+        Args:
+            *optimizers: With `register_step_pre_hook`, as those of torch; each keeps one hook.
+
+        Raises:
+            InvalidRequestError: An optimizer has no such hooks.
+
+        Example:
+            >>> import tempfile, torch, ray_dcp
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+            >>> options = ray_dcp.SaveOptions(staging="background")
+            >>> with tempfile.TemporaryDirectory() as root:
+            ...     place = f"{root}/step-1"
+            ...     handle = ray_dcp.async_save({"w": weight}, checkpoint_id=place, options=options)
+            ...     handle.before_step(optimizer)
+            ...     weight.sum().backward()
+            ...     optimizer.step()
+            ...     _ = handle.committed()
+            ...     ray_dcp.open(place)["w"][:].tolist()
+            [1.0, 1.0]
+        """
+        for optimizer in optimizers:
+            register = getattr(optimizer, "register_step_pre_hook", None)
+            if register is None:
+                raise InvalidRequestError(
+                    f"expected optimizers with register_step_pre_hook, as those of torch have, "
+                    f"found {type(optimizer).__name__}; call staged() before its step",
+                    key="optimizers",
+                )
+            if optimizer not in _step_hooks:
+                _step_hooks[optimizer] = _StepHook()
+                register(_step_hooks[optimizer])
+            _step_hooks[optimizer].handles.append(self)
+
+    def _hold_step(self) -> None:
+        """Waits as `staged` does; whoever asks the handle is told why it failed."""
+        with suppress(CheckpointError):
+            self.staged()
 
     def committed(self, timeout_s: float | None = None) -> Metadata:
         """Returns the metadata when the checkpoint is committed; like `result` with our errors.

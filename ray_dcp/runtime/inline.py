@@ -154,7 +154,7 @@ class Tracing:
             is_join = isinstance(request, SaveJoin)
             save = self._saves.get(request.key)
             if save is None:
-                if not isinstance(request, SaveJoin) or not request.options.trace:
+                if not isinstance(request, SaveJoin):
                     return
                 save = self._saves[request.key] = SaveRecorder(request, time.time(), self._clock())
                 if len(self._saves) > MOST_SAVES:
@@ -164,10 +164,9 @@ class Tracing:
             self._give_up(request.key)
 
     def hears_together(self, message: MessageBatch, where: Sequence[object]) -> None:
-        """Notes what several ranks said in one message, as `hears`; costs little if not wanted."""
+        """Notes what several ranks said in one message, as `hears`; costs little if no save."""
         first = message.said[0] if isinstance(message.said, tuple) else message.said.first
-        wanted = isinstance(first, SaveJoin) and first.options.trace
-        if wanted or message.key in self._saves:
+        if isinstance(first, SaveJoin) or message.key in self._saves:
             places = [*where] or [None] * len(message.ranks)
             for request, place in zip(message.requests(), places, strict=True):
                 self.hears(request, place)

@@ -129,7 +129,7 @@ def _ray_is_up() -> bool:
 
 
 STALL = ("capture", "plan", "stage")
-"""Phases of an asynchronous save for which training waits."""
+"""Phases of an asynchronous save for which training waits, unless it stages in the background."""
 
 
 class Account:
@@ -148,6 +148,7 @@ class Account:
         bytes: Bytes that each phase moved, of those that move some.
         attempt: Of a save, once it is planned.
         plan: Of a save, once it is planned: see `SaveReport.plan`.
+        waited_s: See `SaveReport.waited_s`.
 
     Example:
         >>> now = iter([0.0, 2.0, 5.0])
@@ -172,6 +173,7 @@ class Account:
         self.attempt: str | None = None
         self.plan: str | None = None
         self.takeovers = 0
+        self.waited_s: float | None = None
         self._mode = mode
         self._kind = "load" if mode == "load" else "save"
         self._checkpoint_id = checkpoint_id
@@ -187,6 +189,8 @@ class Account:
         """How long training has waited for it so far, in seconds."""
         if self._mode != "async_save":
             return sum(self.seconds.values())
+        if self.waited_s is not None:
+            return sum(self.seconds.get(phase, 0.0) for phase in STALL[:2]) + self.waited_s
         return sum(self.seconds.get(phase, 0.0) for phase in STALL)
 
     @property

@@ -43,7 +43,7 @@ from ray_dcp.runtime.rank_save import (
     write_share,
 )
 from ray_dcp.stage.copying import copy_all, device_filler_of, fill_rows
-from ray_dcp.stage.memory import Lease, PrivateMemory
+from ray_dcp.stage.memory import PIECE_BYTES, Lease, PrivateMemory
 from ray_dcp.store.opening import open_storage
 
 Finish = Generator[Request, Reply, SaveOutcome]
@@ -241,8 +241,11 @@ class InProcessBackend:
         if device is None:
             cuts = zip(views, starts, ends.tolist(), strict=True)
             copy_all((memory[low:high], np.frombuffer(view, np.uint8)) for view, low, high in cuts)
-        else:
+        elif device.pin is None:
             fill_rows(device, rows, lengths, memory)
+        else:
+            use = partial(self._lease.pin, device.pin)
+            fill_rows(device, rows, lengths, memory, piece_bytes=PIECE_BYTES, use=use)
         check_unchanged(captured)
         deferred = {row: captured.deferred(row) for file in files for row in file.deferred.tolist()}
         whole = self._lease.view

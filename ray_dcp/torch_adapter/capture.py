@@ -27,7 +27,8 @@ from ray_dcp.core.values import BoolArray, Columns, Int8Array, Int64Array, Kind,
 from ray_dcp.errors import InvalidRequestError, NonFiniteError, UnsupportedValueError
 from ray_dcp.format.tensor_stats import Part, PartStats, added, encode_parts
 from ray_dcp.options import SaveOptions
-from ray_dcp.torch_adapter.device_copy import filler_for
+from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter.device_copy import Moment
 from ray_dcp.torch_adapter.flatten import Flat, flatten, flatten_top
 from ray_dcp.torch_adapter.objects import dump_object, is_simple, load_problem, simple_digest
 from ray_dcp.torch_adapter.per_rank import PerRank, named_for_rank
@@ -152,12 +153,15 @@ def _check(rows: Rows, options: SaveOptions, rank: int) -> None:
 class TensorBytes:
     """The `Capture.source` of tensors, one by one or many at once.
 
+    Made in the thread of the save's caller, by whose streams of devices its moment goes.
+
     Args:
         values: The tensor behind each row; others where a row is deferred.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
+        self._moment = Moment(values, device_copy.CUDA)
 
     def __call__(self, row: int) -> memoryview:
         """Returns the bytes of a row."""
@@ -169,12 +173,14 @@ class TensorBytes:
         return host_bytes_of_many([values[row] for row in rows])
 
     def filler(self, host: Any) -> Any:
-        """Returns what copies tensors from their GPUs, or None when none is there.
+        """Returns what copies tensors from their GPUs as they are at the moment of the capture.
+
+        None when none is on a GPU.
 
         Args:
             host: Copies those in host memory; see `ray_dcp.stage.copying.DeviceSource`.
         """
-        return filler_for(self._values, host)
+        return self._moment.filler(self._values, host)
 
 
 class _Deferred:
