@@ -36,6 +36,8 @@ _STRIDED_BYTES = 32 << 20
 """Tensors that are not contiguous are made so on their device, about this much at a time."""
 _MOST_TEMPORARY_BYTES = 128 << 20
 """Memory of the devices for both. Why so little: training may have taken nearly all there is."""
+_LEAST_BYTES = 256 << 10
+"""Where a device has less memory than this, a tensor that is not contiguous can't be copied."""
 
 _registered: dict[int, np.ndarray] = {}
 """What is registered with a driver, by address."""
@@ -198,11 +200,18 @@ class DeviceFiller:
             self._host.fill(row, start, target)
             return
         _check(row, start, len(target), tensor.nbytes)
-        step = max(len(target), 1) if _is_direct(tensor) else _STRIDED_BYTES
-        for low in range(0, len(target), step):
+        low, step = 0, len(target) if _is_direct(tensor) else _STRIDED_BYTES
+        while low < len(target):
             part = target[low : low + step]
             read = partial(device_part, tensor, start + low, len(part))
-            self._copy(tensor.device, part, read, 0 if _is_direct(tensor) else len(part))
+            try:
+                self._copy(tensor.device, part, read, 0 if _is_direct(tensor) else len(part))
+            except torch.OutOfMemoryError:
+                if len(part) <= _LEAST_BYTES:
+                    raise
+                step = len(part) // 4
+                continue
+            low += len(part)
 
     def fill_many(
         self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], target: np.ndarray
@@ -256,7 +265,13 @@ class DeviceFiller:
         def read() -> torch.Tensor:
             return torch.cat([device_part(self._values[row], s, n) for row, s, n in items])
 
-        self._copy(device, target, read, len(target))
+        try:
+            self._copy(device, target, read, len(target))
+        except torch.OutOfMemoryError:
+            begin = 0
+            for row, start, length in items:
+                self.fill(row, start, target[begin : begin + length])
+                begin += length
 
     def _copy(
         self,

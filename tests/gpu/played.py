@@ -67,7 +67,7 @@ class Played(Cuda):
         self.is_lost = False
         self._under_way: list[tuple[int, int]] = []
         self._fails_at = fails_at
-        self._memory_bytes = memory_bytes
+        self.memory_bytes = memory_bytes
         self._temporary: list[weakref.ref[torch.Tensor]] = []
         self.most_temporary_bytes = 0
 
@@ -185,7 +185,7 @@ class Played(Cuda):
             return source
         self._temporary = [one for one in self._temporary if one() is not None]
         held = sum(tensor.nbytes for one in self._temporary if (tensor := one()) is not None)
-        if self._memory_bytes is not None and held + source.nbytes > self._memory_bytes:
+        if self.memory_bytes is not None and held + source.nbytes > self.memory_bytes:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self._temporary.append(weakref.ref(source))
         self.most_temporary_bytes = max(self.most_temporary_bytes, held + source.nbytes)

@@ -161,13 +161,14 @@ def test_the_device_s_memory_is_taken_a_little_at_a_time(monkeypatch):
 
 
 def test_a_device_without_memory_is_waited_for_and_asked_again(monkeypatch):
-    monkeypatch.setattr(device_copy, "_STRIDED_BYTES", 10_000)
-    tensor = torch.randn(300, 200).T
-    driver = Played(tensor, memory_bytes=25_000)
-    assert filled([tensor], driver).tobytes() == expected([tensor])
+    monkeypatch.setattr(device_copy, "_LEAST_BYTES", 1000)
+    tensors = [torch.randn(300, 200).T, *(torch.randn(50) for _ in range(20))]
+    driver = Played(*tensors, memory_bytes=3000)
+    assert filled(tensors, driver).tobytes() == expected(tensors)
     assert driver.told.count("wait") > 1
+    assert driver.told.count("copy 200") == 20
     with pytest.raises(torch.OutOfMemoryError):
-        filled([tensor], driver := Played(tensor, memory_bytes=5000))
+        filled(tensors, driver := Played(*tensors, memory_bytes=500))
     assert not driver.num_under_way
 
 
