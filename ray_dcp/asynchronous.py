@@ -132,8 +132,10 @@ class _Save:
             waited_s=self._waited_s(),
         )
 
+    _in_background = False
+
     def _waited_s(self) -> float | None:
-        return None
+        return self._handle._waited_s if self._in_background else None
 
     def _takeovers(self) -> int:
         return 0
@@ -198,20 +200,13 @@ class _NativeSave(_Save):
     def _takeovers(self) -> int:
         return 0 if self._keeping is None else self._keeping.takeovers
 
-    @property
-    def _in_background(self) -> bool:
-        # Why not for hooks: a planner's own code would be asked in another thread.
-        return self._options.staging == "background" and self._decision.path != HOOKS
-
-    def _waited_s(self) -> float | None:
-        return self._handle._waited_s if self._in_background else None
-
     def begin(self, state_dict: Mapping[str, Any]) -> None:
         """Plans the save, and stages the state, in the caller's thread."""
+        options = self._options
+        # Why not for hooks: a planner's own code would be asked in another thread.
+        self._in_background = options.staging == "background" and self._decision.path != HOOKS
         with ExitStack() as stack:
-            activity = stack.enter_context(
-                self._session.activity(self._options.heartbeat_timeout_s)
-            )
+            activity = stack.enter_context(self._session.activity(options.heartbeat_timeout_s))
             try:
                 stages = [self._plan(activity, state_dict)]
                 if not self._in_background:

@@ -91,7 +91,9 @@ class _StepHook:
 
     def __call__(self, *_: object) -> None:
         while self.handles:
-            self.handles.pop()._hold_step()
+            # Suppressed: whoever asks the handle is told why it failed.
+            with suppress(CheckpointError):
+                self.handles.pop().staged()
 
 
 _step_hooks: WeakKeyDictionary[Any, _StepHook] = WeakKeyDictionary()
@@ -192,11 +194,6 @@ class SaveHandle(Future[Metadata], AsyncSaveResponse):
                 _step_hooks[optimizer] = _StepHook()
                 register(_step_hooks[optimizer])
             _step_hooks[optimizer].handles.append(self)
-
-    def _hold_step(self) -> None:
-        """Waits as `staged` does; whoever asks the handle is told why it failed."""
-        with suppress(CheckpointError):
-            self.staged()
 
     def committed(self, timeout_s: float | None = None) -> Metadata:
         """Returns the metadata when the checkpoint is committed; like `result` with our errors.

@@ -12,22 +12,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ray_dcp.errors import InvalidRequestError
 
-__all__ = [
-    "Container",
-    "DtypePolicy",
-    "KeyMap",
-    "LoadOptions",
-    "SaveOptions",
-    "Staging",
-    "Verify",
-    "WhenFull",
-]
+__all__ = ["Container", "DtypePolicy", "KeyMap", "LoadOptions", "SaveOptions", "Verify", "WhenFull"]
 
 Container = Literal["torch_save", "safetensors"]
 DtypePolicy = Literal["widen", "error", "cast", "keep"]
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], "str | None"]
 ShareReads = Literal["auto"] | bool
-Staging = Literal["call", "background"]
 Verify = Literal["always", "sample", "never"]
 WhenFull = Literal["wait", "skip", "replace"]
 
@@ -97,7 +87,7 @@ class SaveOptions:
     """How many of the last committed asynchronous saves of a run (those into one folder) stay in
     the memory of the nodes, beside those under way, while there is room: loads take their bytes
     from there, and verify them. They outlive the ranks."""
-    staging: Staging = "call"
+    staging: Literal["call", "background"] = "call"
     """Where `async_save` copies the state. `call`: in the call; the state may change when it
     returns. `background`: in a thread, from devices on a stream of their own, behind what the
     caller's streams had been given by the call, which returns when the save is planned. The state

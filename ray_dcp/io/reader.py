@@ -316,6 +316,10 @@ class ManySink(TargetSink, Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Returns when nothing is under way any more that `done` or `put_many` began."""
+        ...
+
 
 class Filler:
     """Does jobs, and tells the sink when a row has got all its parts. For several threads.
@@ -794,7 +798,13 @@ def read_prepared(
     )
     for row in np.flatnonzero((parts == 0) & (lengths == 0)).tolist():
         sink.done(row)
-    run_tasks(prepared.jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
+    try:
+        run_tasks(prepared.jobs, filler.do, min(options.num_threads, len(prepared.jobs)))
+    except BaseException:
+        # Why: a copy that goes on could come after what its user does with the targets next.
+        if isinstance(sink, ManySink):
+            sink.drain()
+        raise
     return ReadStats(
         bytes_read=filler.bytes_read,
         bytes_needed=prepared.read_plan.bytes_needed,

@@ -293,10 +293,10 @@ def hand_in(
     plan: RankPlan,
     reporter: Reporter | None,
     fill: Fill,
+    filler: Filler | None = None,
     *,
     timeout_s: float,
     stop: Stop | None = None,
-    filler: Filler | None = None,
 ) -> Handed:
     """Returns when the stager holds every byte.
 
@@ -306,10 +306,10 @@ def hand_in(
         plan: Of the order; sent along when the stager does not know it.
         reporter: Who gets the reports.
         fill: Gives the bytes; called in this thread, once a window.
-        timeout_s: How long to wait each time that the stager has no room, in seconds.
-        stop: Ends it early, with its error.
         filler: What `fill` begins copies with. It is waited for as seldom as windows are told, so
             that a device always has something to copy.
+        timeout_s: How long to wait each time that the stager has no room, in seconds.
+        stop: Ends it early, with its error.
 
     Raises:
         StagerGone: It died; everything is to be handed to another one.
@@ -318,7 +318,7 @@ def hand_in(
     grant = ask(link, "begin", order, plan, reporter, timeout_s=timeout_s)
     handed = Handed(lay_out_windows(plan, order.deferred_bytes, order.window_bytes))
     try:
-        _hand_windows(link, order, plan, handed, grant, fill, timeout_s, stop, filler)
+        _hand_windows(link, order, plan, handed, grant, fill, filler, timeout_s, stop)
         silence_s = order.options.heartbeat_timeout_s
         sealed = link.call("seal", order.key, timeout_s=timeout_s, silence_s=silence_s, stop=stop)
         _known(link, sealed)
@@ -359,9 +359,9 @@ def _hand_windows(
     handed: Handed,
     grant: Grant,
     fill: Fill,
+    filler: Filler | None,
     timeout_s: float,
     stop: Stop | None,
-    filler: Filler | None,
 ) -> None:
     finish = (lambda: None) if filler is None else filler.finish
     layout, slots = handed.layout, handed.slots
@@ -571,15 +571,9 @@ class RankStaging:
                 link.window_bytes,
             )
             try:
+                wait_s = options.write_timeout_s
                 handed = hand_in(
-                    link,
-                    order,
-                    plan,
-                    reporter,
-                    fill,
-                    timeout_s=options.write_timeout_s,
-                    stop=stop,
-                    filler=copier,
+                    link, order, plan, reporter, fill, copier, timeout_s=wait_s, stop=stop
                 )
             except StagerGone:
                 self.replace(link)

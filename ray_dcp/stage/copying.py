@@ -136,13 +136,9 @@ class DeviceSource(Protocol):
 
 def filler_of(source: Source) -> Filler:
     """Returns what copies from a source, wherever its bytes are."""
-    return device_filler_of(source) or HostFiller(source)
-
-
-def device_filler_of(source: Source) -> Filler | None:
-    """Returns what copies from a source some of whose bytes are on a device; None for others."""
+    host: Filler = HostFiller(source)
     asked: object = source
-    return asked.filler(HostFiller(source)) if isinstance(asked, DeviceSource) else None
+    return (asked.filler(host) if isinstance(asked, DeviceSource) else None) or host
 
 
 class HostFiller:
@@ -250,8 +246,8 @@ def fill_rows(
     lengths: Sequence[int],
     target: np.ndarray,
     *,
-    piece_bytes: int = 1 << 62,
-    use: Callable[[int], None] = lambda _: None,
+    piece_bytes: int,
+    use: Callable[[int], None],
 ) -> None:
     """Fills memory with whole items, one behind the other; returns when all their bytes are there.
 

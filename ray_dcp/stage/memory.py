@@ -334,14 +334,14 @@ class Lease:
         self._area = area
         self.view = memoryview(b"") if area is None else memoryview(area.map)[:num_bytes]
 
-    def pin(self, pin: Pin, piece: int) -> None:
+    def pin(self, pin: Pin | None, piece: int) -> None:
         """Registers a piece of `PIECE_BYTES` with a device's driver, until the memory goes.
 
         Args:
-            pin: Of the driver.
+            pin: Of the driver; None where there is no need.
             piece: Its number.
         """
-        if self._area is not None:
+        if self._area is not None and pin is not None:
             self._area.pin(pin, piece)
 
     def release(self) -> None:

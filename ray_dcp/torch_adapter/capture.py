@@ -548,17 +548,12 @@ def part_stats_on_device(tensors: Sequence[torch.Tensor]) -> list[PartStats]:
 _PIECE_ELEMENTS = 4 << 20
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields parts of a tensor, whatever its strides, that are not much longer than a piece."""
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns parts of a tensor, whatever its strides, none of which is longer than a piece."""
     if tensor.numel() <= _PIECE_ELEMENTS:
-        yield tensor
-        return
-    rows = len(tensor) * _PIECE_ELEMENTS // tensor.numel()
-    if rows:
-        yield from tensor.split(rows)
-        return
-    for row in tensor:
-        yield from _pieces(row)
+        return [tensor]
+    halves = tensor.tensor_split(2) if len(tensor) > 1 else (tensor[0],)
+    return [piece for half in halves for piece in _pieces(half)]
 
 
 def _piece_stats(piece: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Cuda:
     def copy(
         self, stream: torch.cuda.Stream, target: np.ndarray, read: Callable[[], torch.Tensor]
     ) -> object:
-        """Begins to copy; returns what must be kept until the copy was waited for.
+        """Begins to copy; returns what must be kept until `drain`.
 
         Args:
             stream: Of `stream`.
@@ -91,15 +91,16 @@ class Cuda:
             torch.from_numpy(target).copy_(source, non_blocking=True)
         return source
 
-    def record(self, stream: torch.cuda.Stream) -> Any:
-        """Returns a mark behind all that a stream of `stream` was given so far."""
-        # Why blocking: a thread that spins would take a processor from training meanwhile.
-        return stream.record_event(torch.cuda.Event(blocking=True))
+    def give(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
+        """Begins work on a stream of `stream`; what it uses must be kept until `drain`."""
+        with torch.cuda.stream(stream):
+            work()
 
-    def wait(self, device: torch.device, mark: Any) -> None:
-        """Returns when all that a mark of a device stands for is done."""
+    def drain(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        """Returns when all that a stream of `stream` was given so far is done."""
         with torch.cuda.device(device):
-            mark.synchronize()
+            # Why blocking: a thread that spins would take a processor from training meanwhile.
+            stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
 
     def pin(self, device: torch.device, memory: np.ndarray) -> Callable[[], None] | None:
         """Registers host memory for faster copies; returns what undoes it, None if it can't.
@@ -241,15 +242,9 @@ class DeviceFiller:
         """Returns when what the devices were given is done."""
         # Why a stack: where one device fails, the others still write.
         with ExitStack() as stack:
-            stack.callback(self._forget)
+            stack.callback(self._under_way.clear)
             for device, stream in self._streams.items():
-                stack.callback(self._wait_for, device, stream)
-
-    def _wait_for(self, device: torch.device, stream: Any) -> None:
-        self._driver.wait(device, self._driver.record(stream))
-
-    def _forget(self) -> None:
-        self._under_way.clear()
+                stack.callback(self._driver.drain, device, stream)
         self._temporary_bytes = 0
 
     def _device_of(self, row: int) -> torch.device | None:

@@ -136,14 +136,15 @@ class Played(Cuda):
         stream.work.append((run, None))
         return source
 
-    def record(self, stream: Line) -> Mark:
+    def give(self, stream: Line, work: Callable[[], Any]) -> None:
         self._check()
-        return stream.mark()
+        self.told.append("work")
+        stream.work.append((work, None))
 
-    def wait(self, device: torch.device, mark: Mark) -> None:
+    def drain(self, device: torch.device, stream: Line) -> None:
         self.told.append("wait")
         self._check()
-        mark.line.run(mark.end)
+        stream.run(len(stream.work))
 
     def pin(self, device: torch.device, memory: np.ndarray) -> Callable[[], None]:
         place = int(memory.__array_interface__["data"][0])

@@ -29,14 +29,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
-        real = staging_backend.copy_all
+        real = staging_backend.fill_rows
 
-        def copy_all(pairs: Any) -> None:
+        def fill_rows(*args: Any, **more: Any) -> None:
             self.begun.set()
             assert self.open.wait(180)
-            real(pairs)
+            real(*args, **more)
 
-        monkeypatch.setattr(staging_backend, "copy_all", copy_all)
+        monkeypatch.setattr(staging_backend, "fill_rows", fill_rows)
 
 
 @pytest.fixture
@@ -117,10 +117,10 @@ def test_a_step_waits_for_every_save_and_keeps_one_hook(gate, tmp_path):
 
 
 def test_a_save_that_fails_holds_no_step_up(monkeypatch, tmp_path):
-    def fails(_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise StorageError("no memory is left")
 
-    monkeypatch.setattr(staging_backend, "copy_all", fails)
+    monkeypatch.setattr(staging_backend, "fill_rows", fails)
     model, optimizer = model_and_optimizer()
     handle = ray_dcp.async_save(
         model.state_dict(), checkpoint_id=tmp_path / "c", options=BACKGROUND

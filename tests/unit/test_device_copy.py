@@ -20,7 +20,7 @@ from ray_dcp.runtime import staging_backend
 from ray_dcp.stage import copying, memory
 from ray_dcp.stage.copying import HostFiller, drain, fill_rows
 from ray_dcp.stage.memory import PrivateMemory, StagingMemory
-from ray_dcp.torch_adapter import device_copy
+from ray_dcp.torch_adapter import device_copy, sink
 from ray_dcp.torch_adapter.capture import TensorBytes
 from ray_dcp.torch_adapter.device_copy import (
     DeviceFiller,
@@ -44,8 +44,13 @@ def filler_of(tensors: list[torch.Tensor], driver: Played) -> DeviceFiller:
 def filled(tensors: list[torch.Tensor], driver: Played) -> np.ndarray:
     lengths = [tensor.nbytes for tensor in tensors]
     target = np.full(sum(lengths), 0xAA, np.uint8)
-    fill_rows(filler_of(tensors, driver), range(len(tensors)), lengths, target)
+    fill(filler_of(tensors, driver), lengths, target)
     return target
+
+
+def fill(filler: DeviceFiller, lengths: list[int], target: np.ndarray) -> None:
+    rows = range(len(lengths))
+    fill_rows(filler, rows, lengths, target, piece_bytes=1 << 40, use=lambda piece: None)
 
 
 def expected(tensors: list[torch.Tensor]) -> bytes:
@@ -234,7 +239,7 @@ def test_a_played_driver_finds_memory_that_is_used_again_early():
     stream = driver.stream(tensor.device, driver.now(tensor.device))
     driver.copy(stream, np.zeros(4, np.uint8), lambda: torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="used again before"):
-        driver.wait(tensor.device, driver.record(stream))
+        driver.drain(tensor.device, stream)
 
 
 def test_nothing_is_under_way_any_more_when_a_copy_has_failed():
@@ -242,7 +247,7 @@ def test_nothing_is_under_way_any_more_when_a_copy_has_failed():
     driver = Played(*tensors)
     lengths = [tensors[0].nbytes, tensors[1].nbytes + 4]  # not what was planned
     with pytest.raises(InternalError, match="row 1"):
-        fill_rows(filler_of(tensors, driver), [0, 1], lengths, np.zeros(sum(lengths), np.uint8))
+        fill(filler_of(tensors, driver), lengths, np.zeros(sum(lengths), np.uint8))
     assert not driver.num_under_way
 
 
@@ -267,7 +272,7 @@ def test_a_copy_that_can_not_begin_lets_those_before_it_end():
     driver.copy = second_fails
     target = np.zeros(240_000, np.uint8)
     with pytest.raises(RuntimeError, match="no more"):
-        fill_rows(filler_of(tensors, driver), [0, 1], [120_000, 120_000], target)
+        fill(filler_of(tensors, driver), [120_000, 120_000], target)
     assert not driver.num_under_way
     assert target[:120_000].tobytes() == expected(tensors[:1])
 
@@ -279,9 +284,9 @@ def test_all_devices_are_waited_for_where_one_fails():
         def has(self, tensor):
             return True
 
-        def wait(self, device, mark):
-            self.told.append(mark.line.name)
-            raise RuntimeError(f"{mark.line.name} is lost")
+        def drain(self, device, stream):
+            self.told.append(stream.name)
+            raise RuntimeError(f"{stream.name} is lost")
 
         def copy(self, stream, target, read):
             return target
@@ -378,6 +383,60 @@ def test_no_more_than_half_of_the_machine_is_registered(monkeypatch):
     assert driver.pin(torch.device("cuda", 0), np.zeros(1001, np.uint8)) is None
 
 
+# --- loads --------------------------------------------------------------------------------------
+
+
+def saved(path) -> dict[str, torch.Tensor]:
+    state = {"w": torch.randn(300, 500), "b": torch.randn(4, 3)}
+    ray_dcp.save(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def strided(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns targets that can't be read in place, as those on a device."""
+    return {name: torch.zeros(one.T.shape).T for name, one in state.items()}
+
+
+def test_loads_begin_their_copies_behind_the_caller_s_stream_and_wait_once(play, tmp_path):
+    state = saved(tmp_path / "c")
+    found = strided(state)
+    driver = play(Played(*found.values()))
+    driver.launch(lambda: [one.fill_(-1) for one in found.values()])
+    report = ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert sorted(report.loaded) == ["b", "w"]
+    assert driver.told.count("work") == 2
+    assert driver.told.count("wait") == 1
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_little_waits_for_a_device_that_is_slow(play, monkeypatch, tmp_path):
+    monkeypatch.setattr(sink, "_MOST_UNDER_WAY_BYTES", 10)
+    state = saved(tmp_path / "c")
+    found = strided(state)
+    driver = play(Played(*found.values()))
+    ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert driver.told.count("wait") == 2
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_no_copy_comes_after_a_load_that_has_failed(play, tmp_path):
+    state = saved(tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    place = data.find(bytes(host_bytes(state["w"]))[-400:])
+    assert place > 0
+    data[place + 200] ^= 1
+    file.write_bytes(data)
+    found = strided(state)
+    driver = play(Played(*found.values()))
+    options = ray_dcp.LoadOptions(num_threads=1)
+    with pytest.raises(ray_dcp.DamagedCheckpointError, match="'w' is damaged"):
+        ray_dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True, options=options)
+    before = {name: one.clone() for name, one in found.items()}
+    driver.synchronize()
+    assert all(torch.equal(found[name], before[name]) for name in found)
+
+
 # --- whole saves --------------------------------------------------------------------------------
 
 
@@ -405,7 +464,6 @@ def test_a_process_that_is_alone_stages_what_is_on_a_device(staging, play, tmp_p
     assert driver.told[-1] == "wait"
     assert driver.registered
     assert_loads_as(tmp_path / "c", whole)
-    assert staging_backend.device_filler_of(lambda row: memoryview(b"")) is None
 
 
 @pytest.mark.parametrize("staging", ["call", "background"])
