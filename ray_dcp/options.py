@@ -92,7 +92,8 @@ class SaveOptions:
     returns. `background`: in a thread, from devices on a stream of their own, behind what the
     caller's streams had been given by the call, which returns when the save is planned. The state
     must not change before `SaveHandle.staged()` has returned; `SaveHandle.before_step(optimizer)`
-    waits where an optimizer would change it."""
+    waits where an optimizer would change it. `CheckpointManager`, the integrations and planners of
+    your own copy in the call."""
     check_unchanged: bool = False
     """For debugging: an asynchronous save fails, and names the tensors, when their bytes changed
     between the call and the end of staging, because a thread or a CUDA stream still wrote into

@@ -10,7 +10,8 @@ done.
 *Careful*: pages that are registered must not be unmapped, or the device would write to where they
 were. So this module keeps each such array until its owner, the staging memory, gives it back.
 *Careful*: a thread begins on device 0, and some calls of the driver make a context on the device
-of their thread, with hundreds of MB. So each such call names its device.
+of their thread, with hundreds of MB; so does leaving a stream of another device. So each such call
+names its device.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ class Cuda:
             target: uint8[n], in host memory.
             read: Returns uint8[n] on the device; called on the stream.
         """
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             source = read()
             torch.from_numpy(target).copy_(source, non_blocking=True)
         return source
 
     def give(self, stream: torch.cuda.Stream, work: Callable[[], Any]) -> None:
         """Begins work on a stream of `stream`; what it uses must be kept until `drain`."""
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             work()
 
     def drain(self, device: torch.device, stream: torch.cuda.Stream) -> None:

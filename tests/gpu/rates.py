@@ -6,6 +6,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,17 +118,15 @@ def saves(machine: Machine, room: Path) -> list[Rate]:
 
 def _stock(machine: Machine, state: State, room: Path) -> list[Rate]:
     """The same saves by stock DCP, with a stager that copies beside training."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=True,
-            use_shared_memory=False,
-            use_async_staging=True,
-            use_non_blocking_copy=True,
-        )
+    options = StagingOptions(
+        use_pinned_memory=True,
+        use_shared_memory=False,
+        use_async_staging=True,
+        use_non_blocking_copy=True,
     )
     stalls, staged = [], []
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), closing(DefaultStager(options)) as stager:
             warnings.simplefilter("ignore")
             for number in range(ROUNDS):
                 place = room / f"stock{number}"
@@ -143,8 +142,6 @@ def _stock(machine: Machine, state: State, room: Path) -> list[Rate]:
                 shutil.rmtree(place)
     except Exception as error:  # a torch whose stager can't do it is no failure of ours
         return [Rate("stock DCP", f"{type(error).__name__}: {error}"[:60], "", None)]
-    finally:
-        stager.close()
     return [
         Rate("stock DCP, stall, first save", f"{stalls[0]:.3f} s", "", None),
         Rate("stock DCP, stall", f"{min(stalls[1:]):.3f} s", "", None),
